@@ -26,11 +26,11 @@ TEST_ENV  := $(VENV)/.quantmint-test
 BESIDE    := $(MAKE) --no-print-directory -j 3
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-fleet soak report clean distclean serving browser
+.PHONY: help quantize plan test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-fleet gate-simulations soak report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 quantize:  ## make, prove and publish RECIPE (default: the embedded tiny model, on this CPU)
 	@$(BESIDE) $(RUN_ENV) serving
@@ -70,6 +70,9 @@ bench-scaling: $(TEST_ENV)  ## one process beside Ray nodes of this machine, and
 
 bench-fleet: $(TEST_ENV)  ## seconds of `quantmint due` and of a round without work, for seven recipes
 	@$(BIN)/python -m tests.bench.fleet $(ARGS)
+
+gate-simulations: $(TEST_ENV)  ## how often the gate errs where the truth is known, in minutes; ARGS="--runs 1000"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.gate $(ARGS)
 
 soak: $(TEST_ENV)  ## 200 rounds of a recipe, most of them killed: what is left of them; ARGS="--rounds 20"
 	@$(BIN)/python -m tests.bench.soak --json docs/soak.json $(ARGS)

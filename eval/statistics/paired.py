@@ -5,19 +5,29 @@ Which interval belongs to which scores:
 | scores                         | bounds                                                                          |
 |--------------------------------|---------------------------------------------------------------------------------|
 | 0 or 1, independent items      | Tango's score interval                                                          |
-| 0 or 1, items share passages   | Tango's score interval of the effective counts, Student's t for the normal      |
-| graded                         | Student's t, the standard error by cluster                                      |
-| log likelihoods of documents   | Student's t for the ratio of sums, by document or cluster                       |
+| graded, independent items      | the same score interval; what may happen is every change seen, and a full point |
+| items share passages           | the same, of the effective counts, with Student's t for the normal              |
+| log likelihoods of documents   | Student's t for the ratio of sums, by document or cluster, with its skewness    |
 
-The linear interval of a clustered mean (difference +- t * SE) would claim certainty for 0/1 scores where no or few
-items flip, which is what good checkpoints do. So clusters enter Tango's interval through the effective number of
-items, as in survey sampling (Korn and Graubard, Survey Methodology 24, 193-201, 1998): all counts are divided by the
-design effect, the factor by which clusters widen the variance of the difference.
+`make gate-simulations` holds these, and what was tried beside them, against designs with known truths.
 
 **Tango's score interval** (Statistics in Medicine 17, 891-908, 1998) stays honest when few or no items flip, where the
 textbook "difference +- z * SE" claims certainty. By itself it still errs too often: counts are whole, and at a true
 drop of a few flips its one-sided 5 % test errs up to 6.8 % of the time towards PASS and 9 % towards FAIL. Continuity
 corrections bring both below 5 % (the tests enumerate this exactly, over margins and flip rates, for 50 to 1319 items).
+
+**Graded scores** have the same interval, since Tango's variance is that of the likeliest distribution over -1, 0 and 1
+whose mean is the difference in question. Over the changes that were seen, and over -1 and 1 whether seen or not, it is
+empirical likelihood (Owen, Biometrika 75, 237-249, 1988). Where all changes are -1, 0 or 1 it is Tango's to the digit.
+
+**Clusters** enter through the effective number of items, as in survey sampling (Korn and Graubard, Survey Methodology
+24, 193-201, 1998): all counts are divided by the design effect 1 + correlation * (size - 1), where `size` is that of
+the passage of the mean item (Kish, "Survey Sampling", section 5.4). The correlation is that of two changes of one
+passage, and t's degrees of freedom are Satterthwaite's of passages of these sizes. Residuals of whole passages, which
+assume no one correlation, know nothing where three passages hold half of the items: they pass up to 30 % there.
+
+**Skewness.** A few documents that lose much are a mean's skewness, which makes Student's t too short on their side:
+Johnson's correction (JASA 73, 536-544, 1978) makes up for it, `_TAIL` says how a sample's own skewness enters.
 
 **The bootstrap** resamples the units and keeps both models' scores of a unit together. Its interval is Efron's BCa
 (Efron and Tibshirani, "An Introduction to the Bootstrap", section 14.3; JASA 82, 171-185, 1987): a few flips, nearly
@@ -30,7 +40,7 @@ who resamples the same scores gets the same interval.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,15 +75,19 @@ def tango_bounds(gains: float, losses: float, items: float, z: float) -> tuple[f
         >>> round(low, 4), round(high, 4)
         (-0.0181, 0.0223)
     """
+    return _score_bounds(gains - losses, items, lambda d: float(score_deviation(gains, losses, items, d)), z)
+
+
+def _score_bounds(total: float, items: float, deviation: Callable[[float], float], z: float) -> tuple[float, float]:
+    """The bounds of total / items, given the deviation of the total at each difference that may be true."""
     from scipy.optimize import brentq
 
     if not z >= 0:
         raise ValueError(f"z must not be negative, found {z}")
-    observed = (gains - losses) / items
+    observed = total / items
 
     def excess(difference: float, bound: float, correction: float) -> float:
-        deviation = float(score_deviation(gains, losses, items, difference))
-        return gains - losses - items * difference - correction - bound * deviation
+        return total - items * difference - correction - bound * deviation(difference)
 
     low, high = -1.0, 1.0
     if excess(-1.0, z, LOWER_CORRECTION) > 0:
@@ -98,16 +112,56 @@ def score_deviation(gains: Any, losses: Any, items: Any, difference: Any) -> NDA
     return deviation
 
 
+def graded_deviation(changes: NDArray[Any], counts: Any, difference: Any) -> NDArray[Any]:
+    """Standard deviation of one item's change, shape (...,), when `difference` is true.
+
+    `changes`, shape (..., values), lie in [-1, 1], `counts` say how often each was seen. Of all distributions over them
+    and over -1 and 1 with this mean it is the likeliest one's: each change has its share over 1 + tilt * (its distance
+    from the mean), and a full point against what was seen has what the tilt cannot move.
+    """
+    import numpy as np
+
+    apart = changes - np.asarray(difference)[..., None]
+    shares = counts / np.sum(np.broadcast_to(counts, changes.shape), axis=-1, keepdims=True)
+    side = np.where(np.sum(shares * apart, axis=-1) >= 0, 1.0, -1.0)
+    apart = apart * side[..., None]
+    point = np.maximum(1 + side * difference, 1e-12)
+    low, high = np.zeros_like(point), 1 / point
+    for _ in range(48):
+        tilt = (low + high) / 2
+        short = np.sum(shares * apart / (1 + tilt[..., None] * apart), axis=-1) > 0
+        low, high = np.where(short, tilt, low), np.where(short, high, tilt)
+    likely = shares / (1 + low[..., None] * apart)
+    rest = np.maximum(1 - np.sum(likely, axis=-1), 0)
+    deviation: NDArray[Any] = np.sqrt(np.sum(likely * apart**2, axis=-1) + rest * point**2)
+    return deviation
+
+
 Kind = Literal["binary", "graded", "perplexity"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """sum(y) / sum(w) over `units` clusters, its standard error, and t's degrees of freedom, units - 1."""
+    """sum(y) / sum(w) over `units` clusters, its standard error, t's degrees of freedom, the residuals' skewness."""
 
     value: float
     standard_error: float
     units: int
+    freedom: float
+    skewness: float
+
+    def quantiles(self, confidence: float) -> tuple[float, float]:
+        """Standard errors from the value to its lower and to its upper bound, each one-sided at `confidence`."""
+        from scipy.special import stdtrit
+
+        t = float(stdtrit(self.freedom, confidence))
+        skew = abs(self.skewness)
+        longer = t + skew * (_TAIL[0] + _TAIL[1] * skew) * (1 + 2 * t * t) / (6 * math.sqrt(self.units))
+        return (longer, t) if self.skewness < 0 else (t, longer)
+
+
+# Johnson's term has the skewness itself; few documents show far too little of a long tail, the less the longer it is.
+_TAIL = (4.0, 3.0)
 
 
 def ratio(y: NDArray[np.float64], w: NDArray[np.float64]) -> Ratio:
@@ -116,7 +170,8 @@ def ratio(y: NDArray[np.float64], w: NDArray[np.float64]) -> Ratio:
     The standard error is linearised: residuals y - value * w, sum of squares times G / (G - 1), over sum(w). That is
     the clustered standard error of Miller, "Adding Error Bars to Evals" (arXiv 2411.00640, section 2.2) with the usual
     correction for G clusters, Cochran's ratio estimator ("Sampling Techniques", section 6.3) where weights differ, and
-    the ordinary standard error of a mean where every unit is one item.
+    the ordinary standard error of a mean where every unit is one item. The degrees of freedom are Satterthwaite's
+    (Biometrics Bulletin 2, 110-114, 1946) for residuals as wide as their weights.
     """
     import numpy as np
 
@@ -125,8 +180,18 @@ def ratio(y: NDArray[np.float64], w: NDArray[np.float64]) -> Ratio:
         raise ValueError(f"a standard error needs two units, found {units}")
     total = float(np.sum(w))
     value = float(np.sum(y)) / total
-    squares = float(np.sum((y - value * w) ** 2))
-    return Ratio(value, (squares * units / (units - 1)) ** 0.5 / total, units)
+    residuals = y - value * w
+    squares = float(np.sum(residuals**2))
+    skewness = float(np.sum(residuals**3)) * units**0.5 / squares**1.5 if squares else 0.0
+    freedom = min(units - 1.0, satterthwaite(w**2))
+    return Ratio(value, (squares * units / (units - 1)) ** 0.5 / total, units, freedom, skewness)
+
+
+def satterthwaite(variances: NDArray[np.float64]) -> float:
+    """Degrees of freedom of a variance that is a sum of these, shape (units,), each known from one residual."""
+    import numpy as np
+
+    return float(np.sum(variances) ** 2 / np.sum(variances**2))
 
 
 def totals(values: NDArray[np.float64], clusters: NDArray[Any]) -> NDArray[np.float64]:
@@ -161,17 +226,25 @@ class Units:
 class Change:
     """The change of one task: `difference` is candidate - baseline per item, for perplexity in nats per word.
 
-    Both are signed so that below 0 is worse. `design_effect` is 1 without clusters.
+    Both are signed so that below 0 is worse. `changes` are the items' changes as parts of `span`, the range of scores
+    (0 to 1, or what was seen beyond), each once, and how often it was seen. `effect` is None without clusters.
     """
 
     kind: Kind
     items: int
     units: Units
-    difference: float
+    changes: tuple[NDArray[np.float64], NDArray[np.int64]]
+    span: float
+    total: Ratio
     standard_error: float
-    design_effect: float
+    effect: DesignEffect | None
     gains: int
     losses: int
+
+    @property
+    def difference(self) -> float:
+        """What changed, see above."""
+        return self.total.value
 
     @property
     def clustered(self) -> bool:
@@ -193,21 +266,29 @@ class Change:
     @property
     def method(self) -> str:
         """What the bounds are, in words."""
-        if self.kind == "binary":
-            return "Tango score interval, effective counts of clusters" if self.clustered else "Tango score interval"
-        name = "cluster-robust t" if self.clustered else "Student t"
-        return f"{name}, weighted by words" if self.kind == "perplexity" else name
+        if self.kind == "perplexity":
+            return f"{'cluster-robust t' if self.clustered else 'Student t'} with skewness, weighted by words"
+        name = "Tango score interval" if self.kind == "binary" else "score interval"
+        return f"{name}, effective counts of clusters" if self.clustered else name
 
     def bounds(self, confidence: float) -> tuple[float, float]:
         """Lower and upper bound of the true difference, each one-sided at `confidence` in [0.5, 1)."""
         from scipy.special import ndtri, stdtrit
 
-        z, t = float(ndtri(confidence)), float(stdtrit(len(self.units.weights) - 1, confidence))
+        if self.kind == "perplexity":
+            below, above = self.total.quantiles(confidence)
+            return self.difference - below * self.standard_error, self.difference + above * self.standard_error
+        effect, z = 1.0, float(ndtri(confidence))
+        if self.effect is not None:
+            effect, z = self.effect.factor, float(stdtrit(self.effect.freedom, confidence))
+        items = self.items / effect
         if self.kind == "binary":
-            gains, losses, items = (count / self.design_effect for count in (self.gains, self.losses, self.items))
-            return tango_bounds(gains, losses, items, t if self.clustered else z)
-        half = t * self.standard_error
-        return self.difference - half, self.difference + half
+            return tango_bounds(self.gains / effect, self.losses / effect, items, z)
+        root, (values, counts) = math.sqrt(items), self.changes
+        low, high = _score_bounds(
+            items * self.difference / self.span, items, lambda d: root * float(graded_deviation(values, counts, d)), z
+        )
+        return low * self.span, high * self.span
 
 
 def change(pairs: Pairs) -> Change:
@@ -225,24 +306,31 @@ def change(pairs: Pairs) -> Change:
         what = f"{items} items" if items < 2 else f"{items} items of one passage"
         raise MeasurementError(f"{pairs.task}: {what} cannot be compared, the change has no variance")
     moved = candidate - baseline
-    gains, losses = int((moved > 0).sum()), int((moved < 0).sum())
-    clustered = ratio(units.candidate - units.baseline, units.weights)
+    total = ratio(units.candidate - units.baseline, units.weights)
+    error, effect, span = total.standard_error, None, 1.0
     binary = not perplexity and _binary(baseline) and _binary(candidate)
-    effect, error = 1.0, clustered.standard_error
-    if binary and len(units.weights) < items:
-        effect = _design_effect(clustered, ratio(moved, weights), items)
+    if not perplexity:
+        scores = np.concatenate((baseline, candidate))
+        span = max(1.0, float(scores.max() - scores.min()))
+        if len(units.weights) < items:
+            apart = (moved - total.value) / span
+            effect = design_effect(totals(apart, clusters), totals(apart**2, clusters), units.weights)
+            error = ratio(moved, weights).standard_error * effect.factor**0.5
     if not binary and not perplexity:
-        # Without a floor, the same score on all of ten items would count as certainty: one may yet move a full point.
+        # Without a floor, the same score on all of ten items would be reported as certainty.
         error = max(error, 1 / len(units.weights))
+    values, counts = np.unique(moved / span, return_counts=True)
     return Change(
         kind="perplexity" if perplexity else "binary" if binary else "graded",
         items=items,
         units=units,
-        difference=clustered.value,
+        changes=(values, counts),
+        span=span,
+        total=total,
         standard_error=error,
-        design_effect=effect,
-        gains=gains,
-        losses=losses,
+        effect=effect,
+        gains=int((moved > 0).sum()),
+        losses=int((moved < 0).sum()),
     )
 
 
@@ -250,16 +338,33 @@ def _binary(scores: NDArray[Any]) -> bool:
     return bool(((scores == 0) | (scores == 1)).all())
 
 
-def _design_effect(clustered: Ratio, single: Ratio, items: int) -> float:
-    """Variance by clusters over variance by items, at least 1; without any flip as if each cluster were one item.
+@dataclass(frozen=True, slots=True)
+class DesignEffect:
+    """By what factor passages widen the variance of the difference, and t's degrees of freedom over them."""
 
-    A few flips say little about whether flips come together. One more passage in which two items flip is added to
-    those seen (4 to the squares by cluster, 2 to those by item): without it, 6 losses among 600 items of 60 passages
-    pass 6.3 % of the time at a drop equal to the margin.
+    factor: float
+    freedom: float
+
+
+# Passages of the mean item's size in which, beside what was seen, two changes are taken to come together, for each that
+# the items' own passages amount to: the fewer these, the less do they tell of whether changes come together.
+_UNSEEN = 10.0
+
+
+def design_effect(sums: NDArray[np.float64], squares: NDArray[np.float64], sizes: NDArray[np.float64]) -> DesignEffect:
+    """From each passage's sum of its items' distances from the mean change, their squares' sum, and number of items.
+
+    The correlation is that of pairs: products of two changes of a passage over their squares. Without any change it is
+    1, as if each passage were one item.
     """
-    if single.standard_error == 0:
-        return items / clustered.units
-    return max(1.0, ((clustered.standard_error * items) ** 2 + 4) / ((single.standard_error * items) ** 2 + 2))
+    import numpy as np
+
+    items = float(np.sum(sizes))
+    size = float(np.sum(sizes**2)) / items
+    assumed = 2 * _UNSEEN * size / items * (size - 1)
+    together = float(np.sum(sums**2 - squares)) + assumed
+    correlation = min(1.0, max(0.0, together / (float(np.sum((sizes - 1) * squares)) + assumed)))
+    return DesignEffect(1 + correlation * (size - 1), max(1.0, satterthwaite(sizes * (1 + correlation * (sizes - 1)))))
 
 
 @dataclass(frozen=True, slots=True)

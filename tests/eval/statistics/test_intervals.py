@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import optimize, stats
 
 from eval import accuracy
 from eval.statistics import paired
@@ -23,15 +23,72 @@ def test_ratio_of_single_items_is_an_ordinary_mean() -> None:
 def test_clustered_standard_error_is_the_double_sum() -> None:
     """Miller's formula (arXiv 2411.00640, section 2.2): products of residuals within a cluster, with G / (G - 1)."""
     rng = np.random.default_rng(1)
-    clusters = rng.integers(0, 12, 70)
-    change = rng.normal(size=12)[clusters] + rng.normal(size=70)
-    result = paired.change(asked(np.zeros(70), change, clusters=clusters))
+    clusters = np.repeat(np.arange(12), 6)
+    change = rng.normal(size=12)[clusters] + rng.normal(size=72)
+    result = paired.change(asked(np.zeros(72), change, clusters=clusters, weights=np.ones(72), kind="perplexity"))
     residual = change - change.mean()
     together = clusters[:, None] == clusters[None, :]
-    expected = np.sqrt((residual[:, None] * residual[None, :] * together).sum() * 12 / 11) / 70
+    expected = np.sqrt((residual[:, None] * residual[None, :] * together).sum() * 12 / 11) / 72
     assert result.standard_error == pytest.approx(expected)
-    assert result.bounds(0.95)[0] == pytest.approx(change.mean() - stats.t.ppf(0.95, 11) * expected)
-    assert result.method == "cluster-robust t"
+    # Johnson's correction lies on the side of the longer tail alone.
+    skewed = stats.skew(np.bincount(clusters, residual))
+    side = int(skewed > 0)
+    t = stats.t.ppf(0.95, 11) * expected
+    low, high = result.bounds(0.95)
+    assert (low, high)[1 - side] == pytest.approx(change.mean() + (t, -t)[side])
+    assert abs((low, high)[side] - change.mean()) > 1.05 * t
+    assert result.method == "cluster-robust t with skewness, weighted by words"
+
+
+def test_graded_scores_that_move_by_whole_points_have_tangos_bounds() -> None:
+    """One item scored a half on both sides tells nothing: it must not change the interval of the others."""
+    baseline = np.repeat([1.0, 0.0], [300, 100])
+    for lost, won in ((1, 0), (0, 0), (9, 4), (30, 50)):
+        candidate = baseline.copy()
+        candidate[:lost], candidate[400 - won :] = 0, 1
+        whole = paired.change(asked(baseline, candidate))
+        halved = paired.change(asked(np.append(baseline[1:], 0.5), np.append(candidate[1:], 0.5)))
+        whole_too = paired.change(asked(np.append(baseline[1:], 1.0), np.append(candidate[1:], 1.0)))
+        assert (whole.kind, halved.kind) == ("binary", "graded")
+        for confidence in (0.95, 0.99999):
+            assert halved.bounds(confidence) == pytest.approx(whole_too.bounds(confidence), abs=1e-9)
+
+
+def test_the_graded_deviation_is_the_likeliest_distributions() -> None:
+    """Found numerically here: weights of the changes seen, and of a full point, whose mean is the difference."""
+    changes = np.array([-0.4, -0.1, 0.0, 0.3])
+    counts = np.array([3, 2, 30, 5])
+    support = np.append(changes, (-1.0, 1.0))
+    for difference in (-0.2, -0.03, 0.02, 0.15):
+        free = optimize.minimize(
+            lambda p: -np.sum(counts * np.log(np.maximum(p[:4], 1e-12))),
+            np.full(6, 1 / 6),
+            bounds=[(0, 1)] * 6,
+            constraints=[
+                {"type": "eq", "fun": lambda p: p.sum() - 1},
+                {"type": "eq", "fun": lambda p, difference=difference: p @ support - difference},
+            ],
+            options={"ftol": 1e-12, "maxiter": 1000},
+        ).x
+        expected = np.sqrt(free @ (support - difference) ** 2)
+        assert float(paired.graded_deviation(changes, counts, difference)) == pytest.approx(expected, rel=2e-3)
+
+
+def test_few_passages_that_hold_most_items_are_few_items() -> None:
+    sizes = np.array([200.0] * 3 + [10.0] * 60)
+    nothing = paired.design_effect(np.zeros(63), np.zeros(63), sizes)
+    # The mean item's passage has 105 items, as many as of passages of 105 are 11.
+    assert nothing.factor == pytest.approx(105)
+    assert nothing.freedom < 4
+    clusters = np.repeat(np.arange(63), sizes.astype(int))
+    baseline = (np.arange(1200) % 4 > 0).astype(float)
+    candidate = np.where(np.arange(1200) % 40 == 1, 0.0, baseline)
+    spread = paired.change(asked(baseline, candidate, clusters=clusters))
+    assert spread.effect is not None
+    assert 1 < spread.effect.factor < 10  # losses that come one by one are seen to
+    together = paired.change(asked(baseline, np.where(clusters == 7, 0.0, baseline), clusters=clusters))
+    assert together.effect is not None
+    assert together.effect.factor > 90
 
 
 def test_perplexity_is_weighted_by_words() -> None:
@@ -134,14 +191,14 @@ def test_recovery_of_a_baseline_near_zero_has_no_bounds() -> None:
 
 
 def test_recovery_is_fiellers_interval() -> None:
-    """Both ends solve |candidate - r * baseline| = t * standard error of that difference."""
+    """Both ends solve |candidate - r * baseline| = t * standard error of that difference, for many items."""
     rng = np.random.default_rng(8)
-    baseline = rng.random(80)
-    candidate = 0.9 * baseline + rng.normal(0, 0.3, 80)
+    baseline = rng.random(20_000)
+    candidate = 0.9 * baseline + rng.uniform(0, 0.1, 20_000)
     result = recovery(paired.change(asked(baseline, candidate)), 0.95)
     for end in (result.low, result.high):
         residual = candidate - end * baseline
-        assert abs(residual.mean()) == pytest.approx(stats.t.ppf(0.975, 79) * stats.sem(residual))
+        assert abs(residual.mean()) == pytest.approx(stats.t.ppf(0.975, 19_999) * stats.sem(residual), rel=0.15)
 
 
 def test_a_broken_models_perplexity_is_a_number() -> None:

@@ -8,6 +8,7 @@ import pytest
 from eval import power
 from eval.samples import Pairs
 from eval.statistics.sequential import decide, plan_looks
+from tests.bench.gate import KINDS, Design, shares
 from tests.eval.statistics.designs import asked, decisions, evaluations, tolerated
 
 pytestmark = pytest.mark.slow
@@ -152,3 +153,44 @@ def test_graded_scores_keep_the_error_rates(looks: int) -> None:
     rates = decisions([graded(margin) for _ in range(runs)], margin)
     assert max(rates) <= 0.05 + tolerated(0.05, runs)
     assert decisions([graded(0.0) for _ in range(200)], margin)[0] > 0.9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_design_of_the_simulations_errs_above_five_percent(kind: str) -> None:
+    """`make gate-simulations` prints the same with more runs, and beside it what the textbook's bounds err."""
+    designs, textbook, rule = KINDS[kind]
+    runs, worst, without = 1500, 0.0, 0.0
+    for number, design in enumerate(designs()):
+        drawn = design.draw(np.random.default_rng(number), runs, design.margin)
+        rates = shares(design, rule, drawn)
+        assert max(rates) <= 0.05 + tolerated(0.05, runs), (design.name, design.margin, design.looks)
+        worst, without = max(worst, *rates), max(without, *shares(design, textbook, drawn))
+    assert without > 0.15
+    assert worst > 0.03
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_arrays_are_judged_as_one_by_one(kind: str) -> None:
+    designs, _, rule = KINDS[kind]
+    for design in (design for design in list(designs())[::7] if design.looks == 1):
+        drawn = design.draw(np.random.default_rng(3), 12, design.margin)
+        pairs = [one_by_one(kind, design, [part[run] for part in drawn]) for run in range(12)]
+        assert decisions(pairs, design.margin) == pytest.approx(shares(design, rule, drawn)), design.name
+
+
+def _scores(change: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    baseline = np.maximum(-change, 0)
+    return baseline, baseline + change
+
+
+def one_by_one(kind: str, design: Design, drawn: list[np.ndarray]) -> Pairs:
+    if kind == "perplexities":
+        return asked(np.zeros(design.units), drawn[0], weights=drawn[1], kind="perplexity")
+    if kind == "graded scores":
+        return asked(*_scores(drawn[0]))
+    assert design.sizes is not None
+    sizes, drawn = design.sizes.astype(int), [part.astype(int) for part in drawn]
+    change = np.concatenate(
+        [np.repeat([1.0, -1.0, 0.0], [w, lo, n - w - lo]) for w, lo, n in zip(*drawn, sizes, strict=True)]
+    )
+    return asked(*_scores(change), clusters=np.repeat(np.arange(len(sizes)), sizes))

@@ -1,0 +1,279 @@
+"""How often the gate errs, and passes what lost nothing, in simulated evaluations whose truth is known.
+
+::
+
+    python -m tests.bench.gate --runs 10000          # minutes on one core; prints the tables of docs/gate.md
+
+Every design is judged at a true drop of exactly the margin, where either verdict is an error, by the rule that the gate
+had before and by the one it has; and with no drop, where PASS is right. A bound lies beyond -margin where the statistic
+at -margin lies beyond its quantile, so whole arrays are judged at once; `tests/eval/statistics/test_intervals.py` holds
+that against `decide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri, stdtrit
+
+from eval.statistics.paired import (
+    LOWER_CORRECTION,
+    UPPER_CORRECTION,
+    design_effect,
+    graded_deviation,
+    ratio,
+    score_deviation,
+)
+from eval.statistics.sequential import boundary, plan_looks
+
+Array = NDArray[Any]
+Sides = tuple[Array, Array]
+"""Of each run, whether the lower bound is above -margin, and whether the upper is below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """`draw(rng, runs, drop)` gives what is judged, each array of shape (runs, units), for a true mean change of -drop.
+
+    Of graded scores the changes; of perplexities sums and words of documents; of passages gains and losses. `sizes` are
+    the passages' items.
+    """
+
+    name: str
+    units: int
+    looks: int
+    margin: float
+    draw: Callable[[np.random.Generator, int, float], tuple[Array, ...]]
+    sizes: Array | None = None
+
+
+Rule = Callable[[Design, tuple[Array, ...], float], Sides]
+
+
+def shares(design: Design, rule: Rule, drawn: tuple[Array, ...]) -> tuple[float, float]:
+    """Shares of runs that end in PASS and in FAIL, over all looks."""
+    seen = plan_looks(design.units, design.looks)
+    sizes = np.ones(design.units) if design.sizes is None else design.sizes
+    information = np.cumsum(sizes)[np.array(seen) - 1] / sizes.sum()
+    running = np.ones(len(drawn[0]), dtype=bool)
+    passed = failed = 0
+    for count, level in zip(seen, boundary(information.tolist(), 0.95), strict=True):
+        up, down = (np.zeros(len(running), dtype=bool) for _ in range(2))
+        up[running], down[running] = rule(design, tuple(part[running, :count] for part in drawn), level)
+        passed, failed, running = passed + up.sum(), failed + (down & ~up).sum(), running & ~up & ~down
+    return passed / len(running), failed / len(running)
+
+
+def _score(items: Any, total: Array, deviation: Array, z: Any) -> Sides:
+    return total - LOWER_CORRECTION > z * deviation, total + UPPER_CORRECTION < -z * deviation
+
+
+def student(design: Design, drawn: tuple[Array, ...], level: float) -> Sides:
+    """The rule of before for graded scores and perplexities."""
+    change, words = drawn if len(drawn) == 2 else (drawn[0], np.ones_like(drawn[0]))
+    units, total = change.shape[1], words.sum(axis=1)
+    value = change.sum(axis=1) / total
+    error = np.sqrt(((change - value[:, None] * words) ** 2).sum(axis=1) * units / (units - 1)) / total
+    half = stdtrit(units - 1, level) * (error if len(drawn) == 2 else np.maximum(error, 1 / units))
+    return value - half > -design.margin, value + half < -design.margin
+
+
+def graded(design: Design, drawn: tuple[Array, ...], level: float) -> Sides:
+    """Tango's interval over the changes seen."""
+    (change,) = drawn
+    items = change.shape[1]
+    deviation = np.sqrt(items) * graded_deviation(change, np.ones(items), np.full(len(change), -design.margin))
+    return _score(items, change.sum(axis=1) + items * design.margin, deviation, ndtri(level))
+
+
+def skewed(design: Design, drawn: tuple[Array, ...], level: float) -> Sides:
+    """Student's t with the skewness."""
+    found = [ratio(*documents) for documents in zip(*drawn, strict=True)]
+    below, above = np.array([one.quantiles(level) for one in found]).T
+    value, error = (np.array([getattr(one, name) for one in found]) for name in ("value", "standard_error"))
+    return value - below * error > -design.margin, value + above * error < -design.margin
+
+
+def residuals(design: Design, drawn: tuple[Array, ...], level: float) -> Sides:
+    """The rule of before for passages: effective counts by the residuals of whole passages."""
+    gains, losses = drawn
+    assert design.sizes is not None
+    sizes, passages = design.sizes[: gains.shape[1]], gains.shape[1]
+    won, lost, items = gains.sum(axis=1), losses.sum(axis=1), sizes.sum()
+    value = (won - lost) / items
+    together = ((gains - losses - value[:, None] * sizes) ** 2).sum(axis=1) * passages / (passages - 1)
+    single = (won + lost - items * value**2) * items / (items - 1)
+    effect = np.where(won + lost == 0, items / passages, np.maximum(1, (together + 4) / (single + 2)))
+    return _effective(design.margin, won, lost, items, effect, stdtrit(passages - 1, level))
+
+
+def correlated(design: Design, drawn: tuple[Array, ...], level: float) -> Sides:
+    """Effective counts by the correlation of two changes of a passage."""
+    gains, losses = drawn
+    assert design.sizes is not None
+    sizes = design.sizes[: gains.shape[1]]
+    won, lost, items = gains.sum(axis=1), losses.sum(axis=1), sizes.sum()
+    value = ((won - lost) / items)[:, None]
+    sums = gains - losses - value * sizes
+    squares = gains + losses - 2 * value * (gains - losses) + value**2 * sizes
+    found = [design_effect(*passages, sizes) for passages in zip(sums, squares, strict=True)]
+    effect, freedom = (np.array([getattr(one, name) for one in found]) for name in ("factor", "freedom"))
+    return _effective(design.margin, won, lost, items, effect, stdtrit(freedom, level))
+
+
+def _effective(margin: float, won: Array, lost: Array, items: float, effect: Array, z: Any) -> Sides:
+    won, lost, counted = won / effect, lost / effect, items / effect
+    return _score(counted, won - lost + counted * margin, score_deviation(won, lost, counted, -margin), z)
+
+
+# What a design draws: changes of graded scores.
+
+
+def partly(low: Callable[[np.random.Generator, tuple[int, int]], Array], mean: float, gain: float = 0.0) -> Any:
+    """Some items change by what `low` draws, of this mean: losses, and a share of gains."""
+
+    def draw(items: int) -> Any:
+        def drawn(rng: np.random.Generator, runs: int, drop: float) -> tuple[Array, ...]:
+            kind, much = rng.random((runs, items)), low(rng, (runs, items))
+            lost = gain + drop / mean
+            return (np.where(kind < lost, -much, np.where(kind < lost + gain, much, 0.0)),)
+
+        return drawn
+
+    return draw
+
+
+def jittered(items: int) -> Any:
+    """A third of the items moves by up to a fifth of a point either way, and some are lost wholly."""
+
+    def drawn(rng: np.random.Generator, runs: int, drop: float) -> tuple[Array, ...]:
+        moved = rng.uniform(-0.2, 0.2, (runs, items)) * (rng.random((runs, items)) < 0.3)
+        return (np.where(rng.random((runs, items)) < drop, -1.0, moved),)
+
+    return drawn
+
+
+GRADED = {
+    "whole points, and one item of a half": partly(lambda rng, shape: np.ones(shape), 1.0),
+    "whole points, gains of 2 %": partly(lambda rng, shape: np.ones(shape), 1.0, 0.02),
+    "F1, losses of any size (beta 0.5, 0.5)": partly(lambda rng, shape: rng.beta(0.5, 0.5, shape), 0.5),
+    "F1, most losses small (beta 0.3, 1)": partly(lambda rng, shape: rng.beta(0.3, 1.0, shape), 0.3 / 1.3),
+    "F1, gains and losses of 5 % (uniform)": partly(lambda rng, shape: rng.random(shape), 0.5, 0.05),
+    "halves and wholes": partly(lambda rng, shape: rng.choice([0.5, 1.0], size=shape), 0.75),
+    "quarters, gains of 2 %": partly(
+        lambda rng, shape: rng.choice([0.25, 0.5, 0.75, 1.0], p=[0.4, 0.3, 0.2, 0.1], size=shape), 0.5, 0.02
+    ),
+    "a third moves by up to 0.2, some are lost": jittered,
+}
+
+# Changes of documents in nats per word, of mean 0 and deviation 1.
+SHAPES: dict[str, Callable[[np.random.Generator, tuple[int, int]], Array]] = {
+    "normal": lambda rng, shape: rng.normal(size=shape),
+    "heavy tails (t, 5 degrees)": lambda rng, shape: rng.standard_t(5, shape) / np.sqrt(5 / 3),
+    "exponential losses": lambda rng, shape: 1 - rng.exponential(size=shape),
+    "exponential gains": lambda rng, shape: rng.exponential(size=shape) - 1,
+    "lognormal losses, sigma 1": lambda rng, shape: -(rng.lognormal(0, 1, shape) - np.e**0.5) / 2.1612,
+    "lognormal losses, sigma 1.5": lambda rng, shape: -(rng.lognormal(0, 1.5, shape) - np.e**1.125) / 8.9737,
+    "gamma losses, shape 0.25": lambda rng, shape: -2 * (rng.gamma(0.25, 1.0, shape) - 0.25),
+    "a tenth loses ten deviations": lambda rng, shape: (
+        rng.normal(0, 0.3, shape) - 10 * ((rng.random(shape) < 0.1) - 0.1)
+    ),
+}
+
+
+def documents(shape: Callable[[np.random.Generator, tuple[int, int]], Array], count: int, spread: float) -> Any:
+    """Documents whose lengths spread as wikitext's do at 0.7 (the deviation of their logarithm); 0: all alike."""
+
+    def drawn(rng: np.random.Generator, runs: int, drop: float) -> tuple[Array, ...]:
+        words = np.ceil(rng.lognormal(7.0, spread, (runs, count)))
+        return (0.02 * shape(rng, (runs, count)) - drop) * words, words
+
+    return drawn
+
+
+def passages(sizes: Array, within: float, gain: float) -> Any:
+    """A share of the passages is hit; of a passage that is hit, each question flips with probability `within`."""
+
+    def drawn(rng: np.random.Generator, runs: int, drop: float) -> tuple[Array, ...]:
+        kind = rng.random((runs, len(sizes)))
+        flipped = rng.binomial(np.broadcast_to(sizes.astype(int), kind.shape), within).astype(float)
+        # What has lost nothing flips as often, both ways alike.
+        lost = gain + drop / within
+        return np.where(kind < gain, flipped, 0.0), np.where((kind >= gain) & (kind < gain + lost), flipped, 0.0)
+
+    return drawn
+
+
+_ORDER = np.random.default_rng(3)
+SIZES = {
+    "60 of 10": np.full(60, 10.0),
+    "250 of 4": np.full(250, 4.0),
+    "200, sizes lognormal (sigma 1)": np.ceil(_ORDER.lognormal(1.2, 1.0, 200)),
+    "80, sizes lognormal (sigma 1.3)": np.ceil(_ORDER.lognormal(1.8, 1.3, 80)),
+    "8 of 50, 100 of 4": _ORDER.permutation([50.0] * 8 + [4.0] * 100),
+    "4 of 100, 100 of 4": _ORDER.permutation([100.0] * 4 + [4.0] * 100),
+    "3 of 200, 60 of 10": _ORDER.permutation([200.0] * 3 + [10.0] * 60),
+    "2 of 250, 100 of 5": _ORDER.permutation([250.0] * 2 + [5.0] * 100),
+}
+# How much of a hit passage flips, share of passages that gain, margin.
+HITS = ((1.0, 0.0, 0.03), (0.5, 0.02, 0.03), (0.2, 0.05, 0.03), (0.05, 0.2, 0.03), (0.2, 0.0, 0.01), (1.0, 0.01, 0.06))
+
+
+def graded_designs() -> Iterator[Design]:
+    """Of each kind, margins of three quarters of a point, two and five, in one look and in four."""
+    for name, draw in GRADED.items():
+        for items, looks in ((200, 1), (400, 4)):
+            for margin in (0.0075, 0.02, 0.05):
+                yield Design(name, items, looks, margin, draw(items))
+
+
+def perplexity_designs(spreads: Sequence[float] = (0.0, 0.7)) -> Iterator[Design]:
+    """62 documents are wikitext's. The margin is any: the truth lies on it."""
+    for name, shape in SHAPES.items():
+        for spread in spreads:
+            for count, looks, margin in ((62, 1, 0.0085), (200, 4, 0.0048)):
+                yield Design(name, count, looks, margin, documents(shape, count, spread))
+
+
+def passage_designs() -> Iterator[Design]:
+    """All sizes, all ways to be hit; in four looks where there are passages enough."""
+    for name, sizes in SIZES.items():
+        for within, gain, margin in HITS:
+            looks = 4 if len(sizes) >= 200 else 1
+            yield Design(name, len(sizes), looks, margin, passages(sizes, within, gain), sizes)
+
+
+KINDS: dict[str, tuple[Callable[[], Iterator[Design]], Rule, Rule]] = {
+    "graded scores": (graded_designs, student, graded),
+    "perplexities": (perplexity_designs, student, skewed),
+    "passages": (passage_designs, residuals, correlated),
+}
+
+
+@click.command()
+@click.option("--runs", default=4000, show_default=True, help="Simulated evaluations of each design.")
+def main(runs: int) -> None:
+    """Print a table of the worst rates of each kind of design, in per cent."""
+    for kind, (designs, before, now) in KINDS.items():
+        rows: dict[str, list[list[float]]] = {}
+        for number, design in enumerate(designs()):
+            drawn = design.draw(np.random.default_rng(number), runs, design.margin)
+            sound = design.draw(np.random.default_rng(number), runs // 2, 0.0)
+            found = [100 * share for rule in (before, now) for share in shares(design, rule, drawn)]
+            found += [100 * shares(design, rule, sound)[0] for rule in (before, now)]
+            rows.setdefault(design.name, []).append(found)
+        click.echo(f"\n| {kind} | false PASS, before | now | false FAIL, before | now | lossless PASS, before | now |")
+        click.echo("|---|--:|--:|--:|--:|--:|--:|")
+        for name, rates in rows.items():
+            worst, mean = np.max(rates, axis=0), np.mean(rates, axis=0)
+            cells = [worst[0], worst[2], worst[1], worst[3], mean[4], mean[5]]
+            click.echo(f"| {name} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
