@@ -11,13 +11,17 @@
         input_len: 1024
         output_len: 256
         concurrency: 16
-        num_prompts: 256
-        warmups: 16
+        num_prompts: 256                # ten times the concurrency, or more
+        warmups: 32
       - name: conversations-r8
         dataset: {sharegpt: ShareGPT_V3_unfiltered_cleaned_split.json}    # beside this file
         rate: 8                         # requests a second, Poisson; inf: all at once
         num_prompts: 960
         warmups: 16
+
+Prompts that begin and end together would come in waves, of prompts only and of answers only. So random ones have 80 to
+100 % of `input_len` and answers of `output_len`, as InferenceX has it; and before each cell its server answers other
+prompts, which are not measured: `warmups`, and at least twice as many as are in flight.
 """
 
 from __future__ import annotations
@@ -39,8 +43,14 @@ PROFILES = ("latency", "streaming", "throughput", "offline")
 GOALS = ("ttft", "tpot", "e2el")
 """What a request's latency may be bound by: time to first token, time per token after it, the whole request."""
 
+WAVES = 10
+"""Prompts for each that is in flight: with fewer, filling and emptying the batch is a large part of a measurement."""
+SPREAD = 0.11
+"""What vLLM is told of lengths: those around the mean by so much, whose longest is what a cell names."""
+
 _Count = Annotated[int, Field(ge=1)]
 _Above = Annotated[float, Field(gt=0)]
+_SHORT = 10  # tokens: what is shorter has no room to vary
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +101,12 @@ class _Workload(Record):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One load on the server: `num_prompts` requests are measured, after `warmups` that are thrown away.
+    """One load on the server: `num_prompts` requests are measured, after `warmups` and more that are thrown away.
 
-    Prompts are `input_len` random tokens, or come from `file`, where none is longer than `input_len`. At most
+    Prompts are up to `input_len` random tokens, or come from `file`, where none is longer than `input_len`. At most
     `concurrency` requests are in flight (None: any number); they arrive at `rate` a second at random (None: each as
-    soon as there is room). An answer has `output_len` tokens at most (None: what the file says of each), and exactly
-    so many with `ignore_eos`, where a model's end of text does not end it. `goodput` are the latencies, ms by name,
+    soon as there is room). An answer has `output_len` tokens at most (None: what the file says of each), and as many
+    as it may with `ignore_eos`, where a model's end of text does not end it. `goodput` are the latencies, ms by name,
     that a request must keep to count as a good one.
     """
 
@@ -112,10 +122,24 @@ class Cell:
     goodput: tuple[tuple[str, float], ...] = ()
 
     @property
-    def output_tokens(self) -> int | None:
-        """How many tokens all answers have together; None where that depends on the model or on the file."""
-        fixed = self.ignore_eos and self.output_len is not None
-        return self.num_prompts * self.output_len if fixed and self.output_len is not None else None
+    def mean_lengths(self) -> tuple[int, int] | None:
+        """Tokens of the mean prompt and answer, around which lengths vary by `SPREAD`; None where they do not vary."""
+        if self.file is not None or self.output_len is None or min(self.input_len, self.output_len) < _SHORT:
+            return None
+        return int(self.input_len / (1 + SPREAD)), int(self.output_len / (1 + SPREAD))
+
+    @property
+    def output_tokens(self) -> tuple[int, int] | None:
+        """The fewest and most tokens of all answers; None where that depends on the model or on the file."""
+        if not self.ignore_eos or self.output_len is None:
+            return None
+        shortest = self.output_len if self.mean_lengths is None else int(self.mean_lengths[1] * (1 - SPREAD))
+        return self.num_prompts * shortest, self.num_prompts * self.output_len
+
+    @property
+    def discarded(self) -> int:
+        """Requests that a server answers before the measured ones."""
+        return max(self.warmups, 2 * (self.concurrency or 1))
 
     @property
     def longest(self) -> int:

@@ -11,8 +11,10 @@ a change within each side, and the order ABBA BAAB balances what is too small to
 temperature and everything else that runs, at all times: for a CPU that is the speed that it has, and the launches'
 spread tells of it.
 
-**Client.** The load generator is one thread. Where it is busy all the time, it sets the pace, and two servers of
-different speed look alike.
+**Steady state.** The load generator is one thread, and so is an API server. Where one is busy all the time, it sets the
+pace, and two servers of different speed look alike. An API server that falls behind also hands out several tokens at a
+time: what arrived in the best second is then less than the mean of tokens that were counted. A load of few prompts for
+each that is in flight is mostly the filling and emptying of a batch.
 """
 
 from __future__ import annotations
@@ -23,15 +25,21 @@ from statistics import NormalDist, median
 
 from eval.accuracy import margin_in_units
 from eval.gate.report import Finding, Policy
-from eval.measurements import Launch, Measurements, Server, Side, differences, order
+from eval.measurements import CellResult, Launch, Measurements, Server, Side, differences, order
 from eval.samples import SampleSet
 from eval.statistics.paired import ratio
+from eval.workloads import WAVES
 
 CLOCK_TOLERANCE = 0.05
 """Relative: what clocks of one GPU differ by from launch to launch is below this, what a throttle takes is above."""
 
 CLIENT_LIMIT = 0.95
 """Share of one core from which on the load generator has no time to spare."""
+
+LOOP_LIMIT = 0.9
+"""The same of an API server over a whole cell: others hold its interpreter's lock now and then."""
+
+GROUPED = frozenset({"--stream-interval", "--speculative-config"})
 
 CPU = "cpu"
 """The name of a CPU in the table of targets."""
@@ -143,6 +151,7 @@ def check_launches(measurements: Measurements) -> Iterator[Finding]:
             elsewhere = f"ran on {launch.device}, where the {launch.side} was served on {served[launch.side]}"
             yield Finding.invalid(launch.side, f"Launch {launch.number} of the {launch.side} {elsewhere}")
     yield from _client(launches)
+    yield from _steady(launches, measurements)
     if measurements.candidate.hardware != CPU:
         yield from _clocks(launches)
     yield from _backends(launches)
@@ -186,6 +195,40 @@ def _client(launches: Sequence[Launch]) -> Iterator[Finding]:
             "client",
             f"The load generator used {most:.0%} of its core in {_launches(busy)}: the client was measured",
         )
+
+
+def _steady(launches: Sequence[Launch], measurements: Measurements) -> Iterator[Finding]:
+    busy = [launch for launch in launches if (launch.server_cpu or 0.0) > LOOP_LIMIT]
+    if busy:
+        most = max(launch.server_cpu or 0.0 for launch in busy)
+        yield Finding.invalid(
+            "server",
+            f"The API server used {most:.0%} of its core in {_launches(busy)}: making text was measured, and not "
+            "the accelerators (`serve: {arguments: [--api-server-count, 4]}` shares that work)",
+        )
+    # By design, several tokens arrive at a time.
+    grouped = any(GROUPED & set(server.argv) for server in (measurements.baseline, measurements.candidate))
+    for name in dict.fromkeys(name for launch in launches for name in launch.cells):
+        with_it = [launch for launch in launches if name in launch.cells]
+        late = [launch for launch in with_it if not grouped and _behind(launch.cells[name])]
+        if late:
+            why = f"The best second of {name} was below its mean in {_launches(late)}"
+            yield Finding.invalid(name, f"{why}: answers came late, or without text")
+        few = [launch for launch in with_it if not _steady_load(launch.cells[name])]
+        if few:
+            asked = few[0].cells[name]
+            why = f"{asked.completed} prompts for {asked.concurrency} in flight are mostly filling and emptying a batch"
+            yield Finding.invalid(name, f"{why}: {WAVES} for each are a steady state")
+
+
+def _steady_load(cell: CellResult) -> bool:
+    return cell.request_rate is not None or cell.completed >= WAVES * (cell.concurrency or 0)
+
+
+def _behind(cell: CellResult) -> bool:
+    """Whether fewer tokens arrived in the best second than in the mean one; seconds that were begun count."""
+    tokens = cell.output_throughput * cell.duration
+    return cell.peak_output_throughput is not None and cell.peak_output_throughput * math.ceil(cell.duration) < tokens
 
 
 def _clocks(launches: Sequence[Launch]) -> Iterator[Finding]:

@@ -1,7 +1,8 @@
 """bench: vLLM's own load generator against fresh servers of both sides by turns, cell by cell.
 
 A server that is started anew has another memory layout and finds the machine warmer: launches differ by more than the
-requests of one, so the launch is what is repeated, and sides take turns so that a drift of the machine meets both.
+requests of one, so the launch is what is repeated, and sides take turns so that a drift of the machine meets both. The
+first launch of all finds files, caches and clocks cold, and would always be the baseline's: one before it is discarded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from eval.workloads import Cell
 from pipeline.base.errors import InvalidMeasurementError, StageError
 from pipeline.base.hardware import hardware
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.running.load import LoadWatch, Seen, run_cell
+from pipeline.serving.running.load import LoadWatch, Seen, discard, run_cell
 from pipeline.serving.running.log import scan_log
 from pipeline.serving.running.sensors import Reading, sensor_for, summary
 from pipeline.serving.running.server import Server
@@ -48,7 +49,7 @@ class BenchStage(Stage):
     """Both sides. A launch that was finished is not made again after an interruption; its time tells of the break."""
 
     family = "bench"
-    version = 2
+    version = 3  # 3: discarded prompts and launch, lengths that vary
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """Both models."""
@@ -72,7 +73,7 @@ class BenchStage(Stage):
         """Launch by launch, each kept as soon as it is finished."""
         series = order(job.setting.recipe.gate.throughput.launches)
         turns = [
-            _Turn(side, number, series[:number].count(side), job.path / "launches" / f"{number:02}-{side}")
+            Turn(side, number, series[:number].count(side), job.path / "launches" / f"{number:02}-{side}")
             for number, side in enumerate(series)
         ]
         cells = job.setting.workload.cells
@@ -80,11 +81,14 @@ class BenchStage(Stage):
         left = sum(not turn.finished for turn in turns)
         if left < len(turns):
             job.progress.say(f"{len(turns) - left} of {len(turns)} launches are there already")
+        if left:  # of a series that goes on after a break, too
+            job.progress.say("a launch of the baseline that does not count")
+            discarded_launch(job)
         with job.progress.bar(left * len(cells), "cells") as advance:
             for turn in turns:
                 if not turn.finished:
                     job.progress.say(f"launch {turn.number + 1} of {len(turns)}: the {turn.side}")
-                    _launch(job, turn, advance)
+                    make_launch(job, turn, advance)
                 launches.append(Launch.from_json(json.loads((turn.folder / LAUNCH).read_text(encoding="utf-8"))))
         write_json(job.path / LAUNCHES, {"launches": [launch.to_json() for launch in launches]})
         ratios = {cell.name: _ratio(cell, launches) for cell in cells}
@@ -97,7 +101,7 @@ class BenchStage(Stage):
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class Turn:
     """A launch to be made: `replicate` counts the launches of its side.
 
     The same number on both sides asks the same prompts; each cell and each number has its own.
@@ -129,7 +133,18 @@ def _ratio(cell: Cell, launches: Sequence[Launch]) -> float:
     return medians[0] / medians[1]
 
 
-def _launch(job: Job, turn: _Turn, advance: Callable[[int], None]) -> None:
+def discarded_launch(job: Job) -> None:
+    """Serve the baseline once and ask it every cell's discarded prompts."""
+    model, log = model_folder(job.inputs[model_key("baseline")]), job.path / "launches" / "discarded" / SERVER_LOG
+    with job.servers.fresh("baseline", launch_plan(job.setting, "baseline", model), log) as server:
+        try:
+            for cell in job.setting.workload.cells:
+                discard(server, cell, model, seed=-1)
+        except MeasurementError as error:
+            raise InvalidMeasurementError(f"bench baseline: {error}") from error
+
+
+def make_launch(job: Job, turn: Turn, advance: Callable[[int], None]) -> None:
     """Serve a side once, measure each cell, and write what was found last."""
     model = model_folder(job.inputs[model_key(turn.side)])
     plan = launch_plan(job.setting, turn.side, model)
@@ -138,13 +153,15 @@ def _launch(job: Job, turn: _Turn, advance: Callable[[int], None]) -> None:
     started = datetime.now(UTC)
     results: dict[str, CellResult] = {}
     readings: list[tuple[Reading, ...]] = []
-    shares: list[float] = []  # of a core, that the client took
+    clients: list[float] = []  # shares of a core
+    loops: list[float] = []
     with job.servers.fresh(turn.side, plan, turn.folder / SERVER_LOG) as server:
         for index, cell in enumerate(job.setting.workload.cells):
             seed = _SEEDS * turn.replicate + index
             results[cell.name], seen = _measure(job, turn, plan, server, model, cell, seed)
             readings.append(seen.readings)
-            shares += [] if seen.client_cpu is None else [round(seen.client_cpu, 3)]
+            clients += [] if seen.client_cpu is None else [round(seen.client_cpu, 3)]
+            loops += [] if seen.server_cpu is None else [round(seen.server_cpu, 3)]
             advance(1)
     scan = held_to(plan, scan_log((turn.folder / SERVER_LOG).read_text(encoding="utf-8", errors="replace")), model)
     for finding in scan.findings:
@@ -157,7 +174,8 @@ def _launch(job: Job, turn: _Turn, advance: Callable[[int], None]) -> None:
         kv_tokens=scan.kv_tokens,
         kv_cache_dtype=scan.kv_cache_dtype,
         started_seconds=round(server.started_seconds, 1),
-        client_cpu=max(shares, default=None),
+        client_cpu=max(clients, default=None),
+        server_cpu=max(loops, default=None),
         machine=summary(readings),
         started=started.isoformat(timespec="seconds"),
         attention_backend=scan.attention_backend,
@@ -168,14 +186,14 @@ def _launch(job: Job, turn: _Turn, advance: Callable[[int], None]) -> None:
 
 
 def _measure(
-    job: Job, turn: _Turn, plan: LaunchPlan, server: Server, model: Path, cell: Cell, seed: int
+    job: Job, turn: Turn, plan: LaunchPlan, server: Server, model: Path, cell: Cell, seed: int
 ) -> tuple[CellResult, Seen]:
     vllm, gpus = job.setting.vllm, plan.layout.gpus
     assert vllm is not None  # noqa: S101 - a server runs, so there is one
     sensor = sensor_for(hardware(job.setting.recipe.target.hardware).kind, gpus=gpus, env=plan.env)
     log = turn.folder / f"{cell.name}.log"
     try:
-        with LoadWatch(sensor, log) as watch:
+        with LoadWatch(sensor, log, server.pid) as watch:
             result = run_cell(
                 vllm, cell, server, model=model, folder=turn.folder, log=log, seed=seed, gpus=gpus, started=watch.follow
             )

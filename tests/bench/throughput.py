@@ -2,20 +2,24 @@
 
 ::
 
-    python -m tests.bench.throughput --hardware h100 --case ptpc_fp8 --launches 4 --json h100.json --plot h100.svg
-    python -m tests.bench.throughput --shape tiny --hardware cpu --workload tiny --launches 1
+    python -m tests.bench.throughput --hardware h100 --minutes 15 --json h100.json --plot h100.svg
+    python -m tests.bench.throughput --shape tiny --hardware cpu --workload tiny --case ptpc_fp8 --launches 2
 
-A Llama of random weights is written to ``--work``; then the pipeline's own stages quantize it, launch both sides by
-turns and measure them, and the gate's own rule judges each cell against ``--promise``. The same command goes on after
-an interruption. Random weights say nothing of accuracy, which is why nothing is asked, and of speed all there is:
-nothing in these models depends on a value, and every answer has the length that the workload asks for.
+A Llama of random weights is written to ``--work``; then the pipeline's own stages quantize it and launch and measure
+its checkpoints by turns, and the gate's own rules judge each cell. One baseline serves all cases: its launches stand
+between theirs, and are held against each other too, which must say 1.00. Rounds go on until there are ``--launches`` of
+each case, or until the next one would end after ``--minutes``; figures are written after every launch, and the same
+command goes on after an interruption. Random weights say nothing of accuracy, which is why nothing is asked, and of
+speed all there is: nothing in these models depends on a value.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +27,42 @@ import click
 import yaml
 
 from eval.gate import throughput
-from eval.gate.report import Policy
+from eval.gate.report import Finding, Policy
 from eval.gate.validity import check_launches
-from eval.measurements import Launch, Measurements, Server, Structure
+from eval.measurements import Launch, Measurements, Server, Side, Structure
 from eval.verdict import Verdict
+from pipeline.base.errors import QuantmintError
 from pipeline.base.hardware import hardware
-from pipeline.base.progress import reporter_for
+from pipeline.base.progress import Reporter, reporter_for
 from pipeline.serving.host.detect import device_here
-from pipeline.stages.bench import read_launches
+from pipeline.stages.bench import LAUNCH, Turn, discarded_launch, make_launch
 from pipeline.stages.planning import build_plan
 from pipeline.stages.runner import run_plan
+from pipeline.stages.servers import Servers
 from pipeline.stages.session import open_setting
-from pipeline.stages.stage import Planned, Setting
+from pipeline.stages.stage import Job, Planned, Setting
 from pipeline.store.tree import Store
 from tests.bench.model import SHAPES, describe, write_model
 
+BASELINE = "bf16"
 CASES: Mapping[str, dict[str, str]] = {
     "ptpc_fp8": {"scheme": "ptpc_fp8"},
     "ptpc_fp8+kv": {"scheme": "ptpc_fp8", "kv_cache": "fp8"},
     "fp8+kv": {"scheme": "fp8", "kv_cache": "fp8"},
-    "mxfp4": {"scheme": "mxfp4"},
+    "mxfp4": {"scheme": "mxfp4"},  # other GPUs than MI350X and MI355X widen its weights on the way
 }
-TOKENIZER = Path(__file__).parents[2] / "recipes" / "tiny" / "model"
 WORKLOAD = Path(__file__).with_name("serving-8b.yaml")
 
 
 @click.command()
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="8b", show_default=True)
 @click.option("--hardware", required=True, help="Name of the table: what this machine is, and what the promise is for.")
-@click.option("--case", "cases", type=click.Choice(list(CASES)), multiple=True, help="Default: ptpc_fp8 and fp8+kv.")
-@click.option("--launches", default=4, show_default=True, help="Fresh launches a side.")
+@click.option("--case", "cases", type=click.Choice(list(CASES)), multiple=True, help="By value; the last may be left.")
+@click.option("--launches", default=4, show_default=True, help="Fresh launches of each case.")
+@click.option("--minutes", type=float, help="Begin no launch that would end later. Default: no limit.")
 @click.option("--promise", default=1.1, show_default=True, help="Least ratio of output tokens/s.")
 @click.option("--workload", default=str(WORKLOAD), show_default=True)
+@click.option("--serve", default="{}", metavar="YAML", help="Of recipes: '{arguments: [--api-server-count, 2]}'.")
 @click.option("--work", type=click.Path(path_type=Path), default=Path("bench-throughput"), show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
 @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw them here (SVG).")
@@ -63,48 +71,61 @@ def main(
     hardware: str,
     cases: tuple[str, ...],
     launches: int,
+    minutes: float | None,
     promise: float,
     workload: str,
+    serve: str,
     work: Path,
     json_file: Path | None,
     plot_file: Path | None,
 ) -> None:
     """Measure, judge, print."""
+    ends = None if minutes is None else time.monotonic() + 60 * minutes
+    cases = cases or ("ptpc_fp8", "fp8+kv", "mxfp4")
     model = model_in(work, shape)
+    recipes = {
+        case: write_recipe(work, model, case, hardware=hardware, workload=workload, serve=serve) for case in cases
+    }
     found: dict[str, Any] = {
         "shape": shape,
         "hardware": hardware,
         "machine": describe("cpu" if hardware == "cpu" else "cuda:0"),
         "workload": Path(workload).stem,
         "promise": promise,
-        "cases": {},
     }
-    for case in cases or ("ptpc_fp8", "fp8+kv"):
-        recipe = write_recipe(work, model, case, hardware=hardware, launches=launches, workload=workload)
-        found["cases"][case] = measure(work, recipe, promise)
-        found["vllm"] = found["cases"][case].pop("vllm")
+    for said in series(work, recipes, order(cases, launches), ends, promise):
+        found |= said
         if json_file is not None:  # what is there is kept when the machine goes
             json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    click.echo(table(found))
-    if plot_file is not None:
-        from tests.bench import plots
+        click.echo(table(found))
+        if plot_file is not None and any(result["cells"] for result in found["cases"].values()):
+            from tests.bench import plots
 
-        plots.serving(found, plot_file)
+            plots.serving(found, plot_file)
+
+
+def order(cases: Sequence[str], launches: int) -> list[str]:
+    """What is launched, in this order: the baseline before every second case, and every second round from its end.
+
+    >>> order(["a", "b", "c"], 2)
+    ['bf16', 'a', 'bf16', 'b', 'c', 'bf16', 'c', 'b', 'bf16', 'a', 'bf16']
+    """
+    once = [name for number, case in enumerate(cases) for name in ([BASELINE, case] if number < 2 else [case])]
+    rounds = [name for number in range(launches) for name in (once if number % 2 == 0 else [BASELINE, *once[:0:-1]])]
+    return [*rounds, BASELINE]
 
 
 def model_in(work: Path, shape: str) -> Path:
-    """The random model, written once, with a tokenizer that puts random tokens into text and back."""
+    """The random model, written once, with a tokenizer that has a text for each token that it may say."""
     folder = work / f"{shape}-model"
-    if not (folder / "tokenizer.json").is_file():
+    if not (folder / "config.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)
         sizes = SHAPES[shape]
         write_model(folder, sizes, sizes.layers_for(sizes.gigabytes), 4)
-        for name in ("tokenizer_config.json", "tokenizer.json"):
-            shutil.copyfile(TOKENIZER / name, folder / name)
     return folder
 
 
-def write_recipe(work: Path, model: Path, case: str, *, hardware: str, launches: int, workload: str) -> Path:
+def write_recipe(work: Path, model: Path, case: str, *, hardware: str, workload: str, serve: str) -> Path:
     """A recipe for the stages up to bench."""
     name = f"bench-{case}".replace("_", "-").replace("+", "-")
     recipe: dict[str, Any] = {
@@ -113,7 +134,7 @@ def write_recipe(work: Path, model: Path, case: str, *, hardware: str, launches:
         "quantization": CASES[case],
         "target": {"hardware": hardware, "workload": workload, "max_model_len": 1024},
         "evaluation": {"suite": "tiny"},
-        "gate": {"throughput": {"min_ratio": 1.0, "launches": launches}},
+        "serve": yaml.safe_load(serve),
     }
     if "kv_cache" in CASES[case] or CASES[case]["scheme"] == "fp8":
         recipe["calibration"] = {"set": "tiny", "samples": 32, "sequence_length": 256}
@@ -122,25 +143,77 @@ def write_recipe(work: Path, model: Path, case: str, *, hardware: str, launches:
     return path
 
 
-def measure(work: Path, recipe: Path, promise: float) -> dict[str, Any]:
-    """Run what ``bench`` needs, and judge its launches by the gate's rule."""
+def series(
+    work: Path, recipes: Mapping[str, Path], names: Sequence[str], ends: float | None, promise: float
+) -> Iterator[dict[str, Any]]:
+    """Launch after launch; after each what is known of all. What breaks a case is told, and the rest goes on."""
     reporter = reporter_for(json=False)
+    jobs: dict[str, Job] = {}
+    launches: dict[str, list[Launch]] = {BASELINE: []}
+    broken: dict[str, str] = {}
+    longest, warm = 0.0, False
+    for number, name in enumerate(names):
+        if name in broken:
+            continue
+        if ends is not None and time.monotonic() + 1.1 * longest > ends:
+            reporter.say(f"no time is left for launch {number + 1} of {len(names)}: {name}")
+            break
+        case = next(iter(recipes)) if name == BASELINE else name
+        side: Side = "baseline" if name == BASELINE else "candidate"
+        replicate = len(launches.setdefault(name, []))
+        turn = Turn(side, number, replicate, work / "launches" / f"{number:02}-{name}")
+        began = time.monotonic()
+        try:
+            if case not in jobs:
+                jobs[case] = prepared(work, recipes[case], reporter)
+            if not turn.finished:
+                if not warm:
+                    reporter.say("a launch of the baseline that does not count")
+                    discarded_launch(jobs[case])
+                    warm, began = True, time.monotonic()
+                reporter.say(f"launch {number + 1} of {len(names)}: {name}")
+                make_launch(jobs[case], turn, lambda _: None)
+                longest = max(longest, time.monotonic() - began)
+            launches[name].append(Launch.from_json(json.loads((turn.folder / LAUNCH).read_text(encoding="utf-8"))))
+        except QuantmintError as error:
+            broken[name] = str(error)
+            reporter.warn(f"{name}: {error}")
+        yield judged(jobs, launches, broken, promise)
+
+
+def prepared(work: Path, recipe: Path, reporter: Reporter) -> Job:
+    """A case's checkpoint, made by the stages, and what launches it."""
     setting = open_setting(str(recipe), store=Store(work / "store"), to_run=True)
-    outcome = run_plan(needed(build_plan(setting), "bench"), setting, reporter)
-    entry = outcome.entry("bench")
-    assert entry is not None, "the plan ends with bench"
-    launches = read_launches(entry.path)
-    promised = Policy(margins={}, min_ratio=promise, hardware=setting.recipe.target.hardware)
-    measured = measurements(setting, launches)
-    cells, faults = throughput.compare(measured, promised)
-    # The gate's rules about launches, and not its whole judgement: nothing was asked, so there is no canary to miss.
-    findings = [*check_launches(measured), *faults, *throughput.judge(cells, measured, promised, broken=False)]
-    return {
-        "vllm": setting.vllm.version if setting.vllm is not None else None,
-        "cells": [cell.to_json() for cell in cells],
-        "findings": [finding.to_json() for finding in findings],
-        "launches": [launch.to_json() for launch in launches],
-    }
+    outcome = run_plan(needed(build_plan(setting), "quantize"), setting, reporter)
+    inputs = {step.planned.key: step.entry for step in outcome.steps}
+    return Job(setting, work, inputs, reporter, Servers(setting, reporter))
+
+
+def judged(
+    jobs: Mapping[str, Job], launches: Mapping[str, Sequence[Launch]], broken: Mapping[str, str], promise: float
+) -> dict[str, Any]:
+    """Every case against all launches of the baseline, and those against each other."""
+    found: dict[str, Any] = {}
+    for name, made in launches.items():
+        before = launches[BASELINE]
+        if name == BASELINE:  # every other one as a candidate
+            before, made = before[::2], [replace(launch, side="candidate") for launch in before[1::2]]
+        setting = next(iter(jobs.values())).setting if name == BASELINE else jobs[name].setting
+        promised = Policy(margins={}, min_ratio=promise, hardware=setting.recipe.target.hardware)
+        measured = measurements(setting, (*before, *made), "auto" if name == BASELINE else None)
+        cells, faults = throughput.compare(measured, promised) if before and made else ([], [])
+        # The gate's rules about launches, and not its whole judgement: nothing was asked, so there is no canary to
+        # miss; and one order of all cases cannot be that of two sides.
+        findings = [*(f for f in check_launches(measured) if f.subject != "launches"), *faults]
+        findings += throughput.judge(cells, measured, promised, broken=False) if cells else []
+        findings += [Finding.invalid(name, broken[name])] if name in broken else []
+        found[name] = {
+            "cells": [cell.to_json() for cell in cells],
+            "findings": [finding.to_json() for finding in findings],
+            "launches": [launch.to_json() for launch in made],
+        }
+    vllm = next((job.setting.vllm.version for job in jobs.values() if job.setting.vllm is not None), None)
+    return {"vllm": vllm, "cases": found, "baseline": [launch.to_json() for launch in launches[BASELINE]]}
 
 
 def needed(plan: tuple[Planned, ...], last: str) -> tuple[Planned, ...]:
@@ -153,11 +226,11 @@ def needed(plan: tuple[Planned, ...], last: str) -> tuple[Planned, ...]:
     return tuple(planned for planned in plan if planned.key in wanted)
 
 
-def measurements(setting: Setting, launches: tuple[Launch, ...]) -> Measurements:
+def measurements(setting: Setting, launches: tuple[Launch, ...], kv_cache: str | None) -> Measurements:
     """Launches alone: what was served where is the same on both sides here."""
     assert setting.vllm is not None, "bench has run"
     here = device_here("cpu" if hardware(setting.recipe.target.hardware).kind == "cpu" else "cuda")
-    cache = setting.recipe.quantization.kv_cache
+    cache = kv_cache or setting.recipe.quantization.kv_cache
 
     def server(kv_cache: str) -> Server:
         runtime = f"vllm {setting.vllm.version}" if setting.vllm else ""
@@ -187,9 +260,10 @@ def table(found: Mapping[str, Any]) -> str:
     for case, result in found["cases"].items():
         for cell in result["cells"]:
             interval = f"[{cell['ratio_low']:.3f}, {cell['ratio_high']:.3f}]"
+            before, after = cell["launches"]
             lines.append(
                 f"  {case:<12} {cell['cell']:<20} {cell['baseline']:>9,.0f} -> {cell['candidate']:>9,.0f} tok/s  "
-                f"{cell['ratio']:.3f} {interval}  p {cell['p_faster']:.3f}  {cell['launches'][0]} launches a side"
+                f"{cell['ratio']:.3f} {interval}  p {cell['p_faster']:.3f}  launches: {before} and {after}"
             )
         lines += [f"    {finding['verdict']:<12} {finding['reason']}" for finding in result["findings"]]
     return "\n".join(lines)

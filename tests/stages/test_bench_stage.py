@@ -39,6 +39,7 @@ class Series:
         """How each side behaves: the stand-in's ``surface.json``."""
         for side in ("baseline", "candidate"):
             self.model(side).mkdir(exist_ok=True)
+            (self.model(side) / "config.json").write_text('{"vocab_size": 64}')
             (self.model(side) / "surface.json").write_text(json.dumps({**FP8, **sides.get(side, {})}))
 
     def stages(self) -> list[Any]:
@@ -84,7 +85,12 @@ def test_sides_take_turns_on_fresh_servers(series: Callable[..., Series]) -> Non
     launches = read_launches(entry.path)
     assert [launch.side for launch in launches] == ["baseline", "candidate", "candidate", "baseline"]
     assert [launch.number for launch in launches] == [0, 1, 2, 3]
-    assert [len(made.lines(side, "starts")) for side in ("baseline", "candidate")] == [2, 2]
+    # The first one of all is discarded, and every cell has its own prompts before it.
+    assert [len(made.lines(side, "starts")) for side in ("baseline", "candidate")] == [3, 2]
+    assert [load["start"] for load in made.lines("baseline", "loads")] == [2, 2, 3, 3]
+    discarded = [tuple(asked["prompt"]) for side in ("baseline", "candidate") for asked in made.lines(side, "asked")]
+    assert len(discarded) == 5 * 2 * (2 + 4)
+    assert len(set(discarded)) == 3 * 2 * (2 + 4), "the same of both sides, and new ones in each pair"
     assert all(launch.cells.keys() == {"c2", "c4"} for launch in launches)
     assert {launch.kv_tokens for launch in launches} == {12345}
     assert {launch.device for launch in launches} == {device_here("cuda").name}
@@ -124,8 +130,8 @@ def test_killed_in_the_third_launch(
     entry = outcome.entry("bench")
     assert entry is not None
     assert [launch.number for launch in read_launches(entry.path)] == [0, 1, 2, 3]
-    # The third launch is made again from its start; the first two are not.
-    assert [len(made.lines(side, "starts")) for side in ("baseline", "candidate")] == [2, 3]
+    # The third launch is made again from its start; the first two are not. One was discarded in each run.
+    assert [len(made.lines(side, "starts")) for side in ("baseline", "candidate")] == [4, 3]
     assert any("2 of 4 launches are there already" in line for line in made.orchestra.lines)
     assert any(re.search(r"100 % of 4 cells", line) for line in made.orchestra.lines), "what is left is counted"
     assert not processes_naming(str(made.folder / "bin"))
@@ -142,7 +148,15 @@ def test_a_lost_request_voids_the_measurement(series: Callable[..., Series]) -> 
     assert caught.value.exit_code == 4
     made.rules()
     made.run()
-    assert [len(made.lines(side, "starts")) for side in ("baseline", "candidate")] == [2, 3]
+    assert [len(made.lines(side, "starts")) for side in ("baseline", "candidate")] == [4, 3]
+
+
+def test_answers_without_text_void_the_measurement(series: Callable[..., Series]) -> None:
+    made = series(launches=1)
+    made.rules(baseline={"mute": True})
+    with pytest.raises(InvalidMeasurementError, match="16 tokens came back as 0 characters"):
+        made.run()
+    assert not made.lines("baseline", "loads")
 
 
 def test_what_the_result_depends_on(series: Callable[..., Series], tmp_path: Path) -> None:

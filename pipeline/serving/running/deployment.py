@@ -202,6 +202,7 @@ def _ready(
                 f"http://{HOST}:{member.port}",
                 member.child.log_path,
                 time.monotonic() - began,
+                pid=member.child.supervisor_pid,
             )
             ready[member.port] = server
             if several:

@@ -1,20 +1,25 @@
-"""One cell of a workload against a server that runs; looking at the machine and the load generator meanwhile.
+"""One cell of a workload against a server that runs; looking at machine, load generator and API server meanwhile.
 
-`vllm bench serve` is one asyncio thread: where it uses all of a core, answers wait for it, and what is measured is the
-client. Its log says when the measured requests are about to be sent, and its result how long they took.
+`vllm bench serve` is one asyncio thread, and so is each API server of vLLM, which turns tokens into text: where one
+uses all of a core, answers wait for it, and what is measured is not the accelerator. The client's log says when the
+measured requests are about to be sent, and its result how long they took.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from eval import load_generator
+from eval.errors import MeasurementError
 from eval.measurements import CellResult
 from eval.workloads import Cell
 from pipeline.base.processes import run_logged
@@ -28,6 +33,8 @@ WINDOW_S = 5.0
 """Seconds that a share is taken over. Sending the first requests fills some tenths of a second, and holds up nobody."""
 TICK_S = 0.5
 _MACHINE_EVERY = 2  # ticks
+_PATIENCE_S = 3600.0  # for one answer
+_LEAST_TEXT = 0.05  # characters a token: what has fewer repeats a token that stands for none
 
 
 def run_cell(
@@ -43,8 +50,11 @@ def run_cell(
     watch: Callable[[str], None] = lambda _: None,
     started: Callable[[int], None] = lambda _: None,
 ) -> CellResult:
-    """A cell's figures, its JSON in ``folder``; `StageError` of the client, `MeasurementError` for lost requests."""
+    """A cell's figures, its JSON in ``folder``, after other prompts that are not measured.
 
+    `StageError` of the client, `MeasurementError` for lost requests and answers without text.
+    """
+    discard(server, cell, model, seed)
     path = folder / f"{cell.name}.json"
     path.unlink(missing_ok=True)
     argv = load_generator.command(
@@ -61,12 +71,45 @@ def run_cell(
     return load_generator.read(path, cell, gpus=gpus, log=log)
 
 
+def discard(server: Server, cell: Cell, model: Path, seed: int) -> None:
+    """Have a server answer prompts that no measured one begins like, as many at a time as the cell has.
+
+    Kernels are chosen, memory is laid out and clocks are up before anything counts. `MeasurementError` where the
+    answers have no text: a broken model that repeats such a token is timed by what looks for text in it.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    words = int(config.get("text_config", config)["vocab_size"])
+    draw = random.Random(f"discarded {cell.name} {seed}")  # noqa: S311 - no secret
+    longest = cell.input_len, max(1, cell.longest - cell.input_len)
+    asked = [[draw.randint(-(-4 * most // 5), most) for most in longest] for _ in range(cell.discarded)]
+    # Special tokens stand at either end of a vocabulary.
+    prompts = [[draw.randrange(words // 4, max(words // 4 + 1, 3 * words // 4)) for _ in range(n)] for n, _ in asked]
+
+    def answer(prompt: list[int], length: int) -> tuple[int, int]:
+        how = {"max_tokens": length, "temperature": 0, "ignore_eos": True}
+        body = {"model": server.model_name, "prompt": prompt, **how}
+        said = json.loads(server.post("/v1/completions", body, timeout=_PATIENCE_S))
+        return len(said["choices"][0]["text"]), said["usage"]["completion_tokens"]
+
+    with ThreadPoolExecutor(min(cell.in_flight, cell.discarded)) as pool:
+        answers = list(pool.map(answer, prompts, [length for _, length in asked]))
+    characters, tokens = (sum(column) for column in zip(*answers, strict=True))
+    if characters < _LEAST_TEXT * tokens:
+        raise MeasurementError(
+            f"cell {cell.name}: {tokens} tokens came back as {characters} characters: it repeats a token without text"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen while the measured requests ran; `client_cpu` is a share of one core."""
+    """What was seen while the measured requests ran; shares are of one core.
+
+    `client_cpu` is the client's in its busiest seconds, `server_cpu` that of an API server's event loop over all.
+    """
 
     readings: tuple[Reading, ...]
     client_cpu: float | None
+    server_cpu: float | None = None
 
 
 @dataclass(slots=True)
@@ -77,14 +120,18 @@ class _Run:
     log_from: int
     began: float | None = None
     used: list[Used] = field(default_factory=list)
+    loops: dict[int, list[Used]] = field(default_factory=dict)
     readings: list[tuple[float, Reading]] = field(default_factory=list)
 
 
 class LoadWatch:
-    """A thread that looks twice a second; `log` is the load generator's, which may have older lines in it."""
+    """A thread that looks twice a second; `log` is the load generator's, which may have older lines in it.
 
-    def __init__(self, sensor: Sensor | None, log: Path) -> None:
-        self._sensor, self._log = sensor, log
+    The API servers are below the process `server`, None where they are elsewhere.
+    """
+
+    def __init__(self, sensor: Sensor | None, log: Path, server: int | None = None) -> None:
+        self._sensor, self._log, self._server = sensor, log, server
         self._run = _Run(None, 0)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="load watch", daemon=True)
@@ -109,7 +156,11 @@ class LoadWatch:
         end = run.began + duration - TICK_S  # the beginning was seen up to a tick late
         return Seen(
             readings=tuple(reading for at, reading in run.readings if at <= end),
-            client_cpu=busiest([look for look in run.used if look.at <= end]),
+            client_cpu=busiest(_until(run.used, end)),
+            server_cpu=max(
+                (_share(looks[0], looks[-1]) for used in run.loops.values() if len(looks := _until(used, end)) > 1),
+                default=None,
+            ),
         )
 
     def _look(self) -> None:
@@ -122,6 +173,8 @@ class LoadWatch:
             cpu = None if run.pid is None else cpu_seconds(run.pid)
             if cpu is not None:
                 run.used.append(Used(time.monotonic(), cpu))
+            for pid, loop in ({} if self._server is None else event_loops(self._server)).items():
+                run.loops.setdefault(pid, []).append(Used(time.monotonic(), loop))
             if self._sensor is not None and ticks % _MACHINE_EVERY == 0:
                 at, reading = time.monotonic(), self._sensor()
                 run.readings += [] if reading is None else [(at, reading)]
@@ -153,6 +206,28 @@ def cpu_seconds(pid: int) -> float | None:
             with suppress(psutil.Error):
                 used.append(sum(process.cpu_times()[:4]))
     return sum(used) if used else None
+
+
+def event_loops(pid: int) -> Mapping[int, float]:
+    """CPU seconds of the first thread of each API server of vLLM below a process: its event loop.
+
+    What works for it says so in its title (VLLM::EngineCore, VLLM::Worker_TP0), and waits for the accelerator busily.
+    """
+    import psutil
+
+    found: dict[int, float] = {}
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                title = " ".join(process.cmdline())
+                if "::" not in title.partition(" ")[0] or "::APIServer" in title:
+                    first = next(thread for thread in process.threads() if thread.id == process.pid)
+                    found[process.pid] = first.user_time + first.system_time
+    return found
+
+
+def _until(used: Sequence[Used], end: float) -> list[Used]:
+    return [look for look in used if look.at <= end]
 
 
 def busiest(used: Sequence[Used], window: float = WINDOW_S) -> float | None:

@@ -29,7 +29,8 @@ class Server:
     """A server that answered. `started_seconds` is the time from its start to the first healthy answer.
 
     `base_url` is its address without a path of the API: ``http://127.0.0.1:PORT``. A server that somebody else started
-    has no log here. `api_key_variable` names the variable that holds its key, which is kept nowhere.
+    has no log here. `api_key_variable` names the variable that holds its key, which is kept nowhere. `pid` is the
+    process of this machine that the server is below, None where it is below none.
     """
 
     model_name: str
@@ -37,6 +38,7 @@ class Server:
     log_path: Path | None
     started_seconds: float
     api_key_variable: str | None = None
+    pid: int | None = None
 
     def client_environment(self) -> dict[str, str]:
         """The key as OpenAI's clients read it; lm-eval's insists on one also where the server asks for none."""

@@ -166,7 +166,7 @@ def gated() -> frozenset[str]:
     )
 
 
-STAGE, VERSION = "tune", 1
+STAGE, VERSION = "tune", 2
 TUNED_FILE = "tunableop_results%d.csv"
 Planner: TypeAlias = Callable[[Mapping[str, Value]], LaunchPlan]
 """A plan with some knobs changed, by their names. UserError for what cannot be planned."""

@@ -27,9 +27,12 @@ def clock(mhz: dict[int, float]) -> Callable[[Launches], Launches]:
     ]
 
 
-def failing(made: Launches) -> Launches:
-    cells = {name: dataclasses.replace(cell, failed=3) for name, cell in made[2].cells.items()}
-    return [*made[:2], dataclasses.replace(made[2], cells=cells), *made[3:]]
+def cells(**changes: object) -> Callable[[Launches], Launches]:
+    """Every cell of the third launch otherwise."""
+    return lambda made: at(
+        2,
+        cells={name: dataclasses.replace(cell, **changes) for name, cell in made[2].cells.items()},  # type: ignore[arg-type]
+    )(made)
 
 
 def without_a_cell(made: Launches) -> Launches:
@@ -56,7 +59,7 @@ FAULTS: list[tuple[str, Callable[[Launches], Launches], str]] = [
         at(3, device="NVIDIA H100 80GB HBM3"),
         "Launch 3 of the baseline ran on NVIDIA H100 80GB HBM3, where the baseline was served on AMD Instinct MI300X.",
     ),
-    ("failed requests", failing, "3 requests of in1024-out1024-c64 failed"),
+    ("failed requests", cells(failed=3), "3 requests of in1024-out1024-c64 failed"),
     ("no cell", without_a_cell, "Launches without a result of in1024-out1024-c64: 5."),
     (
         "cache",
@@ -65,6 +68,13 @@ FAULTS: list[tuple[str, Callable[[Launches], Launches], str]] = [
     ),
     ("log", at(1, faults=("scales were 1.0: WARNING x",)), "Launch 1 of the candidate: scales were 1.0: WARNING x."),
     ("client", at(3, client_cpu=0.99), "The load generator used 99% of its core in launch 3"),
+    ("server", at(3, server_cpu=0.93), "The API server used 93% of its core in launch 3: making text was measured"),
+    (
+        "late",
+        cells(peak_output_throughput=900.0),
+        "The best second of in1024-out1024-c64 was below its mean in launch 2",
+    ),
+    ("few prompts", cells(concurrency=7), "64 prompts for 7 in flight are mostly filling and emptying a batch"),
     ("heat", at(6, machine=Machine(throttled=("thermal",))), "The machine was slowed down in launch 6: thermal."),
     ("clock", clock({3: 1800.0}), "The clock changed between launches of the baseline, from 1,800 to 2,000 MHz."),
     (
@@ -90,7 +100,8 @@ def test_what_is_no_fault(measurements: Measurements, policy: Policy) -> None:
         # The candidate's kernels draw more power, so all of its launches run at a lower clock: that is its own speed.
         clock({launch.number: 1600.0 for launch in measurements.launches if launch.side == "candidate"}),
         clock({2: 1960.0, 5: 2040.0}),
-        at(3, client_cpu=0.6),
+        at(3, client_cpu=0.6, server_cpu=0.85),
+        cells(concurrency=6, peak_output_throughput=20_000.0),
         at(3, client_cpu=None, machine=Machine(), kv_cache_dtype=None, attention_backend=None),
         lambda made: list(reversed(made)),  # numbers tell the order, not the file
     ):

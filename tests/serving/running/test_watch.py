@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.processes import run_logged
-from pipeline.serving.running.load import LoadWatch, Seen, Used, busiest, cpu_seconds
+from pipeline.serving.running.load import LoadWatch, Seen, Used, busiest, cpu_seconds, event_loops
 from pipeline.serving.running.sensors import Reading
 
 CLIENT = """
@@ -74,6 +74,36 @@ def test_a_load_whose_beginning_is_not_seen_says_nothing(tmp_path: Path) -> None
 )
 def test_the_busiest_window(cpu: list[float], share: float | None) -> None:
     assert busiest([Used(float(at), used) for at, used in enumerate(cpu)], window=5.0) == share
+
+
+def test_the_event_loop_is_the_first_thread_of_what_is_no_engine() -> None:
+    code = """
+import os, sys, threading, time
+def work():
+    while time.thread_time() < 0.4: pass
+if open("/proc/self/cmdline").read().startswith("VLLM::"): work()
+else:
+    other = threading.Thread(target=work); other.start(); other.join()
+    while time.thread_time() < 0.2: pass
+print("done", flush=True); time.sleep(60)
+"""
+    run = f"""
+import subprocess, sys
+for name in ("serve", "VLLM::EngineCore"):
+    subprocess.Popen([name, "-c", {code!r}], executable=sys.executable)
+sys.stdin.read()
+"""
+    started = subprocess.Popen(
+        [sys.executable, "-c", run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert started.stdout is not None
+        assert [started.stdout.readline() for _ in range(2)] == [b"done\n"] * 2
+        (used,) = event_loops(started.pid).values()
+        assert 0.15 < used < 0.38
+    finally:
+        os.killpg(started.pid, signal.SIGKILL)
+        started.communicate()
 
 
 def test_what_runs_below_another_is_added_up() -> None:

@@ -16,6 +16,7 @@ def surface(tmp_path: Path) -> Callable[..., Path]:
 
     def make(**rules: Any) -> Path:
         (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "config.json").write_text('{"vocab_size": 64}')
         (tmp_path / "model" / "surface.json").write_text(json.dumps(rules))
         return tmp_path
 

@@ -8,10 +8,11 @@
     noise                 the largest relative error of a figure, spread over the starts of a server
     start, bench          seconds that a start and a cell take
     devices               TunableOp files that a server which tunes writes when it is asked to stop
+    mute                  its answers have no text
     lose                  starts, counted from 1, whose first request is lost
 
 Every start appends a line to ``starts`` in that folder, with the arguments and the variables that matter; every load
-one to ``loads``, with its options and the number of the start.
+one to ``loads``, with its options and the number of the start; what was asked over HTTP is in ``asked``.
 """
 
 from __future__ import annotations
@@ -82,9 +83,20 @@ def serve(argv: list[str]) -> int:
             self.end_headers()
             self.wfile.write((body or "").encode())
 
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with (model / "asked").open("a") as file:
+                file.write(json.dumps(asked) + "\n")
+            text = "" if "mute" in surface else "word " * asked["max_tokens"]
+            answer = {"choices": [{"text": text}], "usage": {"completion_tokens": asked["max_tokens"]}}
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
         def log_message(self, *_: object) -> None:
             return
 
+    ThreadingHTTPServer.request_queue_size = 128
     ThreadingHTTPServer((given["--host"], int(given["--port"])), Handler).serve_forever()
     return 0
 
