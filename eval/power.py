@@ -12,8 +12,8 @@ and a true difference d, one item's difference has variance f - d**2, hence SE =
 standard error of Miller, "Adding Error Bars to Evals" (arXiv 2411.00640, section 4.2) for scores of 0 or 1. The test
 holds the change against the margin by Tango's score interval, whose variance is the one with the margin true; its
 sample size is Nam's (Biometrics 53, 1422-1430, 1997), one-sided because only a loss matters, here with the interval's
-continuity correction. From 198 items on the power is never below the promised one; below 100 items counts of flips are
-so coarse that at some flip rates it is up to 0.06 less.
+continuity correction. The power is never below the promised one, by more than half a point in the tests' simulations:
+where fewer than `_FEWEST` flips are to be expected, of which one more would decide, so many are reckoned with.
 
 Of a mean that is not of 0/1 scores, such as a perplexity's, the deviation between items stands for the flips.
 
@@ -23,12 +23,14 @@ Of a mean that is not of 0/1 scores, such as a perplexity's, the deviation betwe
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import NormalDist
 
 from eval.accuracy import Accuracy
 from eval.statistics.paired import LOWER_CORRECTION, UPPER_CORRECTION, score_deviation
 from eval.statistics.sequential import crossing, inflation, plan_looks
 
+_FEWEST = 1.2
 # In standard errors, over the root of the items: found by simulation (62 and 300 documents, t with 5 degrees).
 _UNEVEN = 4.0
 
@@ -93,11 +95,9 @@ def detectable_mean(
     >>> round(detectable_mean(62, deviation=0.02), 4)
     0.0077
     """
-    from scipy.special import stdtrit
-
     if items < 2:
         return math.inf
-    quantile = float(stdtrit(items - 1, confidence)) + _z(power) + _UNEVEN / math.sqrt(items)
+    quantile = _bound(items, confidence) + _z(power)
     looks = len(plan_looks(items, looks))
     return quantile * deviation * math.sqrt(inflation(looks, confidence, power) / items)
 
@@ -143,36 +143,87 @@ def more_items(
     return max(1, math.ceil(needed) - result.items)
 
 
-def expected_items(
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Chances of PASS and of FAIL over all looks, and the items that are asked on average, since clear cases stop."""
+
+    passes: float
+    fails: float
+    items: float
+
+
+def outcome(
     items: int, looks: int, margin: float, flip_rate: float, difference: float = 0.0, confidence: float = 0.95
-) -> int:
-    """Items that a planned evaluation asks on average, because clear cases stop early.
+) -> Outcome:
+    """What a planned evaluation of 0/1 scores comes to where `difference` is true.
 
-    At no drop it is about as many as at a drop of twice the margin: both are one margin away from it.
-
-    >>> expected_items(14042, 4, margin=0.01, flip_rate=0.04)
-    6440
+    >>> found = outcome(14042, 4, margin=0.01, flip_rate=0.04)
+    >>> round(found.passes, 4), round(found.items)
+    (1.0, 6618)
     """
     seen = plan_looks(items, looks)
-    drift = (margin + difference) / paired_standard_error(items, flip_rate, difference)
-    running, total = 1.0, 0.0
-    chances = crossing([count / items for count in seen], confidence, drift)
+    flip_rate = _reckoned(flip_rate, items)
+    single = paired_standard_error(1, flip_rate, difference)
+    running, total, passes = 1.0, 0.0, 0.0
+    chances = crossing(
+        [count / items for count in seen],
+        confidence,
+        (margin + difference) * math.sqrt(items) / single,
+        spread=_tested(flip_rate, difference, margin) / single,
+        steps=(LOWER_CORRECTION / single / math.sqrt(items), UPPER_CORRECTION / single / math.sqrt(items)),
+    )
     for before, count, (up, down) in zip((0, *seen), seen, chances, strict=False):
         total += running * (count - before)
+        passes += up
         running -= up + down
-    return round(total)
+    return Outcome(passes, 1 - running - passes, total)
+
+
+def mean_passes(items: int, margin: float, deviation: float, confidence: float = 0.95, looks: int = 1) -> float:
+    """Chance that a lossless candidate clears a margin, of scores that are not 0 or 1: `detectable_mean`, inverted."""
+    from scipy.special import ndtr
+
+    if items < 2:
+        return 0.0
+    clear = _bound(items, confidence)
+    widened = math.sqrt(inflation(len(plan_looks(items, looks)), confidence) / items)
+    return float(ndtr(margin / (deviation * widened) - clear))
+
+
+def _bound(items: int, confidence: float) -> float:
+    """How many standard errors a bound of a mean lies below it."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(items - 1, confidence)) + _UNEVEN / math.sqrt(items)
+
+
+def _reckoned(flip_rate: float, items: float) -> float:
+    return min(1.0, max(flip_rate, _FEWEST / items))
+
+
+def _tested(flip_rate: float, difference: float, margin: float) -> float:
+    """Standard deviation of one item's change as the test takes it: with the margin true."""
+    return float(score_deviation((flip_rate + difference) / 2, (flip_rate - difference) / 2, 1.0, -margin))
 
 
 def _items(margin: float, flip_rate: float, confidence: float, power: float, difference: float, looks: int) -> float:
     """Solves items * distance - flips = sqrt(items) * spread; the spread holds both standard deviations of one item."""
-    spread = _z(confidence) * float(
-        score_deviation((flip_rate + difference) / 2, (flip_rate - difference) / 2, 1.0, -margin)
-    ) + _z(power) * math.sqrt(flip_rate - difference**2)
-    spread *= math.sqrt(inflation(looks, confidence, power))
     distance = margin + difference
     flips = LOWER_CORRECTION if distance > 0 else UPPER_CORRECTION
     distance = abs(distance)
-    return ((spread + math.sqrt(spread**2 + 4 * distance * flips)) / (2 * distance)) ** 2
+
+    def solved(rate: float) -> float:
+        spread = _z(confidence) * _tested(rate, difference, margin) + _z(power) * math.sqrt(rate - difference**2)
+        spread *= math.sqrt(inflation(looks, confidence, power))
+        return ((spread + math.sqrt(spread**2 + 4 * distance * flips)) / (2 * distance)) ** 2
+
+    items = solved(flip_rate)
+    if items * flip_rate >= _FEWEST:
+        return items
+    from scipy.optimize import brentq
+
+    # So few items that the rate reckoned with depends on them: more items make it smaller, and fewer needed.
+    return float(brentq(lambda found: solved(_reckoned(flip_rate, found)) - found, items, max(solved(1.0), items) + 1))
 
 
 def _z(probability: float) -> float:

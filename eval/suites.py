@@ -16,7 +16,7 @@ from pydantic import Field
 
 from eval import prompts, records
 from eval.errors import DefinitionError
-from eval.power import detectable_margin, detectable_mean, items_needed, mean_items_needed
+from eval.power import detectable_margin, detectable_mean, items_needed, mean_items_needed, mean_passes, outcome
 from eval.records import Record, read
 from eval.samples import Kind
 
@@ -64,6 +64,12 @@ class SuiteTask(Record):
         if self.expected_spread is None:
             return detectable_margin(self.items, self.expected_flip_rate, confidence, power, looks=looks)
         return math.expm1(detectable_mean(self.items, self.expected_spread, confidence, power, looks=looks))
+
+    def passes(self, margin: float, confidence: float = 0.95, looks: int = 1) -> float:
+        """Chance that a lossless candidate clears a margin."""
+        if self.expected_spread is None:
+            return outcome(self.items, looks, margin, self.expected_flip_rate, confidence=confidence).passes
+        return mean_passes(self.items, math.log1p(margin), self.expected_spread, confidence, looks)
 
     def items_needed(self, margin: float, confidence: float = 0.95, power: float = 0.8, looks: int = 1) -> int:
         """Items that make a margin testable."""
@@ -148,13 +154,18 @@ def untestable(
     """One sentence for each gated task whose margin is smaller than its size can test; empty when all can be.
 
     `margin` is the recipe's, as a fraction; a task's own margin goes before it. `looks` is how often the items are
-    judged while they are asked, which costs a little power.
+    judged while they are asked, which costs a little power. Where each task can be tested, one sentence if a lossless
+    checkpoint yet passes all of them less often than `power`, by more than the forecast's hundredth.
     """
     sentences = []
+    chances: dict[str, float] = {}
     for task in suite.tasks:
         wanted = task.margin or margin
+        if not task.gated:
+            continue
         smallest = task.detectable(confidence, power, looks)
-        if task.gated and wanted < smallest:
+        chances[task.task] = task.passes(wanted, confidence, looks)
+        if wanted < smallest:
             needed = task.items_needed(wanted, confidence, power, looks)
             expected = f"flip rate {task.expected_flip_rate:.1%}"
             if task.expected_spread is not None:
@@ -163,4 +174,11 @@ def untestable(
                 f"{task.task}: {task.items} items can test a margin of {smallest:.2%} or wider, not {wanted:.2%}, "
                 f"which needs {needed} items ({expected}, confidence {confidence:.0%}, power {power:.0%})"
             )
+    together = math.prod(chances.values())
+    if not sentences and len(chances) > 1 and together < power - 0.01:
+        each = ", ".join(f"{name} {chance:.0%}" for name, chance in chances.items())
+        sentences.append(
+            f"a lossless checkpoint passes all {len(chances)} tasks that decide with a chance of {together:.0%} "
+            f"({each}), expected {power:.0%}: widen margins, or let a task be shown only"
+        )
     return tuple(sentences)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from eval.gate.report import Policy
-from eval.power import expected_items
+from eval.power import outcome
 from eval.records import Record
 from eval.statistics.ranks import fewest_launches, rank_sums
 from eval.statistics.sequential import plan_looks
@@ -26,7 +26,8 @@ class TaskReach:
     """One task: `margin` is None where it is shown only, `detectable` the least margin that its items can test.
 
     `looks` are the items that were asked at each look, `expected` how many of them a lossless candidate is asked on
-    average, because clear cases stop early (None of a perplexity, and of a task that is shown only).
+    average, because clear cases stop early (None of a perplexity, and of a task that is shown only). `passes` is the
+    chance that such a candidate passes (None where it is shown only).
     """
 
     items: int
@@ -34,6 +35,7 @@ class TaskReach:
     detectable: float
     looks: tuple[int, ...]
     expected: int | None
+    passes: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,14 @@ class SpeedReach:
 
 @dataclass(frozen=True, slots=True)
 class Reach(Record):
-    """All that a gate can tell; `speed` is None where nothing is promised."""
+    """All that a gate can tell; `speed` is None where nothing is promised.
 
+    `passes` is the chance that a lossless candidate passes all tasks that decide, as if they flipped independently;
+    `false_fails` that one which loses as much as each margin allows, and no more, fails any of them, at most.
+    """
+
+    passes: float
+    false_fails: float
     tasks: dict[str, TaskReach]
     speed: SpeedReach | None
 
@@ -66,7 +74,9 @@ def reach(suite: Suite, policy: Policy, looks: int) -> Reach:
         enough = policy.launches >= fewest
         spreads = detectable_shift(policy.launches, policy.throughput_confidence, policy.power) if enough else None
         speed = SpeedReach(policy.min_ratio, policy.launches, fewest, spreads)
-    return Reach({task.task: _task(task, policy, looks) for task in suite.tasks}, speed)
+    tasks = {task.task: _task(task, policy, looks) for task in suite.tasks}
+    chances = [task.passes for task in tasks.values() if task.passes is not None]
+    return Reach(math.prod(chances), 1 - policy.confidence ** len(chances), tasks, speed)
 
 
 def detectable_shift(launches: int, confidence: float = 0.95, power: float = 0.8) -> float:
@@ -107,11 +117,13 @@ def _task(task: SuiteTask, policy: Policy, looks: int) -> TaskReach:
     margin = policy.margins.get(task.task)
     expected = None
     if margin is not None and task.expected_spread is None:
-        expected = expected_items(task.items, looks, margin, task.expected_flip_rate, confidence=policy.confidence)
+        found = outcome(task.items, looks, margin, task.expected_flip_rate, confidence=policy.confidence)
+        expected = round(found.items)
     return TaskReach(
         items=task.items,
         margin=margin,
         detectable=task.detectable(policy.confidence, policy.power, looks if margin is not None else 1),
         looks=plan_looks(task.items, looks) if margin is not None else (task.items,),
         expected=expected,
+        passes=None if margin is None else task.passes(margin, policy.confidence, looks),
     )

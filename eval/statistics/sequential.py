@@ -88,21 +88,31 @@ def _boundary(information: tuple[float, ...], confidence: float) -> tuple[float,
     return tuple(levels)
 
 
-def crossing(information: Sequence[float], confidence: float, drift: float) -> tuple[tuple[float, float], ...]:
+def crossing(
+    information: Sequence[float],
+    confidence: float,
+    drift: float,
+    *,
+    spread: float = 1.0,
+    steps: tuple[float, float] = (0.0, 0.0),
+) -> tuple[tuple[float, float], ...]:
     """Chance of crossing the upper and the lower boundary first, at each look.
 
     `drift` is the expectation of the statistic Z at full information, in standard deviations: 0 on the margin, the
-    distance to the margin over the standard error elsewhere. Both boundaries are those of `boundary`, mirrored.
+    distance to the margin over the standard error elsewhere. Both boundaries are those of `boundary`, mirrored; times
+    `spread` where the test's deviation is so many times the true one, and further off by `steps`, the corrections of
+    the upper and of the lower boundary in standard deviations at full information.
     """
     levels = boundary(information, confidence)
     chances: list[tuple[float, float]] = []
     walk = Walk.start(drift)
     for number, (fraction, level) in enumerate(zip(information, levels, strict=True)):
         step = fraction - walk.fraction
-        limit = _NORMAL.inv_cdf(level) * math.sqrt(fraction)
-        chances.append((walk.above(step, limit), walk.below(step, -limit)))
+        limit = spread * _NORMAL.inv_cdf(level) * math.sqrt(fraction)
+        low, high = -limit - steps[1], limit + steps[0]
+        chances.append((walk.above(step, high), walk.below(step, low)))
         following = information[number + 1] - fraction if number + 1 < len(information) else step
-        walk = walk.step(step, -limit, limit, following)
+        walk = walk.step(step, low, high, following)
     return tuple(chances)
 
 

@@ -242,12 +242,17 @@ def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
             f"{task['detectable']:.2%}",
             f"{len(task['looks'])}",
             "-" if task["expected"] is None else f"{task['expected']:,}",
+            "-" if task["passes"] is None else f"{task['passes']:.0%}",
         )
         for name, task in told["gate"]["tasks"].items()
     ]
-    numbers = ("items", "margin", "detectable", "looks", "asked, about")
+    numbers = ("items", "margin", "detectable", "looks", "asked, about", "passes")
     console.print(table("task", *numbers, right=numbers, rows=tasks))
-    console.print("detectable: the least margin that so many items can test; asked: items for a lossless candidate")
+    console.print("detectable: the least margin that so many items can test; asked, passes: of a lossless candidate")
+    console.print(
+        f"all tasks: a lossless candidate passes with a chance of {told['gate']['passes']:.0%}; "
+        f"one that loses all that the margins allow fails with one of {told['gate']['false_fails']:.0%} at most"
+    )
     for caution in told["cautions"]:
         console.print(f"[yellow]caution:[/] {escape(caution)}")
 

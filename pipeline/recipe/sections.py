@@ -69,7 +69,7 @@ class AccuracyGate(Section):
     confidence: float = Field(default=0.95, ge=0.5, lt=1)
     """Confidence of the one-sided bound."""
     power: float = Field(default=0.8, ge=0.5, lt=1)
-    """Chance that a lossless checkpoint passes; a suite too small for it is refused."""
+    """Chance that a lossless checkpoint passes all tasks; a suite too small for it is refused."""
     expected_flip_rate: float | None = Field(default=None, gt=0, le=1)
     """Share of items whose score changes (null: what the suite expects of each task)."""
     baseline_score: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)

@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri, stdtrit
 
+from eval import suites
+from eval.power import outcome
 from eval.statistics.paired import (
     LOWER_CORRECTION,
     UPPER_CORRECTION,
@@ -273,6 +275,33 @@ def main(runs: int) -> None:
             worst, mean = np.max(rates, axis=0), np.mean(rates, axis=0)
             cells = [worst[0], worst[2], worst[1], worst[3], mean[4], mean[5]]
             click.echo(f"| {name} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |")
+    click.echo(
+        "\n| lossless, a suite's scored tasks | tasks | forecast PASS | simulated | items, forecast | simulated |"
+    )
+    click.echo("|---|--:|--:|--:|--:|--:|")
+    for name in suites.names():
+        scored = [task for task in suites.load(name).tasks if task.gated and task.expected_spread is None]
+        forecasts = [outcome(task.items, 4, task.margin or 0.01, task.expected_flip_rate) for task in scored]
+        seen = [evaluated(np.random.default_rng(n), task, runs) for n, task in enumerate(scored)]
+        together = np.prod([one.passes for one in forecasts]), np.prod([passed for passed, _ in seen])
+        items = sum(one.items for one in forecasts), sum(items for _, items in seen)
+        click.echo(
+            f"| {name} | {len(scored)} | {together[0]:.1%} | {together[1]:.1%} | {items[0]:,.0f} | {items[1]:,.0f} |"
+        )
+
+
+def evaluated(rng: np.random.Generator, task: suites.SuiteTask, runs: int) -> tuple[float, float]:
+    """Of a lossless candidate's evaluations of 0/1 scores in four looks: share that pass, items asked on average."""
+    seen = plan_looks(task.items, 4)
+    won, lost, running = np.zeros(runs), np.zeros(runs), np.ones(runs, dtype=bool)
+    passed, asked, rate = 0, 0.0, task.expected_flip_rate
+    for before, count, level in zip((0, *seen), seen, boundary([n / task.items for n in seen], 0.95), strict=False):
+        more = rng.multinomial(count - before, [rate / 2, rate / 2, 1 - rate], size=runs)
+        won, lost, asked = won + more[:, 0], lost + more[:, 1], asked + running.mean() * (count - before)
+        margin = task.margin or 0.01
+        up, down = _effective(margin, won, lost, count, np.ones(runs), ndtri(level))
+        passed, running = passed + int((running & up).sum()), running & ~up & ~down
+    return passed / runs, asked
 
 
 if __name__ == "__main__":

@@ -36,10 +36,17 @@ def test_a_limit_or_more_flips_make_it_untestable(load: Load) -> None:
 
 def test_more_looks_need_more_items(load: Load) -> None:
     """Looking often costs power: a margin that one test at the end can test is refused with twenty looks."""
-    tight = "gate: {accuracy: {margin: 0.0086}}\n"
+    tight = "gate: {accuracy: {margin: 0.0086, margins: {tiny_arithmetic: 0.06}}}\n"
     assert faults(load(TEXT.replace("tiny}", "tiny, looks: 1}") + tight)) == []
     [fault] = faults(load(TEXT.replace("tiny}", "tiny, looks: 20}") + tight))
     assert "not 0.86%" in fault
+
+
+def test_tasks_that_can_each_be_tested_may_be_too_many_together(load: Load) -> None:
+    [fault] = faults(load(TEXT + "gate: {accuracy: {margin: 0.0088}}\n"))
+    assert "passes all 2 tasks that decide with a chance of 7" in fault
+    assert "(tiny_facts 81%, tiny_arithmetic 89%), expected 80%" in fault
+    assert faults(load(TEXT + "gate: {accuracy: {margin: 0.0088, margins: {tiny_arithmetic: null}}}\n")) == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -62,3 +63,18 @@ def test_a_suite_with_a_policy() -> None:
     few = reach(suite, Policy.for_suite(suite, margin=0.01, min_ratio=1.1, launches=2), looks=1).speed
     assert few is not None
     assert few.detectable_spreads is None
+
+
+def test_several_tasks_must_all_pass_and_are_priced_so() -> None:
+    """Five tasks, each at the least margin that it can test: 80 % each are 33 % together."""
+    suite = suites.load("core")
+    task = suite.tasks[1]
+    tasks = tuple(replace(task, task=f"t{n}", margin=task.detectable(looks=4)) for n in range(5))
+    told = reach(replace(suite, tasks=tasks), Policy.for_suite(replace(suite, tasks=tasks), margin=0.01), looks=4)
+    assert told.passes == pytest.approx(0.8**5, abs=0.02)
+    assert told.false_fails == pytest.approx(1 - 0.95**5)
+    (sentence,) = suites.untestable(replace(suite, tasks=tasks), margin=0.01, looks=4)
+    assert sentence.startswith("a lossless checkpoint passes all 5 tasks that decide with a chance of 3")
+    wider = tuple(replace(task, margin=1.5 * task.margin) for task in tasks if task.margin is not None)
+    assert suites.untestable(replace(suite, tasks=wider), margin=0.01, looks=4) == ()
+    assert suites.untestable(replace(suite, tasks=tasks[:1]), margin=0.01, looks=4) == ()

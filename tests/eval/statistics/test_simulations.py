@@ -38,7 +38,7 @@ def test_at_a_drop_of_the_margin_neither_side_errs_above_five_percent(items: int
 @pytest.mark.parametrize("items", SIZES)
 def test_a_lossless_candidate_passes_with_the_promised_power(items: int, looks: int) -> None:
     rng = np.random.default_rng(items * looks)
-    for flip_rate in (0.01, 0.04, 0.12):
+    for flip_rate in (1.0 / items, 0.01, 0.04, 0.12):
         for promised in (0.8, 0.9):
             margin = power.detectable_margin(items, flip_rate, power=promised, looks=looks)
             passed, failed = evaluations(
@@ -46,6 +46,8 @@ def test_a_lossless_candidate_passes_with_the_promised_power(items: int, looks: 
             )
             assert passed >= promised - tolerated(promised, RUNS), (flip_rate, promised)
             assert failed <= 0.001
+            if items * flip_rate < 1.2:  # one flip is the worst of all rates, and reckoned with as if it were more
+                continue
             # Promised, and not by asking for far more than needed: rare flips come in whole numbers.
             assert passed <= promised + 1.0 / np.sqrt(2 * np.pi * items * flip_rate) + 0.02, (flip_rate, promised)
 
@@ -54,13 +56,13 @@ def test_items_asked_on_average_are_what_is_expected() -> None:
     rng = np.random.default_rng(6)
     items, margin, runs = 2000, 0.02, 300
     for drop in (0.0, 2 * margin):
-        expected = power.expected_items(items, 4, margin, flip_rate=0.06, difference=-drop)
+        expected = power.outcome(items, 4, margin, flip_rate=0.06, difference=-drop).items
         used = []
         for _ in range(runs):
             baseline, candidate = answers(rng, items, gain_rate=(0.06 - drop) / 2, drop=drop)
             used.append(decide(asked(baseline, candidate, looks=4), margin, 0.95)[-1].items)
-        # The forecast takes the variance for known and leaves out the corrections: 6 % of the plan.
-        assert np.mean(used) == pytest.approx(expected, abs=0.06 * items)
+        # Three standard errors of the mean, and what a normal's steps differ from whole flips by.
+        assert np.mean(used) == pytest.approx(expected, abs=3 * np.std(used) / runs**0.5 + 0.01 * items)
         assert np.mean(used) < 0.8 * items
 
 
