@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from calibration.lazy import torch
 from pipeline.base.errors import UserError
+from pipeline.base.machine import Machine, cpu_name
 
 
 def resolve_device(wanted: str) -> str:
@@ -45,8 +46,6 @@ def device_memory(device: str) -> int:
 
 def device_title(devices: Iterable[str]) -> str:
     """What devices call themselves: ``8 x AMD Instinct MI300X``, or the model of the CPU."""
-    from pipeline.base.machine import Machine, cpu_name
-
     found = Counter(
         torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name(Machine())
         for device in devices

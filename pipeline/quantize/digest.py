@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import UserError
-from pipeline.quantize.formats.checkpoint import read_json
+from pipeline.quantize.formats.checkpoint import INDEX_NAME, read_json
 from pipeline.store.disk import sha256_of, write_atomic
 
 NAMED_TEMPLATES = "additional_chat_templates"
@@ -85,6 +85,21 @@ _MEMORY = "file-digests.json"
 def model_files(folder: Path) -> tuple[Path, ...]:
     """The files of a model folder that belong to the model, sorted by name."""
     return tuple(sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}))
+
+
+def companions(source: Path, destination: Path, *, with_code: bool) -> dict[Path, Path]:
+    """Tokenizer, chat template, licence: the source's own, by where each belongs, in folders that are there.
+
+    Code is among them only for a recipe that trusts it; what the weights are described by is not.
+    """
+    patterns = (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES
+    found: dict[Path, Path] = {}
+    for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
+        if path.is_file() and path.name not in ("config.json", INDEX_NAME):
+            found[destination / path.relative_to(source)] = path
+    for copy in found:
+        copy.parent.mkdir(exist_ok=True)
+    return found
 
 
 def file_digests(

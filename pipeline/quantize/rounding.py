@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.lazy import torch
+from pipeline.base.schemes import ActivationFormat
 from pipeline.quantize.engines.stream.kernels import FP8_MAX, MX_GROUP
-
-if TYPE_CHECKING:
-    from pipeline.base.schemes import ActivationFormat
 
 Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]
 """Scales of K and of V by layer: one number, or [heads, 1, 1] with one for each KV head."""

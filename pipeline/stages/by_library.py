@@ -23,11 +23,11 @@ from pipeline.base.processes import run_logged
 from pipeline.base.schemes import scheme
 from pipeline.base.transience import is_transient
 from pipeline.quantize.device import device_memory, resolve_devices
-from pipeline.quantize.digest import COMPANION_FILES
+from pipeline.quantize.digest import companions
 from pipeline.quantize.engines.algorithms import algorithm
 from pipeline.quantize.engines.libraries.job import LibraryJob, require_memory, save_samples
 from pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
+from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.model.structure import Structure, read_structure, select
 from pipeline.recipe.schema import Quantization
@@ -190,7 +190,8 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
             f"engine {engine} did not make what was asked for: {'; '.join(first[:_SHOWN])}{more}",
             hint=f"What it wrote is kept in {adopted}, its log is {log}.",
         )
-    _copy_companions(source.folder, adopted, with_code=trust)
+    for copy, path in companions(source.folder, adopted, with_code=trust).items():
+        shutil.copyfile(path, copy)
     adopted.rename(final)
     shutil.rmtree(work)
 
@@ -228,13 +229,3 @@ def _narrator(engine: str, say: Callable[[str], None]) -> Callable[[str], None]:
             say(f"{engine}: {f'{found[-1][0].strip()} {found[-1][1]} %' if found else 'at work'}, {now - began:.0f} s")
 
     return watch
-
-
-def _copy_companions(source: Path, destination: Path, *, with_code: bool) -> None:
-    """Tokenizer, chat template, licence: the source's own, whatever a library saved."""
-    for pattern in (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES:
-        for path in source.glob(pattern):
-            if path.is_file() and path.name not in ("config.json", INDEX_NAME):
-                copy = destination / path.relative_to(source)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copy)

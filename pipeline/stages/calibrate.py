@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration.batches import at_commit, batched, read_samples, samples_digest
+from calibration.calibrate import calibrate
 from calibration.errors import CalibrationError
 from calibration.lazy import torch
 from calibration.sets import DEFAULTS, CalibrationSet, load_set
@@ -57,8 +58,6 @@ class CalibrateStage(Stage):
 
     def run(self, job: Job) -> Output:
         """Run every batch through the model, resident or layer by layer."""
-        from calibration.calibrate import calibrate
-
         section, began = job.setting.recipe.calibration, time.monotonic()
         assert section is not None  # noqa: S101 - as above
         folder = model_folder(job.inputs["source"])

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -40,16 +39,23 @@ from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.recipe.load import recipe_names
 from pipeline.recipe.schema import Recipe, Speculative
 from pipeline.serving.environment import VllmEnvironment
+from pipeline.serving.host.checks import preflight
+from pipeline.serving.host.detect import detect
+from pipeline.serving.host.subject import wanted_by
 from pipeline.serving.knobs.table import knob, table
 from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
+from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
+from pipeline.serving.running.server import Server
+from pipeline.stages.planning import build_plan, find_entry
+from pipeline.stages.search import stand_in
+from pipeline.stages.serve import facts_made
+from pipeline.stages.servers import held_to
+from pipeline.stages.session import open_setting
 from pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
 from pipeline.stages.stage import Setting, SourceIdentity
 from pipeline.store.tree import Store
-
-if TYPE_CHECKING:
-    from pipeline.serving.running.server import Server
 
 _VERSION = re.compile(r"v?\d+\.\d+(\.\d+)?([.+a-z]\S*)?")
 
@@ -139,10 +145,6 @@ def _repository(identity: SourceIdentity) -> ServedModel:
 
 
 def _of_recipe(text: str, store: Path, *, baseline: bool, config: Path | None, vllm: str | None) -> ServedModel:
-    from pipeline.stages.search import stand_in
-    from pipeline.stages.serve import facts_made
-    from pipeline.stages.session import open_setting
-
     setting = stand_in(open_setting(text, store=Store(store), vllm=vllm, config=config))
     recipe, tunableop = setting.recipe, setting.loaded.tunableop
     if not baseline and (made := _made(setting, config)) is not None:
@@ -174,8 +176,6 @@ def _source(setting: Setting, config: Path | None) -> ServedModel:
 
 def _made(setting: Setting, config: Path | None) -> Path | None:
     """The recipe's checkpoint: that of its current state in the store, else the one that is published."""
-    from pipeline.stages.planning import build_plan, find_entry
-
     if config is None:
         planned = next(planned for planned in build_plan(setting) if planned.key == "quantize")
         entry = find_entry(planned, setting)
@@ -210,8 +210,6 @@ def target_for(text: str | None, recipe: Recipe | None) -> Target:
     if text is None and recipe is not None:
         return parse_target(f"{recipe.target.hardware}:{recipe.target.gpus}")
     if text is None or text == "auto":
-        from pipeline.serving.host.detect import detect
-
         return detect(Machine()).target
     return parse_target(text)
 
@@ -291,8 +289,6 @@ def serve(
     """
     from rich.console import Console
 
-    from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
-
     plan, processes = request.plan()
     terminal = Console(stderr=True, highlight=False) if sys.stderr.isatty() else None
     reporter = PlainReporter() if terminal is None else RichReporter(terminal)
@@ -342,8 +338,6 @@ def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator
 
     A node that only joins has no server; of one that somebody else started there is no log here.
     """
-    from pipeline.stages.servers import held_to
-
     for server in servers:
         yield f"serving     {server.model_name} at {server.base_url}, ready after {server.started_seconds:.0f} s"
         if server.log_path is None:
@@ -372,9 +366,6 @@ def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator
 
 def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
     """What the machine lacks for the plan, as `quantmint doctor` finds it."""
-    from pipeline.serving.host.checks import preflight
-    from pipeline.serving.host.subject import wanted_by
-
     vllm = None if request.environment is None else request.environment.executable
     for finding in preflight(plan, Machine(), vllm=vllm, wanted=wanted_by(request.model.facts)):
         if finding.status in ("warn", "fail"):

@@ -29,6 +29,8 @@ from pipeline.base.machine import versions
 from pipeline.base.progress import Progress
 from pipeline.publish import allowed
 from pipeline.publish import manifest as manifests
+from pipeline.publish.card import eval_results, notice, render, sentence
+from pipeline.publish.licences import refusal
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
 from pipeline.publish.places import public_names
 from pipeline.publish.provenance import ABSENT, encode, sbom, statement
@@ -237,9 +239,6 @@ def _write(folder: Path, files: dict[str, File], name: str, content: bytes) -> N
 
 def _write_texts(job: Job, files: dict[str, File]) -> str:
     """The card, the scores and the recipe; returns the title. Raises `UserError` where the licence forbids them."""
-    from pipeline.publish.card import eval_results, notice, render, sentence
-    from pipeline.publish.licences import refusal
-
     facts = card.gather(job)
     public = public_names(job.setting.recipe)
     for name in public or (facts.name,):

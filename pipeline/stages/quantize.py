@@ -6,15 +6,18 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
+from calibration.batches import batched
 from calibration.errors import CalibrationError
 from calibration.lazy import torch
+from calibration.ranges import load_ranges
 from pipeline.base.errors import StageError
 from pipeline.base.machine import versions
 from pipeline.base.transience import is_transient
 from pipeline.quantize.device import device_title, resolve_devices
 from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
+from pipeline.quantize.engines.stream.kernels import fp8_scale
+from pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
 from pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json
 from pipeline.quantize.formats.layout import Choice
@@ -30,10 +33,6 @@ from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.entries import Entry, FileFact
 from pipeline.store.toolchain import ENVIRONMENT, environment_here
-
-if TYPE_CHECKING:
-    from pipeline.quantize.engines.stream.layerwise import Rounded
-
 
 CHECKPOINT = "checkpoint"
 ERRORS = "errors.json"
@@ -163,9 +162,6 @@ def _rounded(
 
     Ranges of inputs that became others on the way are kept in `CHANGED`.
     """
-    from calibration.batches import batched
-    from pipeline.quantize.engines.stream.layerwise import round_layers
-
     quantization, section = job.setting.recipe.quantization, job.setting.recipe.calibration
     trust = job.setting.recipe.trust_remote_code
     assert section is not None  # noqa: S101 - the recipe's checks
@@ -233,8 +229,6 @@ def needs_ranges(quantization: Quantization) -> bool:
 
 
 def _ranges(job: Job, choice: Choice) -> Mapping[str, torch.Tensor]:
-    from calibration.ranges import load_ranges
-
     if "calibrate" not in job.inputs:
         return {}
     ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
@@ -306,9 +300,6 @@ def _expected_scales(
     job: Job, checkpoint: Checkpoint, structure: Structure, quantization: Quantization
 ) -> Mapping[str, tuple[float, ...]]:
     """The static scales that the ranges give, by tensor name, rounded to what they are stored in."""
-    from calibration.ranges import load_ranges
-    from pipeline.quantize.engines.stream.kernels import fp8_scale
-
     ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
     wanted = scale_ranges(ranges, select(structure, quantization), quantization.format)
     changed = job.inputs["quantize"].path / CHANGED

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eval.measurements import Side
 from eval.workloads import Workload
@@ -19,7 +19,9 @@ from pipeline.recipe.modules import assigned
 from pipeline.recipe.schema import Quantization, Recipe
 from pipeline.serving.host.detect import device_here
 from pipeline.serving.knobs.table import NEWEST_READ
+from pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
 from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import Target, parse_target, profile
 from pipeline.serving.running.launchers import reference_plan
 from pipeline.serving.running.log import LogScan
@@ -28,9 +30,6 @@ from pipeline.stages.servers import ReferenceServer, held_to, keep_log
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
 from pipeline.store.toolchain import ENVIRONMENT, environment_here, environment_of
-
-if TYPE_CHECKING:
-    from pipeline.serving.model.facts import ModelFacts
 
 SIDES: tuple[Side, ...] = ("candidate", "baseline")
 LAUNCH = "launch.json"
@@ -120,8 +119,6 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
 
     They differ by the type of the KV cache. Of several independent servers one is planned for and measured.
     """
-    from pipeline.serving.model.facts import facts_of_config
-
     recipe = setting.recipe
     if recipe.evaluation.runtime == "reference":
         return reference_plan(
@@ -150,8 +147,6 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
 
 def planning(recipe: Recipe, workload: Workload, target: Target) -> Callable[..., LaunchPlan]:
     """`plan_serving` with all that a recipe says of a launch on ``target``; what a call says goes first."""
-    from pipeline.serving.planning.planner import plan_serving
-
     return partial(
         plan_serving,
         target=target,
@@ -170,8 +165,6 @@ def planning(recipe: Recipe, workload: Workload, target: Target) -> Callable[...
 
 def facts_made(source: ModelFacts, section: Quantization) -> ModelFacts:
     """The facts of what a recipe makes of a model, before it is made."""
-    from pipeline.serving.model.facts import as_quantized
-
     scheme_of = partial(assigned, section)
     return as_quantized(
         source, scheme=section.scheme, kv_cache=section.kv_cache, format=section.format, assigned=scheme_of

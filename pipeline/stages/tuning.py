@@ -39,6 +39,8 @@ from pipeline.serving.tuning.space import (
 from pipeline.serving.tuning.sweep import Sweep, planned, run_sweep
 from pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, first_pass
 from pipeline.stages.launch import ServedModel, fetched, find_model, target_for
+from pipeline.stages.search import run_search
+from pipeline.stages.session import open_setting
 from pipeline.store.disk import disk_errors
 from pipeline.store.gc import RunLog
 from pipeline.store.locks import Lock
@@ -226,9 +228,6 @@ def open_subject(
 def _present(found: ServedModel, text: str, vllm: str | None, store: Store, reporter: Reporter) -> ServedModel:
     """The same with its weights here: fetched, or made by the recipe's own stages."""
     if found.recipe is not None and found.missing is not None:
-        from pipeline.stages.search import run_search
-        from pipeline.stages.session import open_setting
-
         setting = open_setting(text, store=store, vllm=vllm, to_run=True)
         run_search(setting, reporter, until="inspect")
         found = find_model(text, store=store.root, vllm=vllm)

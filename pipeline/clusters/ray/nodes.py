@@ -24,8 +24,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from calibration.room import free_bytes
 from pipeline.base.errors import UserError, first_line
-from pipeline.base.machine import versions
+from pipeline.base.machine import Machine, cpu_name, versions
+from pipeline.base.processes import child_environment
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
 
 VARIABLE = "RAY_ADDRESS"
@@ -104,8 +106,6 @@ def _own_signals() -> Iterator[None]:
 
 def forget_secrets() -> None:
     """In a worker: drop what the shell that started Ray had; a model's own code may run here."""
-    from pipeline.base.processes import child_environment
-
     for name in list(os.environ):
         # An address of a webhook is as good as a key.
         if "WEBHOOK" in name or name not in child_environment({}, {name: ""}):
@@ -203,9 +203,6 @@ class Facts:
 
 def facts_here(folders: Sequence[Path], written: Sequence[Path] = (), mark: str = "") -> Facts:
     """What this machine is, with digests of ``folders``; a file with ``mark`` is put into each of ``written``."""
-    from calibration.room import free_bytes
-    from pipeline.base.machine import Machine, cpu_name
-
     for folder in written:
         with suppress(OSError):  # whoever asked will miss it
             _probe(folder, mark).touch()

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from calibration.lazy import torch
 from calibration.shares import Order, Share
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
@@ -42,13 +41,10 @@ from pipeline.clusters.ray.nodes import (
     versions_here,
 )
 from pipeline.clusters.ray.tasks import RETRIES, answers, results
+from pipeline.quantize.engines.stream.schedule import Order as WriteOrder
 from pipeline.recipe.schema import Recipe
 from pipeline.serving.running.launchers import Cluster
 from pipeline.store.disk import disk_errors
-
-if TYPE_CHECKING:
-    from pipeline.quantize.engines.stream.plan import ShardPlan
-    from pipeline.quantize.engines.stream.shard import WrittenShard
 
 
 @contextmanager
@@ -123,35 +119,27 @@ class RaySpread:
         self.nodes = tuple(node for node in self.nodes if node.id not in gone)
         self._ask()
 
-    def write_shards(
-        self,
-        plans: Sequence[ShardPlan],
-        source: Path,
-        destination: Path,
-        scalars: Callable[[ShardPlan], Mapping[str, torch.Tensor]],
-        advance: Callable[[int], None],
-        commit: Callable[[WrittenShard, Path], None],
-    ) -> dict[str, float]:
-        """See `pipeline.quantize.engines.stream.schedule.WriteShards`; a file a task, the largest first."""
+    def write_shards(self, order: WriteOrder) -> dict[str, float]:
+        """See `pipeline.quantize.engines.stream.schedule.write_shards`; a file a task, the largest first."""
         began = time.perf_counter()
         seconds: dict[str, float] = defaultdict(float, written=0.0)
-        if not plans:
+        if not order.plans:
             return seconds
-        source, destination = source.resolve(), destination.resolve()
+        source, destination = order.source.resolve(), order.destination.resolve()
         self.require_same([source], [destination])
         ask = self._ask(most_cores=CORES_A_SHARD)
         make = _remote(tasks.write_shard, ask)
         cores = ask.cpus or None
         left = {
-            make.remote(plan, scalars(plan), source, destination, ask.device, cores, versions_here()): plan
-            for plan in sorted(plans, key=lambda plan: -plan.read_bytes)
+            make.remote(plan, order.scalars(plan), source, destination, ask.device, cores, versions_here()): plan
+            for plan in sorted(order.plans, key=lambda plan: -plan.read_bytes)
         }
         for plan, (shard, name, spent) in results(left, ask, self._progress.warn):
             flush = time.perf_counter()
             if not (destination / name).exists():
                 raise StageError(f"{destination / name} was written by a node of the cluster, but is not there.")
-            commit(shard, destination / name)
-            advance(plan.read_bytes)
+            order.commit(shard, destination / name)
+            order.advance(plan.read_bytes)
             for kind, each in spent.items():
                 seconds[kind] += each
             seconds["flush"] += time.perf_counter() - flush

@@ -12,16 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from calibration.lazy import torch
+from calibration.room import free_bytes
+from calibration.shares import Order as ShareOrder
+from calibration.shares import Share, measure_share
 from pipeline.base.errors import QuantmintError, StageError, UserError, first_line, last_line
 from pipeline.clusters.ray.nodes import HINT, Ask, Facts, Node, facts_here, forget_secrets, nodes_of, require_versions
-
-if TYPE_CHECKING:
-    from calibration.shares import Order, Share
-    from pipeline.quantize.engines.stream.plan import ShardPlan
-    from pipeline.quantize.engines.stream.shard import WrittenShard
+from pipeline.quantize.engines.stream.plan import ShardPlan
+from pipeline.quantize.engines.stream.schedule import Order, write_shards
+from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
+from pipeline.store.disk import fsync
 
 T = TypeVar("T")
 RETRIES = 3
@@ -38,8 +40,6 @@ def facts(folders: Sequence[Path], written: Sequence[Path], mark: str) -> Facts:
 
 def free(device: str) -> int:
     """Bytes that are free on the device that this task was given."""
-    from calibration.room import free_bytes
-
     forget_secrets()
     return free_bytes(device)
 
@@ -58,10 +58,6 @@ def write_shard(
     ``versions`` are those of whoever asks: this node may have joined after the others were asked. The file is on the
     disk for good: only this machine's page cache knows what is not. Raises what `write_shards` does.
     """
-    from pipeline.quantize.engines.stream.schedule import write_shards
-    from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
-    from pipeline.store.disk import fsync
-
     forget_secrets()
     require_versions(versions)
     began, made = time.perf_counter(), []
@@ -71,17 +67,14 @@ def write_shard(
         made.append((shard, path.name))
 
     suffix = f".{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
-    seconds = write_shards(
-        [plan], source, destination, lambda _: scales, [device], lambda _: None, commit, cores=cores, suffix=suffix
-    )
+    order = Order([plan], source, destination, lambda _: scales, lambda _: None, commit)
+    seconds = write_shards(order, [device], cores=cores, suffix=suffix)
     (shard, name) = made[0]
     return shard, name, {**seconds, "task": time.perf_counter() - began}
 
 
-def measure(order: Order, share: Share, device: str, versions: Mapping[str, str]) -> None:
+def measure(order: ShareOrder, share: Share, device: str, versions: Mapping[str, str]) -> None:
     """Measure a share of the calibration batches, see `calibration.shares.measure_share`."""
-    from calibration.shares import measure_share
-
     forget_secrets()
     require_versions(versions)
     if device == "cpu":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -37,9 +37,14 @@ class Choice:
 
     @property
     def default(self) -> str:
-        """The scheme of the most modules; the first by name where two are as frequent."""
-        names = list(self.schemes.values())
-        return max(sorted(set(names)), key=names.count)
+        """The scheme of the most modules."""
+        return most_frequent(self.schemes.values())
+
+
+def most_frequent(names: Iterable[str]) -> str:
+    """What is said most often; the first by name where two are as frequent."""
+    names = list(names)
+    return max(sorted(set(names)), key=names.count)
 
 
 @dataclass(frozen=True, slots=True)

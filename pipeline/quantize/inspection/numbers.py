@@ -10,16 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING
 
 from calibration.lazy import torch
 from pipeline.base.schemes import scheme as row_of
+from pipeline.quantize.engines.algorithms import Alters
 from pipeline.quantize.formats.checkpoint import Reader
+from pipeline.quantize.formats.layout import StoredTensor
 from pipeline.quantize.inspection.findings import Finding, LayerError
-
-if TYPE_CHECKING:
-    from pipeline.quantize.engines.algorithms import Alters
-    from pipeline.quantize.formats.layout import StoredTensor
 
 # Bits of exponent and of mantissa of the OCP Microscaling 1.0 elements, which have no infinity and no NaN.
 _MINIFLOATS = {"e2m1": (2, 1), "e2m3": (2, 3), "e3m2": (3, 2)}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipeline.clusters.ray.spread import RaySpread
 from pipeline.commands.cli import main
 from pipeline.quantize.engines.stream.engine import Written, scale_ranges, write_checkpoint
 from pipeline.quantize.engines.stream.plan import plan_shards
+from pipeline.quantize.engines.stream.schedule import Order
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.quantize.formats.layout import Choice
@@ -169,17 +171,17 @@ def test_a_node_is_lost_while_it_writes(nodes: Nodes, spread: RaySpread, fat: Pa
     def lost(process: int, destination: Path) -> bool:
         return nodes.lose_what_runs(process, lambda: process in writing(destination))
 
-    def losing(plans: Any, source: Path, destination: Path, scalars: Any, advance: Any, commit: Any) -> Any:
+    def losing(order: Order) -> Any:
         def at_first(shard: Any, path: Path) -> None:
-            commit(shard, path)
+            order.commit(shard, path)
             committed.append(shard.name)
             if len(committed) == 1:
-                while not any(lost(process, destination) for process in writing(destination)):
+                while not any(lost(process, order.destination) for process in writing(order.destination)):
                     pass
-            if len(committed) == len(plans):
-                orphans.update(path.name for path in destination.glob(f"*{PARTIAL_SUFFIX}"))
+            if len(committed) == len(order.plans):
+                orphans.update(path.name for path in order.destination.glob(f"*{PARTIAL_SUFFIX}"))
 
-        return write(plans, source, destination, scalars, advance, at_first)
+        return write(replace(order, commit=at_first))
 
     written(fat, "mxfp4", None, out, write=losing)
     assert len(orphans) == 1  # what the lost node was at was made again, and nothing else

@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from calibration.batches import batched
 from calibration.lazy import torch
 from eval.report.numbers import size
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import Checkpoint, tensor_bytes
-from pipeline.quantize.formats.layout import Choice, layout, weight_tensors
+from pipeline.quantize.formats.layout import Choice, layout, most_frequent, weight_tensors
 from pipeline.quantize.model.structure import Structure, meta_model
 
 
@@ -43,9 +44,8 @@ class LibraryJob:
 
     @property
     def default(self) -> str:
-        """The scheme of the most modules; the first by name where two are as frequent."""
-        names = list(self.schemes.values())
-        return max(sorted(set(names)), key=names.count)
+        """The scheme of the most modules."""
+        return most_frequent(self.schemes.values())
 
     def save(self, path: Path) -> None:
         """Write it as JSON, for `load`."""
@@ -69,8 +69,6 @@ def save_samples(samples: Sequence[torch.Tensor], path: Path) -> None:
 def load_batches(job: LibraryJob) -> Iterator[torch.Tensor]:
     """The job's samples as int64 [batch, n], each batch of one length."""
     from safetensors.torch import load_file
-
-    from calibration.batches import batched
 
     if job.samples is None:
         return

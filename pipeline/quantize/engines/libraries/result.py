@@ -19,7 +19,7 @@ from pipeline.quantize.engines.algorithms import RECIPE, recorded_algorithms
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, encode_header, open_checkpoint, read_header
 from pipeline.quantize.formats.layout import Choice, layout, layout_of
 from pipeline.quantize.inspection.findings import check_structure
-from pipeline.quantize.model.structure import Structure
+from pipeline.quantize.model.structure import Renaming, Structure, meta_model
 
 _COPY = 16 << 20  # bytes at a time
 
@@ -49,8 +49,6 @@ class Names:
 
 def names_on_disk(source: Checkpoint, structure: Structure, *, trust_remote_code: bool = False) -> Names:
     """The names of a model's modules and of the tensors that are carried over."""
-    from pipeline.quantize.model.structure import Renaming, meta_model
-
     rename = Renaming(meta_model(source.folder, trust_remote_code=trust_remote_code))
     tensors = {rename(name)[0]: name for name in source.tensors}
     modules = {own.removesuffix(".weight"): name.removesuffix(".weight") for own, name in tensors.items()}

@@ -13,27 +13,24 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.lazy import torch
+from calibration.ranges import Ranges
 from pipeline.base.errors import StageError
 from pipeline.base.schemes import scheme
-from pipeline.quantize.digest import COMPANION_FILES
+from pipeline.quantize.digest import companions
 from pipeline.quantize.engines.algorithms import RECIPE, record
 from pipeline.quantize.engines.stream.kernels import fp8_scale
 from pipeline.quantize.engines.stream.plan import STATIC_ROLES, ShardPlan
-from pipeline.quantize.engines.stream.schedule import WriteShards, write_shards
+from pipeline.quantize.engines.stream.schedule import Order, WriteShards, write_shards
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, torch_dtype
 from pipeline.quantize.formats.layout import Choice, layout
 from pipeline.quantize.inspection.numbers import Error
 from pipeline.store.disk import fsync, write_atomic
-
-if TYPE_CHECKING:
-    from calibration.ranges import Ranges
 
 
 def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict[str, torch.Tensor]:
@@ -57,9 +54,6 @@ def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict
         for name, amax in zip(form.kv_scale_names(attention), (keys, ranges.values[attention]), strict=True):
             found[name] = amax if choice.kv_per_head else amax.max().reshape(1)
     return found
-
-
-_OURS = ("config.json", INDEX_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +113,11 @@ def write_checkpoint(
             _append_manifest(manifest, shard)
             done[shard.name] = shard
 
-        make = write or partial(write_shards, devices=devices)
-        seconds = make(
-            missing,
-            source.folder,
-            destination,
-            lambda plan: _static_scales(plan, ranges),
-            advance=advance,
-            commit=commit,
-        )
+        order = Order(missing, source.folder, destination, lambda p: _static_scales(p, ranges), advance, commit)
+        seconds = write_shards(order, devices) if write is None else write(order)
         _forget_partial(destination)  # of attempts elsewhere that were taken for lost
-        _write_companions(source, destination, with_code=with_code)
+        for copy, path in companions(source.folder, destination, with_code=with_code).items():
+            _write_whole(copy, path.read_bytes())
         _write_config(source, choice, destination, checkpoint_format, algorithms)
         if plans[0].name != SINGLE_NAME or (source.folder / INDEX_NAME).is_file():
             _write_index(plans, destination)
@@ -186,16 +174,6 @@ def _append_manifest(manifest: Path, entry: WrittenShard) -> None:
         stream.write(json.dumps(asdict(entry)))
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _write_companions(source: Checkpoint, destination: Path, *, with_code: bool) -> None:
-    # Code is copied only for a recipe that trusts it.
-    patterns = (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES
-    for path in sorted({path for pattern in patterns for path in source.folder.glob(pattern)}):
-        if path.is_file() and path.name not in _OURS:
-            copy = destination / path.relative_to(source.folder)
-            copy.parent.mkdir(exist_ok=True)
-            _write_whole(copy, path.read_bytes())
 
 
 def _write_config(

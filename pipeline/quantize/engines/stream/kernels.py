@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from calibration.lazy import torch
 
-if TYPE_CHECKING:
-    Parts = dict[str, torch.Tensor]
+Parts = dict[str, "torch.Tensor"]
 
 FP8_MAX = 448.0
 """Largest finite value of float8 e4m3fn."""

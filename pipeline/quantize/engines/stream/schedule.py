@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
 
 from calibration.lazy import torch
 from pipeline.base.errors import StageError
@@ -32,20 +32,24 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT = 64 << 20  # bytes; several times a piece
 
 
-class WriteShards(Protocol):
-    """Makes files, here or elsewhere; what `write_checkpoint` has them made by."""
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Files that are to be made, here or elsewhere.
 
-    def __call__(
-        self,
-        plans: Sequence[ShardPlan],
-        source: Path,
-        destination: Path,
-        scalars: Callable[[ShardPlan], Mapping[str, torch.Tensor]],
-        advance: Callable[[int], None],
-        commit: Callable[[WrittenShard, Path], None],
-    ) -> dict[str, float]:
-        """See `write_shards`: ``commit``, once at a time, also takes the path that the whole file has until then."""
-        ...
+    ``scalars`` gives the static scales of a file. ``advance`` is told the bytes read; ``commit``, once at a time, takes
+    a file that is whole, flushed and read back, with the path that it has until then.
+    """
+
+    plans: Sequence[ShardPlan]
+    source: Path
+    destination: Path
+    scalars: Callable[[ShardPlan], Mapping[str, torch.Tensor]]
+    advance: Callable[[int], None]
+    commit: Callable[[WrittenShard, Path], None]
+
+
+WriteShards = Callable[[Order], dict[str, float]]
+"""Makes files, here or elsewhere; see `write_shards` for what it returns."""
 
 
 def workers_of(devices: Sequence[str], cores: int | None = None) -> list[str]:
@@ -61,50 +65,29 @@ def open_files(files: int, workers: int) -> int:
 
 
 def write_shards(
-    plans: Sequence[ShardPlan],
-    source: Path,
-    destination: Path,
-    scalars: Callable[[ShardPlan], Mapping[str, torch.Tensor]],
-    devices: Sequence[str],
-    advance: Callable[[int], None],
-    commit: Callable[[WrittenShard, Path], None],
-    *,
-    cores: int | None = None,
-    suffix: str = PARTIAL_SUFFIX,
+    order: Order, devices: Sequence[str], *, cores: int | None = None, suffix: str = PARTIAL_SUFFIX
 ) -> dict[str, float]:
-    """Make files and hand each to ``commit``, one at a time, with its path when it is whole, flushed and read back.
+    """Make files and have each committed.
 
-    ``scalars`` gives the static scales of a file; ``cores`` is how many are ours (None: all), ``suffix`` what a file's
-    name ends with until it is committed. Returns seconds: "written", until the last byte was handed to the
-    operating system, and by kind of work the sum over threads. What was whole is committed also where another file
-    fails; then what failed first is raised, see `OpenShard.make`.
+    ``cores`` is how many are ours (None: all), ``suffix`` what a file's name ends with until it is committed. Returns
+    seconds: "written", until the last byte was handed to the operating system, and by kind of work the sum over
+    threads. What was whole is committed also where another file fails; then what failed first is raised, see
+    `OpenShard.make`.
     """
-    workers = workers_of(devices, cores)
-    schedule = _Schedule(plans, source, destination, scalars, workers, advance, commit, suffix)
+    schedule = _Schedule(order, workers_of(devices, cores), suffix)
     with many_small_workers():
         return schedule.run()
 
 
 class _Schedule:
-    def __init__(
-        self,
-        plans: Sequence[ShardPlan],
-        source: Path,
-        destination: Path,
-        scalars: Callable[[ShardPlan], Mapping[str, torch.Tensor]],
-        workers: Sequence[str],
-        advance: Callable[[int], None],
-        commit: Callable[[WrittenShard, Path], None],
-        suffix: str,
-    ) -> None:
-        self._source, self._destination, self._scalars = source, destination, scalars
+    def __init__(self, order: Order, workers: Sequence[str], suffix: str) -> None:
+        self._order = order
         self._suffix = suffix
-        self._waiting: Iterator[ShardPlan] = iter(plans)
+        self._waiting: Iterator[ShardPlan] = iter(order.plans)
         self._devices = workers
-        self._limit = open_files(len(plans), len(self._devices))
+        self._limit = open_files(len(order.plans), len(self._devices))
         # With a GPU at work the cores have time to copy; see `worker`.
         self._on_cpu = all(map(_is_cpu, workers))
-        self._tell, self._commit = advance, commit
         self._lock, self._telling, self._committing = Lock(), Lock(), Lock()
         self._open: list[OpenShard] = []
         self._busy: Counter[OpenShard] = Counter()
@@ -175,9 +158,9 @@ class _Schedule:
             return None
         shard = OpenShard(
             plan,
-            self._source,
-            self._destination / (plan.name + self._suffix),
-            self._scalars(plan),
+            self._order.source,
+            self._order.destination / (plan.name + self._suffix),
+            self._order.scalars(plan),
             piece=CPU_PIECE if self._on_cpu else GPU_PIECE,
             direct=self._on_cpu,
             advance=self._advance,
@@ -195,7 +178,7 @@ class _Schedule:
     def _committed(self, shard: WrittenShard, sums: Sequence[Sum]) -> None:
         """Prove that the file holds what was hashed, while other files are made and flushed; then commit it."""
         begin = time.perf_counter()
-        path = self._destination / (shard.name + self._suffix)
+        path = self._order.destination / (shard.name + self._suffix)
         if path.exists():  # else an earlier try came as far as the commit
             if not read_back(path, sums):
                 raise StageError(
@@ -204,7 +187,7 @@ class _Schedule:
                 )
             fsync(path)
         with self._committing:
-            self._commit(shard, path)
+            self._order.commit(shard, path)
         with self._lock:
             self._seconds["flush"] += time.perf_counter() - begin
 
@@ -217,7 +200,7 @@ class _Schedule:
 
     def _advance(self, count: int) -> None:
         with self._telling:
-            self._tell(count)
+            self._order.advance(count)
 
 
 def _is_cpu(device: str) -> bool:

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from threading import Condition
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from calibration.lazy import torch
 from pipeline.base.errors import StageError
-from pipeline.quantize.engines.stream.kernels import BLOCK, E2M1_MAX, FP8_MAX, KERNELS, MX_GROUP, amax
+from pipeline.quantize.engines.stream.kernels import BLOCK, E2M1_MAX, FP8_MAX, KERNELS, MX_GROUP, Parts, amax
 from pipeline.quantize.engines.stream.plan import (
     NUMBERS,
     STATIC_ROLES,
@@ -39,9 +39,6 @@ from pipeline.quantize.engines.stream.worker import Worker, open_sink
 from pipeline.quantize.formats.checkpoint import Files, torch_dtype
 from pipeline.quantize.formats.layout import StoredTensor
 from pipeline.quantize.inspection.numbers import Error, dequantize
-
-if TYPE_CHECKING:
-    from pipeline.quantize.engines.stream.kernels import Parts
 
 _STRIDE = 64
 # Beyond the largest value by more than half of the last step: further than rounding moves anything.

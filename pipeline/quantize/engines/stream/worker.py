@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration.lazy import torch
+from calibration.weights import decode_blocks
 from pipeline.base.errors import StageError
 from pipeline.quantize.engines.stream.kernels import BLOCK
 from pipeline.quantize.engines.stream.plan import Origin, blocks
@@ -85,8 +86,6 @@ class Worker:
 
     def _decoded(self, files: Files, origin: Origin, numbers: torch.Tensor, first: int) -> torch.Tensor:
         """Rows from ``first`` on, which begins a block, times their blocks' scales, which are read for them."""
-        from calibration.weights import decode_blocks
-
         assert origin.scale is not None  # noqa: S101
         rows, columns = numbers.shape
         info = origin.scale.info
