@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,21 +27,14 @@ def watch_stacked(
 ) -> Iterator[Any]:
     """Put hooks on a module whose 3-D ``parameters`` stack experts; yields their handles."""
     stack = _Stack(name, parameters, measurement)
-    modes: list[Any] = []
 
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def seen(*given: Any) -> AbstractContextManager[Any]:
         if not measurement.is_routed:
-            return
-        stack.show_every_token(module, (*args, *kwargs.values()))
-        modes.append(_seeing(stack))
-        modes[-1].__enter__()
+            return nullcontext()
+        stack.show_every_token(module, given)
+        return within_products(parameters, stack.see)
 
-    def after(_module: Any, _args: tuple[Any, ...], _output: Any) -> None:
-        if measurement.is_routed and modes:
-            modes.pop().__exit__(None, None, None)
-
-    yield module.register_forward_pre_hook(before, with_kwargs=True)
-    yield module.register_forward_hook(after, always_call=True)
+    yield from while_called(module, seen)
 
 
 def watch_listed(name: str, experts: Any, block: Any, measurement: Measurement) -> Iterator[Any]:
@@ -83,12 +76,8 @@ class _Stack:
     def count(self) -> int:
         return next(iter(self.parameters.values())).shape[0]
 
-    def see(self, weight: Any, entering: torch.Tensor) -> None:
-        """Take the input of a product with a part of the stack: [tokens, I], or [E, tokens, I] for all of it."""
-        owner = stacked_part(self.parameters, weight)
-        if owner is None:
-            return
-        key, one = owner
+    def see(self, entering: torch.Tensor, key: str, one: int | None) -> torch.Tensor:
+        """Take the input of a product with a part of the stack, see `within_products`."""
         for number, tokens in enumerate(entering) if one is None else ((one, entering),):
             expert = f"{self.name}.{number}"
             if one is None:  # an expert that gets all rows gets zeros for those that the router sent elsewhere
@@ -96,6 +85,7 @@ class _Stack:
             if self.measurement.is_routed and key == next(iter(self.parameters)):
                 self.measurement.routed(expert, tokens.numel() // tokens.shape[-1])
             self.measurement.input(f"{self.name}.{key}.{number}", tokens, expert=expert)
+        return entering
 
     def show_every_token(self, module: Any, given: tuple[Any, ...]) -> None:
         """Run the experts that want it on every token of the layer."""
@@ -111,7 +101,7 @@ class _Stack:
         wanted = [number for number, name in enumerate(names) if self.measurement.wants_every_token(name)]
         if not wanted:
             return
-        with self.measurement.every_token(), _seeing(self):
+        with self.measurement.every_token(), within_products(self.parameters, self.see):
             if scattered:
                 self._scattered(module, hidden)
                 return
@@ -147,21 +137,47 @@ def stacked_part(parameters: Mapping[str, torch.nn.Parameter], weight: Any) -> t
     return None
 
 
-def _seeing(stack: _Stack) -> Any:
+def within_products(
+    parameters: Mapping[str, torch.nn.Parameter], take: Callable[[torch.Tensor, str, int | None], torch.Tensor]
+) -> AbstractContextManager[Any]:
+    """Have products with a part of some 3-D parameters [E, ., .] computed of what ``take`` makes of their input.
+
+    It gets [tokens, I], or [E, tokens, I] for all experts, with what `stacked_part` says of the other operand.
+    """
     from torch.overrides import TorchFunctionMode
 
     first = {torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
     first |= {torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm}
     second = {torch.addmm, torch.baddbmm}  # their first argument is what is added
 
-    class Seeing(TorchFunctionMode):
+    class Products(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = {**dict(enumerate(args)), **(kwargs or {})}
             if func in first or func in second:
-                operands = (*args, *(kwargs or {}).values())[func in second :]
-                stack.see(operands[1], operands[0])
-            return func(*args, **(kwargs or {}))
+                place, other = list(given)[func in second :][:2]
+                owner = stacked_part(parameters, given[other])
+                if owner is not None:
+                    given[place] = take(given[place], *owner)
+            positional = [given.pop(number) for number in range(len(args))]
+            return func(*positional, **given)
 
-    return Seeing()
+    return Products()
+
+
+def while_called(module: Any, context: Callable[..., AbstractContextManager[Any]]) -> tuple[Any, Any]:
+    """Hooks that enter a context for each call of a module, which ``context`` makes of its arguments; their handles."""
+    entered: list[AbstractContextManager[Any]] = []
+
+    def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entered.append(context(*args, *kwargs.values()))
+        entered[-1].__enter__()
+
+    def after(*_: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    handle = module.register_forward_pre_hook(before, with_kwargs=True)
+    return handle, module.register_forward_hook(after, always_call=True)
 
 
 def sentences(starved: Mapping[str, int], floor: int, *, most: int = 8) -> tuple[str, ...]:

@@ -78,18 +78,34 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}
 """What servers call the projections that one stacked parameter holds, where its own name does not say."""
 
 
+class Renaming:
+    """The rules that transformers loads this model's checkpoints with: a name on disk becomes a parameter's."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
+        self._prefix = model.base_model_prefix
+        self._own = model.state_dict()
+
+    def __call__(self, name: str) -> tuple[str, tuple[Any, ...]]:
+        """The parameter that a tensor becomes (a part of), and the operations of transformers that make it so."""
+        from transformers.core_model_loading import rename_source_key
+
+        own, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._own)
+        return own, () if pattern is None else tuple(self._by_pattern[pattern].operations)
+
+
 def owners(model: Any, names: Iterable[str]) -> dict[str, str]:
     """The parameter or buffer of the model that each tensor on disk becomes (a part of); without those of no use."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    own, prefix = model.state_dict(), model.base_model_prefix
+    rename, own = Renaming(model), model.state_dict()
     found: dict[str, str] = {}
     for name in names:
-        renamed = rename_source_key(name, renamings, converters, prefix, own)[0]
+        renamed = rename(name)[0]
         if renamed not in own and name in own:
             renamed = name  # a rule for another layout of the same model
         if renamed in own:

@@ -8,17 +8,24 @@ checkpoint with; what the rules lead nowhere, the layers of a multi-token predic
 from __future__ import annotations
 
 import gc
+import json
+import os
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from calibration.lazy import torch
-from calibration.replica import attention_by_layer
-from pipeline.base.errors import UserError, did_you_mean, first_line
+from calibration.replica import Renaming, attention_by_layer
+from pipeline.base.canonical import fingerprint
+from pipeline.base.errors import StoreError, UserError, did_you_mean, first_line
+from pipeline.base.machine import cache_folder, versions
 from pipeline.quantize.formats.checkpoint import (
     SINGLE_NAME,
     SIXTEEN_BIT,
@@ -28,11 +35,8 @@ from pipeline.quantize.formats.checkpoint import (
     tensor_bytes,
 )
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model import answers
 from pipeline.quantize.model.weights import (
     Structure as Structure,
-)
-from pipeline.quantize.model.weights import (
     WeightSource,
     encoded_weights,
     expert_shape,
@@ -45,6 +49,7 @@ from pipeline.quantize.model.weights import (
 )
 from pipeline.recipe.modules import assigned, declared_quantization, matches
 from pipeline.recipe.schema import Quantization
+from pipeline.store.disk import sha256_of, write_atomic
 
 
 def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -100,28 +105,6 @@ def _auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if getattr(wrapper, "__name__", None) in named else AutoModelForCausalLM
 
 
-class Renaming:
-    """The rules that transformers loads this model's checkpoints with: a name on disk becomes a parameter's."""
-
-    def __init__(self, model: Any) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-        rules = get_model_conversion_mapping(model)
-        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
-        self._prefix = model.base_model_prefix
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-
-    def __call__(self, name: str) -> tuple[str, tuple[Any, ...]]:
-        """The parameter that a tensor becomes (a part of), and the operations of transformers that make it so."""
-        from transformers.core_model_loading import rename_source_key
-
-        own, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._parameters)
-        return own, () if pattern is None else tuple(self._by_pattern[pattern].operations)
-
-
 def stored_tensors(model: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name on disk, dtype and shape of each tensor that transformers would save in bfloat16, tied ones once.
 
@@ -152,13 +135,30 @@ def read_structure(folder: Path, tensors: Tensors, *, trust_remote_code: bool = 
     take apart.
     """
     config = read_json(folder / "config.json")
-    place = None if trust_remote_code else answers.place_of(config, [info for _, info in tensors.values()])
-    structure = None if place is None else answers.recall(place)
-    if structure is None:
-        structure = _Reading(meta_model(folder, trust_remote_code=trust_remote_code), config, tensors).structure()
-        if place is not None:
-            answers.remember(place, structure)
+    place = None if trust_remote_code else _answer(config, tensors)
+    if place is not None:
+        with suppress(OSError, ValueError):  # it was never asked, or by another version
+            return TypeAdapter(Structure).validate_json(place.read_bytes())
+    structure = _Reading(meta_model(folder, trust_remote_code=trust_remote_code), config, tensors).structure()
+    if place is not None:
+        with suppress(OSError, StoreError):  # a cache that cannot be written is none
+            place.parent.mkdir(parents=True, exist_ok=True)
+            data = json.dumps(asdict(structure)).encode()
+            write_atomic(place, data, temporary=place.with_name(f"{place.name}.{os.getpid()}.partial"))
     return structure
+
+
+def _answer(config: Mapping[str, Any], tensors: Tensors) -> Path:
+    """Where the answer about a model is kept, in the user's cache: asking takes the import of transformers, seconds.
+
+    It is found by everything that it follows from: the configuration, the tensors on disk, the versions of the
+    libraries that are asked, and the code here that asks them. A model's own Python code could answer otherwise
+    tomorrow, so its answers are never kept.
+    """
+    code = [sha256_of(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    stored = [[info.name, info.dtype, list(info.shape)] for _, info in tensors.values()]
+    key = fingerprint([json.dumps(config, sort_keys=True), stored, versions("torch", "transformers"), code])
+    return cache_folder() / "structures" / f"{key}.json"
 
 
 def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoint, Structure]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from calibration.errors import CalibrationError
-from calibration.hooks import stacked_part
+from calibration.hooks import while_called, within_products
 from calibration.lazy import torch
 from calibration.replica import owners
 from calibration.weights import Shards, Weights, held, settle_buffers, without_bars
@@ -232,37 +233,13 @@ def round_inputs(module: Any, rounds: Mapping[tuple[str, int], Round]) -> tuple[
 
     Returns the handles of its hooks.
     """
-    modes: list[Any] = []
 
-    def before(module: Any, *_: Any) -> None:
-        parameters = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
-        modes.append(_rounding(parameters, rounds))
-        modes[-1].__enter__()
+    def rounded(entering: torch.Tensor, key: str, one: int | None) -> torch.Tensor:
+        if one is None:
+            return torch.stack([rounded(rows, key, number) for number, rows in enumerate(entering)])
+        return rounds[key, one](entering) if (key, one) in rounds else entering
 
-    def after(*_: Any) -> None:
-        modes.pop().__exit__(None, None, None)
+    def within(*_: Any) -> AbstractContextManager[Any]:
+        return within_products({key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}, rounded)
 
-    return module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)
-
-
-def _rounding(parameters: Mapping[str, torch.nn.Parameter], rounds: Mapping[tuple[str, int], Round]) -> Any:
-    from torch.overrides import TorchFunctionMode
-
-    products = {torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
-    products |= {torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm}
-
-    class Rounding(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in products and len(args) > 1:
-                owner = stacked_part(parameters, args[1])
-                if owner is not None:
-                    args = (self._rounded(args[0], *owner), *args[1:])
-            return func(*args, **(kwargs or {}))
-
-        def _rounded(self, entering: torch.Tensor, key: str, one: int | None) -> torch.Tensor:
-            if one is not None:
-                return rounds[key, one](entering) if (key, one) in rounds else entering
-            each = [rounds[key, e](rows) if (key, e) in rounds else rows for e, rows in enumerate(entering)]
-            return torch.stack(each)
-
-    return Rounding()
+    return while_called(module, within)
