@@ -23,7 +23,7 @@ from eval.report.summary import meaning, notes, runtime, tiles
 from pipeline.base.data import beside
 from pipeline.base.schemes import scheme
 from pipeline.publish.card_facts import Base, Calibrated, CardFacts
-from pipeline.publish.release import EVIDENCE, NOTICE, RECIPE, SIGNATURE
+from pipeline.publish.release import NOTICE, RECIPE
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -203,69 +203,6 @@ def _texts(texts: Calibrated) -> Markdown:
     return Markdown(f"{where}: {texts.samples:,} samples of at most {texts.sequence_length:,} tokens{total}")
 
 
-def _limits(facts: CardFacts, gate: GateReport) -> Iterator[str]:
-    """What the figures do not say, beside what the report says of that."""
-    if gate.canary is not None:
-        yield (
-            f"The canary compared the next token at {gate.canary.positions:,} places of {gate.canary.prompts} prompts:"
-            " it finds what is broken, not what is a little worse."
-        )
-    planned = [
-        launch.title
-        for launch in facts.launches
-        if not launch.refusal and launch.target.partition(":")[0] != gate.hardware
-    ]
-    if planned:
-        yield f"The commands for {' and '.join(planned)} are planned; nothing on this card was measured with them."
-    if facts.made.calibration is not None and facts.made.section.kv_cache == "fp8":
-        yield "The scales of the KV cache are those of the calibration texts: larger values are clipped."
-    yield "Safety, refusals and bias were not measured: what the base's card says of them was said of 16 bit."
-
-
-def verifying(facts: CardFacts) -> Markdown:
-    """What proves that these are the files that were judged, by quantmint and without it."""
-    subject = facts.repo or facts.name
-    key = {"key": " --key PUBLIC_KEY", "keyless": " --identity WHO --issuer ISSUER", None: " --unsigned"}[facts.signed]
-    parts = [
-        block([f"quantmint verify {subject}{key}", f"quantmint gate {subject}"]),
-        "The first checks digests, provenance and structure" + (", and who signed them" if facts.signed else "")
-        + f"; the second judges again, from every item's score. What both read lies in [{EVIDENCE}/]({EVIDENCE}):"
-        f" [the report]({EVIDENCE}/report.html), the gate's record, the provenance and the list of tools.",
-    ]  # fmt: skip
-    if facts.signed is None:
-        parts.append("It is not signed: the digests say that the files belong together, not who made them.")
-        return Markdown("\n\n".join(parts))
-    name = facts.title
-    how = {"key": "key", "keyless": "sigstore"}[facts.signed]
-    who = {"key": "--public_key PUBLIC_KEY", "keyless": "--identity WHO --identity_provider ISSUER"}[facts.signed]
-    lines = [] if facts.repo is None else [f"hf download {facts.repo} --local-dir {name}"]
-    lines += [
-        f"model_signing verify {how} {name} --signature {name}/{SIGNATURE} \\",
-        f"  --ignore-paths {name}/.cache {who}",
-    ]
-    return Markdown("\n\n".join([*parts, "The signature alone, by the tool of its own project:", block(lines)]))
-
-
-def licence(facts: CardFacts) -> Markdown:
-    """The terms, what they ask to be shown, and where their text is."""
-    terms = facts.terms
-    base = base_link(facts.base)
-    if terms.id == "unknown":
-        return Markdown(f"The card of {base} states no licence: nobody has said that its weights may be passed on.")
-    name = escaped(terms.name) if terms.link is None else link(terms.name, terms.link)
-    parts = [
-        f"{base} is under the {name}, and so is this checkpoint. It is not the base: its weights were quantized, its"
-        " configuration declares how, and this card replaces the base's.",
-        *(f"**{escaped(said)}**" for said in terms.display),
-    ]
-    if terms.conditions:
-        parts.append("\n".join(f"- {escaped(condition)}" for condition in terms.conditions))
-    texts = [*terms.files, *([NOTICE] if terms.notice else [])]
-    if texts:
-        parts.append(f"Its text goes with these files: {', '.join(link(name, name) for name in texts)}.")
-    return Markdown("\n\n".join(parts))
-
-
 def eval_results(facts: CardFacts) -> dict[str, str]:
     """The files by their names in the release; none for tasks that are no benchmark of the Hub."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
@@ -303,12 +240,17 @@ def _notes(result: Accuracy, whole: int, facts: CardFacts) -> str:
     ).replace("\N{NO-BREAK SPACE}", " ")
 
 
+_VERIFIED_BY: Final = {  # words of quantmint, and of the tool of the signature's own project
+    "key": (" --key PUBLIC_KEY", "key", "--public_key PUBLIC_KEY"),
+    "keyless": (" --identity WHO --issuer ISSUER", "sigstore", "--identity WHO --identity_provider ISSUER"),
+    None: (" --unsigned", "", ""),
+}
 _MANY: Final = re.compile(r"\n{3,}")  # what is left of parts that have nothing to say
 
 
 def render(facts: CardFacts) -> str:
     """The whole README.md."""
-    report = facts.report
+    report, launches = facts.report, facts.launches
     gate = GateReport.from_json(report["gate"])
     values = {
         "facts": facts,
@@ -331,9 +273,10 @@ def render(facts: CardFacts) -> str:
         "run": block(f"quantmint run {RECIPE}"),
         "recipe": RECIPE,
         "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
-        "limits": [*map(Markdown, markdown.limits(gate)), *_limits(facts, gate)],
-        "verifying": verifying(facts),
-        "licence": licence(facts),
+        "limits": [Markdown(limit) for limit in markdown.limits(gate)],
+        "planned": [one.title for one in launches if not one.refusal and one.target.partition(":")[0] != gate.hardware],
+        "verified_by": _VERIFIED_BY[facts.signed],
+        "texts": [*facts.terms.files, *([NOTICE] if facts.terms.notice else [])],
     }
     text = _environment().get_template("README.md.j2").render(values).strip()
     return f"{front_matter(facts)}\n{_MANY.sub(chr(10) * 2, text)}\n"
@@ -365,4 +308,5 @@ def _environment() -> Environment:
         finalize=escaped,
     )
     made.filters |= {"code": code, "block": block}
+    made.globals |= {"link": link}
     return made
