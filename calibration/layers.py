@@ -83,7 +83,8 @@ def run_layers(
     found = Found.of(facts, tensors)
 
     def work(number: int) -> None:
-        measured = merged(_all(parts, lambda part: part.run(number, observation, activations, advance)))
+        given: dict[str, Any] = {"observation": observation, "activations": activations, "advance": advance}
+        measured = merged(_all(parts, lambda part: part.run(number, **given)))
         if kept is None:
             require_sound(replicas[0], found.add(measured), f"{layers[number]}.")
         else:

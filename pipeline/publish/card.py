@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,11 +18,11 @@ import yaml
 from eval.accuracy import Accuracy
 from eval.gate import GateReport
 from eval.report import markdown
-from eval.report.numbers import NO_BREAK, signed, size, unit_of
+from eval.report.numbers import signed, size, unit_of
 from eval.report.summary import meaning, notes, runtime, tiles
 from pipeline.base.data import beside
 from pipeline.base.schemes import scheme
-from pipeline.publish.card_facts import Base, Calibrated, CardFacts
+from pipeline.publish.card_facts import Base, CardFacts
 from pipeline.publish.release import NOTICE, RECIPE
 
 if TYPE_CHECKING:
@@ -164,45 +164,6 @@ def base_link(base: Base) -> Markdown:
     return Markdown(escaped(base.name)) if base.repo is None else link(base.repo, f"{_HUB}/{base.repo}")
 
 
-def _made(facts: CardFacts) -> Iterator[tuple[str, str]]:
-    """How it was made, a row for each thing that a reader could choose otherwise."""
-    made, how, base = facts.made, facts.made.section, facts.base
-    if base.commit is not None:
-        origin = f"{base_link(base)} at {code(base.commit, cell=True)}"
-    else:
-        origin = f"{base_link(base)}, a folder that is not on the Hub; SHA-256 {code(base.digest or '-', cell=True)}"
-    yield "Base", Markdown(origin)
-    yield "Scheme", Markdown(f"{code(how.scheme, cell=True)}: {escaped(scheme(how.scheme).description)}")
-    if len(made.schemes) > 1:
-        counted = (f"{code(name, cell=True)} {count:,}" for name, count in made.schemes.items())
-        yield "Modules by scheme", Markdown(", ".join(counted))
-    elif made.schemes:
-        yield "Modules", f"{sum(made.schemes.values()):,} linear layers"
-    yield "KV cache", "FP8, with calibrated static scales" if how.kv_cache == "fp8" else "16 bit"
-    if made.kept:
-        yield f"Left in 16{NO_BREAK}bit", codes(made.kept)
-    if how.exclude:
-        yield "Left out by the recipe", codes(how.exclude)
-    yield "Calibration", "none: no scale depends on data" if made.calibration is None else _texts(made.calibration)
-    engine = _ENGINES.get(how.engine, how.engine)
-    yield "Made by", engine if how.algorithm == "none" else f"{engine}, {how.algorithm}"
-    yield "Layout", how.format
-    sizes = facts.report["size"]
-    yield "Weights", f"{size(sizes['baseline_bytes'])} before, {size(sizes['candidate_bytes'])} after"
-    yield "Checkpoint", Markdown(f"SHA-256 {code(facts.artefact, cell=True)}")
-
-
-def _texts(texts: Calibrated) -> Markdown:
-    where = escaped(texts.name)
-    if texts.dataset is not None:
-        where = link(texts.dataset, f"{_HUB}/datasets/{texts.dataset}")
-        where += f" at {code(texts.revision, cell=True)}" if texts.revision else ""
-    elif texts.sha256 is not None:
-        where += f" (SHA-256 {code(texts.sha256, cell=True)})"
-    total = "" if texts.tokens is None else f", {texts.tokens:,} tokens in all"
-    return Markdown(f"{where}: {texts.samples:,} samples of at most {texts.sequence_length:,} tokens{total}")
-
-
 def eval_results(facts: CardFacts) -> dict[str, str]:
     """The files by their names in the release; none for tasks that are no benchmark of the Hub."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
@@ -250,7 +211,7 @@ _MANY: Final = re.compile(r"\n{3,}")  # what is left of parts that have nothing 
 
 def render(facts: CardFacts) -> str:
     """The whole README.md."""
-    report, launches = facts.report, facts.launches
+    report, launches, made = facts.report, facts.launches, facts.made
     gate = GateReport.from_json(report["gate"])
     values = {
         "facts": facts,
@@ -269,9 +230,11 @@ def render(facts: CardFacts) -> str:
         "accuracy": Markdown(markdown.accuracy(gate)),
         "throughput": Markdown(markdown.throughput(report, gate)),
         "size": Markdown(markdown.size(report)),
-        "made": table(("What", "How"), _made(facts)),
+        "scheme": scheme(made.section.scheme),
+        "engine": _ENGINES.get(made.section.engine, made.section.engine),
         "run": block(f"quantmint run {RECIPE}"),
         "recipe": RECIPE,
+        "hub": _HUB,
         "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         "limits": [Markdown(limit) for limit in markdown.limits(gate)],
         "planned": [one.title for one in launches if not one.refusal and one.target.partition(":")[0] != gate.hardware],
@@ -307,6 +270,6 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=escaped,
     )
-    made.filters |= {"code": code, "block": block}
+    made.filters |= {"code": code, "codes": codes, "cell": partial(code, cell=True), "block": block, "size": size}
     made.globals |= {"link": link}
     return made

@@ -37,6 +37,8 @@ from pipeline.quantize.formats.checkpoint import (
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.model.weights import (
     Structure as Structure,
+)
+from pipeline.quantize.model.weights import (
     WeightSource,
     encoded_weights,
     expert_shape,
