@@ -26,9 +26,10 @@ from typing import Any
 import yaml
 
 from eval.errors import MeasurementError
+from eval.records import read
 from eval.samples import Sample
 from eval.statistics.sequential import plan_looks
-from eval.suites import SuiteTask
+from eval.suites import SuiteTask, data_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,11 @@ def materialise_tasks(tasks_dir: Path, names: Iterable[str], destination: Path) 
     destination.mkdir(parents=True, exist_ok=True)
     ours = [name for name in names if (tasks_dir / f"{name}.yaml").is_file()]
     for name in ours:
-        task: dict[str, Any] = yaml.safe_load((tasks_dir / f"{name}.yaml").read_text(encoding="utf-8"))
-        files = task["dataset_kwargs"]["data_files"]
-        task["dataset_kwargs"]["data_files"] = {split: str((tasks_dir / files[split]).resolve()) for split in files}
+        definition = read(tasks_dir / f"{name}.yaml")
+        task = definition.data
+        if files := data_files(definition):
+            where = {split: [str(path.resolve()) for path in paths] for split, paths in files.items()}
+            task["dataset_kwargs"]["data_files"] = where
         text = yaml.safe_dump(task, sort_keys=False, allow_unicode=True)
         (destination / f"{name}.yaml").write_text(text, encoding="utf-8")
     return tuple(ours)

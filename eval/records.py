@@ -184,6 +184,11 @@ def _lines(path: Path, node: yaml.Node, place: Place, lines: dict[Place, int]) -
             _lines(path, value, (*place, number), lines)
 
 
+def is_path(name: str) -> bool:
+    """Whether a definition is named by its file."""
+    return name.endswith((".yaml", ".yml"))
+
+
 def names(folder: Path, ending: str = "yaml") -> tuple[str, ...]:
     """Names of the definitions in a folder, sorted."""
     return tuple(sorted(path.stem for path in folder.glob(f"*.{ending}")))

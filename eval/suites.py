@@ -1,23 +1,23 @@
 """Evaluation suites: which lm-eval tasks are run, by which metric they count, how many items they have.
 
-A suite is a YAML file in this folder's `suites/`. The number of items is written down, because the power of the gate
-must be known before anything is run.
+A suite is a YAML file in this folder's `suites/`, whose own tasks lie in `tasks/`; or one by its path, whose own tasks
+lie beside it. The number of items is written down, because the power of the gate must be known before anything is run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from eval import prompts, records
 from eval.errors import DefinitionError
 from eval.power import detectable_margin, detectable_mean, items_needed, mean_items_needed, mean_passes, outcome
-from eval.records import Record, read
+from eval.records import Document, Record, read
 from eval.samples import Kind
 
 FOLDER = Path(__file__).parent / "suites"
@@ -80,12 +80,22 @@ class SuiteTask(Record):
 
 @dataclass(frozen=True, slots=True)
 class Suite(Record):
-    """A named list of tasks, and the prompts that the canary reads before them (a set of `eval.prompts`)."""
+    """A named list of tasks, and the prompts that the canary reads before them (a set of `eval.prompts`).
+
+    `path` is its file, `own_tasks` the folder of lm-eval's definitions of tasks that are not lm-eval's.
+    """
 
     name: str
     description: str
     tasks: Annotated[tuple[SuiteTask, ...], Field(min_length=1)]
     canary: str = "general"
+    path: Path = FOLDER
+    own_tasks: Path = TASKS_FOLDER
+
+    def files(self, task: SuiteTask) -> tuple[Path, ...]:
+        """The definition of a task of our own and the data that it reads; none of lm-eval's."""
+        path = self.own_tasks / f"{task.task}.yaml"
+        return (path, *(file for files in data_files(read(path)).values() for file in files)) if path.is_file() else ()
 
     def judged_by(self, margins: Mapping[str, float | None]) -> Suite:
         """The suite with other margins for some of its tasks; a task with None is shown only. Other names mean none."""
@@ -110,16 +120,18 @@ def names(folder: Path = FOLDER) -> tuple[str, ...]:
 
 
 def load(name: str, folder: Path = FOLDER) -> Suite:
-    """Load a suite by its name.
+    """Load a suite by its name, or by the path of a YAML file, whose own tasks lie beside it.
 
     Raises `DefinitionError` with the nearest existing name, or with file, line and key of what is wrong in it.
     """
-    return parse(records.file_of("suite", name, folder))
+    if records.is_path(name):
+        return parse(Path(name).absolute())
+    return parse(records.file_of("suite", name, folder), TASKS_FOLDER)
 
 
-def parse(path: Path) -> Suite:
-    """Load a suite from any file."""
-    document = read(path)
+def parse(path: Path, own_tasks: Path | None = None) -> Suite:
+    """Load a suite from any file, and hold it against the definitions of its own tasks (None: those beside it)."""
+    document, own_tasks = read(path), own_tasks or path.parent
     # The file says once what flips; a task may say it for itself.
     if "expected_flip_rate" not in document.data:
         raise document.error("missing key 'expected_flip_rate'")
@@ -127,8 +139,10 @@ def parse(path: Path) -> Suite:
     for task in tasks if isinstance(tasks, list) else ():
         if isinstance(task, dict):
             task.setdefault("expected_flip_rate", flip_rate)
-    known = {field.name for kind in (Suite, SuiteTask) for field in fields(kind)}
-    suite = document.read(Suite, known)
+    known = {field.name for kind in (Suite, SuiteTask) for field in fields(kind)} - {"path", "own_tasks"}
+    for key in document.data.keys() & {"path", "own_tasks"}:
+        raise document.error(f"unknown key {key!r}; valid keys: {', '.join(sorted(known))}", key)
+    suite = replace(document.read(Suite, known), path=path, own_tasks=own_tasks)
     if suite.name != path.stem:
         raise document.error(f"'name' must be the file's name, {path.stem!r}", "name")
     seen: set[str] = set()
@@ -145,7 +159,52 @@ def parse(path: Path) -> Suite:
         prompts.load(suite.canary)
     except DefinitionError as error:
         raise document.error(str(error), "canary") from error
+    for number, task in enumerate(suite.tasks):
+        if (own_tasks / f"{task.task}.yaml").is_file():
+            _check_own(document, number, task, read(own_tasks / f"{task.task}.yaml"))
     return suite
+
+
+def data_files(definition: Document) -> dict[str, list[Path]]:
+    """Files that lm-eval's definition of a task reads, by split; they lie beside it, or below."""
+    given: Any = (definition.data.get("dataset_kwargs") or {}).get("data_files") or {}
+    place = ("dataset_kwargs", "data_files")
+    if not isinstance(given, dict):
+        raise definition.error("'data_files' must name a file, or a list of them, for each split", *place)
+    found: dict[str, list[Path]] = {}
+    for split, names in given.items():
+        found[split] = [definition.path.parent / name for name in ([names] if isinstance(names, str) else names)]
+        for path in found[split]:
+            if not path.resolve().is_relative_to(definition.path.parent.resolve()) or not path.is_file():
+                raise definition.error(f"found no file {path.name} beside it", *place, split)
+    return found
+
+
+def _check_own(suite: Document, number: int, task: SuiteTask, definition: Document) -> None:
+    """What a suite says of a task of its own and its definition does not; or `DefinitionError` where it lies."""
+    data = definition.data
+    if data.get("task") != task.task:
+        raise definition.error(f"'task' must be the file's name, {task.task!r}", "task")
+    metrics = [str(entry.get("metric")) for entry in data.get("metric_list") or ()]
+    filters = [str(entry.get("name")) for entry in data.get("filter_list") or ()] or ["none"]
+    for key, found, known in (("metric", task.metric, metrics), ("filter", task.filter, filters)):
+        if known and found not in known:
+            where = ("tasks", number, key) if ("tasks", number, key) in suite.lines else ("tasks", number, "task")
+            raise suite.error(f"{key} {found!r} is none of {definition.path.name}'s: {', '.join(known)}", *where)
+    split = data.get("test_split") or data.get("validation_split")
+    files = data_files(definition).get(str(split), [])
+    if files and all(path.suffix == ".jsonl" for path in files):
+        there = sum(1 for path in files for line in _lines(path, suite, number) if line.strip())
+        if there != task.items:
+            raise suite.error(f"{task.items} items, {files[0].name} has {there}", "tasks", number, "items")
+
+
+def _lines(path: Path, suite: Document, number: int) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            yield from lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise suite.error(f"{path} cannot be read as UTF-8: {error}", "tasks", number, "task") from error
 
 
 def untestable(

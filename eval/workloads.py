@@ -208,12 +208,7 @@ def load(name: str, folder: Path = FOLDER) -> Workload:
 
     Raises `DefinitionError` with the nearest existing name, or with file, line and key of what is wrong in it.
     """
-    return parse(Path(name) if is_path(name) else records.file_of("workload", name, folder))
-
-
-def is_path(name: str) -> bool:
-    """Whether a workload is named by its file."""
-    return name.endswith((".yaml", ".yml"))
+    return parse(Path(name) if records.is_path(name) else records.file_of("workload", name, folder))
 
 
 def parse(path: Path) -> Workload:

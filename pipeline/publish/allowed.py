@@ -31,6 +31,7 @@ from pipeline.base.errors import StageError, UserError
 from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, NOTICE, PROVENANCE, RECIPE, SBOM, SIGNATURE
 from pipeline.quantize.digest import NAMED_TEMPLATES
 from pipeline.quantize.formats.checkpoint import read_header
+from pipeline.recipe.load import PROVEN_SUITE
 from pipeline.store.files import require_safe
 
 SCORES: Final = ".eval_results"
@@ -65,6 +66,7 @@ _ALLOWED: Final = re.compile(
             rf"{_CHECKPOINT}|{re.escape(SCORES)}/[^/]+\.ya?ml",
             *(re.escape(name) for name in (CARD, MANIFEST, SIGNATURE, ATTRIBUTES, RECIPE, PROVENANCE, SBOM, NOTICE)),
             rf"{EVIDENCE}/([^/]+/)*[^/]+\.(json|json\.gz|jsonl\.gz|html|md|xml)",
+            rf"{PROVEN_SUITE}/([^/]+/)*[^/]+\.(ya?ml|jsonl?|csv|parquet|txt)",
         )
     )
 )

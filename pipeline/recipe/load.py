@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from eval.records import is_path
 from pipeline.base.errors import RecipeError, UserError, did_you_mean, shown_path
 from pipeline.recipe.faults import OPTIONS, Fault, Place, YamlPath, refuse, shown
 from pipeline.recipe.json_schema import faults_of, place_of
@@ -28,7 +29,11 @@ from pipeline.recipe.schema import Quantization, Recipe
 from pipeline.recipe.yaml_positions import Document, Dumper, read
 
 _OWN = ("name", "description", "extends")
+_DEFINITIONS = (("calibration", "set"), ("target", "workload"), ("evaluation", "suite"))
+"""A name of ours, or a path that is relative to the file that says it."""
 _PLACES = (("source", "folder"), ("calibration", "set"), ("target", "workload"), ("serve", "tunableop"))
+PROVEN_SUITE = "quantmint/suite"
+"""Folder of a release that holds the recipe's own suite, with its tasks and their data."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class LoadedRecipe:
         for section, name in _PLACES:
             if data[section] is not None and data[section][name] is not None:
                 data[section][name] = without_place(data[section][name])
+        if is_path(suite := data["evaluation"]["suite"]):
+            data["evaluation"]["suite"] = f"{PROVEN_SUITE}/{PurePosixPath(suite).name}"
         return _yaml(data)
 
     @property
@@ -119,8 +126,13 @@ def reread(document: Document, path: Path) -> LoadedRecipe:
 
 def _loaded(document: Document, path: Path, faults: Sequence[Fault] = ()) -> LoadedRecipe:
     """The recipe of a document, unless the models or ``faults`` say what is wrong with it."""
+    data = dict(document.data)
+    for section, name in _DEFINITIONS:
+        found = data[section].get(name) if isinstance(data.get(section), dict) else None
+        if isinstance(found, str) and is_path(found):
+            data[section] = {**data[section], name: str(_beside((section, name), found, document))}
     try:
-        recipe = Recipe.model_validate(document.data)
+        recipe = Recipe.model_validate(data)
     except ValidationError as error:
         refuse([*faults_of(error, document), *faults])
         raise  # refuse() always raises here: there is at least one error

@@ -39,7 +39,7 @@ class Evaluation(Section):
     """How good the checkpoint is: the tasks that the baseline and the candidate both answer."""
 
     suite: str = "core"
-    """Name of a suite in eval/suites."""
+    """Name of a suite in eval/suites, or the path of a YAML file, whose own tasks lie beside it."""
     limit: int | None = Field(default=None, ge=1)
     """Use at most so many items of each task, drawn by the seed (null: all of them)."""
     concurrency: int = Field(default=32, ge=1)

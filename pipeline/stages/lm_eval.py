@@ -20,7 +20,6 @@ from calibration.errors import CalibrationError
 from eval import harness
 from eval.errors import MeasurementError
 from eval.harness import Asked, read_asked
-from eval.suites import TASKS_FOLDER as TASKS
 from eval.suites import SuiteTask, located
 from pipeline.base.errors import QuantmintError, StageError, StoreError
 from pipeline.base.processes import Conversation
@@ -119,7 +118,7 @@ def open_harness(
 ) -> Iterator[Harness]:
     """lm-eval, opened for these tasks; it is online, with our token of the Hub, only where their data is there."""
     setting = job.setting
-    ours = harness.materialise_tasks(TASKS, [task.task for task in tasks], job.path / _OURS)
+    ours = harness.materialise_tasks(setting.suite.own_tasks, [task.task for task in tasks], job.path / _OURS)
     local = len(ours) == len(tasks)
     endpoint = harness.Endpoint(
         base_url=server.base_url,
@@ -170,12 +169,11 @@ def task_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
     judged = ("items", "expected_flip_rate", "expected_spread", "gated", "margin", "data")
     found: list[dict[str, object]] = []
     for task in tasks:
-        paths = [path for path in (TASKS / f"{task.task}.yaml", TASKS / f"{task.task}.jsonl") if path.is_file()]
         commits = data_commits(setting, task)
         found.append(
             {
                 **{key: value for key, value in asdict(task).items() if key not in judged},
-                "files": {path.name: sha256_of(path) for path in paths},
+                "files": {path.name: sha256_of(path) for path in setting.suite.files(task)},
                 **({"data": commits} if commits else {}),
             }
         )

@@ -47,6 +47,7 @@ from pipeline.publish.release import (
     tag_of,
 )
 from pipeline.publish.signing import foreseen_fingerprint, passphrase, require_identity, require_private, sign
+from pipeline.recipe.load import PROVEN_SUITE
 from pipeline.stages import card
 from pipeline.stages.calibrate import set_name, texts_of
 from pipeline.stages.gate import GATE, checkpoint_digest
@@ -251,6 +252,11 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
     for name, text in texts.items():
         if text is not None:
             _write(job.path, files, name, text.encode())
+    suite = job.setting.suite
+    if suite.own_tasks == suite.path.parent:  # its own: nobody else has it
+        own = {path for task in suite.tasks for path in suite.files(task)}
+        for path in sorted({suite.path, *own}):
+            _write(job.path, files, f"{PROVEN_SUITE}/{path.relative_to(suite.own_tasks)}", path.read_bytes())
     return sentence(facts)
 
 

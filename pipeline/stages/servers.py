@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from calibration.room import free_bytes
-from eval.suites import TASKS_FOLDER
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import hardware
 from pipeline.base.processes import Conversation, conversation
@@ -156,7 +155,7 @@ def _started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterato
     lm-eval runs in it. So it has the Hub, and its token, where a task's data is there, but never together with code of
     the model's folder. Raises `StageError` with the end of its log where it does not come about.
     """
-    local = all((TASKS_FOLDER / f"{task.task}.yaml").is_file() for task in setting.suite.tasks)
+    local = all(setting.suite.files(task) for task in setting.suite.tasks)
     env = {**reference_environment(plan), **({"HF_HUB_OFFLINE": "1"} if local else {})}
     secrets = () if local or setting.recipe.trust_remote_code else ("HF_TOKEN",)
     log.unlink(missing_ok=True)

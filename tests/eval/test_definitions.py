@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eval import suites, workloads
+from eval import harness, suites, workloads
 from eval.errors import DefinitionError
 
 SUITE = """\
@@ -200,3 +200,55 @@ def test_a_recipe_may_judge_a_task_by_another_margin_or_not_at_all() -> None:
     assert (judged["gsm8k"].margin, judged["gsm8k"].gated) == (0.03, True)
     assert judged["wikitext"].gated is False
     assert judged["mmlu"] == next(task for task in suite.tasks if task.task == "mmlu")
+
+
+OWN = """\
+task: facts
+dataset_path: json
+dataset_kwargs: {data_files: {test: data/facts.jsonl}}
+test_split: test
+output_type: multiple_choice
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
+
+
+def own(tmp_path: Path, suite: str = SUITE, task: str = OWN, lines: int = 2000) -> Path:
+    """A suite by its path, with the definition of its task and data beside it."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "facts.jsonl").write_text('{"question": "?"}\n' * lines)
+    (tmp_path / "facts.yaml").write_text(task)
+    return write(tmp_path, suite)
+
+
+def test_a_suite_by_its_path_has_its_tasks_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = own(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    suite = suites.load(str(path.relative_to(tmp_path.parent)))
+    assert (suite.path, suite.own_tasks) == (path, tmp_path)
+    assert suite.files(suite.tasks[0]) == (tmp_path / "facts.yaml", tmp_path / "data" / "facts.jsonl")
+    assert harness.materialise_tasks(suite.own_tasks, ["facts"], tmp_path / "there") == ("facts",)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"suite": SUITE.replace("acc", "exact_match")},
+            "yaml:6: metric 'exact_match' is none of facts.yaml's: acc",
+        ),
+        ({"suite": SUITE + "    filter: first\n"}, "small.yaml:8: filter 'first' is none of facts.yaml's: none"),
+        ({"lines": 698}, "small.yaml:7: 2000 items, facts.jsonl has 698"),
+        ({"task": OWN.replace("task: facts", "task: other")}, "facts.yaml:1: 'task' must be the file's name, 'facts'"),
+        ({"task": OWN.replace("facts.jsonl", "fact.jsonl")}, "facts.yaml:3: found no file fact.jsonl beside it"),
+        ({"task": OWN.replace("data/", "../")}, "facts.yaml:3: found no file facts.jsonl beside it"),
+        ({"task": OWN + "doc_to_text: !function utils.text\n"}, "not valid YAML"),
+        ({"suite": SUITE + "own_tasks: /etc\n"}, "small.yaml:8: unknown key 'own_tasks'"),
+    ],
+)
+def test_what_an_own_suite_gets_wrong_is_known_before_anything_runs(
+    tmp_path: Path, given: dict[str, Any], words: str
+) -> None:
+    path = own(tmp_path, **given)
+    with pytest.raises(DefinitionError, match=re.escape(words)):
+        suites.load(str(path))

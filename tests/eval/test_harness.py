@@ -43,7 +43,7 @@ def test_messages_are_json(tmp_path: Path) -> None:
 def test_tasks_of_lm_eval_are_left_to_it(tmp_path: Path, tasks: Path) -> None:
     assert harness.materialise_tasks(tasks, ["colours", "gsm8k"], tmp_path / "include") == ("colours",)
     (copied,) = (tmp_path / "include").iterdir()
-    assert yaml.safe_load(copied.read_text())["dataset_kwargs"]["data_files"]["test"] == str(tasks / "colours.jsonl")
+    assert yaml.safe_load(copied.read_text())["dataset_kwargs"]["data_files"]["test"] == [str(tasks / "colours.jsonl")]
 
 
 def test_the_commit_of_a_data_set_is_what_datasets_remembers() -> None:

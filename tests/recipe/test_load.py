@@ -37,6 +37,24 @@ def test_a_short_recipe_is_enough(load: Callable[[str], LoadedRecipe]) -> None:
     assert recipe.gate.accuracy.margin == 0.01
 
 
+def test_files_are_named_relative_to_the_file_that_names_them(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name stays a name; of a path the proof keeps the name alone, and of a suite where a release holds it."""
+    write(BASE + "calibration: {set: mine.yaml}\nevaluation: {suite: sets/own.yaml}\n", "shared/base.yaml")
+    path = write("name: top\nextends: shared/base.yaml\ntarget: {workload: w.yaml}\n", "top.yaml")
+    monkeypatch.chdir(tmp_path.parent)
+    loaded = load_recipe(path)
+    folder = Path(path).absolute().parent
+    assert loaded.recipe.calibration is not None
+    assert loaded.recipe.calibration.set == str(folder / "shared" / "mine.yaml")
+    assert loaded.recipe.evaluation.suite == str(folder / "shared" / "sets" / "own.yaml")
+    assert loaded.recipe.target.workload == str(folder / "w.yaml")
+    proven = yaml.safe_load(loaded.text_proven)
+    assert [proven["calibration"]["set"], proven["target"]["workload"]] == ["mine.yaml", "w.yaml"]
+    assert proven["evaluation"]["suite"] == "quantmint/suite/own.yaml"
+
+
 def test_mappings_merge_while_the_rest_replaces(write: Write) -> None:
     write(BASE, "shared/base.yaml")
     path = write(

@@ -25,7 +25,6 @@ from eval.statistics.sequential import decide
 from eval.suites import Suite, SuiteTask
 from pipeline.base.errors import InvalidMeasurementError, StageError
 from pipeline.serving.running.server import Server
-from pipeline.stages import lm_eval
 from pipeline.stages.evaluate import ControlStage, EvaluateStage, read_samples
 from pipeline.stages.runner import Outcome
 from tests.eval.completions import Completions
@@ -104,7 +103,6 @@ BASELINE, CONTROL, CANDIDATE = EvaluateStage("baseline"), ControlStage(), Evalua
 def world(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Make a world: which tasks, and how much of the candidate's answers differ."""
     write_tasks(tmp_path / "tasks")
-    monkeypatch.setattr(lm_eval, "TASKS", tmp_path / "tasks")
     log = tmp_path / "server.log"
     log.write_text("all is well\n")
 
@@ -113,7 +111,9 @@ def world(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
         recipe = orchestra.setting.recipe
         asked = recipe.evaluation.model_copy(update={"control": 50, **evaluation})
         loaded = replace(orchestra.setting.loaded, recipe=recipe.model_copy(update={"evaluation": asked}))
-        orchestra.setting = replace(orchestra.setting, suite=Suite("s", "Some.", tasks), loaded=loaded)
+        orchestra.setting = replace(
+            orchestra.setting, suite=Suite("s", "Some.", tasks, own_tasks=tmp_path / "tasks"), loaded=loaded
+        )
         with Completions() as baseline, Completions(worse=worse) as candidate:
             servers = {"baseline": baseline, "candidate": candidate}
             monkeypatch.setattr(
@@ -315,7 +315,7 @@ def test_fingerprints(world: Callable[..., Any]) -> None:
     with world(FACTS, SUMS) as w:
         before = {stage.key: stage.settings(w.orchestra.setting) for stage in (BASELINE, CONTROL, CANDIDATE)}
         other = replace(FACTS, margin=0.02)
-        setting = replace(w.orchestra.setting, suite=Suite("s", "Some.", (other, SUMS)))
+        setting = replace(w.orchestra.setting, suite=replace(w.orchestra.setting.suite, tasks=(other, SUMS)))
         after = {stage.key: stage.settings(setting) for stage in (BASELINE, CONTROL, CANDIDATE)}
         assert [key for key in before if before[key] != after[key]] == ["evaluate-candidate"]
         assert CANDIDATE.inputs(setting)["baseline"] == "evaluate-baseline"

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,19 @@ def test_what_the_records_say(run: Run) -> None:
     assert manifest.base.sha256 == run.setting.source.digest
     assert manifest.base.files.keys() == {"config.json", "model.safetensors"}
     assert set(manifest.stages) == {stage.key for stage in run.stages()} - {"package"}
+
+
+def test_a_suite_of_ones_own_travels_with_its_tasks_and_their_data(run: Run, tmp_path: Path) -> None:
+    suites, tasks = (Path(str(resources.files("eval"))) / name for name in ("suites", "tasks"))
+    for path in (suites / "tiny.yaml", *tasks.glob("tiny_*")):
+        shutil.copy(path, tmp_path)
+    path = run.setting.loaded.path
+    path.write_text(path.read_text().replace("suite: tiny", f"suite: {tmp_path / 'tiny.yaml'}"))
+    run.setting = replace(open_setting(str(path), store=Store(tmp_path / "store")), vllm=run.setting.vllm)
+    made = run.released(run())
+    own = {"tiny.yaml", "tiny_facts.yaml", "tiny_facts.jsonl", "tiny_arithmetic.yaml", "tiny_arithmetic.jsonl"}
+    assert {name for name in made.files if "/suite/" in name} == {f"quantmint/suite/{name}" for name in own}
+    assert manifests.read(made.files[MANIFEST].path).recipe["evaluation"]["suite"] == "quantmint/suite/tiny.yaml"
 
 
 def test_the_same_entries_give_the_same_release(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

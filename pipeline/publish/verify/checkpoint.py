@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
@@ -20,6 +21,7 @@ from eval import suites
 from eval.errors import DefinitionError, MeasurementError
 from eval.gate import GateReport, Policy, changes
 from eval.measurements import Launch, Measurements
+from eval.records import is_path
 from eval.report.flips import flips
 from eval.report.model import DATA
 from eval.report.numbers import level
@@ -35,6 +37,7 @@ from pipeline.quantize.inspection.findings import check_structure as structure_f
 from pipeline.quantize.inspection.inspect import inspect_checkpoint, layer_errors
 from pipeline.quantize.model.structure import select
 from pipeline.recipe.json_schema import faults_of
+from pipeline.recipe.load import PROVEN_SUITE
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.yaml_positions import parse
 
@@ -147,8 +150,13 @@ def _promises(subject: Subject, recorded: GateReport) -> list[Change]:
     faults = difference(given, found)
     recipe = Recipe.model_validate(dict(manifest.recipe))
     same = manifest.quantmint == __version__
+    named = recipe.evaluation.suite
+    if is_path(named):
+        named, same = f"{PROVEN_SUITE}/{PurePosixPath(named).name}", True
+        subject.text(named)
+        named = str(subject.folder / named)
     try:
-        suite = suites.load(recipe.evaluation.suite, suites.FOLDER).judged_by(recipe.gate.accuracy.margins)
+        suite = suites.load(named).judged_by(recipe.gate.accuracy.margins)
     except DefinitionError:
         if same:
             raise

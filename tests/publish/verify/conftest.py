@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from eval import suites
 from pipeline.base.progress import PlainReporter
 from pipeline.commands.cli import main
 from pipeline.publish.release import SIGNATURE
@@ -27,18 +26,8 @@ Verify = Callable[..., Mapping[str, Check]]
 Quantmint = Callable[..., Ended]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _suites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The suite of the honest release is one of those that there are."""
-    folder = tmp_path_factory.mktemp("suites")
-    (folder / "two.yaml").write_text(honest.SUITE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suites, "FOLDER", folder)
-        yield
-
-
 @pytest.fixture(scope="session")
-def made(_suites: None, models: Models, quantize: Quantize, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(models: Models, quantize: Quantize, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The release that is copied; nobody changes it."""
     folder = tmp_path_factory.mktemp("honest") / "llama-ptpc"
     shutil.copytree(quantize("llama", "compressed-tensors").folder, folder)

@@ -30,6 +30,7 @@ from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, PROVENANCE, RECIP
 from pipeline.quantize.digest import folder_digest
 from pipeline.quantize.inspection.findings import INSPECTION, Inspection
 from pipeline.quantize.inspection.inspect import layer_errors
+from pipeline.recipe.load import PROVEN_SUITE
 from pipeline.recipe.schema import Recipe
 from pipeline.store.files import File
 from tests.checkpoints import Checkpoint, answers
@@ -155,11 +156,12 @@ def write_recipe(folder: Path) -> dict[str, Any]:
             "source": {"repo": "org/llama", "revision": "c0" * 20},
             "quantization": {"scheme": "ptpc_fp8", "kv_cache": "fp8", "format": "compressed-tensors"},
             "calibration": {"set": "tiny", "samples": 4, "sequence_length": 64},
-            "evaluation": {"suite": "two"},
+            "evaluation": {"suite": f"{PROVEN_SUITE}/two.yaml"},
             "gate": {"throughput": {"min_ratio": None}},
         }
     )
-    (folder / RECIPE).parent.mkdir(exist_ok=True)
+    (folder / PROVEN_SUITE).mkdir(parents=True)
+    (folder / PROVEN_SUITE / "two.yaml").write_text(SUITE)
     (folder / RECIPE).write_text(resolved_yaml(recipe, without=("tracking", "publish", "refresh")))
     loaded: dict[str, Any] = yaml.safe_load((folder / RECIPE).read_text())
     return loaded
@@ -175,7 +177,7 @@ def make(folder: Path, source: Path) -> Path:
     (evidence / INSPECTION).write_text(json.dumps(_inspect(folder, source).to_json()))
     sizes = (open_checkpoint(source).nbytes, open_checkpoint(folder).nbytes)
     measured = _measurements(artefact, sizes)
-    policy = Recipe.model_validate(recipe).gate.policy(suites.load("two", suites.FOLDER), "mi300x")
+    policy = Recipe.model_validate(recipe).gate.policy(suites.load(str(folder / PROVEN_SUITE / "two.yaml")), "mi300x")
     judged = judge(measured, policy)
     record.write(evidence, measured, judged)
     stages = {

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from eval import suites
 from pipeline.publish.verify.files import Trust
 from pipeline.publish.verify.subject import Outcome, exit_code
 from tests.publish.verify.conftest import Quantmint, Verify
@@ -65,10 +64,7 @@ def test_the_published_folder_is_enough(signed: Path, keys: Keys, tmp_path: Path
         "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     public = shutil.copy(keys("ours")[1], tmp_path / "ours.pub")
-    # The suite of the tests is the only thing that this process gets to know of them.
-    suite = f"from pathlib import Path; from eval import suites; suites.FOLDER = Path({str(suites.FOLDER)!r})"
-    program = f"{suite}; from pipeline.commands.cli import main; main()"
-    command = [sys.executable, "-c", program, "verify", str(signed), "--key", str(public), "--json"]
+    command = [sys.executable, "-m", "pipeline", "verify", str(signed), "--key", str(public), "--json"]
     ended = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr.count("Traceback")) == (0, 0), ended.stdout + ended.stderr
     assert {check["outcome"] for check in json.loads(ended.stdout)["checks"]} == {"OK"}
