@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -43,10 +43,27 @@ def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: s
         choice, shared = select(structure, quantization), quantization.shared_scales
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)
         stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
+        if quantization.algorithm == "gptq" and recipe.calibration is not None:
+            volume = replace(calibrate_volume(source, structure, recipe.calibration), mode="layer")
+            once = calibrate_cost(volume, replace(machine, devices=devices[:1]))
+            forwards = _BESIDE if quantization.parameters["compensation"] else _ALONE
+            stages["quantize"] = _after(stages["quantize"], once, forwards)
     return {
         "rates": {"origin": origin, **asdict(rates)},
         "stages": {name: asdict(cost) for name, cost in stages.items()},
     }
+
+
+_ALONE, _BESIDE = 2, 7
+"""Forwards of each layer that GPTQ takes; by itself, and beside the 16-bit model. Its own products are not counted."""
+
+
+def _after(cost: Cost, once: Cost, forwards: int) -> Cost:
+    """A checkpoint that is written when so many forwards over the calibration set are done."""
+    spent, bound = forwards * once.seconds, "forwards" if forwards * once.seconds > cost.seconds else cost.bound
+    memory, there = max(cost.memory, once.memory), max(cost.device_memory, once.device_memory)
+    later = replace(cost, seconds=cost.seconds + spent, written=cost.written + spent, bound=bound)
+    return replace(later, memory=memory, device_memory=there, parts={**cost.parts, "forwards": spent})
 
 
 _CACHED_SHARE = 0.8
