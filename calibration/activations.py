@@ -76,6 +76,10 @@ class Activations:
         else:
             self._next[number] = _write(_file(_partial(self.folder, self.layer + 1), number), hidden)
 
+    def spare(self, device: str) -> int:
+        """Bytes of what a device makes that may lie beside the states, and stay where they are."""
+        return self._budget - self._used if self._on_device or device.startswith("cpu") else 0
+
     def advance(self) -> None:
         """Go on to the next layer."""
         self._here = {number: value for number, value in self._next.items() if not isinstance(value, Path)}

@@ -226,6 +226,19 @@ def following(model: Any, names: Iterable[str], see: Callable[..., None]) -> Abs
     )
 
 
+def preceding(model: Any, names: Iterable[str], see: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Have ``see`` called before each of some modules, with its name, its arguments, and those by name.
+
+    It may return others of both.
+    """
+    return hooked(
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: see(name, args, kwargs), with_kwargs=True
+        )
+        for name in names
+    )
+
+
 def entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a module was called with first, by place or by name."""
     return next(iter((*args, *kwargs.values())))

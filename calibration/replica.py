@@ -42,6 +42,12 @@ class Replica:
         """Bytes of `body` on a device."""
         return nbytes(self.model, self.body)
 
+    def fuse_attention(self) -> None:
+        """Have attention computed in one piece, whose scores lie nowhere, where that is what the model computes."""
+        capped = getattr(self.model.config.get_text_config(), "attn_logit_softcapping", None)
+        if self.model._supports_sdpa and capped is None:
+            self.model.set_attn_implementation("sdpa")
+
     @contextmanager
     def around(self, layers: Iterable[str], *more: str) -> Iterator[None]:
         """Have the weights of `body`, and ``more``, that lie outside of the layers, for a while."""

@@ -135,7 +135,7 @@ def activations_for(replicas: Sequence[Replica], need: Need, asked: int | None, 
     # A GPU keeps the states of its batches beside two layers and a forward, and leaves half of the rest free.
     room = min((free_bytes(device) - 2 * need.layer - need.forward for device in gpus), default=0)
     on_device = bool(gpus) and states <= len(gpus) * room // 2
-    budget = states if on_device else asked if asked is not None else free_bytes("cpu") // 4
+    budget = len(gpus) * room // 2 if on_device else asked if asked is not None else free_bytes("cpu") // 4
     return Activations(folder, budget, on_device=on_device)
 
 

@@ -1,9 +1,9 @@
 """Layer mode with weights that change: each layer's Hessians, its new weights, and what those make of all batches.
 
-Each batch goes through a layer twice: with the weights that are read, while X^T X of each linear input is summed, and
-with those that were put in their place, whose hidden states enter the next layer. Inputs are rounded both times as they
-will be when the model is served. So every layer sees what was lost before it. Memory is that of two layers, of the
-hidden states, and of one layer's Hessians.
+Each batch goes through a layer twice: with the weights that are read, while X^T X of each linear input is summed
+(`calibration.hessians`), and with those that were put in their place, whose hidden states enter the next layer. Inputs
+are rounded both times as they will be when the model is served. So every layer sees what was lost before it. Memory is
+that of two layers, of the hidden states, and of one layer's Hessians.
 
 Beside the 16-bit model, whose hidden states run along, a layer gets its weights in turns: what reads the same input is
 one, and the next turn's inputs are those that the last one's weights make. What the 16-bit model has more there is
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from calibration.activations import Activations, last_commit
 from calibration.calls import layer_names
-from calibration.hooks import entering, following, hooked
+from calibration.hessians import Enough, Inputs, Kept, Rounding, Sums, Way
+from calibration.hooks import entering, following
 from calibration.layers import Part, digest_of, walk
 from calibration.lazy import torch
 from calibration.measurement import Measurement, recording_cache
@@ -30,25 +31,6 @@ from calibration.weights import held
 
 _ROWS = 1024  # of what is seen
 _ALIKE = 0.02  # share of what a layer adds that may be lost to the rounding of 16-bit sums
-Rounding = Callable[["torch.Tensor"], "torch.Tensor"]
-"""What becomes of an input [..., I] when the model is served, in the dtype that it had."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What entered linear modules: the ``hessian`` X^T X, float32 [I, I], of ``tokens`` rows, of those ``modules``.
-
-    Beside the 16-bit model whose inputs are Y: ``gap`` is X^T (Y - X), float32 [I, I], and ``owed``, of a module that
-    adds to the hidden states, X^T (S - R), float32 [I, O], where S are the 16-bit model's without the module, and R
-    these. Rows of such a module are divided by the size of the hidden states that it makes, which the next norm
-    divides by.
-    """
-
-    modules: tuple[str, ...]
-    hessian: torch.Tensor
-    tokens: int
-    gap: torch.Tensor | None = None
-    owed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +103,7 @@ class _Part(Part):
     def __init__(self, replica: Replica, layers: list[str], numbers: Sequence[int], *, beside: bool) -> None:
         super().__init__(replica, layers, numbers)
         self._beside = beside
+        self._ways: dict[tuple[str, ...], tuple[str, Way]] = {}
 
     def renew(
         self,
@@ -140,27 +123,34 @@ class _Part(Part):
             linear = {each: how for each, how in roundings.items() if each.startswith(f"{name}.")}
             model = self.replica.model
             original = {each: model.get_submodule(each).weight for each in linear}
-            turns, adding = self._turns(layer, activations, linear) if self._beside and linear else ([list(linear)], [])
-            for turn in turns:
-                sums = _Sums(turn, adding)
+            way = self._way(layer, activations, linear) if self._beside and linear else Way([list(linear)])
+            kept = Kept(way, activations.spare(self.replica.device))
+            for turn in way.turns:
+                sums, last = Sums(way, turn, kept), turn is way.turns[-1]
                 for number in self.numbers:
                     first, served = self._states(layer, number, activations)
                     if self._beside:
-                        with _weights(model, original), sums.watching_original(model, first):
-                            self._run(layer, number, first)
-                    with _rounding(model, linear, sums), sums.watching(model, served):
+                        watching = sums.watching_original(model, number, first, whole=last)
+                        with _weights(model, original), watching:
+                            made = self._run(layer, number, first)
+                        if last:
+                            kept.put(number, True, name, made)
+                    with sums.rounding(model, number, served, linear):
                         self._run(layer, number, served)
                     sums.end_batch()
-                solve(layer, sums.found(), turn is turns[-1])
-            sums = _Sums([], [])
+                solve(layer, sums.found(), last)
+            sums = Sums(way, [], kept)
             for number in self.numbers:
                 first, served = self._states(layer, number, activations)
-                with _rounding(model, linear, sums):
+                with sums.rounding(model, number, served, linear):
                     found = self._run(layer, number, served)
                 sums.end_batch()
                 if self._beside:
-                    with _weights(model, original):
-                        found = torch.stack([self._run(layer, number, first), found])
+                    beside = kept.pop(number, True, name)
+                    if beside is None:
+                        with _weights(model, original):
+                            beside = self._run(layer, number, first)
+                    found = torch.stack([beside, found])
                 activations.put(number, found)
                 advance(served.shape[0])
         self.replica.weights.free(held(model, name))
@@ -175,21 +165,33 @@ class _Part(Part):
         cache = recording_cache(Measurement(Observation()), self.replica.attention)
         try:
             return self.calls[number][layer].run(self.replica.model.get_submodule(self.layers[layer]), hidden, cache)
-        except _Enough:
+        except Enough:
             return hidden
 
-    def _turns(self, layer: int, activations: Activations, linear: Iterable[str]) -> tuple[list[list[str]], list[str]]:
-        """Modules in the order in which their inputs are made, by turns, and those that add to the hidden states.
+    def _way(self, layer: int, activations: Activations, linear: Iterable[str]) -> Way:
+        """How a forward goes through a layer's modules; of layers of a kind the first is asked.
 
         Experts of a layer that do the same have the same turn. Modules that add are known by what the layer makes:
         what entered it and what they made, and no more.
         """
-        model, number = self.replica.model, self.numbers[0]
+        name, model, number = self.layers[layer], self.replica.model, self.numbers[0]
+        kind = repr(model.get_submodule(name)), *(each.removeprefix(name) for each in linear)
+        if kind in self._ways:
+            other, way = self._ways[kind]
+            return way.of(other, name)
         turns: dict[str, int] = {}
         last: list[Any] = [None]
         made: dict[str, torch.Tensor] = {}
+        parts: dict[str, tuple[str, int | None]] = {}
 
-        def see(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: torch.Tensor) -> None:
+        def see(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Any) -> None:
+            if name not in linear:
+                first, rest = (found[0], found[1:]) if isinstance(found, tuple) else (found, None)
+                if rest is None or all(one is None for one in rest):
+                    parts.update(
+                        {each: (name, None if rest is None else len(rest)) for each, of in made.items() if of is first}
+                    )
+                return
             came = entering(args, kwargs)
             if _kind(name) not in turns:
                 same = last[0] is not None and came is last[0][0]
@@ -199,7 +201,8 @@ class _Part(Part):
                 made[name] = found
 
         hidden, _ = self._states(layer, number, activations)
-        with following(model, linear, see):
+        below = [f"{name}.{each}" for each, _ in model.get_submodule(name).named_modules() if each]
+        with following(model, below, see):
             out = self._run(layer, number, hidden)
         count = len(set(turns.values()))
         by_turn = [[each for each in linear if turns.get(_kind(each)) == turn] for turn in range(count)]
@@ -207,7 +210,9 @@ class _Part(Part):
         alone = {name: found for name, found in made.items() if [name] in by_turn}
         rest = (out - sum(alone.values(), hidden)).float()
         adds = bool(alone) and float(rest.norm()) <= _ALIKE * float((out - hidden).float().norm())
-        return by_turn, list(alone) if adds else []
+        ends = {name: parts[name] for name in alone if name in parts}
+        self._ways[kind] = name, Way(by_turn, frozenset(alone if adds else ()), ends)
+        return self._ways[kind][1]
 
     def _seen(
         self, layer: int, activations: Activations, inputs: Sequence[str], outputs: Sequence[str]
@@ -235,143 +240,9 @@ class _Part(Part):
         return {name: Seen(torch.cat(parts), largest[name]) for name, parts in rows.items()}
 
 
-class _Enough(Exception):  # noqa: N818 - nothing is wrong
-    """All that was to be seen of a layer was seen."""
-
-
-class _Sums:
-    """X^T X by the first module that an input meets, of the modules of a turn, and what the 16-bit model has more."""
-
-    def __init__(self, modules: Sequence[str], adding: Sequence[str]) -> None:
-        self._modules, self._adding = frozenset(modules), frozenset(adding)
-        self._found: dict[str, Inputs] = {}
-        self._first: dict[str, str] = {}  # by module
-        self._last: tuple[Any, Rounding, torch.Tensor, str] | None = None
-        self._original: dict[str, torch.Tensor] = {}
-        self._states: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._hidden: torch.Tensor | None = None  # what modules have added to, in the model that is made
-
-    def take(self, name: str, entering: torch.Tensor, how: Rounding) -> torch.Tensor:
-        """Round what enters a module, and count it once."""
-        if self._last is None or self._last[0] is not entering or self._last[1] is not how:
-            self._last = entering, how, how(entering), name
-        rounded = self._last[2]
-        if name in self._modules and self._first.setdefault(name, self._last[3]) == name:
-            self._add(name, rounded.reshape(-1, rounded.shape[-1]))
-        return rounded
-
-    def _add(self, name: str, rows: torch.Tensor) -> None:
-        width = rows.shape[1]
-        known = self._found.get(name)
-        original, states = self._original.get(name), self._states.get(name)
-        if known is None:
-            square = rows.new_zeros(width, width, dtype=_float32())
-            known = Inputs((name,), square, 0)
-            if original is not None:
-                known = replace(known, gap=square.clone())
-            if states is not None:
-                known = replace(known, owed=rows.new_zeros(width, states[0].shape[-1], dtype=_float32()))
-        with _exact_in_tf32(rows):
-            wide = rows.float()
-            weight = wide.new_ones(()) if states is None else states[1].float().square().mean(-1, keepdim=True).rsqrt()
-            scaled = wide if states is None else wide * weight
-            known.hessian.addmm_(scaled.t(), scaled)
-            # Tokens that another expert gets in the 16-bit model have no counterpart here.
-            if known.gap is not None and original is not None and original.shape == rows.shape:
-                known.gap.addmm_(scaled.t(), (original.float() - wide) * weight)
-            if known.owed is not None and states is not None and self._hidden is not None:
-                here = self._hidden.reshape(-1, self._hidden.shape[-1])
-                known.owed.addmm_(scaled.t(), (states[0].float() - here.float()) * weight)
-        self._found[name] = replace(known, tokens=known.tokens + len(rows))
-
-    def watching_original(self, model: Any, hidden: torch.Tensor) -> AbstractContextManager[None]:
-        """See what enters the turn's modules in the 16-bit model, and the hidden states around those that add."""
-        states = [hidden]
-
-        def see(name: str, entering: torch.Tensor, found: torch.Tensor) -> None:
-            if name in self._modules:
-                self._original[name] = entering.reshape(-1, entering.shape[-1])
-            if name in self._adding:
-                states.append(states[-1] + found)
-                if name in self._modules:
-                    before, now = (each.reshape(-1, each.shape[-1]) for each in states[-2:])
-                    self._states[name] = before, now
-
-        return self._until_seen(model, see)
-
-    def watching(self, model: Any, hidden: torch.Tensor) -> AbstractContextManager[None]:
-        """Follow what modules add to the hidden states of the model that is made."""
-        self._hidden = hidden
-
-        def see(name: str, _entering: torch.Tensor, found: torch.Tensor) -> None:
-            if name in self._adding and self._hidden is not None:
-                self._hidden = self._hidden + found
-
-        return self._until_seen(model, see)
-
-    def _until_seen(
-        self, model: Any, see: Callable[[str, torch.Tensor, torch.Tensor], None]
-    ) -> AbstractContextManager[None]:
-        """Show what the turn's modules, and those that add, take and make, until all of the turn were seen."""
-        waited = set(self._modules)
-
-        def after(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: torch.Tensor) -> None:
-            see(name, entering(args, kwargs), found)
-            waited.discard(name)
-            if not waited:
-                raise _Enough
-
-        return following(model, self._modules | self._adding, after)
-
-    def end_batch(self) -> None:
-        """Let go of what was seen of the batch."""
-        self._last = self._hidden = None
-        self._original.clear()
-        self._states.clear()
-
-    def found(self) -> list[Inputs]:
-        """What was summed, in the order of the forward."""
-        return [
-            replace(one, modules=tuple(each for each, first in self._first.items() if first == name))
-            for name, one in self._found.items()
-        ]
-
-
 def _kind(name: str) -> str:
     """A module's name without the number of its expert."""
     return re.sub(r"\.\d+\.", ".#.", name)
-
-
-def _float32() -> torch.dtype:
-    return torch.float32
-
-
-@contextmanager
-def _exact_in_tf32(rows: torch.Tensor) -> Iterator[None]:
-    """Let a GPU multiply numbers of 16 bit in TF32, whose 11 bits of mantissa hold them, and add in float32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = before or rows.element_size() == 2
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@contextmanager
-def _rounding(model: Any, roundings: Mapping[str, Rounding], sums: _Sums) -> Iterator[None]:
-    def hook(name: str, how: Rounding) -> Any:
-        def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if args:
-                return (sums.take(name, args[0], how), *args[1:]), kwargs
-            return args, {**kwargs, "input": sums.take(name, kwargs["input"], how)}
-
-        return before
-
-    with hooked(
-        model.get_submodule(name).register_forward_pre_hook(hook(name, how), with_kwargs=True)
-        for name, how in roundings.items()
-    ):
-        yield
 
 
 @contextmanager

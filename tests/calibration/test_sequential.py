@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from calibration.activations import Activations, committed_layers
+from calibration.hessians import Inputs
 from calibration.replica import load_resident, replica
-from calibration.sequential import Inputs, run_sequential
+from calibration.sequential import run_sequential
 
 LINEAR = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
 
@@ -64,11 +65,15 @@ def renew(
     facts: str = "",
     *,
     beside: bool = False,
+    room: int = 10**9,
+    fused: bool = False,
     **more: Any,
 ) -> Halving:
     one = replica(folder, "cpu")
+    if fused:
+        one.fuse_attention()
     halving = Halving(one.model, **more)
-    activations = Activations(work, 10**9)
+    activations = Activations(work, room)
     roundings = dict.fromkeys(names(), how)
     batches = list(torch.split(blocks[:, :16], 4))
     run_sequential(one, batches, roundings, halving, activations, facts, commit_seconds=0, beside=beside)
@@ -188,6 +193,20 @@ def test_what_the_16_bit_model_has_more_is_of_its_inputs_and_of_its_hidden_state
         (found.owed, scaled.t() @ ((wanted - here) * weight)),
     ]:
         torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=2e-3 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("room", [0, 300_000])
+def test_what_there_is_no_room_for_is_made_again(deep: Path, blocks: torch.Tensor, tmp_path: Path, room: int) -> None:
+    whole = renew(deep, blocks, tmp_path / "whole", coarse, beside=True, fused=True)
+    some = renew(deep, blocks, tmp_path / "some", coarse, beside=True, fused=True, room=room)
+    assert whole.seen.keys() == some.seen.keys()
+    for name, one in whole.seen.items():
+        other = some.seen[name]
+        assert one.gap is not None
+        assert other.gap is not None
+        assert torch.equal(one.hessian, other.hessian)
+        assert torch.equal(one.gap, other.gap)
+        assert one.owed is None or (other.owed is not None and torch.equal(one.owed, other.owed))
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.quantize.engines.stream import gptq
 from pipeline.quantize.engines.stream.engine import Written, write_checkpoint
 from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale
 from pipeline.quantize.engines.stream.plan import plan_shards
@@ -42,6 +43,23 @@ def test_a_kernel_gives_the_same_bytes_on_both(name: str, dtype: torch.dtype) ->
 def test_every_bfloat16_magnitude_gets_the_same_scale_on_both() -> None:
     every = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
     assert torch.equal(raw(fp8_scale(every)), raw(fp8_scale(every.cuda())))
+
+
+@pytest.mark.parametrize("kernel", ["mxfp4", "ptpc_fp8"])
+def test_a_group_of_columns_at_once_gives_what_its_kernels_give_one_by_one(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(512, 320, generator=generator) @ torch.randn(320, 320, generator=generator)
+    factor = gptq.factored((inputs.t() @ inputs).cuda(), kernel)
+    weights = [torch.randn(rows, 320, generator=generator).bfloat16().cuda() for rows in (64, 200, 64)]
+    with torch.inference_mode():
+        made = [gptq.gptq(weight, factor, kernel) for weight in weights]
+    monkeypatch.setattr(gptq, "_group_at_once", gptq._group)
+    for weight, one in zip(weights, made, strict=True):
+        other = gptq.gptq(weight, factor, kernel)
+        assert one.after < one.before
+        assert all(torch.equal(raw(one.parts[role]), raw(other.parts[role])) for role in other.parts)
 
 
 def test_the_library_rounds_otherwise_on_a_gpu_than_on_a_cpu_and_ours_does_not() -> None:

@@ -18,11 +18,12 @@ states lack already: QEP, arXiv 2504.09629).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from calibration.lazy import torch
 from pipeline.quantize.engines.stream.kernels import E2M1_MAX, FP8_MAX, KERNELS, MX_GROUP, amax, e8m0, pack_e2m1
@@ -34,11 +35,9 @@ if TYPE_CHECKING:
 
 _BLOCK = 128
 """Columns that one product of matrices brings up to date."""
-_ROWS = 256
+_ROWS = 1024
 """Rows that a thread of a CPU takes at a time: columns of them are short, and threads would wait for each other."""
 _RIDGE = 0.5
-_EXPONENTS = (0, -1, 1)
-"""What is added to the exponent that rounding to the nearest takes; of equals the first is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +77,35 @@ class Factor:
 class Made:
     """A quantized weight.
 
-    ``parts`` are what the kernel would return, by role. ``before`` and ``after`` are tr((W-Q) H (W-Q)^T) of the weight
-    rounded to the nearest and of ``parts``; NaN where the Hessian is not finite. ``fault``: why all of it was rounded
-    to the nearest.
+    ``parts`` are what the kernel would return, by role. ``nearest`` and ``costs``, float32 [O], are (w-q) H (w-q)^T of
+    each row of the weight rounded to the nearest and of ``parts``; NaN where the Hessian is not finite. ``fault``: why
+    all of it was rounded to the nearest.
     """
 
     parts: Parts
-    before: float
-    after: float
+    nearest: torch.Tensor
+    costs: torch.Tensor
     fault: str | None = None
+
+    @property
+    def before(self) -> float:
+        """tr((W-Q) H (W-Q)^T) of the weight rounded to the nearest."""
+        return float(self.nearest.sum())
+
+    @property
+    def after(self) -> float:
+        """tr((W-Q) H (W-Q)^T) of ``parts``."""
+        return float(self.costs.sum())
+
+    def split(self, rows: Sequence[int]) -> list[Made]:
+        """What was made of each of several weights of so many rows that were one below the other."""
+        if len(rows) == 1:  # a scale of all has no rows
+            return [self]
+        columns = [torch.split(each, list(rows)) for each in (*self.parts.values(), self.nearest, self.costs)]
+        return [
+            Made(dict(zip(self.parts, parts, strict=True)), nearest, costs, self.fault)
+            for *parts, nearest, costs in zip(*columns, strict=True)
+        ]
 
 
 def factored(hessian: torch.Tensor, kernel: str, *, dampening: float = 0.01, ordered: bool = True) -> Factor:
@@ -166,7 +185,9 @@ def gptq(
         role: torch.cat([each.parts[role] for each in made]) if part.ndim else part
         for role, part in made[0].parts.items()
     }
-    return Made(parts, sum(each.before for each in made), sum(each.after for each in made), factor.fault)
+    return Made(
+        parts, torch.cat([each.nearest for each in made]), torch.cat([each.costs for each in made]), factor.fault
+    )
 
 
 def _gptq(
@@ -175,11 +196,9 @@ def _gptq(
     wanted = weight if target is None else target
     nearest, source = KERNELS[kernel].compute(wanted, largest), wanted.float()
     costs = _costs(source, nearest, factor, kernel)
-    before = float(costs.sum())
     if factor.fault is not None:
-        return Made(nearest, before, before, factor.fault)
-    if target is not None:
-        before = float(_costs(source, KERNELS[kernel].compute(weight, largest), factor, kernel).sum())
+        return Made(nearest, costs, costs, factor.fault)
+    before = costs if target is None else _costs(source, KERNELS[kernel].compute(weight, largest), factor, kernel)
     columns, element = source.t()[factor.order], _ELEMENTS[kernel]
     if element is _E2M1:
         elements, exponents = _rounded(columns, factor, element, None)
@@ -196,7 +215,7 @@ def _gptq(
         if part.ndim == 2:  # what is not is the same scale
             rows = better.unsqueeze(1)
             made[role] = torch.where(rows, part.view(torch.uint8), nearest[role].view(torch.uint8)).view(part.dtype)
-    return Made(made, before, float(torch.where(better, found, costs).sum()))
+    return Made(made, before, torch.where(better, found, costs))
 
 
 def _costs(source: torch.Tensor, parts: Parts, factor: Factor, kernel: str) -> torch.Tensor:
@@ -219,7 +238,7 @@ def _rounded(
 
     Returns elements [I, O] in float32, each times its scale the column, and E8M0 exponents, uint8 [I/32, O].
     """
-    reach = factor.reach
+    reach, group = factor.reach, _group if columns.device.type == "cpu" else _group_at_once
     elements, errors = torch.empty_like(columns), torch.empty_like(columns)
     exponents = columns.new_empty(len(columns) // MX_GROUP, columns.shape[1], dtype=torch.uint8)
     for block in range(0, len(columns), _BLOCK):
@@ -229,9 +248,7 @@ def _rounded(
         for first in range(block, block + len(due), MX_GROUP):
             here = slice(first, min(first + MX_GROUP, len(columns)))
             target = torch.addmm(due[first - block : here.stop - block], reach[here, block:first], errors[block:first])
-            tried = _tried(target) if scales is None else scales
-            rounded, kept = _group(columns[here], target, reach[here, here], factor.price[here], tried, element)
-            scale = tried.gather(0, kept)
+            rounded, scale = group(columns[here], target, reach[here, here], factor.price[here], scales, element)
             elements[here] = rounded
             errors[here] = columns[here] - rounded * scale
             if scales is None:
@@ -240,11 +257,35 @@ def _rounded(
 
 
 def _tried(target: torch.Tensor) -> torch.Tensor:
-    """Powers of two that may be the scale of a group [32, O]: float32 [3, O]."""
+    """Powers of two that may be the scale of a group [32, O]: float32 [3, O], first what the nearest would take."""
     nearest = e8m0(target.abs().amax(dim=0))
-    beside = torch.tensor(_EXPONENTS, dtype=torch.int32, device=target.device).unsqueeze(1)
     # Of a scale of 2 ** -127 float32 has no normal number, and the largest element times 2 ** 127 is too much for it.
-    return ((nearest + beside).clamp_(1, 252) << 23).view(torch.float32)
+    return (torch.stack((nearest, nearest - 1, nearest + 1)).clamp_(1, 252) << 23).view(torch.float32)
+
+
+def _group_at_once(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_group` on a GPU, which takes less time for some hundred small kernels than a CPU takes to ask for each."""
+    shapes = tuple(tuple(each.shape) if isinstance(each, torch.Tensor) else each for each in given)
+    graph, own, found = _recorded(shapes, given[0].device)
+    for mine, each in zip(own, given, strict=True):
+        if isinstance(each, torch.Tensor):
+            mine.copy_(each)
+    graph.replay()
+    rounded, scale = found
+    return rounded, scale
+
+
+@lru_cache(maxsize=4)
+def _recorded(shapes: tuple[Any, ...], device: torch.device) -> Any:
+    """A CUDA graph of `_group`, what it reads, and what it writes."""
+    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+        own: list[Any] = [torch.ones(each, device=device) if isinstance(each, tuple) else each for each in shapes]
+        _group(*own)  # once before, when libraries take the memory that they work in
+        graph = torch.cuda.CUDAGraph()
+        # Another thread reads the next layer's weights meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found = _group(*own)
+        return graph, own, found
 
 
 def _group(
@@ -252,13 +293,15 @@ def _group(
     target: torch.Tensor,
     reach: torch.Tensor,
     price: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     element: _Element,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a few columns [n, O] with each of ``scales`` [C, O]; the elements [n, O] of the best, and which, [1, O].
+    """Round a few columns [n, O] with ``scales`` [1, O], or with each MX scale that it may be where that is None.
 
-    ``target`` is where errors of the columns before have moved them to.
+    Returns the elements [n, O] of the best scale, and the scale [1, O]. ``target`` is where errors of the columns
+    before have moved them to.
     """
+    scales = _tried(target) if scales is None else scales
     count, rows = columns.shape
     due = (target.unsqueeze(1) / scales).view(count, -1)
     errors = (columns.unsqueeze(1) / scales).view(count, -1)  # less what is stored, one row after the other
@@ -269,10 +312,10 @@ def _group(
         _to_nearest(due[step], element, rounded[step])
         errors[step] -= rounded[step]
     if len(scales) == 1:
-        return rounded, torch.zeros_like(scales, dtype=torch.int64)
+        return rounded, scales
     cost = (price @ due.sub_(rounded).square_()).view_as(scales) * scales.square()
     kept = cost.argmin(dim=0, keepdim=True)
-    return rounded.view(count, -1, rows).gather(1, kept.expand(count, 1, rows)).squeeze(1), kept
+    return rounded.view(count, -1, rows).gather(1, kept.expand(count, 1, rows)).squeeze(1), scales.gather(0, kept)
 
 
 def _to_nearest(numbers: torch.Tensor, element: _Element, out: torch.Tensor) -> None:

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from calibration.activations import save_whole
 from calibration.calls import layer_names
+from calibration.hessians import Inputs, Rounding
 from calibration.lazy import torch
 from calibration.replica import Replica, replica, sources
 from calibration.room import activations_for, measuring, need_of
-from calibration.sequential import Inputs, Look, Rounding, run_sequential
+from calibration.sequential import Look, run_sequential
 from pipeline.base.errors import StageError
 from pipeline.base.schemes import ActivationFormat, scheme
 from pipeline.quantize.engines.stream.folds import Fold, Matrix, study
@@ -98,6 +99,7 @@ def round_layers(
     """
     with measuring(folder):
         one = replica(folder, device, trust_remote_code=trust_remote_code)
+        one.fuse_attention()
         need, _ = need_of(one, batches)
         if parameters["compensation"]:
             need = replace(need, states=2 * need.states)
@@ -271,17 +273,20 @@ class _Layers:
 
     def solve(self, number: int, found: Sequence[Inputs], last: bool) -> None:
         """Make the weights of a layer's turn; with its last one, all of the layer is put on the disk."""
-        targets = {name: self._target(name, inputs) for inputs in found for name in inputs.modules}
+        targets = {name: target for inputs in found for name, target in self._targets(inputs).items()}
         largest = self._largest({self._steps[name]: target for name, target in targets.items()})
         for inputs in found:
             factor = cache(lambda kernel, hessian=inputs.hessian: self._factored(hessian, kernel))
-            for name in inputs.modules:
-                step, weight = self._steps[name], self._replica.model.get_submodule(name).weight.detach()
-                kernel, target = str(step.kernel), None if inputs.gap is None else targets[name]
-                made = gptq(weight, factor(kernel), kernel, largest.get(step.name), target)
-                self._put(name, dequantize(self._choice.schemes[step.name], made.parts).to(weight.dtype))
-                self._made.add(step, weight, made.parts)
-                self._made.gains[step.name] = Gain(made.before, made.after, inputs.tokens, made.fault)
+            for names in self._alike(inputs.modules):
+                step, each = self._steps[names[0]], [self._own(name) for name in names]
+                target = None if inputs.gap is None else torch.cat([targets[name] for name in names])
+                kernel = str(step.kernel)
+                whole = gptq(torch.cat(each), factor(kernel), kernel, largest.get(step.name), target)
+                for name, weight, made in zip(names, each, whole.split(list(map(len, each))), strict=True):
+                    step = self._steps[name]
+                    self._put(name, dequantize(self._choice.schemes[step.name], made.parts).to(weight.dtype))
+                    self._made.add(step, weight, made.parts)
+                    self._made.gains[step.name] = Gain(made.before, made.after, inputs.tokens, made.fault)
         if last:
             members = [each for each in self._members if each.parameter.startswith(f"{self._names[number]}.")]
             changed = [each for each in members if each.parameter in self._touched]
@@ -294,12 +299,26 @@ class _Layers:
             self._save(f"{number:05}", self._made)
             self._made = _Made()
 
-    def _target(self, name: str, inputs: Inputs) -> torch.Tensor:
-        """What is stored of a weight, in its type, which its scales get from it."""
-        weight = self._finite(self._steps[name], self._replica.model.get_submodule(name).weight.detach())
+    def _own(self, name: str) -> torch.Tensor:
+        weight: torch.Tensor = self._replica.model.get_submodule(name).weight.detach()
+        return weight
+
+    def _alike(self, names: Iterable[str]) -> list[list[str]]:
+        """Modules whose rows can be rounded as those of one, by kernels whose scales are of a row at most."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            kernel = str(self._steps[name].kernel)
+            found.setdefault(name if KERNELS[kernel].whole else kernel, []).append(name)
+        return list(found.values())
+
+    def _targets(self, inputs: Inputs) -> dict[str, torch.Tensor]:
+        """What is stored of weights, in their type, which their scales get from it."""
+        weights = {name: self._finite(self._steps[name], self._own(name)) for name in inputs.modules}
         if inputs.gap is None:
-            return weight
-        return compensated(weight, inputs.hessian, inputs.gap, inputs.owed, self.strength).to(weight.dtype)
+            return weights
+        whole = torch.cat(list(weights.values()))
+        whole = compensated(whole, inputs.hessian, inputs.gap, inputs.owed, self.strength).to(whole.dtype)
+        return dict(zip(weights, torch.split(whole, list(map(len, weights.values()))), strict=True))
 
     def _factored(self, hessian: torch.Tensor, kernel: str) -> Any:
         dampening, ordered = float(self._parameters["dampening"]), bool(self._parameters["activation_order"])

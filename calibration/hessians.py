@@ -1,0 +1,253 @@
+"""X^T X of what enters linear modules, batch by batch, and what the 16-bit model has more there.
+
+A layer's modules are taken in turns (`Way`), and a turn needs no more of a forward than what enters its modules: it
+ends there. What one turn has run is not run again by the next ones, as far as there is room (`Kept`): a part of the
+layer whose result is a linear module's, as attention's is that of `o_proj`, answers with what it made of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from calibration.hooks import entering, following, preceding
+from calibration.lazy import torch
+
+Rounding = Callable[["torch.Tensor"], "torch.Tensor"]
+"""What becomes of an input [..., I] when the model is served, in the dtype that it had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What entered linear modules: the ``hessian`` X^T X, float32 [I, I], of ``tokens`` rows, of those ``modules``.
+
+    Beside the 16-bit model whose inputs are Y: ``gap`` is X^T (Y - X), float32 [I, I], and ``owed``, of a module that
+    adds to the hidden states, X^T (S - R), float32 [I, O], where S are the 16-bit model's without the module, and R
+    these. Rows of such a module are divided by the size of the hidden states that it makes, which the next norm
+    divides by.
+    """
+
+    modules: tuple[str, ...]
+    hessian: torch.Tensor
+    tokens: int
+    gap: torch.Tensor | None = None
+    owed: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a forward goes through the linear modules of a layer.
+
+    ``turns`` are modules in the order in which their inputs are made. What ``adding`` modules make is added to the
+    hidden states. ``ends``: modules by whose result a larger part of the layer ends, with that part's name and how
+    many times None it returns behind it (None where it returns no tuple).
+    """
+
+    turns: Sequence[Sequence[str]]
+    adding: frozenset[str] = frozenset()
+    ends: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+
+    def of(self, old: str, new: str) -> Way:
+        """The same through another layer of the kind."""
+
+        def there(name: str) -> str:
+            return new + name.removeprefix(old)
+
+        return Way(
+            [[there(name) for name in turn] for turn in self.turns],
+            frozenset(map(there, self.adding)),
+            {there(name): (there(part), rest) for name, (part, rest) in self.ends.items()},
+        )
+
+
+class Enough(Exception):  # noqa: N818 - nothing is wrong
+    """All that was to be seen of a layer was seen."""
+
+
+class Kept:
+    """What was made of a batch within a layer, so that it need not be made again; at most ``room`` bytes of all."""
+
+    def __init__(self, way: Way, room: int) -> None:
+        self._way, self._room = way, room
+        self._found: dict[tuple[int, bool, str], torch.Tensor] = {}
+
+    def put(self, number: int, original: bool, name: str, found: torch.Tensor) -> None:
+        """Keep what enters a module that a part of the layer ends by, or what a part of it made."""
+        if found.nbytes <= self._room:
+            self._room -= found.nbytes
+            self._found[number, original, name] = found
+
+    def pop(self, number: int, original: bool, name: str) -> torch.Tensor | None:
+        """What was kept, which is not kept any longer."""
+        found = self._found.pop((number, original, name), None)
+        self._room += 0 if found is None else found.nbytes
+        return found
+
+    @contextmanager
+    def answering(
+        self, model: Any, number: int, original: bool, told: Callable[[str, torch.Tensor], None]
+    ) -> Iterator[None]:
+        """Have parts of the layer answer with what is kept; ``told`` of modules that they end by, and their results."""
+        answering = []
+        for name, (part, rest) in self._way.ends.items():
+            entered = self.pop(number, original, name)
+            if entered is not None:
+                self.put(number, original, part, model.get_submodule(name).forward(entered))
+            found = self._found.get((number, original, part))
+            if found is None:
+                continue
+
+            def answer(
+                *_: Any, name: str = name, found: torch.Tensor = found, rest: int | None = rest, **__: Any
+            ) -> Any:
+                told(name, found)
+                return found if rest is None else (found, *[None] * rest)
+
+            answering.append(model.get_submodule(part))
+            answering[-1].forward = answer
+        try:
+            yield
+        finally:
+            for module in answering:
+                del module.forward
+
+
+class Sums:
+    """X^T X by the first module that an input meets, of the modules of a turn, and what the 16-bit model has more."""
+
+    def __init__(self, way: Way, modules: Sequence[str], kept: Kept) -> None:
+        self._way, self._modules, self._kept = way, frozenset(modules), kept
+        self._found: dict[str, Inputs] = {}
+        self._first: dict[str, str] = {}  # by module
+        self._last: tuple[Any, Rounding, torch.Tensor, str] | None = None
+        self._original: dict[str, torch.Tensor] = {}
+        self._states: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._hidden: torch.Tensor | None = None  # what modules have added to, in the model that is made
+
+    @contextmanager
+    def watching_original(self, model: Any, number: int, hidden: torch.Tensor, *, whole: bool) -> Iterator[None]:
+        """See what enters the turn's modules in the 16-bit model, and the hidden states around those that add.
+
+        The forward ends there, but for one that is to be ``whole``.
+        """
+        states, waited = [hidden], set(self._modules)
+        behind = self._modules & (self._way.adding | self._way.ends.keys())  # those whose results are wanted too
+
+        def seen(name: str) -> None:
+            waited.discard(name)
+            if not waited and not whole:
+                raise Enough
+
+        def before(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            came = entering(args, kwargs)
+            self._original[name] = came.reshape(-1, came.shape[-1])
+            if name not in behind:
+                seen(name)
+
+        def added(name: str, found: torch.Tensor) -> None:
+            if name in self._way.adding:
+                states.append(states[-1] + found)
+                if name in self._modules:
+                    before, now = (each.reshape(-1, each.shape[-1]) for each in states[-2:])
+                    self._states[name] = before, now
+
+        def after(name: str, _args: Any, _kwargs: Any, found: torch.Tensor) -> None:
+            added(name, found)
+            if name in behind:
+                if name in self._way.ends and not whole:
+                    self._kept.put(number, True, self._way.ends[name][0], found)
+                seen(name)
+
+        with ExitStack() as stack:
+            stack.enter_context(self._kept.answering(model, number, True, added))
+            stack.enter_context(preceding(model, self._modules, before))
+            stack.enter_context(following(model, self._way.adding | behind, after))
+            yield
+
+    @contextmanager
+    def rounding(
+        self, model: Any, number: int, hidden: torch.Tensor, roundings: Mapping[str, Rounding]
+    ) -> Iterator[None]:
+        """Round what enters modules, and count what enters those of the turn, where the forward ends."""
+        self._hidden, waited = hidden, set(self._modules)
+
+        def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            rounded = self._take(name, entering(args, kwargs), roundings[name])
+            if name in self._modules:
+                if name in self._way.ends:
+                    self._kept.put(number, False, name, rounded)
+                waited.discard(name)
+                if not waited:
+                    raise Enough
+            return ((rounded, *args[1:]), kwargs) if args else (args, {**kwargs, "input": rounded})
+
+        def added(name: str, found: torch.Tensor) -> None:
+            if name in self._way.adding and self._hidden is not None:
+                self._hidden = self._hidden + found
+
+        with ExitStack() as stack:
+            stack.enter_context(self._kept.answering(model, number, False, added))
+            stack.enter_context(preceding(model, roundings, before))
+            stack.enter_context(
+                following(model, self._way.adding, lambda name, _args, _kwargs, made: added(name, made))
+            )
+            yield
+
+    def _take(self, name: str, came: torch.Tensor, how: Rounding) -> torch.Tensor:
+        """What enters a module, rounded; of several that it enters it is counted once."""
+        if self._last is None or self._last[0] is not came or self._last[1] is not how:
+            self._last = came, how, how(came), name
+        rounded = self._last[2]
+        if name in self._modules and self._first.setdefault(name, self._last[3]) == name:
+            self._add(name, rounded.reshape(-1, rounded.shape[-1]))
+        return rounded
+
+    def _add(self, name: str, rows: torch.Tensor) -> None:
+        width = rows.shape[1]
+        known = self._found.get(name)
+        original, states = self._original.get(name), self._states.get(name)
+        if known is None:
+            square = rows.new_zeros(width, width, dtype=torch.float32)
+            known = Inputs((name,), square, 0)
+            if original is not None:
+                known = replace(known, gap=square.clone())
+            if states is not None:
+                known = replace(known, owed=rows.new_zeros(width, states[0].shape[-1], dtype=torch.float32))
+        with _exact_in_tf32(rows):
+            wide = rows.float()
+            weight = wide.new_ones(()) if states is None else states[1].float().square().mean(-1, keepdim=True).rsqrt()
+            scaled = wide if states is None else wide * weight
+            known.hessian.addmm_(scaled.t(), scaled)
+            # Tokens that another expert gets in the 16-bit model have no counterpart here.
+            if known.gap is not None and original is not None and original.shape == rows.shape:
+                known.gap.addmm_(scaled.t(), (original.float() - wide) * weight)
+            if known.owed is not None and states is not None and self._hidden is not None:
+                here = self._hidden.reshape(-1, self._hidden.shape[-1])
+                known.owed.addmm_(scaled.t(), (states[0].float() - here.float()) * weight)
+        self._found[name] = replace(known, tokens=known.tokens + len(rows))
+
+    def end_batch(self) -> None:
+        """Let go of what was seen of the batch."""
+        self._last = self._hidden = None
+        self._original.clear()
+        self._states.clear()
+
+    def found(self) -> list[Inputs]:
+        """What was summed, in the order of the forward."""
+        return [
+            replace(one, modules=tuple(each for each, first in self._first.items() if first == name))
+            for name, one in self._found.items()
+        ]
+
+
+@contextmanager
+def _exact_in_tf32(rows: torch.Tensor) -> Iterator[None]:
+    """Let a GPU multiply numbers of 16 bit in TF32, whose 11 bits of mantissa hold them, and add in float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before or rows.element_size() == 2
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
