@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.base.errors import QuantmintError, UserError
 from pipeline.base.progress import reporter_for
 from pipeline.commands.options import MODEL_FOLDER, emit, json_option, store_option, vllm_option
 
 if TYPE_CHECKING:
-    from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.host.subject import Finding
     from pipeline.serving.model.facts import ModelFacts
     from pipeline.serving.planning.target import Target
@@ -93,9 +91,10 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         profile_for,
         speculation_of,
         target_for,
+        vllm_for,
     )
 
-    version, environment = _serving(given["vllm"], given["launcher"], planning=planning)
+    version, environment = vllm_for(given["vllm"], elsewhere=planning or given["launcher"] in ("docker", "endpoint"))
     found = find_model(
         model,
         store=given["store_path"],
@@ -132,27 +131,6 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         hosts=tuple(given["host_ip"].split(",")) if given["host_ip"] else (),
         port=port,
     )
-
-
-def _serving(text: str | None, launcher: str, *, planning: bool) -> tuple[str, VllmEnvironment | None]:
-    from pipeline.serving.environment import find_vllm
-    from pipeline.serving.knobs.table import NEWEST_READ
-    from pipeline.stages.launch import version_of
-
-    version = version_of(text)
-    elsewhere = planning or launcher in ("docker", "endpoint")
-    if version is not None and not elsewhere:
-        raise UserError(
-            f"--vllm: {text} is a version, expected the `vllm` command to run",
-            hint="A version is planned for with --dry-run, and run with --launcher docker.",
-        )
-    try:
-        environment = find_vllm(None if version is not None else text)
-        return version or environment.version, environment
-    except QuantmintError:
-        if not elsewhere or (text is not None and version is None):
-            raise
-        return version or NEWEST_READ, None
 
 
 def _show(request: Request, form: str, given: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import click
 
 from pipeline.base.errors import UserError
 from pipeline.base.progress import reporter_for
-from pipeline.commands.options import FOLDER, emit, json_option, store_option, vllm_option
+from pipeline.commands.options import FOLDER, emit, json_option, store_option
 from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
@@ -85,7 +85,9 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
 @click.option("--out", type=FOLDER, help="Folder of the result (default: tuning/NAME).")
 @click.option("--redo", is_flag=True, help="Measure everything again.")
 @click.option("--dry-run", is_flag=True, help="Show what would be tried.")
-@vllm_option
+@click.option(
+    "--vllm", metavar="PATH|VERSION", help="`vllm` executable or its environment; a version only with --dry-run."
+)
 @store_option
 @json_option
 def tune(

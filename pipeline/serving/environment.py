@@ -60,6 +60,18 @@ class VllmEnvironment:
         return _version(self, self.executable.stat().st_mtime_ns)
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedVersion(VllmEnvironment):
+    """No command: a version that is only planned for."""
+
+    planned: str
+
+    @property
+    def version(self) -> str:
+        """As it was named."""
+        return self.planned
+
+
 def find_vllm(
     explicit: str | Path | None = None, *, environ: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> VllmEnvironment:

@@ -59,6 +59,7 @@ class Memory:
 
     ``total`` is the accelerator's, ``budget`` the share that vLLM may take, ``kv_cache`` what of it is left for keys
     and values, ``kv_tokens`` how many tokens that holds in one engine, ``concurrency`` requests of full length in it.
+    ``beside`` is what the launch takes without vLLM counting it: the buffers of Quick Reduce.
     """
 
     total: int
@@ -70,6 +71,7 @@ class Memory:
     kv_bytes_per_token: int
     kv_tokens: int
     concurrency: float
+    beside: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ import click
 from eval import workloads
 from eval.errors import DefinitionError
 from pipeline.base.argument import classify
-from pipeline.base.errors import UserError, did_you_mean
+from pipeline.base.errors import QuantmintError, UserError, did_you_mean
 from pipeline.base.machine import Machine
 from pipeline.base.processes import stop_signals
 from pipeline.base.progress import PlainReporter, Progress, RichReporter
@@ -38,11 +38,11 @@ from pipeline.publish.places import published_folder, serving_name
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.recipe.load import recipe_names
 from pipeline.recipe.schema import Recipe, Speculative
-from pipeline.serving.environment import VllmEnvironment
+from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.host.checks import preflight
 from pipeline.serving.host.detect import detect
 from pipeline.serving.host.subject import wanted_by
-from pipeline.serving.knobs.table import knob, table
+from pipeline.serving.knobs.table import NEWEST_READ, knob, table
 from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
@@ -183,6 +183,27 @@ def _made(setting: Setting, config: Path | None) -> Path | None:
             return model_folder(entry)
     published = published_folder(setting.recipe, setting.home)
     return published if published is not None and (published / "config.json").is_file() else None
+
+
+def vllm_for(text: str | None, *, elsewhere: bool) -> tuple[str, VllmEnvironment | None]:
+    """The version to plan for, and the command that ``--vllm`` or the machine has.
+
+    What is only planned, or runs ``elsewhere``, needs none: it is for the version that is named, else for the newest
+    that the tables know. Raises `UserError` where one is needed and not there.
+    """
+    version = version_of(text)
+    if version is not None and not elsewhere:
+        raise UserError(
+            f"--vllm: {text} is a version, expected the `vllm` command to run",
+            hint="A version is planned for with --dry-run, and run with --launcher docker.",
+        )
+    try:
+        environment = find_vllm(None if version is not None else text)
+        return version or environment.version, environment
+    except QuantmintError:
+        if not elsewhere or (text is not None and version is None):
+            raise
+        return version or NEWEST_READ, None
 
 
 @dataclass(frozen=True, slots=True)

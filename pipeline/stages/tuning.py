@@ -19,10 +19,9 @@ from pipeline.base.machine import Machine, cores
 from pipeline.base.progress import Reporter
 from pipeline.quantize.digest import file_digests, folder_digest
 from pipeline.recipe.schema import Serve
-from pipeline.serving.environment import find_vllm
+from pipeline.serving.environment import PlannedVersion
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import profile
 from pipeline.serving.tuning.report import Report, report, write
 from pipeline.serving.tuning.space import (
     BASE,
@@ -38,7 +37,7 @@ from pipeline.serving.tuning.space import (
 )
 from pipeline.serving.tuning.sweep import Sweep, planned, run_sweep
 from pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, first_pass
-from pipeline.stages.launch import ServedModel, fetched, find_model, target_for
+from pipeline.stages.launch import ServedModel, fetched, find_model, profile_for, target_for, vllm_for
 from pipeline.stages.search import run_search
 from pipeline.stages.session import open_setting
 from pipeline.store.disk import disk_errors
@@ -160,11 +159,12 @@ def open_subject(
 ) -> Opened:
     """Find or make what is tuned. A recipe's checkpoint is made, through `inspect`, where there is none.
 
-    Without ``measuring`` nothing is made, and this machine need not be the target. With ``tunableop`` the base plan
-    does without the kernels that an earlier sweep left. Raises UserError for what is not there.
+    Without ``measuring`` nothing is made, this machine need not be the target, and ``vllm`` may be a version. With
+    ``tunableop`` the base plan does without the kernels that an earlier sweep left. Raises UserError for what is not
+    there.
     """
-    environment = find_vllm(vllm)
-    found = find_model(text, store=store.root, vllm=vllm)
+    version, environment = vllm_for(vllm, elsewhere=not measuring)
+    found = find_model(text, store=store.root, vllm=vllm if environment is not None else None)
     if measuring:
         found = _present(found, text, vllm, store, reporter)
     recipe = found.recipe
@@ -179,15 +179,13 @@ def open_subject(
         load = workloads.load(workload or (usual if recipe is None else recipe.target.workload))
     except DefinitionError as error:
         raise UserError(str(error)) from error
-    if recipe is None:
-        # Random prompts are text again before they are sent, and the server may count some tokens more than were drawn.
-        length = max(load.longest, min(load.longest + max(16, load.longest // 16), found.facts.context))
-    elif (length := recipe.target.max_model_len) < load.longest:
+    if recipe is not None and recipe.target.max_model_len < load.longest:
         raise UserError(
             f"the longest request of workload {load.name} has {load.longest} tokens, the recipe's max_model_len is "
-            f"{length}",
+            f"{recipe.target.max_model_len}",
             hint="name a smaller workload with --workload",
         )
+    asked = profile_for(workload if recipe else workload or usual, recipe, concurrency=None, max_model_len=None)
     serve = Serve() if recipe is None else recipe.serve
     kernels = None if tunableop else found.tunableop
     model = Path(found.model)
@@ -196,13 +194,9 @@ def open_subject(
         model,
         found.facts,
         target=place,
-        profile=profile(
-            serve.profile or load.profile,
-            concurrency=load.in_flight,
-            max_model_len=length,
-        ),
-        vllm_version=environment.version,
-        purpose="measure",  # without prefix caching: cells of one length get the same prompts
+        profile=replace(asked, longest=load.longest),
+        vllm_version=version,
+        purpose="tune",  # what `serve` starts but for prefix caching: cells of one length get the same prompts
         speculative=serve.speculative,
         packed=serve.pack,
         arguments=serve.arguments,
@@ -217,7 +211,7 @@ def open_subject(
         target=str(place),
         kind=place.accelerator.kind,
         workload=load,
-        vllm=environment,
+        vllm=environment or PlannedVersion(Path("vllm"), version),
         machine=MappingProxyType(machine_facts(place, Machine()) if measuring else {"target": str(place)}),
         planner=planner(make, serve.overrides),
     )

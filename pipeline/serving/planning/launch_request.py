@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -23,7 +23,8 @@ from pipeline.serving.plan import HostCheck, Layout, Memory, Reason
 from pipeline.serving.planning.memory import fit, kv_bytes_per_token
 from pipeline.serving.planning.target import Profile, Target
 
-Purpose = Literal["serve", "measure"]
+Purpose = Literal["serve", "measure", "tune"]
+"""For users; a side of a comparison; or a server for users while its knobs are measured."""
 KvDtype = Literal["auto", "fp8"]
 
 LEN_FLAG = "--max-model-len"
@@ -33,6 +34,7 @@ _CPU_KV_MOST_GIB = 4
 #: What vLLM takes where a launch says nothing (config/cache.py, config/scheduler.py, engine/arg_utils.py).
 _SEQS, _BATCHED, _GRAPHS = 1024, 8192, "FULL_AND_PIECEWISE"
 _BACKEND = "--attention-backend"
+_QUICK_REDUCE = "VLLM_ROCM_QUICK_REDUCE_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class LaunchRequest:
     def settings(self, layout: Layout) -> Settings:
         """Every knob that this layout calls for, or that the recipe sets."""
         facts = self.knob_facts(layout)
+        facts |= self._quick_reduce(facts)
         flags: dict[str, str | None] = {}
         env: dict[str, str] = {}
         docker: list[tuple[str, str | None]] = []
@@ -101,6 +104,17 @@ class LaunchRequest:
             host.append(HostCheck(package, "installed beside vLLM", why, "vLLM 0.32 layers/quantization/quark"))
         return Settings(MappingProxyType(flags), MappingProxyType(env), tuple(docker), tuple(host), tuple(reasons))
 
+    def _quick_reduce(self, facts: Mapping[str, Fact]) -> dict[str, Fact]:
+        """The type in which the launch adds up, and the MB of its largest all-reduce; at least those it begins at."""
+        reduced = self._chosen(f"{_QUICK_REDUCE}QUANTIZATION", facts)
+        batched = self._chosen("--max-num-batched-tokens", facts)
+        size = 2 * self.facts.hidden * int((batched and batched[0]) or _BATCHED)
+        least = int(self.overrides.get(f"{_QUICK_REDUCE}MIN_SIZE_BYTES_MB") or 16)
+        return {
+            "quick_reduce": (reduced and reduced[0]) or "NONE",
+            "quick_reduce_mb": max(least, math.ceil(size / 2**20)),
+        }
+
     def _chosen(self, name: str, facts: Mapping[str, Fact]) -> tuple[str | None, str, str] | None:
         """Value, why and source; None where the knob is left alone."""
         if name in self.overrides:
@@ -121,7 +135,9 @@ class LaunchRequest:
         cpu_gib = settings.env.get("VLLM_CPU_KVCACHE_SPACE")
         block = flags.get("--block-size")
         wide = self.kv_cache_dtype == "auto" and flags.get("--dtype") in ("float", "float32")
-        return fit(
+        reduced = settings.env.get(f"{_QUICK_REDUCE}QUANTIZATION", "NONE") != "NONE" and layout.tensor > 1
+        buffers = 2 * int(settings.env.get(f"{_QUICK_REDUCE}MAX_SIZE_BYTES_MB") or 2048) * 2**20 if reduced else 0
+        found = fit(
             self.facts,
             self.target.accelerator,
             layout,
@@ -136,6 +152,7 @@ class LaunchRequest:
             version=self.version,
             cpu_kv_bytes=None if cpu_gib is None else int(float(cpu_gib) * 2**30),
         )
+        return replace(found, beside=buffers)
 
     def knob_facts(self, layout: Layout) -> dict[str, Fact]:
         """The facts that rules of the knob table ask for."""

@@ -19,8 +19,9 @@ from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import Layout, Memory
 from pipeline.serving.planning.target import Profile, Target
 
-LOW, HIGH = 128, 512
-"""Requests in flight up to which, and from which on, the guides decide (ROCm 2026: Parallelism strategies)."""
+LOW, CROSSING, HIGH = 128, 256, 512
+"""Requests in flight up to which, and from which on, the guides decide (ROCm 2026: Parallelism strategies); and the
+fewest at which data parallelism overtook tensor parallelism for latent attention (Data Parallel Attention)."""
 
 MemoryOf = Callable[[Layout], Memory]
 
@@ -106,10 +107,10 @@ def choose(
 
 
 def load(profile: Profile) -> str:
-    """``low`` or ``high``; between the guides' limits the profile decides."""
-    if profile.concurrency <= LOW:
+    """``low`` or ``high``; between the guides' limits the profile decides, below the crossing for ``between``."""
+    if profile.concurrency <= LOW or (profile.concurrency < HIGH and not profile.for_throughput):
         return "low"
-    return "high" if profile.concurrency >= HIGH or profile.for_throughput else "low"
+    return "between" if profile.concurrency < CROSSING else "high"
 
 
 def density_band(facts: ModelFacts) -> str:

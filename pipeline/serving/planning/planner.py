@@ -253,6 +253,12 @@ def _remarks(request: LaunchRequest, layout: Layout) -> Iterator[str]:
             "the checkpoint has no scales for an FP8 KV cache: vLLM takes 1.0 for each, and keys and values beyond"
             f" {most} are cut off; `kv_cache: fp8` in a recipe calibrates them"
         )
+    memory = request.memory(layout)
+    if memory.beside and memory.beside > memory.total - memory.budget:
+        yield (
+            f"--gpu-memory-utilization leaves {size(memory.total - memory.budget)} beside vLLM, and Quick Reduce takes"
+            f" {size(memory.beside)} there before vLLM looks: it will not start"
+        )
     if not request.len_given and request.max_model_len < facts.context:
         yield (
             f"planned for {request.max_model_len:,} tokens of the {facts.context:,} that the model knows, because"

@@ -235,7 +235,9 @@ def _memory(plan: LaunchPlan, memory: Memory, width: int) -> Iterator[str]:
     where = "the process" if accelerator(plan).kind == "cpu" else "each GPU"
     yield f"memory of {where}, GB"
     parts = {"weights": memory.weights, "activations": memory.activations, "graphs": memory.graphs}
-    parts |= {"KV cache": memory.kv_cache, "what vLLM may take": memory.budget, "all there is": memory.total}
+    parts |= {"KV cache": memory.kv_cache, "what vLLM may take": memory.budget}
+    parts |= {"Quick Reduce beside": memory.beside} if memory.beside else {}
+    parts |= {"all there is": memory.total}
     for name, count in parts.items():
         yield f"  {name:<20}{count / 1e9:>10,.2f}"
     room = f"room for {memory.kv_tokens:,} tokens ({memory.kv_bytes_per_token:,} B each)"

@@ -15,7 +15,7 @@ BASE: dict[str, Fact] = {
     **{"speculative_config": "", "tuned_gemms": "no", "tunableop_file": "", "family": "dense", "attention": "mha"},
     **{"hybrid": "no", "sliding": "no", "multimodal": "no", "encoder_share": 0.0, "head_dim": 128, "aiter_mla": "no"},
     **{"mm_prefix": "no", "chunked": "no", "parameters_b": 70.0, "quantization": "ptpc_fp8", "kv_cache_dtype": "auto"},
-    **{"tp": 1, "pp": 1, "dp": 1, "ep": "no", "gpus": 1, "packed": 1},
+    **{"tp": 1, "pp": 1, "dp": 1, "ep": "no", "gpus": 1, "packed": 1, "quick_reduce": "NONE", "quick_reduce_mb": 256},
 }
 GPT_OSS = {"family": "gpt-oss", "head_dim": 64, "sliding": "yes", "parameters_b": 117.0}
 MLA = {"family": "mla", "attention": "mla", "aiter_mla": "yes", "head_dim": 192, "parameters_b": 671.0}

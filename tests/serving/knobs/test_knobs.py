@@ -31,7 +31,9 @@ TEXT, NUMBER, YES_NO = str, float, ("yes", "no")
 #: What a rule may ask: the values that a fact can have, or its type.
 FACTS: dict[str, tuple[str, ...] | type] = {
     "kind": ("rocm", "cuda", "cpu"),
-    "purpose": ("serve", "measure"),
+    "purpose": ("serve", "measure", "tune"),
+    "quick_reduce": ("NONE", "FP", "INT8", "INT6", "INT4", "INT3"),
+    "quick_reduce_mb": NUMBER,
     "profile": ("latency", "streaming", "throughput", "offline"),
     "family": ("gpt-oss", "dsa", "mla", "moe", "dense"),
     "attention": ("mha", "mla", "dsa", "none"),

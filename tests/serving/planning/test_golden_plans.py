@@ -92,7 +92,7 @@ def questions(draw) -> dict:
             draw(st.sampled_from(sorted(profiles()))), concurrency=draw(st.integers(1, 5000)), max_model_len=length
         ),
         "vllm_version": draw(st.sampled_from(sorted(INTERFACES))),
-        "purpose": draw(st.sampled_from(["serve", "measure"])),
+        "purpose": draw(st.sampled_from(["serve", "measure", "tune"])),
         "packed": draw(st.sampled_from([1, 1, 1, 2])),
     }
 

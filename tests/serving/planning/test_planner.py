@@ -223,6 +223,43 @@ def test_a_pair_differs_by_what_belongs_to_the_checkpoint(hardware, kv_cache):
         assert flag(candidate, "--kv-cache-dtype") == (None if kv_cache == "auto" else "fp8")
 
 
+@pytest.mark.parametrize(("requests", "data"), [(128, 1), (129, 1), (255, 1), (256, 8), (512, 8)])
+def test_latent_attention_changes_where_the_guide_saw_it_cross_over(requests, data):
+    made = plan(facts("DeepSeek-R1-0528"), "mi355x:8", for_="throughput", concurrency=requests)
+    assert (made.layout.data, made.layout.expert) == (data, True)
+    # A dense model has nothing to exchange with others, and is alone from 129 on.
+    dense = plan(target="mi300x:8", for_="throughput", concurrency=requests)
+    assert dense.layout.replicas == (8 if requests > 128 else 1)
+
+
+QUICK = "VLLM_ROCM_QUICK_REDUCE_"
+
+
+@pytest.mark.parametrize("purpose", ["serve", "tune"])
+def test_what_was_tuned_of_quick_reduce_is_what_is_served(purpose):
+    wide = {"model": facts(LLAMA_405B), "target": "mi300x:8", "for_": "throughput", "purpose": purpose}
+    made = plan(**wide)
+    assert (made.env[f"{QUICK}QUANTIZATION"], made.env[f"{QUICK}CAST_BF16_TO_FP16"]) == ("FP", "0")
+    swept = plan(**wide, overrides={f"{QUICK}QUANTIZATION": "INT8"})
+    assert f"{QUICK}CAST_BF16_TO_FP16" not in swept.env, "without the cast INT8 begins at 2048 MB between 8"
+    assert made.env.keys() - swept.env.keys() == {f"{QUICK}CAST_BF16_TO_FP16"}
+    off = plan(**wide, overrides={f"{QUICK}QUANTIZATION": "NONE"})
+    assert [name for name in off.env if name.startswith(QUICK)] == [f"{QUICK}QUANTIZATION"]
+    assert off.memory.beside == 0
+
+
+def test_quick_reduce_takes_what_its_largest_all_reduce_needs_and_the_plan_counts_it():
+    wide = {"model": facts(LLAMA_405B), "target": "mi300x:8", "for_": "throughput"}
+    made = plan(**wide)
+    tokens = int(flag(made, "--max-num-batched-tokens") or 0)
+    assert made.env[f"{QUICK}MAX_SIZE_BYTES_MB"] == str(tokens * 16384 * 2 // 2**20)
+    assert made.memory.beside == 2 * tokens * 16384 * 2
+    assert plan(**wide, overrides={f"{QUICK}MAX_SIZE_BYTES_MB": False}).memory.beside == 2**32
+    tight = plan(**wide, overrides={"--gpu-memory-utilization": "0.999"})
+    assert any("Quick Reduce takes" in warning and "will not start" in warning for warning in tight.warnings)
+    assert not any("Quick Reduce" in warning for warning in made.warnings)
+
+
 def test_of_many_servers_one_is_measured():
     made = plan(target="mi300x:8", for_="throughput", concurrency=512, purpose="measure")
     assert made.layout.replicas == 8

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.errors import UserError
 from pipeline.commands.cli import main
 from tests.serving.conftest import write_tiny_llama
 from tests.serving.tuning.sweeping import command_in, starts
@@ -83,6 +84,38 @@ def test_a_dry_run_starts_nothing_and_may_name_another_machine(
     assert changed[changed.index("--block-size") + 1] == "32"
     assert starts(project) == []
     assert not (project / "tuning").exists()
+
+
+def test_what_is_tuned_is_what_is_served(tune: Tune, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("model", "--target", "mi300x:1", "--workload", "tiny")
+    assert tune(*asked, "--dry-run", "--json") == 0
+    base = json.loads(capsys.readouterr().out)["trials"][0]
+    with pytest.raises(SystemExit):
+        main(["serve", *asked, "--json", "--served-model-name", "model"])
+    served = json.loads(capsys.readouterr().out)
+    words = " ".join(base["argv"])
+    for only in (" --no-enable-prefix-caching", " --generation-config vllm", " --disable-uvicorn-access-log"):
+        assert only in words
+        words = words.replace(only, "")
+    assert words == " ".join(served["argv"])
+    assert base["env"] == {**served["env"], "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}
+
+
+def test_a_dry_run_needs_no_vllm(
+    tune: Tune, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.stages.launch.find_vllm", _absent)
+    elsewhere = ("model", "--target", "mi300x:1", "--workload", "tiny")
+    assert tune(*elsewhere, "--dry-run") == 0
+    assert "launches of vLLM 0.33.0 on mi300x:1" in capsys.readouterr().out
+    assert tune(*elsewhere, "--dry-run", "--vllm", "0.22.0") == 0
+    assert "launches of vLLM 0.22.0 on mi300x:1" in capsys.readouterr().out
+    assert tune(*elsewhere) == tune(*elsewhere, "--vllm", "0.22.0") == 2
+    assert "no vLLM" in capsys.readouterr().err
+
+
+def _absent(*_: Any) -> Any:
+    raise UserError("no vLLM found")
 
 
 @pytest.mark.parametrize(
