@@ -79,11 +79,21 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Offered:
+    """A value of a knob: the versions that take it, and the scheme that it gives to the weights of a 16-bit model."""
+
+    first: Version
+    end: Version
+    scheme: str
+
+
+@dataclass(frozen=True, slots=True)
 class Knob:
     """One entry of the table.
 
     It exists from ``first`` up to ``end``, without the ``gaps``; an empty version leaves that side open. ``outside``
-    says that it is not vLLM's own. ``sweep`` holds what tuning tries, ``never`` why no rule sets it.
+    says that it is not vLLM's own. ``sweep`` holds what tuning tries, ``values`` what is known of single values,
+    ``never`` why no rule sets it.
     """
 
     name: str
@@ -101,6 +111,7 @@ class Knob:
     disagreement: str
     never: str
     rules: tuple[Rule, ...]
+    values: Mapping[str, Offered]
 
     def known(self, version: Version) -> bool:
         """Whether that version of vLLM has the knob."""
@@ -149,9 +160,14 @@ def _knob(name: str, row: dict[str, Any]) -> Knob:
     first, end = _range(row.pop("vllm", None))
     lists: dict[str, Any] = {key: tuple(row.pop(key, ())) for key in ("replaces", "sweep", "guides")}
     gaps, rules = tuple(map(_range, row.pop("gaps", ()))), tuple(_rule(**rule) for rule in row.pop("rules", ()))
+    values = {
+        value: Offered(*_range(about.get("vllm")), about["scheme"]) for value, about in row.pop("values", {}).items()
+    }
     texts: dict[str, Any] = {"default": "", "disagreement": "", "never": ""}
     texts |= {key: " ".join(text.split()) for key, text in row.items()}
-    return Knob(name=name, outside=outside, first=first, end=end, gaps=gaps, rules=rules, **lists, **texts)
+    return Knob(
+        name=name, outside=outside, first=first, end=end, gaps=gaps, rules=rules, values=values, **lists, **texts
+    )
 
 
 def _rule(
@@ -220,11 +236,18 @@ def checked_overrides(overrides: Mapping[str, str | bool], version: str) -> dict
             continue
         if not entry.known(parse_version(version)):
             raise UserError(f"vLLM {version} does not know {name}", hint=entry.never or None)
+        _offered(entry, str(value), version)
         if name in _NUMBERS and (isinstance(value, bool) or not value.isdecimal()):
             raise UserError(f"{name} is {value!r}: expected a whole number")
         if name == "--gpu-memory-utilization" and not (isinstance(value, str) and _share(value)):
             raise UserError(f"{name} is {value!r}: expected a number above 0 and up to 1")
     return dict(overrides)
+
+
+def _offered(entry: Knob, value: str, version: str) -> None:
+    there = [name for name, one in entry.values.items() if within(parse_version(version), one.first, one.end)]
+    if value in entry.values and value not in there:
+        raise UserError(f"vLLM {version} has no {entry.name}={value}", hint=f"it has {', '.join(there)}")
 
 
 def layout_said(overrides: Mapping[str, str | bool], target: Target, *, busy: bool) -> Layout | None:

@@ -22,8 +22,15 @@ from pipeline.base import hardware as accelerators
 from pipeline.base.errors import UserError
 from pipeline.recipe.schema import Speculative
 from pipeline.serving.environment import Version, parse_version
-from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ, checked_arguments, checked_overrides, layout_said
-from pipeline.serving.model.facts import ModelFacts
+from pipeline.serving.knobs.table import (
+    NEWEST_READ,
+    OLDEST_READ,
+    checked_arguments,
+    checked_overrides,
+    layout_said,
+    table,
+)
+from pipeline.serving.model.facts import ModelFacts, as_quantized
 from pipeline.serving.plan import LaunchPlan, Layout, Memory, Reason
 from pipeline.serving.planning.launch_request import (
     GIVEN,
@@ -87,6 +94,7 @@ def plan_serving(
     if refusal is not None:
         raise UserError(refusal)
     asked = _length(facts, said, profile)
+    facts = _quantized_on_the_fly(facts, said)
     request = LaunchRequest(
         facts=facts,
         target=target,
@@ -208,6 +216,15 @@ def _kv_dtype(
             hint="leave the cache in 16 bit (kv_cache: auto), or plan for a later vLLM",
         )
     return "auto"
+
+
+def _quantized_on_the_fly(facts: ModelFacts, said: Mapping[str, str | bool]) -> ModelFacts:
+    """A 16-bit model with the weights that --quantization makes of it while it loads."""
+    made = table()["--quantization"].values.get(str(said.get("--quantization")))
+    if made is None or facts.quantization != "none":
+        return facts
+    stored = as_quantized(facts, scheme=made.scheme)
+    return replace(facts, pieces=stored.pieces, weights=stored.weights, group=stored.group)
 
 
 def _length(facts: ModelFacts, said: Mapping[str, str | bool], profile: Profile) -> int | None:

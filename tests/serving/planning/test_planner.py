@@ -140,6 +140,29 @@ def test_an_override_that_cannot_be(overrides, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("version", "value", "there"),
+    [
+        ("0.26.0", "ptpc_fp8", "fp8, fp8_per_tensor, fp8_per_block, fp8_per_channel, mxfp8"),
+        ("0.33.0", "ptpc_fp8", "fp8, fp8_per_tensor, fp8_per_block, fp8_per_channel, mxfp8"),
+        ("0.23.0", "fp8_per_channel", "fp8, fp8_per_tensor, fp8_per_block, mxfp8"),
+        ("0.19.0", "fp8_per_block", "fp8"),
+    ],
+)
+def test_a_quantization_that_a_version_does_not_have(version, value, there):
+    with pytest.raises(UserError, match=f"vLLM {version} has no --quantization={value}") as caught:
+        plan(vllm_version=version, overrides={"--quantization": value})
+    assert caught.value.hint == f"it has {there}"
+
+
+def test_memory_knows_of_quantization_on_the_fly():
+    made = plan(overrides={"--quantization": "fp8_per_channel"})
+    assert flag(made, "--quantization") == "fp8_per_channel"
+    assert made.memory.weights == plan(as_quantized(facts(), scheme="ptpc_fp8")).memory.weights < plan().memory.weights
+    stored = as_quantized(facts(), scheme="mxfp4")
+    assert plan(stored, overrides={"--quantization": "quark"}).memory == plan(stored).memory
+
+
 def test_parallelism_that_the_recipe_spells_out():
     spelled = {"--tensor-parallel-size": "2", "--enable-expert-parallel": True}
     made = plan(facts("Qwen3-30B-A3B"), "mi300x:8", overrides=spelled, for_="throughput", concurrency=512)
