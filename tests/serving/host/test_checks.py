@@ -66,6 +66,7 @@ def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Pa
     root = trees.instinct(tmp_path, used={0: 150 * GIB})
     trees.write(root, "proc/sys/kernel/numa_balancing", 1)
     trees.write(root, "proc/cmdline", "ro")
+    trees.write(root, "opt/rocm/.info/version", "6.4.1")
     (root / "sys/kernel/iommu_groups/0").mkdir(parents=True)
     (root / "dev/kfd").unlink()
     trees.infiniband(root, [("1: DOWN", "2: Polling")])

@@ -39,6 +39,30 @@ def test_no_environment(tmp_path: Path, finding):
     assert (absent.status, "QUANTMINT_VLLM" in absent.fix) == ("fail", True)
 
 
+@pytest.mark.parametrize(
+    ("said", "torch", "old", "new"),
+    [
+        ("7.1.0-38", "2.9.1+rocm7.1", ("ok", "7.1.0-38"), ("ok", "7.1.0-38")),
+        ("6.4.1", "2.9.1+rocm7.0", ("ok", "6.4.1, PyTorch's is 7.0"), ("fail", "6.4.1, PyTorch's is 7.0")),
+        (None, "2.8.0+rocm6.2", ("fail", "6.2"), ("fail", "6.2")),
+        (None, "2.9.1+cpu", ("skipped", "neither"), ("skipped", "neither")),
+    ],
+)
+def test_rocm(tmp_path: Path, finding, said: str | None, torch: str, old, new):
+    for tree, (status, found) in ((trees.instinct(tmp_path / "old"), old), (trees.mi355x(tmp_path / "new"), new)):
+        if said is not None:
+            trees.write(tree, "opt/rocm/.info/version", said)
+        seen = finding("rocm", machine(tree, installed={"torch": torch}))
+        assert (seen.status, seen.found.startswith(found)) == (status, True), seen
+
+
+def test_aiter(tmp_path: Path, finding):
+    tree = trees.instinct(tmp_path / "gpu")
+    for name, status in (("amd-aiter", "ok"), ("aiter", "ok"), ("vllm", "fail")):
+        assert finding("aiter", machine(tree, installed={name: "0.1.9"})).status == status
+    assert finding("aiter", machine(tree), vllm=tmp_path / "none").status == "skipped"
+
+
 def test_quark_where_mx_is_emulated(tmp_path: Path, finding, vllm: Path):
     old, new = (machine(trees.instinct(tmp_path / "old")), machine(trees.mi355x(tmp_path / "new")))
     seen = finding("amd-quark", old, wanted=MX)

@@ -16,6 +16,7 @@ from pipeline.base.machine import Machine, Space
 GIB = 1 << 30
 #: What the driver keeps for itself of the memory of a card.
 KEPT = 16 << 20
+SERVING = {"vllm": "0.32.0+rocm700", "torch": "2.9.1+rocm7.0", "amd-aiter": "0.1.9"}
 PYTHON = "/opt/serving/bin/python"
 NODES = "sys/class/kfd/kfd/topology/nodes"
 
@@ -112,7 +113,7 @@ def machine(root: Path, environ: Mapping[str, str] | None = None, **changes: Any
 
     ``installed`` (distribution: version) is the serving environment's, ``smi`` what nvidia-smi prints.
     """
-    answer = json.dumps(changes.pop("installed", {"vllm": "0.32.0+rocm700"}))
+    answer = json.dumps(changes.pop("installed", SERVING))
     smi = changes.pop("smi", None)
 
     def run(argv: Sequence[str]) -> str | None:

@@ -95,6 +95,14 @@ def test_names_and_values_are_those_of_the_source(version: str) -> None:
     assert checked
 
 
+def test_every_switch_of_aiter_that_suits_more_than_one_model_is_there() -> None:
+    """What is not belongs to one model, or was there for a few versions."""
+    single = re.compile(r"_(DSV4|SITUV2\w*|DCP_VERIFY|MEGA_MOE_\w+|PAGED_ATTN)$")
+    switches = {name for name in INTERFACES[NEWEST_READ]["env"] if "_AITER" in name and not single.search(name)}
+    assert switches <= table().keys()
+    assert len(switches) >= 17
+
+
 def test_the_versions_are_the_supported_ones() -> None:
     assert (min(INTERFACES, key=parse_version), max(INTERFACES, key=parse_version)) == (OLDEST_READ, NEWEST_READ)
     bounds = {

@@ -102,6 +102,20 @@ def test_without_a_log_no_promise_is_missed_and_with_one_it_is() -> None:
     assert found.line == "planned: ROCM_AITER_FA, seen: none that the log names"
 
 
+@pytest.mark.parametrize(
+    ("network", "why"),
+    [
+        ("[send] via NET/IB/0/GDRDMA", None),
+        ("[send] via NET/IB/3(1)/GDRDMA/Shared", None),
+        ("[send] via NET/IB/12/Shared", "RDMA without GPUDirect"),
+        ("[receive] via NET/Socket/0", "TCP sockets"),
+    ],
+)
+def test_how_nodes_talk(network: str, why: str | None) -> None:
+    log = f"node1:7:9 [3] NCCL INFO Channel 00/0 : 8[0] -> 0[0] {network}\n"
+    assert [finding.why.count(why or "") for finding in scan_log(log).cautions] == ([] if why is None else [1])
+
+
 @pytest.mark.parametrize(("dtype", "found"), [("fp8", 1), ("fp8_e4m3", 1), ("fp8_per_token_head", 0), ("auto", 0)])
 def test_an_fp8_cache_of_a_16_bit_model_has_no_scales(dtype: str, found: int) -> None:
     log = (LOGS / "rocm-0.24.log").read_text(encoding="utf-8").replace("kv_cache_dtype=auto", f"kv_cache_dtype={dtype}")
@@ -173,6 +187,11 @@ def test_the_attention_backend(line: str, backend: str | None) -> None:
             "ValueError: Failed to find a kernel that can implement the MXFP4 linear layer.",
             "no-kernel",
             "the MXFP4 linear",
+        ),
+        (
+            "RuntimeError: wrong! device_gemm with the specified compilation parameters does not support this GEMM",
+            "aiter-moe",
+            "no kernel for this shape of experts",
         ),
         ("torch.OutOfMemoryError: HIP out of memory. Tried", "out-of-memory", "ran out of memory"),
         (
