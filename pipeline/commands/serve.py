@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.base.errors import UserError
 from pipeline.base.progress import reporter_for
 from pipeline.commands.options import MODEL_FOLDER, emit, json_option, store_option, vllm_option
 
@@ -40,6 +41,11 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 @click.option("--config", type=MODEL_FOLDER, help="config.json of a recipe's model, to plan without a network.")
 @click.option("--served-model-name", help="What clients call it (default: the folder's or recipe's name).")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Of the first server.")
+@click.option(
+    "--external-lb",
+    is_flag=True,
+    help="Leave --port to a balancer, which --compose adds; data parallel engines get a port each, from the next on.",
+)
 @click.option("--launcher", type=click.Choice(["local", "docker", "endpoint"]), default="local", show_default=True)
 @click.option("--endpoint", metavar="URL", help="A server that runs already, for --launcher endpoint.")
 @click.option("--api-key-variable", metavar="NAME", help="Variable that holds the endpoint's key.")
@@ -130,6 +136,7 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         environment=environment,
         hosts=tuple(given["host_ip"].split(",")) if given["host_ip"] else (),
         port=port,
+        external=given["external_lb"],
     )
 
 
@@ -144,8 +151,11 @@ def _show(request: Request, form: str, given: dict[str, Any]) -> None:
     elif form == "shell":
         click.echo(script(plan, processes), nl=False)
     elif form == "compose":
-        click.echo(compose(plan, processes, image=given["image"]), nl=False)
+        balancer = request.port if request.external else None
+        click.echo(compose(plan, processes, image=given["image"], balancer=balancer), nl=False)
     elif form == "kubernetes":
+        if request.external and plan.layout.data > 1:
+            raise UserError("--external-lb: found --kubernetes and data parallel engines, expected one of the two")
         click.echo(manifests(plan, processes, image=given["image"], claim=given["volume_claim"]), nl=False)
     else:
         installed = None if request.environment is None else request.environment.version

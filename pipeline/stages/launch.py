@@ -38,10 +38,11 @@ from pipeline.publish.places import published_folder, serving_name
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.recipe.load import recipe_names
 from pipeline.recipe.schema import Recipe, Speculative
-from pipeline.serving.environment import VllmEnvironment, find_vllm
+from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.host.checks import preflight
 from pipeline.serving.host.detect import detect
 from pipeline.serving.host.subject import wanted_by
+from pipeline.serving.knobs.table import NEWEST_READ, knob, table
 from pipeline.serving.knobs.table import NEWEST_READ, knob, table
 from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan, Process, processes
@@ -191,6 +192,8 @@ def vllm_for(text: str | None, *, elsewhere: bool) -> tuple[str, VllmEnvironment
     What is only planned, or runs ``elsewhere``, needs none: it is for the version that is named, else for the newest
     that the tables know. Raises `UserError` where one is needed and not there.
     """
+    from pipeline.serving.environment import find_vllm
+
     version = version_of(text)
     if version is not None and not elsewhere:
         raise UserError(
@@ -208,13 +211,17 @@ def vllm_for(text: str | None, *, elsewhere: bool) -> tuple[str, VllmEnvironment
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One launch: ``how`` is `plan_serving` with what was asked; ``hosts`` are addresses of the nodes, in order."""
+    """One launch: ``how`` is `plan_serving` with what was asked; ``hosts`` are addresses of the nodes, in order.
+
+    ``external`` leaves ``port`` to a balancer, and gives each data parallel engine one of those behind it.
+    """
 
     model: ServedModel
     how: Callable[..., LaunchPlan]
     environment: VllmEnvironment | None = None
     hosts: Sequence[str] = ()
     port: int = 8000
+    external: bool = False
 
     def plan(self) -> tuple[LaunchPlan, tuple[Process, ...]]:
         """The plan with its processes. Raises `UserError` for what cannot be served there."""
@@ -223,7 +230,13 @@ class Request:
             plan = replace(plan, argv=(*plan.argv, "--revision", self.model.revision))
         if self.model.missing is not None:
             plan = replace(plan, warnings=(f"only planned: {self.model.missing.message}", *plan.warnings))
-        return plan, processes(plan, port=self.port, host_ips=self.hosts)
+        if self.external and plan.layout.data > 1 and not self.model.facts.experts:
+            raise UserError(
+                "vLLM balances the engines of a dense model itself, or knows nothing of them",
+                hint="Leave --data-parallel-size out: independent servers are what a balancer outside is for.",
+            )
+        first = self.port + self.external
+        return plan, processes(plan, port=first, host_ips=self.hosts, external=self.external)
 
 
 def target_for(text: str | None, recipe: Recipe | None) -> Target:

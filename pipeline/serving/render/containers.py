@@ -31,6 +31,23 @@ _LISTED = {
     "--security-opt": "security_opt",
     "--device": "devices",
 }
+_NGINX = "nginx:stable"
+_BALANCED = """\
+events {{}}
+http {{
+  upstream vllm {{ least_conn;{servers} keepalive 64; }}
+  server {{
+    listen {listen};
+    client_max_body_size 0;
+    proxy_http_version 1.1;
+    proxy_set_header Connection "";
+    proxy_buffering off;
+    proxy_read_timeout 1h;
+    location / {{ proxy_pass http://vllm; }}
+  }}
+}}
+"""
+"""Requests last seconds to minutes, so they go where the fewest are; tokens of a stream are passed on as they come."""
 START_PERIOD_S = 3600
 """Seconds that loading may take before a health check counts: a 405B model from a network disk takes most of it."""
 
@@ -91,8 +108,18 @@ def docker_run(
     )
 
 
-def compose(plan: LaunchPlan, processes: Sequence[Process], *, image: str | None = None, host: str = LOOPBACK) -> str:
-    """The file, with the warnings of the plan as comments at its top."""
+def compose(
+    plan: LaunchPlan,
+    processes: Sequence[Process],
+    *,
+    image: str | None = None,
+    host: str = LOOPBACK,
+    balancer: int | None = None,
+) -> str:
+    """The file, with the warnings of the plan as comments at its top; ``balancer`` is the port of one before servers.
+
+    UserError for a balancer of several nodes, whose addresses only their network knows.
+    """
     several = len({process.node for process in processes}) > 1
     services: dict[str, Any] = {}
     for process in processes:
@@ -104,7 +131,23 @@ def compose(plan: LaunchPlan, processes: Sequence[Process], *, image: str | None
         if process.replica % plan.layout.packed:  # as `waves` has it
             before = name.replace(f"-{process.replica}", f"-{process.replica - 1}")
             services[name]["depends_on"] = {before: {"condition": "service_healthy"}}
-    return comments(plan) + dump({"services": services})
+    if balancer is None:
+        return comments(plan) + dump({"services": services})
+    if several:
+        raise UserError(
+            f"{plan.target}: a compose file has no balancer over several nodes",
+            hint="Name their addresses in one of your own.",
+        )
+    services["balancer"] = {
+        "image": _NGINX,
+        "network_mode": "host",
+        "configs": [{"source": "balancer", "target": "/etc/nginx/nginx.conf"}],
+        "depends_on": {name: {"condition": "service_healthy"} for name in services},
+        "restart": "unless-stopped",
+    }
+    servers = "".join(f" server {host}:{process.port};" for process in processes)
+    config = _BALANCED.format(servers=servers, listen=f"{host}:{balancer}")
+    return comments(plan) + dump({"services": services, "configs": {"balancer": {"content": config}}})
 
 
 def _composed(plan: LaunchPlan, process: Process, image: str | None, host: str) -> dict[str, Any]:

@@ -26,7 +26,10 @@ Say = Callable[[str], None]
 Start = Callable[[Process, int | None], Child]
 """Starts one process of a launch; the port is None where nothing is served."""
 
-BALANCER = "nothing spreads requests over the replicas yet: put a balancer (nginx, a Kubernetes Service) before them"
+BALANCER = (
+    "nothing spreads requests over the replicas yet: put a balancer before them (nginx, as --external-lb --compose"
+    " writes it, or a Kubernetes Service)"
+)
 """What to say of several servers."""
 _POLL_S = 0.1
 _UNSEEN = "a process that this user cannot see"
