@@ -38,11 +38,10 @@ from pipeline.publish.places import published_folder, serving_name
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.recipe.load import recipe_names
 from pipeline.recipe.schema import Recipe, Speculative
-from pipeline.serving.environment import VllmEnvironment
+from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.host.checks import preflight
 from pipeline.serving.host.detect import detect
 from pipeline.serving.host.subject import wanted_by
-from pipeline.serving.knobs.table import NEWEST_READ, knob, table
 from pipeline.serving.knobs.table import NEWEST_READ, knob, table
 from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan, Process, processes
@@ -192,8 +191,6 @@ def vllm_for(text: str | None, *, elsewhere: bool) -> tuple[str, VllmEnvironment
     What is only planned, or runs ``elsewhere``, needs none: it is for the version that is named, else for the newest
     that the tables know. Raises `UserError` where one is needed and not there.
     """
-    from pipeline.serving.environment import find_vllm
-
     version = version_of(text)
     if version is not None and not elsewhere:
         raise UserError(
