@@ -76,8 +76,10 @@ def cut(tokenizer: Any, documents: Sequence[str], count: int, spare: int = 0) ->
 class Bench:
     """A model, its tokens, and what is measured with them."""
 
-    def __init__(self, model: str, samples: int, windows: int, folder: Path) -> None:
+    def __init__(self, model: str, samples: int, windows: int, folder: Path, device: str = "cpu") -> None:
         from transformers import AutoTokenizer
+
+        self.device = device
 
         self.source, self.text, calibration, held_out = texts(model)
         self.folder, tokenizer = folder, AutoTokenizer.from_pretrained(self.source)
@@ -98,10 +100,10 @@ class Bench:
     def command(self, row: Mapping[str, Any], out: Path) -> list[str]:
         """The command line that makes a row's checkpoint."""
         if "peer" in row:
-            task = {"device": "cpu", "text": str(self.folder / "words.txt"), "batch": _BATCH} | row["task"]
+            task = {"device": self.device, "text": str(self.folder / "words.txt"), "batch": _BATCH} | row["task"]
             peers = Path(__file__).with_name("peers.py")
             return [sys.executable, str(peers), row["peer"], json.dumps(task), str(self.source), str(out)]
-        options = [*shlex.split(row["options"]), "--device", "cpu", "--json", "--no-packing"]
+        options = [*shlex.split(row["options"]), "--device", self.device, "--json", "--no-packing"]
         options += ["--calibration", str(self.folder / "words.yaml"), "--samples", str(len(self.calibration))]
         options += ["--sequence-length", str(LENGTH), "--batch-size", str(_BATCH)]
         return [sys.executable, "-m", "pipeline", "quantize", str(self.source), str(out), *options]
@@ -145,11 +147,11 @@ class Bench:
 
         from pipeline.serving.reference.model import load
 
-        model: Any = load(folder, "cpu").model
+        model: Any = load(folder, self.device).model
         with torch.inference_mode():
-            parts = torch.tensor(self.held_out).split(_BATCH)
-            states = torch.cat([model.model(input_ids=part, use_cache=False).last_hidden_state for part in parts])
-            return states, model.get_output_embeddings().weight.detach()
+            parts = torch.tensor(self.held_out, device=self.device).split(_BATCH)
+            states = torch.cat([model.model(input_ids=part, use_cache=False).last_hidden_state.cpu() for part in parts])
+            return states, model.get_output_embeddings().weight.detach().cpu()
 
     def measure(self, folder: Path) -> dict[str, Any]:
         """What a checkpoint keeps of the model; ``kl_error`` is the standard error of ``kl`` over the windows."""
@@ -209,7 +211,8 @@ def table(result: Mapping[str, Any]) -> str:
     """The rows as a table of Markdown."""
     lines = [
         f"{result['text']}; {result['calibration']} x {LENGTH} tokens to calibrate, {result['windows']} x {LENGTH} "
-        f"held out; {result['machine']['cores']} cores of {result['machine']['processor']}",
+        f"held out; "
+        f"{result['machine']['accelerator'] or result['machine']['processor']}, {result['machine']['cores']} cores",
         "",
         "| checkpoint | bits | KL, nats | top-1 | perplexity | made in, s | CPU, s | peak, MB |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -247,6 +250,7 @@ def _chosen(only: str | None, extra: Sequence[str], made: Sequence[str]) -> list
 @click.option("--made", multiple=True, help="A checkpoint that is there: NAME=FOLDER.")
 @click.option("--samples", default=CALIBRATION_WINDOWS, show_default=True, help="Windows to calibrate on.")
 @click.option("--windows", default=HELD_OUT_WINDOWS, show_default=True, help="Windows of held-out text.")
+@click.option("--device", default="cpu", show_default=True, help="Where checkpoints are made and measured.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Where to work.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the result there.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw bits against KL there: .svg or .png.")
@@ -257,6 +261,7 @@ def main(
     made: tuple[str, ...],
     samples: int,
     windows: int,
+    device: str,
     folder: Path | None,
     json_path: Path | None,
     plot: Path | None,
@@ -265,9 +270,9 @@ def main(
     rows = _chosen(only, extra, made)
     work = Path(tempfile.mkdtemp(prefix="quantmint-quality-", dir=folder))
     try:
-        bench = Bench(model, samples, windows, work)
+        bench = Bench(model, samples, windows, work, device)
         result: dict[str, Any] = {
-            "machine": describe("cpu"),
+            "machine": describe(device),
             "model": model,
             "text": bench.text,
             "calibration": len(bench.calibration),
