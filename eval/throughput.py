@@ -1,20 +1,20 @@
 """The speed of a candidate relative to its baseline, cell by cell.
 
 The replicate is a launch of the server, not a request: requests of one launch share its memory layout, clocks, cache.
-A handful of launches bears no assumption about their distribution, so the tests are exact rank tests, and the intervals
-count every resample of the launches (`eval.statistics.ranks`).
+A handful of launches bears no assumption about their distribution, so the tests are exact rank tests, the interval of
+the ratio is theirs (`eval.statistics.ranks`), and of a latency the range over the launches stands beside its median.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median, stdev
 
 from eval.errors import MeasurementError
 from eval.measurements import CellResult
 from eval.records import Record
-from eval.statistics.ranks import median_interval, rank_test, ratio_interval
+from eval.statistics.ranks import rank_test, ratio_interval
 
 LATENCY_FIELDS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99")
 
@@ -27,13 +27,13 @@ class Throughput(Record):
 
     `baseline` and `candidate` are output tokens per second on `gpus` GPUs, `values_baseline` and `values_candidate`
     those of each launch in the order made; `ratio` is candidate / baseline, above 1 where the candidate is faster, with
-    a two-sided bootstrap interval over launches at `confidence`. `launches` counts (baseline, candidate).
+    the bounds of the rank test, each of which holds at `confidence`. `launches` counts (baseline, candidate).
 
     The p-values are exact and one-sided: `p_faster` that the candidate is faster than the baseline, `p_promise` that it
     is faster than `promise` times the baseline, `p_short` that it is slower than that (None without a promise).
 
     `latency` maps a field of `CellResult`, such as `ttft_p50`, to (baseline, candidate) in milliseconds, and
-    `latency_intervals` to the bootstrap intervals of both. `goodput` (requests per second that met their limits) and
+    `latency_intervals` to the ranges of both over launches. `goodput` (requests per second that met their limits) and
     `peak_concurrency` (requests) are (baseline, candidate), None where a launch did not report them.
     """
 
@@ -63,6 +63,12 @@ class Throughput(Record):
     def repeated(self) -> bool:
         """Whether both sides were launched more than once: with one launch the interval is a point and says nothing."""
         return min(self.launches) > 1
+
+
+def noise(results: Sequence[CellResult]) -> float:
+    """The relative standard deviation of output tokens/s from launch to launch of one side; 0 below two."""
+    values = [result.output_throughput for result in results]
+    return stdev(values) / mean(values) if len(values) > 1 else 0.0
 
 
 def compare(
@@ -127,8 +133,9 @@ def compare(
         total_candidate=total[1],
         latency={name: medians(name) for name in LATENCY_FIELDS},
         latency_intervals={
-            name: (median_interval(values(name)[0], confidence), median_interval(values(name)[1], confidence))
+            name: ((min(before), max(before)), (min(after), max(after)))
             for name in LATENCY_FIELDS
+            for before, after in [values(name)]
         },
         goodput=reported("goodput"),
         peak_concurrency=reported("peak_concurrency"),

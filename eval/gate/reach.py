@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
 
 from eval.gate.report import Policy
 from eval.power import outcome
 from eval.records import Record
-from eval.statistics.ranks import fewest_launches, rank_sums
+from eval.statistics.ranks import critical_pairs, fewest_launches
 from eval.statistics.sequential import plan_looks
 from eval.suites import Suite, SuiteTask
 
+NOISE = 0.01
+"""Relative: how far launches of a steady state lie apart, where none were seen."""
+_MOST = 20
+"""Launches a side that a recipe may ask for."""
 _DRAWS = 20_000
 """Pairs of series; the power that they give is off by a third of a per cent."""
 
@@ -43,13 +46,18 @@ class SpeedReach:
     """The promise of speed: with `launches` a side, `fewest` of which any test needs.
 
     A change of `detectable_spreads` standard deviations between launches is significant with the policy's power; None
-    where so few launches never are.
+    where so few launches never are. With the `noise` that was seen, or is assumed, it takes a checkpoint that is really
+    `least` times as fast. One that is as fast as was `seen` takes `needed` launches; None where so many tell nothing.
     """
 
     min_ratio: float
     launches: int
     fewest: int
     detectable_spreads: float | None
+    noise: float = NOISE
+    least: float | None = None
+    seen: float | None = None
+    needed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +74,39 @@ class Reach(Record):
     speed: SpeedReach | None
 
 
-def reach(suite: Suite, policy: Policy, looks: int) -> Reach:
-    """What a policy can tell on a suite whose items are asked in so many looks."""
+def reach(suite: Suite, policy: Policy, looks: int, *, noise: float | None = None, seen: float | None = None) -> Reach:
+    """What a policy can tell on a suite whose items are asked in so many looks, and of launches of this noise."""
     speed = None
     if policy.min_ratio is not None:
-        fewest = fewest_launches(policy.throughput_confidence)
-        enough = policy.launches >= fewest
-        spreads = detectable_shift(policy.launches, policy.throughput_confidence, policy.power) if enough else None
-        speed = SpeedReach(policy.min_ratio, policy.launches, fewest, spreads)
+        speed = _speed(policy.min_ratio, policy, NOISE if noise is None else noise, seen)
     tasks = {task.task: _task(task, policy, looks) for task in suite.tasks}
     chances = [task.passes for task in tasks.values() if task.passes is not None]
     return Reach(math.prod(chances), 1 - policy.confidence ** len(chances), tasks, speed)
+
+
+def _speed(promise: float, policy: Policy, noise: float, seen: float | None) -> SpeedReach:
+    fewest = fewest_launches(policy.throughput_confidence)
+
+    def spreads(launches: int) -> float:
+        return detectable_shift(launches, policy.throughput_confidence, policy.power)
+
+    def least(launches: int) -> float:
+        return promise * math.exp(noise * spreads(launches))
+
+    enough = policy.launches >= fewest
+    needed = None
+    if seen is not None and seen > least(_MOST):
+        needed = next(launches for launches in range(fewest, _MOST + 1) if seen > least(launches))
+    return SpeedReach(
+        promise,
+        policy.launches,
+        fewest,
+        spreads(policy.launches) if enough else None,
+        noise,
+        least(policy.launches) if enough else None,
+        seen,
+        needed,
+    )
 
 
 def detectable_shift(launches: int, confidence: float = 0.95, power: float = 0.8) -> float:
@@ -90,7 +120,7 @@ def detectable_shift(launches: int, confidence: float = 0.95, power: float = 0.8
 
     if launches < fewest_launches(confidence):
         raise ValueError(f"{launches} launches a side show nothing at {confidence:.0%} confidence")
-    critical = _critical_pairs(launches, 1 - confidence)
+    critical = critical_pairs(launches, launches, 1 - confidence)
     rng = np.random.RandomState(0)
     baseline, candidate = rng.standard_normal((2, _DRAWS, launches))
     apart = candidate[:, :, None] - baseline[:, None, :]
@@ -99,18 +129,6 @@ def detectable_shift(launches: int, confidence: float = 0.95, power: float = 0.8
         return float(((apart > -shift).sum(axis=(1, 2)) >= critical).mean()) - power
 
     return float(brentq(missing, 0.0, 20.0, xtol=1e-3))
-
-
-def _critical_pairs(launches: int, alpha: float) -> int:
-    """The least number of pairs (candidate above baseline) that is significant: Mann and Whitney's U, counted exactly.
-
-    It is the sum of the candidate's ranks less the least that this can be (Ann. Math. Statist. 18, 50-60, 1947).
-    """
-    ways = rank_sums(range(2 * launches), launches)
-    sums = sorted(ways, reverse=True)
-    limit = alpha * math.comb(2 * launches, launches) * (1 + 1e-9)
-    tails = zip(sums, accumulate(ways[total] for total in sums), strict=True)
-    return next(total for total, tail in tails if tail > limit) + 1 - sums[-1]
 
 
 def _task(task: SuiteTask, policy: Policy, looks: int) -> TaskReach:

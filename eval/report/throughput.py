@@ -84,8 +84,8 @@ def view(report: Report, gate: GateReport) -> dict[str, Any] | None:
 
 
 def _p_value(cell: Throughput) -> float | None:
-    """That the candidate is faster; where a slower one was promised, that it is no slower than that."""
-    return cell.p_faster if cell.promise is None or cell.promise > 1 else cell.p_promise
+    """That the candidate is faster than promised; without a promise, that it is faster."""
+    return cell.p_faster if cell.promise is None else cell.p_promise
 
 
 def _latency(group: Sequence[Measured], unit: str, name: str) -> dict[str, Any]:

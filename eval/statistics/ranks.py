@@ -1,10 +1,11 @@
-"""Exact inference from a handful of launches: a rank test and the bootstrap of a median, neither of them sampled."""
+"""Exact inference from a handful of launches: a rank test and its interval, neither of them sampled."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 
 def rank_test(higher: Sequence[float], lower: Sequence[float]) -> float:
@@ -48,68 +49,30 @@ def fewest_launches(confidence: float) -> int:
     return launches
 
 
-def median_law(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """The bootstrap's distribution of the median: (median, probability) for all medians that a resample can have.
-
-    All n**n resamples are counted by their middle order statistics (Maritz and Jarrett, JASA 73, 194-196, 1978, for odd
-    n; the same argument for the middle two of an even n), so nothing is drawn at random.
-    """
-    ordered, n = sorted(values), len(values)
-    if not n:
-        raise ValueError("no values, no median")
-    half = n // 2
-    found: defaultdict[float, float] = defaultdict(float)
-
-    def at_most(rank: int) -> float:
-        """Probability that the order statistic number `half`, or `half + 1` of an odd n, is among the first `rank`."""
-        least = half + n % 2
-        return sum(math.comb(n, k) * (rank / n) ** k * (1 - rank / n) ** (n - k) for k in range(least, n + 1))
-
-    for i in range(1, n + 1):
-        alone = at_most(i) - at_most(i - 1)
-        if n % 2 == 0:
-            # Half of the draws end exactly at i, the other half begins exactly at a later j.
-            below = (i / n) ** half - ((i - 1) / n) ** half
-            for j in range(i + 1, n + 1):
-                above = ((n - j + 1) / n) ** half - ((n - j) / n) ** half
-                both = math.comb(n, half) * below * above
-                found[(ordered[i - 1] + ordered[j - 1]) / 2] += both
-                alone -= both
-        found[ordered[i - 1]] += alone
-    return tuple(sorted((value, max(chance, 0.0)) for value, chance in found.items()))
-
-
-def median_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Two-sided percentile interval of the median at `confidence`, from all resamples."""
-    return _percentiles(median_law(values), confidence)
-
-
 def ratio_interval(numerator: Sequence[float], denominator: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Two-sided percentile interval of median(numerator) / median(denominator), each side resampled on its own.
+    """Bounds of how many times as large `numerator` is, each of which holds at `confidence`; all values above 0.
 
-    All values must be above 0. With four values a side it is the interval of all 65536 pairs of resamples.
+    They are those of `rank_test`: it shows more than any ratio below the lower bound, at 1 - confidence, and more than
+    no other. So each is a ratio of two values (Moses, in Walker and Lev, Statistical Inference, 1953; Hollander and
+    Wolfe, 4.3). Where so few values show nothing, they are the least and the greatest such ratio.
     """
-    below = median_law(denominator)
-    law: defaultdict[float, float] = defaultdict(float)
-    for above, chance in median_law(numerator):
-        for value, other in below:
-            law[above / value] += chance * other
-    return _percentiles(tuple(sorted(law.items())), confidence)
+    ratios = sorted(above / below for above in numerator for below in denominator)
+    left = len(ratios) - (critical_pairs(len(numerator), len(denominator), 1 - confidence) or len(ratios))
+    return ratios[left], ratios[-1 - left]
 
 
-def _percentiles(law: Sequence[tuple[float, float]], confidence: float) -> tuple[float, float]:
-    """The smallest value with at least (1 - confidence) / 2 of the probability up to it, and its mirror from above."""
-    tail = (1 - confidence) / 2
+def critical_pairs(higher: int, lower: int, alpha: float) -> int | None:
+    """The least number of pairs whose first is the higher one that is significant in `rank_test`; None where none is.
 
-    def first(ordered: Sequence[tuple[float, float]]) -> float:
-        total = 0.0
-        for value, chance in ordered:
-            total += chance
-            if total >= tail:
-                return value
-        return ordered[-1][0]
-
-    return first(law), first(law[::-1])
+    It is Mann and Whitney's U: the sum of ranks less the least that this can be (Ann. Math. Statist. 18, 1947).
+    """
+    ways = rank_sums(range(higher + lower), higher)
+    limit = alpha * math.comb(higher + lower, higher) * (1 + 1e-9)
+    sums = sorted(ways, reverse=True)
+    significant = [
+        total for total, tail in zip(sums, accumulate(ways[total] for total in sums), strict=True) if tail <= limit
+    ]
+    return significant[-1] - sums[-1] if significant else None
 
 
 def _doubled_ranks(values: Sequence[float]) -> list[int]:

@@ -163,6 +163,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     """
     from eval.gate.reach import reach
     from pipeline.base.hardware import cautions
+    from pipeline.stages.bench import outlook
     from pipeline.stages.checks import as_asked
     from pipeline.stages.cost import forecast
     from pipeline.stages.gate import policy_of
@@ -185,6 +186,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     questions = as_asked(setting.suite, evaluation, setting.recipe.gate)
     chosen = setting.chosen
     auto: dict[str, Any] = {} if chosen is None else {"auto": {"said": chosen.line, **chosen.to_json()}}
+    ahead = outlook(setting) if any(planned.key == "bench" for planned in plan) else {}
     told = {
         "recipe": setting.recipe.name,
         **auto,
@@ -193,7 +195,10 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
         "predicted": asdict(prediction),
         "costs": forecast(*model, setting.recipe, setting.device),
         "disk": {"needed": needed, "free": free, "where": str(where)},
-        "gate": reach(questions, policy_of(setting), evaluation.looks).to_json(),
+        "gate": reach(
+            questions, policy_of(setting), evaluation.looks, noise=ahead.get("noise"), seen=ahead.get("ratio")
+        ).to_json(),
+        "bench": ahead or None,
         "cautions": list(cautions(target.hardware, quantization.scheme, quantization.kv_cache, quantization.format)),
     }
     if as_json:
@@ -253,8 +258,28 @@ def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
         f"all tasks: a lossless candidate passes with a chance of {told['gate']['passes']:.0%}; "
         f"one that loses all that the margins allow fails with one of {told['gate']['false_fails']:.0%} at most"
     )
+    if told["bench"] is not None:
+        console.print(_ahead(told["bench"], told["gate"]["speed"]))
     for caution in told["cautions"]:
         console.print(f"[yellow]caution:[/] {escape(caution)}")
+
+
+def _ahead(bench: Mapping[str, Any], speed: Mapping[str, Any] | None) -> str:
+    """What measuring the throughput takes, and what it can show."""
+    assumed = "as assumed until some were seen" if bench["noise"] is None else "as last seen"
+    said = [
+        f"throughput: {bench['launches']} launches of {bench['prompts']:,} prompts, about "
+        f"{duration(bench['seconds'])}, {assumed}"
+    ]
+    if speed is not None and speed["least"] is not None:
+        said.append(
+            f"  {speed['launches']} a side show {speed['min_ratio']:g} x of a checkpoint that really has "
+            f"{speed['least']:.3f} x, where launches lie {speed['noise']:.1%} apart, {assumed}"
+        )
+    if speed is not None and speed["seen"] is not None:
+        few = "more than a recipe can ask for" if speed["needed"] is None else f"{speed['needed']} a side"
+        said.append(f"  for the {speed['seen']:.3f} x that was last seen it takes {few}")
+    return "\n".join(said)
 
 
 @click.command(name="explain")

@@ -100,12 +100,12 @@ class ThroughputGate(Section):
     """How fast the checkpoint must be, on the target's hardware."""
 
     min_ratio: float | None = Field(default=1.0, gt=0)
-    """Least ratio of the candidate's output tokens/s to the 16-bit baseline's. Above 1: this gain and a significant
-    one. Up to 1: no slower than this, shown by an equivalence test. null: nothing is promised."""
+    """Least ratio of the candidate's output tokens/s to the 16-bit baseline's. The lower bound of what was measured
+    must reach it: what a plan says of a checkpoint that is a little faster. null: nothing is promised."""
     launches: int = Field(default=_LAUNCHES, ge=0, le=20)
-    """Fresh launches of the server on each side, in the order ABBA BAAB. Three are the fewest that an exact test can
-    decide by at 95 %. Where nothing is promised, as many as are asked for are made and shown, and by default none:
-    throughput is not measured."""
+    """Fresh launches of the server on each side, in the order ABBA BAAB, after one that does not count. Three
+    are the fewest that an exact test can decide by at 95 %. Where nothing is promised, as many as are asked for are
+    made and shown, and by default none: throughput is not measured."""
     confidence: float = Field(default=0.95, ge=0.5, lt=1)
     """Confidence of the exact one-sided rank test."""
 

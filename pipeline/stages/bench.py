@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean, mean, median
+from typing import Any
 
 from eval.errors import MeasurementError
 from eval.measurements import CellResult, Launch, Side, order
+from eval.throughput import noise
 from eval.workloads import Cell
 from pipeline.base.errors import InvalidMeasurementError, StageError
 from pipeline.base.hardware import hardware
@@ -39,6 +41,7 @@ from pipeline.stages.serve import (
 from pipeline.stages.servers import held_to
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from pipeline.store.gc import list_runs
 
 LAUNCHES, LAUNCH = "launches.json", "launch.json"
 _SEEDS = 1000  # more cells than any workload has
@@ -98,6 +101,52 @@ class BenchStage(Stage):
             summary=", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
             + f"; launches a side: {len(turns) // 2}",
         )
+
+
+START_S, TOKEN_S = 150.0, 0.04
+"""Assumed until it was seen: a start of vLLM that compiles, and a token that a reader does not wait for."""
+
+
+def outlook(setting: Setting) -> dict[str, Any]:
+    """What the stage will take: launches of both sides and the one that does not count, seconds of all.
+
+    Each launch asks `prompts`, measured or not, for `output_tokens` at most. `noise` (relative, of the noisiest cell)
+    and `ratio` (of the slowest) are those of the recipe's newest launches, as is the time; None where there are none.
+    """
+    cells, seen = setting.workload.cells, _newest(setting)
+    count = 2 * setting.recipe.gate.throughput.launches + 1
+    took = mean(launch.started_seconds for launch in seen) if seen else START_S
+    for cell in cells:
+        speeds = [launch.cells[cell.name].output_throughput for launch in seen]
+        token = 1 / harmonic_mean(speeds) if speeds else TOKEN_S / cell.in_flight
+        offered = 0.0 if cell.rate is None else cell.num_prompts / cell.rate
+        took += token * _answers(cell, cell.discarded) + max(offered, token * _answers(cell, cell.num_prompts))
+    sides = [[launch.cells[cell.name] for launch in seen if launch.side == side] for cell in cells for side in SIDES]
+    return {
+        "launches": count,
+        "prompts": sum(cell.num_prompts + cell.discarded for cell in cells),
+        "output_tokens": sum(_answers(cell, cell.num_prompts + cell.discarded) for cell in cells),
+        "seconds": count * took,
+        "noise": max(map(noise, sides)) if seen else None,
+        "ratio": min(_ratio(cell, seen) for cell in cells) if seen else None,
+    }
+
+
+def _answers(cell: Cell, prompts: int) -> int:
+    return prompts * max(1, cell.longest - cell.input_len)
+
+
+def _newest(setting: Setting) -> tuple[Launch, ...]:
+    """The newest launches of the recipe that measured these cells; none where there are none."""
+    for run in list_runs(setting.store.root):
+        found = [
+            print_ for stage, print_ in run.plan if stage == BenchStage.family and run.recipe == setting.recipe.name
+        ]
+        entry = setting.store.find(BenchStage.family, found[0]) if found else None
+        launches = () if entry is None else read_launches(entry.path)
+        if launches and all(cell.name in launch.cells for launch in launches for cell in setting.workload.cells):
+            return launches
+    return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri, stdtrit
 
 from eval import suites
+from eval.measurements import order
 from eval.power import outcome
 from eval.statistics.paired import (
     LOWER_CORRECTION,
@@ -31,6 +32,7 @@ from eval.statistics.paired import (
     ratio,
     score_deviation,
 )
+from eval.statistics.ranks import critical_pairs
 from eval.statistics.sequential import boundary, plan_looks
 
 Array = NDArray[Any]
@@ -257,6 +259,63 @@ KINDS: dict[str, tuple[Callable[[], Iterator[Design]], Rule, Rule]] = {
 }
 
 
+# What launches differ by, in the order made: shape (runs, launches of both sides), the logarithm of a throughput.
+Noise = Callable[[np.random.Generator, tuple[int, int]], Array]
+LAUNCHES: dict[str, Noise] = {
+    "normal, 1 %": lambda rng, shape: rng.normal(0, 0.01, shape),
+    "normal, 5 %": lambda rng, shape: rng.normal(0, 0.05, shape),
+    "heavy tails (t, 2 degrees), 1 %": lambda rng, shape: 0.01 * rng.standard_t(2, shape).clip(-30, 30),
+    "some launches slow, by 1 % on average": lambda rng, shape: -rng.exponential(0.01, shape),
+    "one launch in ten 10 % slow": lambda rng, shape: rng.normal(0, 0.005, shape) - 0.1 * (rng.random(shape) < 0.1),
+    "a drift of 5 % over the series, and 1 %": lambda rng, shape: (
+        rng.normal(0, 0.01, shape) - np.linspace(0, 0.05, shape[1])
+    ),
+    "the candidate's twice as far apart, 1 %": lambda rng, shape: (
+        rng.normal(0, 0.01, shape) * np.where([side == "candidate" for side in order(shape[1] // 2)], 2, 1)
+    ),
+}
+PROMISE = 1.1
+
+
+def launched(noise: Noise, rng: np.random.Generator, runs: int, launches: int, ratio: float) -> tuple[Array, Array]:
+    """Throughputs of a baseline and of a candidate that is really `ratio` times as fast."""
+    apart = np.exp(noise(rng, (runs, 2 * launches)))
+    candidate = np.array([side == "candidate" for side in order(launches)])
+    return apart[:, ~candidate], ratio * apart[:, candidate]
+
+
+def significant(higher: Array, lower: Array) -> Array:
+    """Whether the exact rank test says so, run by run."""
+    critical = critical_pairs(higher.shape[1], lower.shape[1], 0.05)
+    pairs: Array = (higher[:, :, None] > lower[:, None, :]).sum(axis=(1, 2))
+    return np.zeros(len(pairs), dtype=bool) if critical is None else pairs >= critical
+
+
+def speed_before(baseline: Array, candidate: Array) -> tuple[float, float]:
+    """Shares of PASS and FAIL by the median ratio, where the candidate was faster at all."""
+    reached = np.median(candidate, axis=1) >= PROMISE * np.median(baseline, axis=1)
+    passed = reached & significant(candidate, baseline)
+    return float(passed.mean()), float((~reached & significant(PROMISE * baseline, candidate)).mean())
+
+
+def speed(baseline: Array, candidate: Array) -> tuple[float, float]:
+    """Shares of PASS and FAIL by the bounds."""
+    passed = significant(candidate, PROMISE * baseline)
+    return float(passed.mean()), float((significant(PROMISE * baseline, candidate) & ~passed).mean())
+
+
+def speed_table(runs: int) -> Iterator[list[str]]:
+    """Rows of what happens at the promise, and with a candidate that is three per cent faster than promised."""
+    for name, noise in LAUNCHES.items():
+        for launches in (3, 4, 8):
+            rng = np.random.default_rng(launches)
+            there = launched(noise, rng, runs, launches, PROMISE)
+            better = launched(noise, rng, runs, launches, 1.03 * PROMISE)
+            rates = [*zip(speed_before(*there), speed(*there), strict=True)]
+            rates += [(speed_before(*better)[0], speed(*better)[0])]
+            yield [name, str(launches), *(f"{100 * rate:.1f}" for both in rates for rate in both)]
+
+
 @click.command()
 @click.option("--runs", default=4000, show_default=True, help="Simulated evaluations of each design.")
 def main(runs: int) -> None:
@@ -288,6 +347,10 @@ def main(runs: int) -> None:
         click.echo(
             f"| {name} | {len(scored)} | {together[0]:.1%} | {together[1]:.1%} | {items[0]:,.0f} | {items[1]:,.0f} |"
         )
+    click.echo("\n| throughput, promised 1.1 x | launches | 1.1: PASS, before | now | FAIL, before | now ", nl=False)
+    click.echo("| 1.133: PASS, before | now |\n|---|--:|--:|--:|--:|--:|--:|--:|")
+    for row in speed_table(10 * runs):
+        click.echo("| " + " | ".join(row) + " |")
 
 
 def evaluated(rng: np.random.Generator, task: suites.SuiteTask, runs: int) -> tuple[float, float]:

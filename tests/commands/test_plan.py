@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from eval import workloads
 from pipeline.recipe.load import load_recipe, recipe_names
 from pipeline.store.tree import Store
 
@@ -24,7 +25,7 @@ COST = {"seconds", "written", "memory", "device_memory", "disk", "bound", "parts
 
 def require_shape(plan: dict[str, Any]) -> None:
     """What programs read, by its keys."""
-    keys = {"recipe", "source", "stages", "predicted", "costs", "disk", "gate", "cautions"}
+    keys = {"recipe", "source", "stages", "predicted", "costs", "disk", "gate", "bench", "cautions"}
     assert plan.keys() - {"auto"} == keys
     assert all(stage.keys() == {"stage", "fingerprint", "cached"} for stage in plan["stages"])
     assert plan["predicted"].keys() > {"parameters", "source", "checkpoint", "weights_per_gpu", "kv_bytes_per_token"}
@@ -35,7 +36,9 @@ def require_shape(plan: dict[str, Any]) -> None:
     assert plan["gate"].keys() == {"tasks", "speed"}
     for task in plan["gate"]["tasks"].values():
         assert task.keys() == {"items", "margin", "detectable", "looks", "expected"}
-    assert plan["gate"]["speed"].keys() == {"min_ratio", "launches", "fewest", "detectable_spreads"}
+    speed = {"min_ratio", "launches", "fewest", "detectable_spreads", "noise", "least", "seen", "needed"}
+    assert plan["gate"]["speed"].keys() == speed
+    assert plan["bench"].keys() == {"launches", "prompts", "output_tokens", "seconds", "noise", "ratio"}
 
 
 @pytest.fixture
@@ -91,7 +94,12 @@ def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
     assert gated
     assert all(facts["margin"] >= facts["detectable"] for facts in gated)
     assert all(facts["looks"][-1] == facts["items"] for facts in gated)
-    assert plan["gate"]["speed"]["launches"] >= plan["gate"]["speed"]["fewest"]
+    speed = plan["gate"]["speed"]
+    assert speed["launches"] >= speed["fewest"]
+    assert 1 < speed["least"] / speed["min_ratio"] < 1.03, "of a promise, what launches can show of it"
+    load = workloads.load(recipe.target.workload).cells
+    assert plan["bench"]["launches"] == 2 * speed["launches"] + 1
+    assert plan["bench"]["prompts"] >= sum(12 * (cell.concurrency or 0) for cell in load)
     assert not Path("store").exists()
 
 

@@ -13,8 +13,8 @@ from scipy.stats import mannwhitneyu
 import eval.gate.reach as module
 from eval import suites
 from eval.gate import Policy
-from eval.gate.reach import _critical_pairs, detectable_shift, reach
-from eval.statistics.ranks import rank_test
+from eval.gate.reach import detectable_shift, reach
+from eval.statistics.ranks import critical_pairs, rank_test
 
 
 @pytest.mark.parametrize("launches", [3, 4, 8])
@@ -30,7 +30,8 @@ def test_the_shift_is_seen_as_often_as_promised(launches: int) -> None:
 @pytest.mark.parametrize("launches", [3, 4])
 def test_critical_pairs_are_those_of_the_exact_test(launches: int) -> None:
     """Every way to deal the ranks out: significant exactly from the critical number of pairs on."""
-    critical = _critical_pairs(launches, 0.05)
+    critical = critical_pairs(launches, launches, 0.05)
+    assert critical is not None
     ranks = range(2 * launches)
     for higher in combinations(ranks, launches):
         lower = [rank for rank in ranks if rank not in higher]

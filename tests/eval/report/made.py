@@ -104,7 +104,7 @@ def launches(ratio: float = 1.31, each: int = 4) -> tuple[Launch, ...]:
             gain = (ratio if side == "candidate" else 1.0) * random.normal(1, 0.012)
             wait = (1 + concurrency / 40) / gain
             cells[name] = CellResult(
-                name, 8 * concurrency, 0, 8 * concurrency * 512 / speed, speed * gain, 3 * speed * gain,
+                name, 10 * concurrency, 0, 10 * concurrency * 512 / speed, speed * gain, 3 * speed * gain,
                 31 * wait, 88 * wait, 1000 * concurrency / speed / gain, 1200 * concurrency / speed / gain,
                 960 * concurrency / speed / gain, 1900 * concurrency / speed / gain,
                 512e3 * concurrency / speed / gain, 590e3 * concurrency / speed / gain,

@@ -8,7 +8,7 @@ import pytest
 from eval import power
 from eval.samples import Pairs
 from eval.statistics.sequential import decide, plan_looks
-from tests.bench.gate import KINDS, Design, shares
+from tests.bench.gate import KINDS, LAUNCHES, PROMISE, Design, launched, shares, speed, speed_before
 from tests.eval.statistics.designs import asked, decisions, evaluations, tolerated
 
 pytestmark = pytest.mark.slow
@@ -169,6 +169,17 @@ def test_no_design_of_the_simulations_errs_above_five_percent(kind: str) -> None
         worst, without = max(worst, *rates), max(without, *shares(design, textbook, drawn))
     assert without > 0.15
     assert worst > 0.03
+
+
+@pytest.mark.parametrize("launches", [4, 8])
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_speed_that_is_exactly_promised_is_published_at_most_five_times_in_a_hundred(
+    name: str, launches: int
+) -> None:
+    runs = 20_000
+    drawn = launched(LAUNCHES[name], np.random.default_rng(launches), runs, launches, PROMISE)
+    assert max(speed(*drawn)) <= 0.05 + tolerated(0.05, runs)
+    assert speed_before(*drawn)[0] > 0.1
 
 
 @pytest.mark.parametrize("kind", KINDS)
