@@ -231,7 +231,8 @@ class Measurements(Record):
     `artefact` is the candidate's digest. `samples` maps a task of the suite to its (baseline, candidate) runs,
     `control` to what the baseline answered when some items were asked again. `launches` are those of both sides, in
     the order in which they were made. `weights` are the bytes of the (baseline's, candidate's) tensors, `claims` what
-    the guides promise of such a checkpoint (`eval.gate.judgement`). `stopped` names the measurement that ended the
+    the guides promise of such a checkpoint (`eval.gate.judgement`), `chance` the score that guessing among choices
+    reaches, by task (a task without choices is not in it). `stopped` names the measurement that ended the
     run: nothing after it was measured. `faults` are sentences about measurements that were tried and broke (the text
     of a `MeasurementError`): each makes the verdict INVALID, with its reason on record.
     """
@@ -246,6 +247,7 @@ class Measurements(Record):
     launches: tuple[Launch, ...] = ()
     weights: tuple[int, int] = (0, 0)
     claims: Mapping[str, float] = field(default_factory=dict)
+    chance: Mapping[str, float] = field(default_factory=dict)
     stopped: str | None = None
     faults: tuple[str, ...] = ()
 
@@ -259,6 +261,7 @@ class Measurements(Record):
             "launches": [launch.to_json() for launch in self.launches],
             "weights": list(self.weights),
             "claims": dict(self.claims),
+            **({"chance": dict(self.chance)} if self.chance else {}),  # earlier records do not know of it
             "stopped": self.stopped,
             "faults": list(self.faults),
         }

@@ -59,6 +59,8 @@ def check(measurements: Measurements, policy: Policy) -> Iterator[Finding]:
         for side, samples in zip(_SIDES, (baseline, candidate), strict=True):
             yield from _asked(task, side, samples)
         yield from _plausible(task, baseline, policy)
+        if task in policy.margins and baseline.kind == "score" and baseline.samples:
+            yield from _shows(task, baseline, policy, measurements.chance.get(task, 0.0))
 
 
 def kv_cache_fault(promised: str, effective: str | None) -> str | None:
@@ -102,6 +104,21 @@ def _plausible(task: str, baseline: SampleSet, policy: Policy) -> Iterator[Findi
     allowed = f"{policy.baseline_tolerance:.1%} and {error:.1%} of sampling error are allowed"
     reason = f"The baseline has {reaches} on {task} that this model is known to reach ({allowed})"
     yield Finding.invalid(task, f"{reason}, so something other than quantization is wrong")
+
+
+def _shows(task: str, baseline: SampleSet, policy: Policy, chance: float) -> Iterator[Finding]:
+    """A baseline that guesses has nothing to lose: a candidate that knows nothing would be within the margin too.
+
+    So it beats chance by the lower bound of its score, and by more than the margin.
+    """
+    found, margin = baseline.mean, policy.margins[task]
+    spread = max(standard_error(baseline), math.sqrt(chance * (1 - chance) / len(baseline.samples)))
+    lower = found - NormalDist().inv_cdf(policy.confidence) * spread
+    if lower > chance and found - chance > margin:
+        return
+    guessed = f"guessing reaches {chance:.2%}" if chance else "knowing nothing reaches 0"
+    reason = f"The baseline has {found:.2%} on {task} (above {max(lower, 0.0):.2%}), where {guessed}"
+    yield Finding.invalid(task, f"{reason}: so little shows no loss of {margin:.2%}, whatever the candidate scores")
 
 
 def standard_error(samples: SampleSet) -> float:

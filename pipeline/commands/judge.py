@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rich.markup import escape
 from eval import record
 from eval.accuracy import Accuracy
 from eval.errors import MeasurementError
-from eval.gate import GateReport, changes, judge
+from eval.gate import Finding, GateReport, changes, judge
 from eval.report.numbers import figure, level, percent, ratio, unit_of
 from eval.report.summary import worst_first
 from eval.throughput import Throughput
@@ -59,7 +59,8 @@ def gate(
 
     PATH_OR_RECIPE is a published folder, a gate.json or its folder, a report in the store, the name of a recipe that
     was run, or a release elsewhere (org/name[@TAG], s3://bucket/prefix/name[@TAG]), of which only the evidence is
-    fetched. Nothing of the recorded verdict is used; whether it is the same is said. Ends with the verdict's exit code.
+    fetched. Nothing of the recorded verdict is used; whether it is the same is said. Where a quantmint.json lists other
+    files than those that are judged, the verdict is INVALID. Ends with the verdict's exit code.
     """
 
     file = _record_of(subject, Store(store_path), as_json=as_json)
@@ -78,6 +79,9 @@ def gate(
     own = policy != recorded.policy
     report = judge(measurements, policy)
     differences = () if own else changes(recorded, report)
+    unlisted = [Finding.invalid("release", fault) for fault in _unlisted(file, recorded.artefact)]
+    if unlisted:
+        report = replace(report, verdict=Verdict.INVALID, findings=(*unlisted, *report.findings))
     if as_json:
         facts = {
             "path": str(file),
@@ -109,6 +113,36 @@ def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
         hint = "quantmint writes one into stage gate's entry of the store, and beside what it publishes."
         raise UserError(f"{subject}: found no {GATE}, neither there nor in {EVIDENCE}/.", hint=hint)
     return found
+
+
+def _unlisted(file: Path, artefact: str) -> Iterator[str]:
+    """What a release lists otherwise than the record that is judged; its samples are named in it by their digests."""
+    from pipeline.publish import manifest as manifests
+    from pipeline.publish.release import EVIDENCE, MANIFEST, SIGNATURE
+    from pipeline.store.disk import sha256_of
+
+    root = file.parent.parent if file.parent.name == EVIDENCE else file.parent
+    if not (root / MANIFEST).is_file():
+        if (root / SIGNATURE).is_file():
+            yield f"{root} is signed, but has no {MANIFEST} that lists what was"
+        return
+    try:
+        manifest = manifests.read(root / MANIFEST)
+    except manifests.ManifestError as error:
+        yield str(error)
+        return
+    name = file.relative_to(root).as_posix()
+    listed = manifest.files.get(name)
+    if listed is None or listed.sha256 != sha256_of(file):
+        what = "does not list it" if listed is None else f"lists it with the SHA-256 {listed.sha256[:12]}..."
+        yield f"{name} is not the release's record: {MANIFEST} {what}"
+    if manifest.artefact != artefact:
+        yield f"{MANIFEST} is about checkpoint {manifest.artefact}, the record about {artefact}"
+    for other, digest in manifest.files.items():
+        # Bytes are hashed by `quantmint verify`; of a release whose evidence alone was fetched, most are elsewhere.
+        size = (root / other).stat().st_size if (root / other).is_file() and other != name else digest.size
+        if size != digest.size:
+            yield f"{other} has {size:,} bytes, {MANIFEST} lists {digest.size:,}: something else was judged"
 
 
 _COLOURS = {

@@ -10,7 +10,9 @@ time fewer requests are in flight, in other groups. What flips then is the floor
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,6 +111,16 @@ class EvaluateStage(SideStage):
 def read_samples(folder: Path, task: SuiteTask) -> SampleSet:
     """The samples of a task that a stage has kept."""
     return SampleSet.from_json(read_json(lm_eval.samples_file(folder, task)))
+
+
+def guessing(folder: Path, task: SuiteTask) -> float | None:
+    """The score that guessing reaches on a task's items, by the choices that each has; None where one has none."""
+    path = folder / ANSWERS / f"{task.task}.jsonl.gz"
+    if not path.is_file():
+        return None
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        choices = [json.loads(line).get("choices") for line in lines]
+    return math.fsum(1 / len(each) for each in choices) / len(choices) if choices and all(choices) else None
 
 
 def _require_whole(task: SuiteTask, documents: Mapping[str, Sequence[str]]) -> None:

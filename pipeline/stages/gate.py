@@ -16,7 +16,7 @@ from pipeline.quantize.digest import folder_digest
 from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from pipeline.stages.bench import read_launches
 from pipeline.stages.canary import read_comparison
-from pipeline.stages.evaluate import read_samples
+from pipeline.stages.evaluate import guessing, read_samples
 from pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
 from pipeline.stages.serve import LAUNCH
 from pipeline.stages.source import model_folder
@@ -55,7 +55,7 @@ class GateStage(Stage):
 
     stopped: bool = False
     family = "gate"
-    version = 2
+    version = 3
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """Both models, the checkpoint's proof, and both sides' measurements."""
@@ -74,9 +74,13 @@ class GateStage(Stage):
         """Judge."""
         samples: dict[str, Both] = {}
         control: dict[str, SampleSet] = {}
+        chance: dict[str, float] = {}
         for task in () if self.stopped else job.setting.suite.tasks:
             baseline, candidate = (read_samples(job.inputs[f"evaluate-{side}"].path, task) for side in ORDER)
             samples[task.task] = (baseline, candidate)
+            guessed = guessing(job.inputs["evaluate-baseline"].path, task)
+            if guessed is not None:
+                chance[task.task] = guessed
             if "control" in job.inputs and task.kind == "score":
                 control[task.task] = read_samples(job.inputs["control"].path, task)
         measurements = Measurements(
@@ -95,6 +99,7 @@ class GateStage(Stage):
                 sum(read_json(job.inputs["inspect"].file(INSPECTION))["bytes_by_part"].values()),
             ),
             claims=_claims(job.setting),
+            chance=chance,
             stopped="canary" if self.stopped else None,
         )
         report = judge(measurements, policy_of(job.setting))

@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.harness import Asked, Item
+from eval import suites
+from eval.harness import Asked, Item, compressed
 from eval.samples import Sample, SampleSet, pair
 from eval.statistics.sequential import decide
 from eval.suites import Suite, SuiteTask
 from pipeline.base.errors import InvalidMeasurementError, StageError
 from pipeline.serving.running.server import Server
-from pipeline.stages.evaluate import ControlStage, EvaluateStage, read_samples
+from pipeline.stages.evaluate import ANSWERS, ControlStage, EvaluateStage, guessing, read_samples
 from pipeline.stages.runner import Outcome
 from tests.eval.completions import Completions
 from tests.processes import below, processes_naming
@@ -341,3 +342,14 @@ def test_only_what_is_on_the_hub_gets_its_token(
         w.run(BASELINE)
     assert given["secrets"] == tokens
     assert ("HF_HUB_OFFLINE" in given["env"]) is offline
+
+
+def test_what_guessing_reaches_is_known_from_the_choices(tmp_path: Path) -> None:
+    task = suites.load("tiny").tasks[0]
+    assert guessing(tmp_path, task) is None
+    (tmp_path / ANSWERS).mkdir()
+    path = tmp_path / ANSWERS / "tiny_facts.jsonl.gz"
+    path.write_bytes(compressed([{"choices": ["a", "b", "c", "d"]}, {"choices": ["yes", "no"]}]))
+    assert guessing(tmp_path, task) == 0.375
+    path.write_bytes(compressed([{"choices": ["a", "b"]}, {"response": "7"}]))
+    assert guessing(tmp_path, task) is None, "what is generated has no choices"

@@ -13,7 +13,7 @@ from eval.gate.validity import kv_cache_fault, standard_error
 from eval.measurements import Measurements, Server, differences
 from eval.samples import Sample, SampleSet
 from eval.verdict import Verdict
-from tests.eval.measured import make_samples
+from tests.eval.measured import make_pair, make_samples
 
 
 def faults(measurements: Measurements, policy: Policy) -> list[Finding]:
@@ -162,3 +162,28 @@ def test_what_a_runtime_does_to_a_checkpoint_may_differ_between_the_sides() -> N
     assert not made.measures_speed
     newer = dataclasses.replace(made, runtime="transformers 5.18.0, dequantized weights", version="transformers 5.18.0")
     assert [line.split(":")[0] for line in differences(base, newer)] == ["Runtime differs", "Version differs"]
+
+
+@pytest.mark.parametrize(
+    ("right", "items", "chance", "words"),
+    [
+        (0, 400, 0.0, "The baseline has 0.00% on tiny_facts (above 0.00%), where knowing nothing reaches 0"),
+        (4, 400, 0.0, "so little shows no loss of 1.00%, whatever the candidate scores"),
+        (9, 400, 0.0, None),
+        (104, 400, 0.25, "The baseline has 26.00% on tiny_facts (above 22.39%), where guessing reaches 25.00%"),
+        (140, 400, 0.25, None),
+        (140, 400, 0.3333, "where guessing reaches 33.33%"),
+        (2590, 10_000, 0.25, "(above 25.18%), where guessing reaches 25.00%: so little shows no loss of 1.00%"),
+    ],
+)
+def test_a_task_that_shows_nothing_is_void(
+    measurements: Measurements, policy: Policy, right: int, items: int, chance: float, words: str | None
+) -> None:
+    """Both sides alike, and yet nothing is known of the loss: there is nothing to lose."""
+    pair = make_pair("tiny_facts", items, right=right, losses=0, gains=0)
+    found = dataclasses.replace(measurements, samples={"tiny_facts": pair}, control={}, chance={"tiny_facts": chance})
+    judged = dataclasses.replace(policy, margins={"tiny_facts": 0.01}, baseline_score={})
+    reasons = [finding.reason for finding in faults(found, judged) if finding.subject == "tiny_facts"]
+    assert len(reasons) == (words is not None)
+    assert words is None or words in reasons[0]
+    assert not [f for f in faults(found, dataclasses.replace(judged, margins={})) if f.subject == "tiny_facts"]

@@ -19,7 +19,7 @@ from pipeline.publish.verify.files import Trust
 from pipeline.publish.verify.subject import Check, Outcome
 from tests.conftest import Models, Quantize
 from tests.publish.verify import honest
-from tests.publish.verify.conftest import Verify, signed_by
+from tests.publish.verify.conftest import Quantmint, Verify, signed_by
 
 Keys = Callable[[str], tuple[Path, Path]]
 Tamper = Callable[[Path], None]
@@ -260,3 +260,32 @@ def test_a_manifest_of_another_checkpoint(release: Path, check: Verify) -> None:
     assert "quantmint.json says abababab" in said(checks["gate"])
     assert checks["provenance"].outcome is Outcome.FAILS
     assert manifests.read(release / MANIFEST).artefact == "ab" * 32
+
+
+def test_the_gate_judges_what_the_manifest_lists_and_nothing_else(release: Path, quantmint: Quantmint) -> None:
+    def told() -> tuple[int, list[str]]:
+        ended = quantmint("gate", release, "--json")
+        return ended.code, [f["reason"] for f in ended.json["findings"] if f["subject"] == "release"]
+
+    assert told() == (0, [])
+    # A record of something else, where it is found first.
+    shutil.copy(release / GATE, release / "gate.json")
+    shutil.copytree(release / "quantmint" / "samples", release / "samples")
+    assert told() == (4, ["gate.json is not the release's record: quantmint.json does not list it."])
+    (release / "gate.json").unlink()
+    # Other weights under a record that is theirs no more.
+    weights = next(release.glob("*.safetensors"))
+    whole = weights.read_bytes()
+    weights.write_bytes(whole + b"\0")
+    code, [reason] = told()
+    assert (code, weights.name in reason, "something else was judged" in reason) == (4, True, True)
+    weights.write_bytes(whole)
+    # A record that was edited, and a list without a checkpoint that is the record's.
+    edit(release / GATE, lambda data: {**data, "artefact": "0" * 64})
+    code, reasons = told()
+    assert (code, len(reasons)) == (4, 2)
+    assert "lists it with the SHA-256" in reasons[0]
+    assert f"the record about {'0' * 64}" in reasons[1]
+    (release / MANIFEST).unlink()
+    (release / SIGNATURE).write_text("{}")
+    assert [reason.endswith("but has no quantmint.json that lists what was.") for reason in told()[1]] == [True]
