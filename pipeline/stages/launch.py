@@ -337,7 +337,7 @@ def serve(
         else:
             assert request.environment is not None  # noqa: S101 - looked for before anything else
             launcher = LocalLauncher(request.environment.executable, node_rank=node_rank)
-        for line in _unready(request, plan):
+        for line in (*plan.warnings, *_unready(request, plan)):
             reporter.warn(line)
     folder = logs / f"serve-{plan.served_model_name.replace('/', '-')}-{request.port}"
     text = f"starting {plan.served_model_name}: weights, graphs, KV cache"

@@ -151,8 +151,10 @@ def test_a_stop_before_it_answers(start: Start, model: Callable[..., Path]) -> N
 
 def test_a_server_that_cannot_start(start: Start, model: Callable[..., Path]) -> None:
     log = "ValueError: No available memory for the cache blocks.\n"
-    _, err = (process := start(model(mode="die", log=log), "--port", free_port())).communicate(timeout=60)
+    process = start(model(mode="die", log=log), "--port", free_port(), "--kv-cache-dtype", "fp8")
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 5
+    assert "the checkpoint has no scales for an FP8 KV cache" in err, "what the plan warns of"
     assert "vLLM ended with code 1 before it answered" in err
     assert "Traceback" not in err
 
