@@ -33,9 +33,9 @@ def require_shape(plan: dict[str, Any]) -> None:
     assert plan["costs"]["rates"].keys() > {"origin", "machine", "kernels"}
     assert all(cost.keys() == COST and cost["seconds"] > 0 for cost in plan["costs"]["stages"].values())
     assert plan["disk"].keys() == {"needed", "free", "where"}
-    assert plan["gate"].keys() == {"tasks", "speed"}
+    assert plan["gate"].keys() == {"passes", "false_fails", "tasks", "speed"}
     for task in plan["gate"]["tasks"].values():
-        assert task.keys() == {"items", "margin", "detectable", "looks", "expected"}
+        assert task.keys() == {"items", "margin", "detectable", "looks", "expected", "passes"}
     speed = {"min_ratio", "launches", "fewest", "detectable_spreads", "noise", "least", "seen", "needed"}
     assert plan["gate"]["speed"].keys() == speed
     assert plan["bench"].keys() == {"launches", "prompts", "output_tokens", "seconds", "noise", "ratio"}
