@@ -105,10 +105,16 @@ class Canary(Record):
 
 @dataclass(frozen=True, slots=True)
 class CanaryPolicy(Record):
-    """What is broken: an agreement below ``min_agreement`` (a share), a mean KL above ``max_kl`` (nats)."""
+    """What stops a checkpoint: an agreement below ``min_agreement`` (a share), a mean KL above ``max_kl`` (nats).
+
+    What is stopped is broken beyond ``broken_agreement`` or ``broken_kl``, and only unlikely to pass before. Where they
+    are None there is no before.
+    """
 
     min_agreement: Annotated[float, Field(ge=0, le=1)]
     max_kl: Annotated[float, Field(gt=0)]
+    broken_agreement: Annotated[float, Field(ge=0, le=1)] | None = None
+    broken_kl: Annotated[float, Field(gt=0)] | None = None
 
 
 def compare(baseline: CanaryAnswers, candidate: CanaryAnswers, confidence: float = 0.95) -> Canary:
@@ -147,22 +153,34 @@ def compare(baseline: CanaryAnswers, candidate: CanaryAnswers, confidence: float
 
 
 def judge(canary: Canary, policy: CanaryPolicy) -> tuple[Verdict, str]:
-    """FAIL where the whole interval of a figure lies beyond its limit, or a prompt has no answer; else PASS."""
+    """Where the whole interval of a figure lies beyond a limit FAIL, or INCONCLUSIVE; else PASS.
+
+    A prompt without an answer is broken too.
+    """
     figures = (
         f"the likeliest token is the baseline's at {canary.agreement:.1%} of {canary.positions:,} positions "
         f"({canary.agreement_low:.1%} to {canary.agreement_high:.1%}), "
         f"KL {canary.kl:.3g} nats ({canary.kl_low:.3g} to {canary.kl_high:.3g})"
     )
-    broken = []
+    worst = f"; worst: {canary.worst[0][0]}" if canary.worst else ""
+    broken: list[str] = []
+    doubtful: list[str] = []
     if canary.unanswered:
         broken.append(f"no finite log probability for {len(canary.unanswered)} of {canary.prompts} prompts")
-    if canary.agreement_high < policy.min_agreement:
-        broken.append(f"agreement below {policy.min_agreement:.1%}")
-    if canary.kl_low > policy.max_kl:
-        broken.append(f"KL above {policy.max_kl:.3g} nats")
+    figure = canary.agreement_high
+    if policy.broken_agreement is not None and figure < policy.broken_agreement:
+        broken.append(f"agreement below {policy.broken_agreement:.1%}, which no sound quantization shows")
+    elif figure < policy.min_agreement:
+        (broken if policy.broken_agreement is None else doubtful).append(f"agreement below {policy.min_agreement:.1%}")
+    if policy.broken_kl is not None and canary.kl_low > policy.broken_kl:
+        broken.append(f"KL above {policy.broken_kl:.3g} nats, which no sound quantization shows")
+    elif canary.kl_low > policy.max_kl:
+        (broken if policy.broken_kl is None else doubtful).append(f"KL above {policy.max_kl:.3g} nats")
     if broken:
-        worst = f"; worst: {canary.worst[0][0]}" if canary.worst else ""
         return Verdict.FAIL, f"{', '.join(broken)}: {figures}{worst}"
+    if doubtful:
+        ask = "stopped early, since hardly a task is passed so: to ask them all the same, `gate: {canary: null}`"
+        return Verdict.INCONCLUSIVE, f"{', '.join(doubtful)}: {figures}{worst}; {ask}"
     return Verdict.PASS, f"{figures}; asked for: at least {policy.min_agreement:.1%}, at most {policy.max_kl:.3g}"
 
 

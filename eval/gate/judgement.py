@@ -110,7 +110,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     findings += faults
 
     said = _canary(measurements, policy)
-    broken = any(finding.verdict is Verdict.FAIL for finding in said)
+    broken = any(finding.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE) for finding in said)
     findings += [
         accuracy.judge(result, looks[task], again.get(task), policy, planned_looks=measurements.samples[task][0].looks)
         for task, result in compared.items()
@@ -157,6 +157,8 @@ def _rounded(value: Any) -> Any:
 
 
 def _canary(measurements: Measurements, policy: Policy) -> list[Finding]:
+    if policy.canary is None:
+        return []
     if measurements.canary is None:
         return [Finding("canary", "prompts", Verdict.INVALID, "The canary decides, but was not measured.")]
     verdict, reason = canary.judge(measurements.canary, policy.canary)

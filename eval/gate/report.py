@@ -28,7 +28,7 @@ class Policy(Record):
     perplexity relative to it; tasks that are not in it are shown only. `confidence` is that of the one-sided bounds
     over all looks together, `power` the chance that a lossless candidate is to have; `expected_flip_rate` stands in
     where no item flipped. `baseline_score` maps a task to the score (or perplexity) that the baseline is known to
-    reach, give or take `baseline_tolerance` and its sampling error.
+    reach, give or take `baseline_tolerance` and its sampling error. `canary` is None where none is asked.
 
     `min_ratio` is the least output throughput relative to the baseline in every cell (None: shown only), shown by at
     least `launches` launches a side at `throughput_confidence`, on `hardware`: a name of the table of targets, and
@@ -41,7 +41,7 @@ class Policy(Record):
     expected_flip_rate: Annotated[float, Field(gt=0, le=1)] = 0.04
     baseline_score: Mapping[str, Annotated[float, Field(ge=0)]] = field(default_factory=dict)
     baseline_tolerance: Share = 0.03
-    canary: CanaryPolicy = field(default_factory=lambda: CanaryPolicy(min_agreement=0.7, max_kl=0.5))
+    canary: CanaryPolicy | None = field(default_factory=lambda: CanaryPolicy(min_agreement=0.7, max_kl=0.5))
     min_ratio: Annotated[float, Field(gt=0)] | None = None
     launches: Annotated[int, Field(ge=1)] = 1
     throughput_confidence: Confidence = 0.95

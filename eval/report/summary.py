@@ -25,12 +25,16 @@ _STOPPED = {
     "canary": "The canary stopped this checkpoint in its first minute: it no longer says what its baseline says, so "
     "nothing longer was measured."
 }
+_DOUBTFUL = " It may yet be sound: with `canary: null` its tasks are asked."
 
 
 def meaning(report: Report, gate: GateReport) -> str:
     """The verdict in a sentence."""
     stopped = report["stopped"]
-    return MEANING[gate.verdict] if stopped is None else _STOPPED.get(stopped, f"The run ended after {stopped}.")
+    if stopped is None:
+        return MEANING[gate.verdict]
+    doubtful = _DOUBTFUL if gate.verdict is Verdict.INCONCLUSIVE else ""
+    return _STOPPED.get(stopped, f"The run ended after {stopped}.") + doubtful
 
 
 def view(report: Report, gate: GateReport) -> dict[str, Any]:

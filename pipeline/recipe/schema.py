@@ -228,14 +228,18 @@ class Quantization(Section):
         return self
 
     @property
+    def schemes(self) -> set[str]:
+        """All schemes that modules have, or may be given."""
+        return {self.scheme, *(self.from_ or ()), *(each.scheme for each in self.overrides)} - {AUTO}
+
+    @property
     def parameters(self) -> dict[str, float | int | bool]:
         """Parameters of the algorithm by name, with its defaults; empty where it has none."""
         sections = {"gptq": self.gptq or Gptq(), "smoothquant": self.smoothquant or SmoothQuant()}
         sections |= {"autoround": self.autoround or AutoRound()}
         found = sections[self.algorithm].model_dump() if self.algorithm in sections else {}
         if self.algorithm == "gptq" and self.engine == "stream":
-            known = {self.scheme, *(self.from_ or ()), *(each.scheme for each in self.overrides)} - {AUTO}
-            four = any(schemes.scheme(name).activations.dtype == "e2m1" for name in known)
+            four = any(schemes.scheme(name).activations.dtype == "e2m1" for name in self.schemes)
             own = self.gptq or Gptq()
             found["compensation"] = _COMPENSATION if own.compensation is None else own.compensation
             found["scaling"] = four if own.scaling is None else own.scaling

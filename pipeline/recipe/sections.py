@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from pipeline.base.schemes import scheme
+
 if TYPE_CHECKING:
+    from eval.canary import CanaryPolicy
     from eval.gate import Policy
     from eval.suites import Suite
 
@@ -82,17 +86,33 @@ class AccuracyGate(Section):
 class CanaryGate(Section):
     """What a checkpoint must show before the long evaluation: it says much the same as its baseline, token by token."""
 
-    # These stop what is broken; whether something coarse is good enough is the evaluation's to say. Published for
-    # 4-bit weights (IQ4_XS): 90 % and 0.04 nats; for 2-bit weights of a 4B model (IQ2_S): 70 % and 0.6 nats (llama.cpp,
-    # pull requests 12557 and 19661). The embedded model of four layers: 74 to 82 % and 0.1 nats with MXFP4 rounded to
-    # nearest; with the scales of one layer doubled 47 to 66 % and 0.7 to 1.2 nats, with four times those 13 to 46 %
-    # and 1.8 to 2.6 nats.
-    min_agreement: float = Field(default=0.7, ge=0, le=1)
-    """Least share of positions whose likeliest token is the baseline's, on held-out prompts."""
-    max_kl: float = Field(default=0.5, gt=0)
-    """Largest mean KL divergence of the next token from the baseline's, in nats."""
+    min_agreement: float | None = Field(default=None, ge=0, le=1)
+    """Least share of positions whose likeliest token is the baseline's, on held-out prompts; what has less fails. null:
+    by the scheme of the fewest bits, 0.7, or 0.45 in four bits, where it only fails below 0.35."""
+    max_kl: float | None = Field(default=None, gt=0)
+    """Largest mean KL divergence of the next token from the baseline's, in nats; what has more fails. null: by the
+    scheme of the fewest bits, 0.5, or 1.2 in four bits, where it only fails above 2."""
+
+    def policy(self, schemes: Iterable[str]) -> CanaryPolicy:
+        """The limits of a checkpoint that has these schemes."""
+        from eval.canary import CanaryPolicy
+
+        bits = min(scheme(name).bits_per_weight for name in schemes)
+        agreement, kl, *broken = _FOUR_BITS if bits < _FEW_BITS else _MORE_BITS
+        return CanaryPolicy(
+            agreement if self.min_agreement is None else self.min_agreement,
+            kl if self.max_kl is None else self.max_kl,
+            broken[0] if self.min_agreement is None else None,
+            broken[1] if self.max_kl is None else None,
+        )
 
 
+# Agreement and KL that stop a checkpoint, and those that no sound one has; docs/gate.md has what they are from. In
+# eight and six bits a sound model of 135M parameters shows 87 % and 0.05 nats, a sixth of what stops it. In four it
+# shows up to 47 % and 1.14 nats by plain rounding, and 39 % and 1.7 nats by a rotation that does harm.
+_FEW_BITS = 5.0
+_FOUR_BITS = (0.45, 1.2, 0.35, 2.0)
+_MORE_BITS = (0.7, 0.5, None, None)
 _LAUNCHES = 4
 
 
@@ -121,14 +141,13 @@ class Gate(Section):
 
     accuracy: AccuracyGate = Field(default_factory=AccuracyGate)
     """Loss of accuracy that is accepted."""
-    canary: CanaryGate = Field(default_factory=CanaryGate)
-    """What stops a broken checkpoint in a minute."""
+    canary: CanaryGate | None = Field(default_factory=CanaryGate)
+    """What stops a broken checkpoint in a minute; null: nothing does, all tasks are asked."""
     throughput: ThroughputGate = Field(default_factory=ThroughputGate)
     """Speed that is required."""
 
-    def policy(self, suite: Suite, hardware: str) -> Policy:
+    def policy(self, suite: Suite, hardware: str, schemes: Iterable[str]) -> Policy:
         """The limits of a judgement, on a suite that has its margins; speed is promised of `hardware`."""
-        from eval.canary import CanaryPolicy
         from eval.gate import Policy
 
         rate = self.accuracy.expected_flip_rate
@@ -139,7 +158,7 @@ class Gate(Section):
             power=self.accuracy.power,
             baseline_score=dict(self.accuracy.baseline_score),
             baseline_tolerance=self.accuracy.baseline_tolerance,
-            canary=CanaryPolicy(self.canary.min_agreement, self.canary.max_kl),
+            canary=None if self.canary is None else self.canary.policy(schemes),
             min_ratio=self.throughput.min_ratio,
             launches=self.throughput.launches or _LAUNCHES,  # nothing is promised: no judgement reads it
             throughput_confidence=self.throughput.confidence,

@@ -55,7 +55,8 @@ class CanaryStage(SideStage):
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The prompts by content and length; for the candidate what it is judged by."""
         if self.side == "candidate":
-            return {"side": self.side, "policy": policy_of(setting).to_json()}
+            limits = policy_of(setting).to_json()
+            return {"side": self.side, "policy": {name: limit for name, limit in limits.items() if limit is not None}}
         return {
             "side": self.side,
             "prompts": sha256_of(prompts.FOLDER / f"{setting.suite.canary}.jsonl"),
@@ -89,9 +90,10 @@ class CanaryStage(SideStage):
 
 
 def policy_of(setting: Setting) -> CanaryPolicy:
-    """What the recipe calls broken."""
+    """What the recipe calls broken, or unlikely to pass, in the schemes that it has."""
     canary = setting.recipe.gate.canary
-    return CanaryPolicy(canary.min_agreement, canary.max_kl)
+    assert canary is not None  # noqa: S101 - else there is no such stage
+    return canary.policy(setting.recipe.quantization.schemes)
 
 
 def read_answers(folder: Path) -> CanaryAnswers:

@@ -38,7 +38,8 @@ def has_throughput(setting: Setting) -> bool:
 
 def measured_inputs(setting: Setting, *, stopped: bool = False) -> dict[str, str]:
     """Keys of the stages that measure, by themselves; ``stopped``: of a run that ended with the canary."""
-    keys = [f"{kind}-{side}" for side in ORDER for kind in ("serve", "canary")]
+    kinds = ("serve",) if setting.recipe.gate.canary is None else ("serve", "canary")
+    keys = [f"{kind}-{side}" for side in ORDER for kind in kinds]
     if not stopped:
         keys += [f"evaluate-{side}" for side in ORDER]
         keys += ["control"] if asks_twice(setting) else []
@@ -51,7 +52,7 @@ GATE = record.NAME
 
 @dataclass(frozen=True, slots=True)
 class GateStage(Stage):
-    """Pure over the entries before it. ``stopped``: nothing was measured after the canary, which failed."""
+    """Pure over the entries before it. ``stopped``: nothing was measured after the canary, which stopped it."""
 
     stopped: bool = False
     family = "gate"
@@ -92,7 +93,7 @@ class GateStage(Stage):
             candidate=_server(job, "candidate"),
             samples=samples,
             control=control,
-            canary=read_comparison(job.inputs["canary-candidate"].path),
+            canary=read_comparison(job.inputs["canary-candidate"].path) if "canary-candidate" in job.inputs else None,
             launches=read_launches(job.inputs["bench"].path) if "bench" in job.inputs else (),
             weights=(
                 open_checkpoint(model_folder(job.inputs["source"])).nbytes,
@@ -112,7 +113,8 @@ class GateStage(Stage):
 
 def policy_of(setting: Setting) -> Policy:
     """The recipe's promises on its suite."""
-    return setting.recipe.gate.policy(setting.suite, setting.recipe.target.hardware)
+    recipe = setting.recipe
+    return recipe.gate.policy(setting.suite, recipe.target.hardware, recipe.quantization.schemes)
 
 
 def checkpoint_digest(entry: Entry) -> str:

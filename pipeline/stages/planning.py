@@ -65,6 +65,7 @@ def stopped_stages(setting: Setting) -> tuple[Stage, ...]:
 
 
 def _until_canary(setting: Setting) -> tuple[Stage, ...]:
+    canary = setting.recipe.gate.canary is not None
     calibrate: tuple[Stage, ...] = (CalibrateStage(),) if needs_ranges(setting.recipe.quantization) else ()
     return (
         SourceStage(),
@@ -73,9 +74,9 @@ def _until_canary(setting: Setting) -> tuple[Stage, ...]:
         QuantizeStage(),
         InspectStage(),
         ServeStage("baseline"),
-        CanaryStage("baseline"),
+        *((CanaryStage("baseline"),) if canary else ()),
         ServeStage("candidate"),
-        CanaryStage("candidate"),
+        *((CanaryStage("candidate"),) if canary else ()),
     )
 
 
@@ -118,18 +119,18 @@ def find_entry(planned: Planned, setting: Setting) -> Entry | None:
 
 
 def stopped_by(key: str, entry: Entry) -> bool:
-    """Whether a stage's entry is the canary's word that the checkpoint is broken."""
-    return key == "canary-candidate" and entry.record.result.get("verdict") == Verdict.FAIL.value
+    """Whether a stage's entry is the canary's word that the checkpoint is broken, or unlikely to pass."""
+    return key == "canary-candidate" and entry.record.result.get("verdict") != Verdict.PASS.value
 
 
 def after_stop(plan: Sequence[Planned], setting: Setting) -> tuple[Planned, ...]:
-    """What a run goes on with where its canary fails, as far as the plan had it; up to there both are the same."""
+    """What a run goes on with where its canary stops it, as far as the plan had it; up to there both are the same."""
     wanted = {planned.key for planned in plan}
     return tuple(planned for planned in plan_stages(stopped_stages(setting), setting) if planned.key in wanted)
 
 
 def foreseen(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> tuple[Planned, ...]:
-    """The plan that a run would follow, as far as the store knows: stopped where the canary has failed before."""
+    """The plan that a run would follow, as far as the store knows: stopped where the canary stopped it before."""
     for planned in plan:
         again = planned.key in redo or planned.family in redo
         entry = None if again else find_entry(planned, setting)

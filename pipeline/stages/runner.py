@@ -89,7 +89,7 @@ def run_plan(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, r
                 _stop_if_unsound(step)
                 if stopped_by(planned.key, step.entry):
                     servers.stop()
-                    verdict, stopped = Verdict.FAIL, planned.key
+                    verdict, stopped = Verdict(str(step.entry.record.result["verdict"])), planned.key
                     plan = after_stop(plan, setting)
                     log.replan(_named(plan))
                     left = [planned for planned in plan if planned.key not in run.entries]

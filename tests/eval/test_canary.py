@@ -146,6 +146,27 @@ def test_the_judgement(changes: dict[str, object], verdict: Verdict, words: str)
     assert "the likeliest token is the baseline's at 90.0% of 4,000 positions" in reason
 
 
+# What was measured of sound four-bit checkpoints of a model of 135M parameters, and of a rotation that harms.
+@pytest.mark.parametrize(
+    ("agreement", "kl", "verdict", "words"),
+    [
+        (0.60, 0.64, Verdict.PASS, "asked for: at least 45.0%, at most 1.2"),
+        (0.592, 0.77, Verdict.PASS, "asked for"),
+        (0.468, 1.138, Verdict.PASS, "asked for"),
+        (0.385, 1.698, Verdict.INCONCLUSIVE, "agreement below 45.0%, KL above 1.2 nats: the likeliest"),
+        (0.50, 1.3, Verdict.INCONCLUSIVE, "to ask them all the same, `gate: {canary: null}`"),
+        (0.30, 1.9, Verdict.FAIL, "agreement below 35.0%, which no sound quantization shows: the likeliest"),
+        (0.40, 2.1, Verdict.FAIL, "KL above 2 nats, which no sound quantization shows: the likeliest"),
+    ],
+)
+def test_what_may_be_sound_is_never_called_broken(agreement: float, kl: float, verdict: Verdict, words: str) -> None:
+    near = Canary(48, 4000, 0.95, agreement, agreement, agreement, kl, kl, kl, 6.0, 6.1, (("poem", 0.3),))
+    found, reason = judge(near, CanaryPolicy(0.45, 1.2, 0.35, 2.0))
+    assert found is verdict
+    assert words in reason
+    assert judge(replace(near, unanswered=("a",)), CanaryPolicy(0.45, 1.2, 0.35, 2.0))[0] is Verdict.FAIL
+
+
 def test_a_prompt_without_numbers_agrees_nowhere_and_fails() -> None:
     baseline = many(0.0, prompts=4)
     broken = CanaryAnswers((*baseline.answers[:3], silent(baseline.answers[3])))

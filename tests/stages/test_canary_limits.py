@@ -63,9 +63,9 @@ def baseline() -> CanaryAnswers:
 @pytest.fixture(scope="module")
 def policies() -> tuple[CanaryPolicy, CanaryPolicy]:
     """The defaults, and those of the recipe of this model."""
-    sections = CanaryGate(), load_recipe(str(RECIPE)).recipe.gate.canary
-    defaults, tiny = (CanaryPolicy(section.min_agreement, section.max_kl) for section in sections)
-    return defaults, tiny
+    own = load_recipe(str(RECIPE)).recipe.gate.canary
+    assert own is not None
+    return CanaryGate().policy({"ptpc_fp8"}), own.policy({"ptpc_fp8"})
 
 
 @pytest.mark.parametrize(("scheme", "layout"), [("ptpc_fp8", "compressed-tensors"), ("mxfp4", "quark")])

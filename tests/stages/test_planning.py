@@ -16,6 +16,7 @@ from eval.suites import Suite
 from eval.workloads import Workload
 from pipeline.base.canonical import canonical_json
 from pipeline.base.errors import UserError
+from pipeline.recipe.sections import CanaryGate
 from pipeline.stages.planning import after_stop, build_plan, cut
 from pipeline.stages.session import open_setting
 from pipeline.stages.stage import Setting
@@ -69,6 +70,20 @@ def test_a_recipe_can_leave_stages_out(setting: Setting) -> None:
     assert changed(setting, shown) == JUDGED
     without = edit(setting, "concurrency: 8", "concurrency: 8, control: null, runtime: reference")
     assert {planned.key for planned in build_plan(without)} == EVERYTHING - {"control", "bench"}
+
+
+def test_without_a_canary_all_tasks_are_asked_and_nothing_else_changes(setting: Setting) -> None:
+    without = edit(setting, "gate: {", "gate: {canary: null, ")
+    assert {planned.key for planned in build_plan(without)} == EVERYTHING - CANARY
+    assert changed(setting, without) - CANARY == JUDGED
+
+
+def test_the_canary_s_limits_are_those_of_the_fewest_bits() -> None:
+    many, few = CanaryGate().policy({"ptpc_fp8", "mxfp6_e2m3"}), CanaryGate().policy({"ptpc_fp8", "mxfp4_fp8"})
+    assert (many.min_agreement, many.max_kl, many.broken_agreement, many.broken_kl) == (0.7, 0.5, None, None)
+    assert (few.min_agreement, few.max_kl, few.broken_agreement, few.broken_kl) == (0.45, 1.2, 0.35, 2.0)
+    own = CanaryGate(max_kl=0.3).policy({"mxfp4"})
+    assert (own.min_agreement, own.max_kl, own.broken_agreement, own.broken_kl) == (0.45, 0.3, 0.35, None)
 
 
 def test_the_plan_of_a_stopped_run_is_the_same_up_to_the_canary(setting: Setting) -> None:

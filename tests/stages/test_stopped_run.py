@@ -66,6 +66,12 @@ def test_a_broken_checkpoint_is_judged_and_shown_and_no_more(orchestra: Any, sta
     assert "[4/5] gate: started" in orchestra.lines
 
 
+def test_one_that_may_be_sound_ends_undecided(orchestra: Any, stages: Any) -> None:
+    outcome = orchestra.run(*stages({**BROKEN, "verdict": "INCONCLUSIVE"}, verdict="INCONCLUSIVE"))
+    assert orchestra.ran == STOPPED
+    assert (outcome.verdict, outcome.exit_code, outcome.stopped) == (Verdict.INCONCLUSIVE, 3, "canary-candidate")
+
+
 def test_a_later_run_makes_nothing_and_says_the_same(orchestra: Any, stages: Any) -> None:
     first = orchestra.run(*stages(BROKEN))
     again = orchestra.run(*stages(BROKEN))

@@ -161,7 +161,8 @@ def _promises(subject: Subject, recorded: GateReport) -> list[Change]:
         if same:
             raise
         return faults
-    asked: Any = plain(Policy.from_json(recipe.gate.policy(suite, recipe.target.hardware).to_json()).to_json())
+    policy = recipe.gate.policy(suite, recipe.target.hardware, recipe.quantization.schemes)
+    asked: Any = plain(Policy.from_json(policy.to_json()).to_json())
     if not same:
         own = {task: asked["margins"].get(task) for task in recipe.gate.accuracy.margins}
         asked["margins"] = found["margins"] | {task: margin for task, margin in own.items() if margin is not None}

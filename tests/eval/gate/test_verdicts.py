@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from eval import record
+from eval.canary import CanaryPolicy
 from eval.gate import Policy, judge
 from eval.measurements import Measurements, Structure
 from eval.verdict import Verdict
@@ -170,6 +171,11 @@ def test_what_was_not_measured_after_the_canary_is_no_second_fault(measurements:
     report = judge(broken_canary(measurements), policy)
     assert report.verdict is FAIL
     assert [f.kind for f in report.findings if f.verdict is not PASS] == ["canary"]
+    # Where only the tasks could tell, the canary's word is the one reason, too.
+    assert policy.canary is not None
+    near = dataclasses.replace(policy, canary=CanaryPolicy(0.45, 1.2, broken_agreement=0.05, broken_kl=9.0))
+    report = judge(broken_canary(measurements), near)
+    assert (report.verdict, [f.kind for f in report.findings if f.verdict is not PASS]) == (INCONCLUSIVE, ["canary"])
     # By limits under which the canary lives, the run is merely unfinished.
     lax = dataclasses.replace(policy, canary=dataclasses.replace(policy.canary, min_agreement=0.0, max_kl=9.0))
     report = judge(broken_canary(measurements), lax)
@@ -197,3 +203,8 @@ def test_verdicts_combine_to_the_worst_and_keep_their_exit_codes() -> None:
     assert Verdict.combine([INCONCLUSIVE, FAIL, PASS]) is FAIL
     assert Verdict.combine([FAIL, INVALID, INCONCLUSIVE]) is INVALID
     assert [v.exit_code for v in (PASS, FAIL, INCONCLUSIVE, INVALID)] == [0, 1, 3, 4]
+
+
+def test_without_a_canary_none_is_missed(measurements: Measurements, policy: Policy) -> None:
+    report = judge(dataclasses.replace(measurements, canary=None), dataclasses.replace(policy, canary=None))
+    assert (report.verdict, report.verdict_of("canary")) == (PASS, None)

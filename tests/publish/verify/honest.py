@@ -177,7 +177,8 @@ def make(folder: Path, source: Path) -> Path:
     (evidence / INSPECTION).write_text(json.dumps(_inspect(folder, source).to_json()))
     sizes = (open_checkpoint(source).nbytes, open_checkpoint(folder).nbytes)
     measured = _measurements(artefact, sizes)
-    policy = Recipe.model_validate(recipe).gate.policy(suites.load(str(folder / PROVEN_SUITE / "two.yaml")), "mi300x")
+    suite, read = suites.load(str(folder / PROVEN_SUITE / "two.yaml")), Recipe.model_validate(recipe)
+    policy = read.gate.policy(suite, "mi300x", read.quantization.schemes)
     judged = judge(measured, policy)
     record.write(evidence, measured, judged)
     stages = {
