@@ -2,7 +2,8 @@
 
 The pairs are those that the table of hardware does not refuse on this CPU, so that none is forgotten, and none claimed
 that does not answer. An FP8 cache is the attention's affair: it is proven in both layouts with one scheme, in one of
-them by `test_published`, whose server reads what came from the Hub.
+them by `test_published`, whose server reads what came from the Hub. Two schemes in one checkpoint are a layer-wise
+configuration in Quark's layout and groups in the other: INT8 with attention in FP8 in both, by the libraries.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ import pytest
 
 from pipeline.base.hardware import local_cpu_flags
 from pipeline.serving.environment import VllmEnvironment
-from tests.serving.served.cases import PUBLISHED, Case, loaded, make_case, with_fp8_cache
+from tests.serving.served.cases import PUBLISHED, Case, loaded, make_case, mixed, with_fp8_cache
 from tests.serving.served.proof import prove
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("vllm")]
 
 FLAGS = local_cpu_flags() or frozenset()
-CASES = (*loaded("cpu", cpu_flags=FLAGS), *with_fp8_cache("cpu", ["ptpc_fp8"], cpu_flags=FLAGS))
+CASES = (
+    *loaded("cpu", cpu_flags=FLAGS),
+    *with_fp8_cache("cpu", ["ptpc_fp8"], cpu_flags=FLAGS),
+    *mixed("cpu", ["int8_w8a8"], cpu_flags=FLAGS),
+)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ keep the figures.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from pipeline.stages.planning import build_plan
 from pipeline.stages.runner import RELEASING, Outcome, run_plan
 from pipeline.stages.session import open_setting
 from pipeline.store.tree import Store
-from tests.serving.served.cases import Case, loaded, with_fp8_cache
+from tests.serving.served.cases import SOME_LAYERS, Case, loaded, mixed, with_fp8_cache
 from tests.serving.served.proof import prove
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -27,7 +28,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.vllm, pytest.mark.t
 CASES = (
     *(case for case in loaded("cuda") if "stream" in table()[case.scheme].engines),
     *with_fp8_cache("cuda", ["ptpc_fp8", "fp8"]),
-    *(Case("mxfp4", checkpoint_format, "fp8", attention="fp8") for checkpoint_format in WRITES["stream"]),
+    *(Case("mxfp4", checkpoint_format, "fp8", other="fp8") for checkpoint_format in WRITES["stream"]),
+    # What `scheme: auto` makes.
+    *mixed("cuda", ["mxfp4", "mxfp4_fp8"]),
+    *(replace(case, where=SOME_LAYERS) for case in mixed("cuda", ["mxfp4"])),
 )
 
 RECIPE = """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.base.hardware import local_cpu_flags, refusal
@@ -14,33 +15,42 @@ from pipeline.stages.quantization import make, open_job
 
 MODEL = Path(__file__).parents[3] / "recipes" / "tiny" / "model"
 ATTENTION = r"re:.*\.self_attn\.[qkvo]_proj"
+SOME_LAYERS = r"re:.*\.layers\.(0\..*|2\.self_attn\.[qkvo]_proj)"
+"""What `scheme: auto` leaves: one scheme for a layer, another for the next."""
 _CALIBRATION = {"set": "tiny", "samples": 64, "sequence_length": 256, "batch_size": 8}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint of the embedded model; ``attention`` is the scheme of its attention where that is another."""
+    """A checkpoint of the embedded model; ``other`` is the scheme of the modules that ``where`` names, if any."""
 
     scheme: str
     checkpoint_format: str
     kv_cache: str = "auto"
-    attention: str | None = None
+    other: str | None = None
+    where: str = ATTENTION
 
     @property
     def name(self) -> str:
         """The pair in words."""
-        parts = [self.scheme, *([f"{self.attention} attention"] if self.attention else [])]
+        place = "attention" if self.where == ATTENTION else "layers"
+        parts = [self.scheme, *([f"{self.other} {place}"] if self.other else [])]
         return f"{' + '.join(parts)}{', FP8 KV cache' if self.kv_cache == 'fp8' else ''}, {self.checkpoint_format}"
 
     @property
     def schemes(self) -> tuple[str, ...]:
         """Every scheme in it."""
-        return (self.scheme, *((self.attention,) if self.attention else ()))
+        return (self.scheme, *((self.other,) if self.other else ()))
+
+    def scheme_of(self, module: str) -> str:
+        """The scheme of a module."""
+        return self.other if self.other and re.match(self.where.removeprefix("re:"), module) else self.scheme
 
     @property
     def engine(self) -> str:
-        """Ours where it makes the scheme, else the library that writes the layout."""
-        return table()[self.scheme].makers(self.checkpoint_format)[0]
+        """Ours where it makes the schemes, else the library that writes the layout."""
+        makers = [table()[scheme].makers(self.checkpoint_format) for scheme in self.schemes]
+        return next(maker for maker in makers[0] if all(maker in others for others in makers))
 
 
 _REFUSED = refusal("cpu", "ptpc_fp8", "fp8", "compressed-tensors", cpu_flags=local_cpu_flags())
@@ -70,10 +80,20 @@ def with_fp8_cache(
     )
 
 
+def mixed(hardware: str, schemes: Collection[str], *, cpu_flags: Collection[str] | None = None) -> tuple[Case, ...]:
+    """Some schemes with attention in FP8, in each layout that both are loaded in."""
+    known = loaded(hardware, cpu_flags=cpu_flags)
+    return tuple(
+        replace(case, other="ptpc_fp8")
+        for case in known
+        if case.scheme in schemes and Case("ptpc_fp8", case.checkpoint_format) in known
+    )
+
+
 def make_case(case: Case, folder: Path, *, device: str = "auto") -> Path:
     """Quantize the embedded model as `quantmint quantize` does, inspection included; returns the checkpoint."""
     static = case.kv_cache == "fp8" or any(table()[scheme].needs_ranges for scheme in case.schemes)
-    overrides = [{"modules": [ATTENTION], "scheme": case.attention}] if case.attention else []
+    overrides = [{"modules": [case.where], "scheme": case.other}] if case.other else []
     sections = {
         "source": {"folder": str(MODEL)},
         "quantization": {

@@ -110,10 +110,9 @@ def _scales(how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[str, Parts
 
 def _doubled(case: Case) -> Callable[[str, Parts], Parts]:
     def change(name: str, parts: Parts) -> Parts:
-        scheme = case.attention if case.attention and "self_attn" in name else case.scheme
         scale = parts["weight_scale"]
         # E8M0 holds the exponent.
-        return {**parts, "weight_scale": scale + 1 if row_of(scheme).is_mx else scale * 2}
+        return {**parts, "weight_scale": scale + 1 if row_of(case.scheme_of(name)).is_mx else scale * 2}
 
     return change
 

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.base.hardware import local_cpu_flags
 from tests.serving.served.answers import PROMPT_TOKENS, Answers, prompts
-from tests.serving.served.cases import Case, loaded, make_case, with_fp8_cache
+from tests.serving.served.cases import SOME_LAYERS, Case, loaded, make_case, with_fp8_cache
 from tests.serving.served.compare import judge, remembered
 from tests.serving.served.readings import AS_MEANT, Reading, faults, plausible, wrong_caches
 from tests.serving.served.reference import Reference
@@ -18,7 +18,8 @@ from tests.serving.served.reference import Reference
 CASES = [
     Case("ptpc_fp8", "compressed-tensors", "fp8"),
     Case("mxfp4", "quark"),
-    Case("mxfp4", "compressed-tensors", attention="fp8"),
+    Case("mxfp4", "compressed-tensors", other="fp8"),
+    Case("mxfp4", "quark", other="ptpc_fp8", where=SOME_LAYERS),
 ]
 
 
