@@ -16,7 +16,7 @@ from eval.workloads import Cell
 from pipeline.base.errors import InvalidMeasurementError
 from pipeline.serving.host.detect import device_here
 from pipeline.stages import bench
-from pipeline.stages.bench import BenchStage, read_launches
+from pipeline.stages.bench import BenchStage, outlook, read_launches
 from pipeline.stages.runner import Outcome
 from tests.processes import processes_naming
 from tests.serving.tuning.sweeping import command_in
@@ -97,6 +97,11 @@ def test_sides_take_turns_on_fresh_servers(series: Callable[..., Series]) -> Non
     assert [launch.cells["c4"].goodput is None for launch in launches] == [False] * 4
     assert entry.record.result["ratios"] == {"c2": 1.5, "c4": 1.5}
     assert entry.record.result["faults"] == []
+    ahead = outlook(made.orchestra.setting)
+    assert (ahead["launches"], ahead["prompts"], ahead["noise"], ahead["ratio"]) == (5, 4 + 4 + 8 + 8, 0, 1.5)
+    started = sum(launch.started_seconds for launch in launches) / 4
+    answers = 4 * (4 + 4 + 8 + 8)
+    assert ahead["seconds"] == pytest.approx(5 * (started + answers / 1200))  # 1200: harmonic, of 1000 and 1500
     assert "c2 1.50x, c4 1.50x; launches a side: 2" in str(entry.record.result["summary"])
     assert sorted(path.name for path in (entry.path / "launches" / "02-candidate").iterdir()) == [
         "c2.json", "c2.log", "c4.json", "c4.log", "launch.json", "server.log",

@@ -47,6 +47,19 @@ def test_more_launches_see_less() -> None:
     assert doctest.testmod(module).failed == 0
 
 
+def test_launches_that_a_ratio_takes_at_the_noise_seen() -> None:
+    policy = Policy(margins={}, min_ratio=1.1, launches=4)
+    speed = reach(suites.load("tiny"), policy, looks=1).speed
+    assert speed is not None
+    assert speed.least == pytest.approx(1.1 * 1.024, abs=1e-3)
+    assert (speed.seen, speed.needed) == (None, None)
+    # At twice the noise three launches take 1.158, four 1.153, eight 1.131; nothing shows what is just promised.
+    for seen, needed in ((1.2, 3), (1.155, 4), (1.132, 8), (1.1, None)):
+        told = reach(suites.load("tiny"), policy, looks=1, noise=0.02, seen=seen).speed
+        assert told is not None
+        assert (told.needed, told.seen) == (needed, seen)
+
+
 def test_a_suite_with_a_policy() -> None:
     suite = suites.load("core")
     told = reach(suite, Policy.for_suite(suite, margin=0.01, min_ratio=1.1, launches=4), looks=4)
