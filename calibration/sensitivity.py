@@ -15,12 +15,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from calibration.activations import save_whole, storing
 from calibration.calls import Call, layer_names, record
-from calibration.hooks import following, watching
+from calibration.hooks import entering, following, preceding, watching
 from calibration.layers import digest_of
 from calibration.lazy import torch
 from calibration.measurement import Measurement, recording_cache
@@ -39,8 +40,10 @@ class Change:
     changed: Callable[[], AbstractContextManager[None]]
 
 
-Changes = Callable[[str, Mapping[str, "torch.Tensor"]], Sequence[Change]]
-"""Takes the name of a layer, and the largest magnitude of each linear module's inputs there by name on disk."""
+Tensors = Mapping[str, "torch.Tensor"]
+Changes = Callable[[str, Tensors, Callable[[], Tensors]], Sequence[Change]]
+"""Takes the name of a layer, the largest magnitude of each linear module's inputs there by name on disk, and what
+measures X^T X of the inputs [tokens, in_features] of each, by the model's own names: another pass through the layer."""
 
 
 def measure(
@@ -127,7 +130,7 @@ class _Sweep:
         found: list[torch.Tensor] = []
         tokens = sum(hidden.shape[1] for hidden in states)
         with self._loaded(number) as module:
-            told = changes(self._layers[number], largest)
+            told = changes(self._layers[number], largest, partial(self._hessians, number, states))
             costs = dict.fromkeys((change.name for change in told), 0.0)
             names = {name for change in told for name in change.modules}
             for index, hidden in enumerate(states):
@@ -143,6 +146,23 @@ class _Sweep:
                     with change.changed(), torch.no_grad():
                         costs[change.name] += self._cost([(calls[name], at[name], name) for name in change.modules])
         return found, {name: total / (2 * tokens) for name, total in costs.items()}
+
+    def _hessians(self, number: int, states: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        model, name, found = self._replica.model, self._layers[number], dict[str, "torch.Tensor"]()
+        inside = [
+            f"{name}.{part}"
+            for part, module in model.get_submodule(name).named_modules()
+            if isinstance(module, torch.nn.Linear)
+        ]
+
+        def see(of: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            rows = entering(args, kwargs).flatten(0, -2)
+            found[of] = rows.t() @ rows if of not in found else found[of].addmm_(rows.t(), rows)
+
+        with preceding(model, inside, see), torch.no_grad():
+            for index, hidden in enumerate(states):
+                self._run(number, index, model.get_submodule(name), hidden, None)
+        return found
 
     def _cost(self, changed: Sequence[tuple[_Call, torch.Tensor, str]]) -> float:
         """The sum of (g d)^2 over the tokens, of modules that see the same ones."""

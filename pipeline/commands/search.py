@@ -45,7 +45,7 @@ def search(
     """Print the frontier of MODEL, a recipe, a folder or organisation/name[@revision]: bits against predicted KL.
 
     What each group of layers costs in each scheme is measured once, and kept in the store for all budgets. The KL is
-    that of rounding to the nearest, and a prediction until the checkpoint was measured.
+    a prediction, of rounding by the recipe's algorithm, until the checkpoint was measured.
     """
     from pipeline.base.argument import classify
     from pipeline.base.progress import reporter_for
@@ -119,9 +119,7 @@ def _show(points: Sequence[Point], point: Point | None) -> None:
     ]
     columns = ("bits", "predicted KL", *schemes)
     console.print(table(*columns, right=columns, rows=cells))
-    console.print(
-        f"groups by scheme, {len(rows)} of {len(points)} points; KL in nats, predicted for rounding to nearest"
-    )
+    console.print(f"groups by scheme, {len(rows)} of {len(points)} points; KL in nats, predicted")
 
 
 def _draw(points: Sequence[Point], point: Point | None, path: Path) -> None:

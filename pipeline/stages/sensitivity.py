@@ -1,15 +1,16 @@
 """sensitivity: what each group of linear modules costs in each scheme, measured once for all budgets and formats.
 
 A group is what a server loads with one scheme: q, k, v; gate, up; all experts of a layer; else a module of its own. Its
-cost is that of rounding it to the nearest and its inputs as they are served, all else in 16 bit, in nats of KL
-(`calibration.sensitivity`). No budget, algorithm or layout is in its fingerprint.
+cost is that of rounding it, and its inputs as they are served, all else in 16 bit, in nats of KL
+(`calibration.sensitivity`): to the nearest, or where the recipe has it by GPTQ for the same texts, without scaling and
+compensation. No budget or layout is in its fingerprint.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,13 +20,14 @@ from calibration.errors import CalibrationError
 from calibration.lazy import torch
 from calibration.replica import Replica, replica, sources
 from calibration.room import measuring
-from calibration.sensitivity import Change, measure
+from calibration.sensitivity import Change, Tensors, measure
 from pipeline.base.errors import StageError
 from pipeline.base.machine import versions
 from pipeline.base.schemes import scheme
 from pipeline.base.transience import is_transient
 from pipeline.quantize.budget import Group, Option, costliest, frontier
 from pipeline.quantize.device import resolve_devices
+from pipeline.quantize.engines.stream.gptq import CARRIED, factored, gptq
 from pipeline.quantize.engines.stream.kernels import KERNELS, fp8_scale, kernel_name
 from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from pipeline.quantize.inspection.numbers import dequantize
@@ -65,6 +67,7 @@ class SensitivityStage(Stage):
         assert recipe.calibration is not None  # noqa: S101 - the recipe's checks
         return {
             "schemes": sorted(recipe.quantization.from_ or ()),
+            **_gptq(recipe.quantization),
             **data_identity(recipe.calibration, setting.commits),
             "trust_remote_code": recipe.trust_remote_code,
         }
@@ -87,9 +90,10 @@ class SensitivityStage(Stage):
             with measuring(folder):
                 one = replica(folder, resolve_devices(job.setting.device)[0], trust_remote_code=trust)
                 groups = _groups(structure.linear)
-                changes = _Changes(one, groups, structure.linear, names)
+                own = _gptq(recipe.quantization)
+                changes = _Changes(one, groups, structure.linear, names, own)
                 with job.progress.bar(2 * len(one.attention) * len(samples), "layer samples") as advance:
-                    costs = measure(one, samples, changes, job.path / _WORK, names, advance=advance)
+                    costs = measure(one, samples, changes, job.path / _WORK, [names, own], advance=advance)
         except CalibrationError as error:
             raise StageError(f"sensitivity: {error}", transient=is_transient(error)) from error
         found = [_told(name, modules, structure.linear, names, costs) for name, modules in groups.items()]
@@ -102,6 +106,12 @@ class SensitivityStage(Stage):
             result={"groups": len(found), "schemes": names, "tokens": tokens},
             summary=f"{len(found)} groups in {', '.join(names)} over {tokens:,} tokens",
         )
+
+
+def _gptq(quantization: Quantization) -> dict[str, float | int | bool]:
+    """What GPTQ is told when it rounds one weight; nothing where weights are rounded to the nearest."""
+    told = quantization.parameters if quantization.algorithm == "gptq" else {}
+    return {name: told[name] for name in ("dampening", "activation_order") if name in told}
 
 
 def read_groups(entry: Entry) -> tuple[Group, ...]:
@@ -206,13 +216,16 @@ class _Changes:
         groups: Mapping[str, Sequence[str]],
         linear: Mapping[str, tuple[int, int]],
         schemes: Sequence[str],
+        told: Mapping[str, float | int | bool],
     ) -> None:
+        self._told, self._hessians = told, dict[str, "torch.Tensor"]()
         self._model, self._linear, self._groups, self._schemes = one.model, linear, groups, schemes
         self._own, self._dtype = sources(one.model, one.owned), one.model.dtype
         self._made = cache(self._of)  # of the layer at hand: each sample needs them again
 
-    def __call__(self, layer: str, largest: Mapping[str, torch.Tensor]) -> list[Change]:
+    def __call__(self, layer: str, largest: Tensors, hessians: Callable[[], Tensors]) -> list[Change]:
         self._made.cache_clear()
+        self._hessians = dict(hessians()) if self._told else {}
         found: list[Change] = []
         for group, modules in self._groups.items():
             own = tuple(dict.fromkeys(self._site(module) for module in modules))
@@ -229,7 +242,7 @@ class _Changes:
 
     @contextmanager
     def _changed(self, modules: Sequence[str], name: str, largest: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """The modules' weights rounded to the nearest, and what enters them as it is served."""
+        """The modules' weights rounded, and what enters them as it is served."""
         with ExitStack() as stack:
             rounds: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
             shared = cache(partial(_entering, name))  # the same input is rounded once where it meets the same function
@@ -242,7 +255,7 @@ class _Changes:
                 owner = self._model.get_submodule(site)
                 if own == site:
                     stack.callback(setattr, owner, "weight", owner.weight)
-                    owner.weight = torch.nn.Parameter(self._made(own, name), requires_grad=False)
+                    owner.weight = torch.nn.Parameter(self._made(own, _kernel(name)), requires_grad=False)
                     stack.callback(owner.register_forward_pre_hook(rounded.hook).remove)
                     continue
                 found = part_of(module)
@@ -253,21 +266,29 @@ class _Changes:
                         stack.callback(setattr, owner, key, parameter)
                         setattr(owner, key, torch.nn.Parameter(parameter.detach().clone(), requires_grad=False))
                 part = place.of(getattr(owner, place.parameter))
-                part.copy_(self._rounded(part.contiguous(), name))
+                part.copy_(self._rounded(part.contiguous(), _kernel(name)))
                 rounds[site][place.parameter, place.expert] = rounded
             for site, each in rounds.items():
                 for handle in round_inputs(self._model.get_submodule(site), each):
                     stack.callback(handle.remove)
             yield
 
-    def _of(self, own: str, name: str) -> torch.Tensor:
-        weight: torch.Tensor = self._rounded(self._model.get_submodule(own).weight, name)
-        return weight
+    def _of(self, own: str, kernel: str) -> torch.Tensor:
+        weight: torch.Tensor = self._model.get_submodule(own).weight
+        hessian = self._hessians.get(own)
+        if hessian is None or kernel not in CARRIED:
+            return self._rounded(weight, kernel)
+        dampening, ordered = float(self._told["dampening"]), bool(self._told["activation_order"])
+        factor = factored(hessian, kernel, dampening=dampening, ordered=ordered)
+        return dequantize(kernel, gptq(weight.detach().to(self._dtype), factor, kernel).parts).float()
 
-    def _rounded(self, weight: torch.Tensor, name: str) -> torch.Tensor:
-        kernel = kernel_name(name, "compressed-tensors")
-        parts = KERNELS[kernel].compute(weight.detach().to(self._dtype), None)
-        return dequantize("mxfp4" if kernel == "mxfp4" else name, parts).float()
+    def _rounded(self, weight: torch.Tensor, kernel: str) -> torch.Tensor:
+        return dequantize(kernel, KERNELS[kernel].compute(weight.detach().to(self._dtype), None)).float()
+
+
+def _kernel(name: str) -> str:
+    """What computes a scheme's weights; it has the name of a scheme that they are read back by."""
+    return kernel_name(name, "compressed-tensors")
 
 
 class _entering:  # noqa: N801 - a function with a memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from calibration.replica import Replica, replica
-from calibration.sensitivity import Change, measure
+from calibration.sensitivity import Change, Tensors, measure
 
 PARTS = ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")
 LAYERS = 3
@@ -59,12 +59,14 @@ class Moving:
         self.model, self.last = model, last
         self.layers: list[str] = []
         self.largest: dict[str, float] = {}
+        self.hessians: dict[str, torch.Tensor] = {}
 
-    def __call__(self, layer: str, largest: Mapping[str, torch.Tensor]) -> list[Change]:
+    def __call__(self, layer: str, largest: Tensors, hessians: Callable[[], Tensors]) -> list[Change]:
         if layer.endswith(f".{self.last}"):
             raise InterruptedError
         self.layers.append(layer)
         self.largest |= {name: float(amax) for name, amax in largest.items()}
+        self.hessians |= hessians()
         names = [f"{layer}.{part}" for part in PARTS]
         return [Change(name, (name,), partial(self.moved, self.model.get_submodule(name))) for name in names]
 
@@ -91,13 +93,14 @@ def whole(folder: Path) -> Any:
 def test_costs_are_those_of_the_whole_model_s_gradients(
     folder: Path, samples: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    found, _ = costs(replica(folder, "cpu"), samples, tmp_path)
+    found, told = costs(replica(folder, "cpu"), samples, tmp_path)
     model, draw = whole(folder), torch.Generator().manual_seed(0)
     seen: dict[str, Any] = {}
     for name in found:
         hook = partial(lambda name, _m, args, out: seen.__setitem__(name, (args[0].detach(), out)), name)
         model.get_submodule(name).register_forward_hook(hook)
     totals = dict.fromkeys(found, 0.0)
+    hessians = dict.fromkeys(found, torch.zeros(()))
     for sample in samples:
         embedded = model.model.embed_tokens(sample[None]).detach().requires_grad_()
         logits = model(inputs_embeds=embedded).logits[0]
@@ -106,11 +109,14 @@ def test_costs_are_those_of_the_whole_model_s_gradients(
         slopes = torch.autograd.grad(loss, [seen[name][1] for name in found])
         for name, slope in zip(found, slopes, strict=True):
             entering, clean = seen[name]
+            hessians[name] = hessians[name] + entering[0].T @ entering[0]
             with torch.no_grad():
                 products = ((entering @ moved(model.get_submodule(name).weight).T - clean) * slope).sum(-1)
             totals[name] += float(products.square().sum()) / 2
     tokens = sum(len(sample) for sample in samples)
     assert found == pytest.approx({name: total / tokens for name, total in totals.items()}, rel=1e-3)
+    for name, hessian in hessians.items():
+        torch.testing.assert_close(told.hessians[name], hessian, rtol=1e-3, atol=1e-2)
 
 
 def test_a_cost_is_about_the_divergence_that_the_change_makes(

@@ -75,6 +75,30 @@ def test_a_mixture_s_frontier(mixture: Path, tmp_path: Path, quantmint: Callable
     assert [(entry / "record.json").stat().st_mtime_ns] == [began]
 
 
+@pytest.mark.slow
+def test_what_gptq_rounds_costs_less_and_stacked_experts_cost_what_they_did(
+    mixture: Path, tmp_path: Path, quantmint: Callable[..., Any]
+) -> None:
+    sections = {
+        "source": {"folder": str(mixture)},
+        "calibration": {"set": "tiny", "samples": 6, "sequence_length": 48},
+        "target": {"hardware": "mi355x", "gpus": 1, "workload": "tiny", "max_model_len": 256},
+        "evaluation": {"suite": "tiny"},
+        "gate": {"throughput": {"min_ratio": None}},
+    }
+    costs: list[dict[str, float]] = []
+    for algorithm in ("none", "gptq"):
+        auto = {"scheme": "auto", "from": ["mxfp4_fp8", "ptpc_fp8"], "bits": 5, "format": "quark"}
+        recipe = {"name": algorithm, **sections, "quantization": {**auto, "algorithm": algorithm}}
+        (tmp_path / f"{algorithm}.yaml").write_text(yaml.safe_dump(recipe))
+        asked = ("search", tmp_path / f"{algorithm}.yaml", "--store", tmp_path / "store", "--device", "cpu", "--json")
+        costs.append({each["name"]: each["schemes"]["mxfp4_fp8"]["cost"] for each in quantmint(*asked).json["groups"]})
+    nearest, carried = costs
+    assert nearest.keys() == carried.keys()
+    for group, cost in nearest.items():
+        assert carried[group] == cost if "experts" in group else carried[group] < 0.9 * cost, group
+
+
 def test_a_file_to_write_needs_bits_to_write(quantmint: Callable[..., Any]) -> None:
     assert "--write: found it without --bits" in quantmint("search", "model", "--write", "auto.yaml").err
 

@@ -158,7 +158,7 @@ def test_a_run_may_end_with_what_was_measured(make: Any, orchestra: Any) -> None
         run(make(bits=6), until="nothing")
 
 
-def test_no_budget_layout_or_algorithm_is_in_what_was_measured(project: Path, with_vllm: Any) -> None:
+def test_what_is_measured_knows_gptq_and_neither_budget_nor_layout(project: Path, with_vllm: Any) -> None:
     path = project / "r.yaml"
     plain = path.read_text().replace("mi300x", "mi355x")
 
@@ -169,9 +169,11 @@ def test_no_budget_layout_or_algorithm_is_in_what_was_measured(project: Path, wi
         return next(one.fingerprint for one in build_plan(setting) if one.key == "sensitivity")
 
     first = measured("from: [mxfp4, ptpc_fp8], bits: 5")
-    assert (
-        measured("from: [ptpc_fp8, mxfp4], bits: 6, format: quark, algorithm: gptq, exclude: ['re:.*o_proj']") == first
-    )
+    assert measured("from: [ptpc_fp8, mxfp4], bits: 6, format: quark, exclude: ['re:.*o_proj']") == first
+    by_gptq = measured("from: [mxfp4, ptpc_fp8], bits: 5, algorithm: gptq")
+    assert by_gptq != first
+    assert by_gptq == measured("from: [mxfp4, ptpc_fp8], bits: 6, algorithm: gptq, gptq: {compensation: 0}")
+    assert by_gptq != measured("from: [mxfp4, ptpc_fp8], bits: 5, algorithm: gptq, gptq: {dampening: 0.1}")
     assert measured("from: [mxfp4, fp8], bits: 5") != first
     assert measured("from: [mxfp4, ptpc_fp8], bits: 5", ", packing: false") != first
 
