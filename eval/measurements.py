@@ -77,8 +77,8 @@ class Launch(Record):
     `number` counts the launches of both sides in the order in which they were made, from 0. `kv_tokens`,
     `kv_cache_dtype` and `attention_backend` are those that the server's log says were really chosen, None where it
     does not say. `started_seconds` went by before it answered. `client_cpu` is the largest share of one core that the
-    load generator used while a cell ran: it is one thread, so that near 1.0 it sets the pace and not the server; None
-    where it was not seen. `server_cpu` is the same of an API server's event loop. `started` is the time of the start
+    load generator's event loop used over a cell: near 1.0 it sets the pace and not the server; None where it was not
+    seen. `server_cpu` is the same of an API server's event loop. `started` is the time of the start
     (ISO 8601, UTC): launches of a series that was interrupted lie further apart. `faults` are lines of the log that
     void what was measured, each with what it means. `device` is what the server ran on, in its own words: a series may
     go on, or be made again, on another machine.

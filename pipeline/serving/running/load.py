@@ -29,8 +29,6 @@ from pipeline.serving.running.server import Server
 
 CLIENT_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
 """The variables of `vllm bench serve`: no network, and output that is seen at once."""
-WINDOW_S = 5.0
-"""Seconds that a share is taken over. Sending the first requests fills some tenths of a second, and holds up nobody."""
 TICK_S = 0.5
 _MACHINE_EVERY = 2  # ticks
 _PATIENCE_S = 3600.0  # for one answer
@@ -102,10 +100,8 @@ def discard(server: Server, cell: Cell, model: Path, seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen while the measured requests ran; shares are of one core.
-
-    `client_cpu` is the client's in its busiest seconds, `server_cpu` that of an API server's event loop over all.
-    """
+    """What was seen while the measured requests ran; `client_cpu` and `server_cpu` are shares of one core, over all of
+    that time, of the client's event loop and the busiest API server's."""
 
     readings: tuple[Reading, ...]
     client_cpu: float | None
@@ -119,7 +115,7 @@ class _Run:
     pid: int | None
     log_from: int
     began: float | None = None
-    used: list[Used] = field(default_factory=list)
+    client: dict[int, list[Used]] = field(default_factory=dict)
     loops: dict[int, list[Used]] = field(default_factory=dict)
     readings: list[tuple[float, Reading]] = field(default_factory=list)
 
@@ -156,11 +152,8 @@ class LoadWatch:
         end = run.began + duration - TICK_S  # the beginning was seen up to a tick late
         return Seen(
             readings=tuple(reading for at, reading in run.readings if at <= end),
-            client_cpu=busiest(_until(run.used, end)),
-            server_cpu=max(
-                (_share(looks[0], looks[-1]) for used in run.loops.values() if len(looks := _until(used, end)) > 1),
-                default=None,
-            ),
+            client_cpu=_busiest(run.client, end),
+            server_cpu=_busiest(run.loops, end),
         )
 
     def _look(self) -> None:
@@ -170,11 +163,9 @@ class LoadWatch:
             if run.began is None and not self._runs(run):
                 continue
             run.began = time.monotonic() if run.began is None else run.began
-            cpu = None if run.pid is None else cpu_seconds(run.pid)
-            if cpu is not None:
-                run.used.append(Used(time.monotonic(), cpu))
-            for pid, loop in ({} if self._server is None else event_loops(self._server)).items():
-                run.loops.setdefault(pid, []).append(Used(time.monotonic(), loop))
+            for above, looks in ((run.pid, run.client), (self._server, run.loops)):
+                for pid, used in ({} if above is None else event_loops(above)).items():
+                    looks.setdefault(pid, []).append(Used(time.monotonic(), used))
             if self._sensor is not None and ticks % _MACHINE_EVERY == 0:
                 at, reading = time.monotonic(), self._sensor()
                 run.readings += [] if reading is None else [(at, reading)]
@@ -196,22 +187,11 @@ class Used(NamedTuple):
     cpu: float
 
 
-def cpu_seconds(pid: int) -> float | None:
-    """CPU seconds of everything below a process, itself left out, ended children included; None where nothing is."""
-    import psutil
-
-    used = []
-    with suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.Error):
-                used.append(sum(process.cpu_times()[:4]))
-    return sum(used) if used else None
-
-
 def event_loops(pid: int) -> Mapping[int, float]:
-    """CPU seconds of the first thread of each API server of vLLM below a process: its event loop.
+    """CPU seconds of the first thread of each process below one: the event loop of a load generator or an API server.
 
-    What works for it says so in its title (VLLM::EngineCore, VLLM::Worker_TP0), and waits for the accelerator busily.
+    Other threads, which take text apart and send it, hold up nobody. What works for a server of vLLM says so in its
+    title (VLLM::EngineCore, VLLM::Worker_TP0), and waits for the accelerator busily.
     """
     import psutil
 
@@ -226,21 +206,8 @@ def event_loops(pid: int) -> Mapping[int, float]:
     return found
 
 
-def _until(used: Sequence[Used], end: float) -> list[Used]:
-    return [look for look in used if look.at <= end]
-
-
-def busiest(used: Sequence[Used], window: float = WINDOW_S) -> float | None:
-    """The largest share of one core over any `window` seconds, or over all of less; None for fewer than two looks."""
-    if len(used) < 2:
-        return None
-    shares = []
-    for first, start in enumerate(used):
-        end = next((look for look in used[first + 1 :] if look.at - start.at >= window), None)
-        if end is not None:
-            shares.append(_share(start, end))
-    return max(shares) if shares else _share(used[0], used[-1])
-
-
-def _share(start: Used, end: Used) -> float:
-    return max(0.0, end.cpu - start.cpu) / (end.at - start.at)
+def _busiest(loops: Mapping[int, Sequence[Used]], end: float) -> float | None:
+    """The largest share of a core that one of them used until then; None for fewer than two looks at each."""
+    looks = [[look for look in used if look.at <= end] for used in loops.values()]
+    shares = [max(0.0, of[-1].cpu - of[0].cpu) / (of[-1].at - of[0].at) for of in looks if len(of) > 1]
+    return max(shares, default=None)

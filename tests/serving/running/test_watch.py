@@ -9,10 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
-
 from pipeline.base.processes import run_logged
-from pipeline.serving.running.load import LoadWatch, Seen, Used, busiest, cpu_seconds, event_loops
+from pipeline.serving.running.load import LoadWatch, Seen, event_loops
 from pipeline.serving.running.sensors import Reading
 
 CLIENT = """
@@ -61,21 +59,6 @@ def test_a_load_whose_beginning_is_not_seen_says_nothing(tmp_path: Path) -> None
     assert watch.seen(10.0) == Seen((), None)
 
 
-@pytest.mark.parametrize(
-    ("cpu", "share"),
-    [
-        ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 1.0),
-        ([0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5], 1.0),  # the busiest five seconds
-        ([0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 0.2),  # a burst of one second holds up nobody
-        ([0, 0.5, 1], 0.5),  # shorter than the window: all of it
-        ([9, 0, 0, 0, 0, 0], 0.0),
-        ([3], None),
-    ],
-)
-def test_the_busiest_window(cpu: list[float], share: float | None) -> None:
-    assert busiest([Used(float(at), used) for at, used in enumerate(cpu)], window=5.0) == share
-
-
 def test_the_event_loop_is_the_first_thread_of_what_is_no_engine() -> None:
     code = """
 import os, sys, threading, time
@@ -104,21 +87,3 @@ sys.stdin.read()
     finally:
         os.killpg(started.pid, signal.SIGKILL)
         started.communicate()
-
-
-def test_what_runs_below_another_is_added_up() -> None:
-    """Its own time is left out."""
-    code = "import time\nwhile time.process_time() < 0.4: pass\nprint('done', flush=True); time.sleep(60)"
-    started = subprocess.Popen(
-        ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        assert started.stdout is not None
-        assert started.stdout.readline() == b"done\n"
-        used = cpu_seconds(started.pid)
-        assert used is not None
-        assert 0.3 < used < 5
-    finally:
-        os.killpg(started.pid, signal.SIGKILL)
-        started.communicate()
-    assert cpu_seconds(started.pid) is None
