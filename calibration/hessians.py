@@ -15,6 +15,7 @@ from typing import Any
 from calibration.hooks import entering, following, preceding
 from calibration.lazy import torch
 
+_BLOCKS = 4  # of rows of X^T X: of each what lies left of the diagonal's block is not computed
 Rounding = Callable[["torch.Tensor"], "torch.Tensor"]
 """What becomes of an input [..., I] when the model is served, in the dtype that it had."""
 
@@ -219,7 +220,9 @@ class Sums:
             wide = rows.float()
             weight = wide.new_ones(()) if states is None else states[1].float().square().mean(-1, keepdim=True).rsqrt()
             scaled = wide if states is None else wide * weight
-            known.hessian.addmm_(scaled.t(), scaled)
+            for first in range(0, width, step := -(-width // _BLOCKS)):  # below the diagonal it is the same
+                here = scaled[:, first : first + step]
+                known.hessian[first : first + step, first:].addmm_(here.t(), scaled[:, first:])
             # Tokens that another expert gets in the 16-bit model have no counterpart here.
             if known.gap is not None and original is not None and original.shape == rows.shape:
                 known.gap.addmm_(scaled.t(), (original.float() - wide) * weight)
@@ -235,7 +238,9 @@ class Sums:
         self._states.clear()
 
     def found(self) -> list[Inputs]:
-        """What was summed, in the order of the forward."""
+        """What was summed, in the order of the forward; no more can be."""
+        for one in self._found.values():
+            one.hessian.triu_().add_(one.hessian.triu(1).t())
         return [
             replace(one, modules=tuple(each for each, first in self._first.items() if first == name))
             for name, one in self._found.items()

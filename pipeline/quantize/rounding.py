@@ -71,15 +71,16 @@ def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:
     field = (groups.abs().amax(-1, keepdim=True).view(torch.int32) + (1 << (22 - deciding))) >> 23
     exponent = (field - (math.frexp(largest)[1] - 1)).clamp(min=0)
     scale = torch.ldexp(torch.ones_like(groups[..., :1]), exponent - 127)
-    values = (groups / scale).clamp(-largest, largest)
+    values = (groups / scale).clamp_(-largest, largest)
     if dtype == "e4m3":
         rounded = values.to(torch.float8_e4m3fn).float()
     else:
         least = 1 - (2 ** (exponent_bits - 1) - 1)  # exponent of the smallest normal number
-        exponents = (torch.frexp(values.abs()).exponent - 1).clamp(min=least)
-        step = torch.ldexp(torch.ones_like(values), exponents - mantissa_bits)
-        rounded = (values / step).round() * step
-    restored: torch.Tensor = rounded * scale
+        # To a multiple of a step, a power of two: 1.5 * 2 ** 23 of them added leave a float32 no smaller digit.
+        exponents = (values.view(torch.int32) & 0x7F800000).clamp_(min=(least + 127) << 23)
+        steps = exponents.view(torch.float32).mul_(1.5 * 2.0 ** (23 - mantissa_bits))
+        rounded = values.add_(steps).sub_(steps)
+    restored: torch.Tensor = rounded.mul_(scale)
     return restored.reshape(x.shape)
 
 

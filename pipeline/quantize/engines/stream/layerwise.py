@@ -38,7 +38,7 @@ from pipeline.quantize.formats.checkpoint import torch_dtype
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.numbers import Error, dequantize
 from pipeline.quantize.model.weights import Structure, place_of
-from pipeline.quantize.rounding import round_activations
+from pipeline.quantize.rounding import round_activations, round_mx
 
 if TYPE_CHECKING:
     from pipeline.quantize.engines.stream.kernels import Parts
@@ -265,11 +265,13 @@ class _Layers:
     def _reader(self, module: str) -> Reader:
         step = self._steps[module]
         kernel, scheme_name = KERNELS[str(step.kernel)], self._choice.schemes[step.name]
-        return Reader(
-            self._replica.model.get_submodule(module).weight.detach().float(),
-            lambda rows, largest: self._served(step, largest)(rows),
-            lambda weight: dequantize(scheme_name, kernel.compute(weight, None)),
-        )
+
+        def stored(weight: torch.Tensor) -> torch.Tensor:
+            if scheme(scheme_name).weight.scale == "e8m0":  # the same numbers, without what is packed between
+                return round_mx(weight, "e2m1")
+            return dequantize(scheme_name, kernel.compute(weight, None))
+
+        return Reader(self._own(module).float(), lambda rows, largest: self._served(step, largest)(rows), stored)
 
     def solve(self, number: int, found: Sequence[Inputs], last: bool) -> None:
         """Make the weights of a layer's turn; with its last one, all of the layer is put on the disk."""
