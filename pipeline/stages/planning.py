@@ -120,7 +120,8 @@ def find_entry(planned: Planned, setting: Setting) -> Entry | None:
 
 def stopped_by(key: str, entry: Entry) -> bool:
     """Whether a stage's entry is the canary's word that the checkpoint is broken, or unlikely to pass."""
-    return key == "canary-candidate" and entry.record.result.get("verdict") != Verdict.PASS.value
+    stops = (Verdict.FAIL.value, Verdict.INCONCLUSIVE.value)
+    return key == "canary-candidate" and entry.record.result.get("verdict") in stops
 
 
 def after_stop(plan: Sequence[Planned], setting: Setting) -> tuple[Planned, ...]:
