@@ -46,16 +46,15 @@ def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: s
         if quantization.algorithm == "gptq" and recipe.calibration is not None:
             volume = replace(calibrate_volume(source, structure, recipe.calibration), mode="layer")
             once = calibrate_cost(volume, replace(machine, devices=devices[:1]))
-            forwards = _BESIDE if quantization.parameters["compensation"] else _ALONE
-            stages["quantize"] = _after(stages["quantize"], once, forwards)
+            stages["quantize"] = _after(stages["quantize"], once, _FORWARDS)
     return {
         "rates": {"origin": origin, **asdict(rates)},
         "stages": {name: asdict(cost) for name, cost in stages.items()},
     }
 
 
-_ALONE, _BESIDE = 2, 7
-"""Forwards of each layer that GPTQ takes; by itself, and beside the 16-bit model. Its own products are not counted."""
+_FORWARDS = 3
+"""Forwards of each layer that GPTQ takes, the one that channels are scaled by among them, but for its own products."""
 
 
 def _after(cost: Cost, once: Cost, forwards: int) -> Cost:
