@@ -30,7 +30,7 @@ def test_a_quantized_llama_by_the_hubs_own_classes() -> None:
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "language": ["en", "fr", "it", "pt", "hi", "es", "th", "de"],
-        "tags": ["mxfp4", "quark", "vllm", "quantmint", "facebook", "meta", "llama", "llama-3"],
+        "tags": ["mxfp4", "gptq", "quark", "vllm", "quantmint", "facebook", "meta", "llama", "llama-3"],
         "datasets": ["HuggingFaceH4/ultrachat_200k"],
     }
 
