@@ -112,7 +112,7 @@ def test_a_passage_and_a_perplexity(tmp_path: Path) -> None:
     assert suite.tasks[0].kind == "perplexity"
     assert suites.untestable(suite, margin=0.01) == ()
     (sentence,) = suites.untestable(suite, margin=0.005)
-    assert "62 items can test a margin of 0.77% or wider, not 0.50%" in sentence
+    assert "62 items can test a margin of 0.84% or wider, not 0.50%" in sentence
     assert "(spread between documents 2.0%, confidence 95%, power 80%)" in sentence
 
 

@@ -50,7 +50,7 @@ def test_few_items_can_test_no_margin() -> None:
 
 def test_means_of_documents() -> None:
     """Student's quantile for the bound and what unequal documents take of it, the normal's for the power."""
-    expected = (stats.t.ppf(0.95, 61) + 4 / math.sqrt(62) + stats.norm.ppf(0.8)) * 0.02 / math.sqrt(62)
+    expected = (stats.t.ppf(0.95, 61) + 6 / math.sqrt(62) + stats.norm.ppf(0.8)) * 0.02 / math.sqrt(62)
     assert power.detectable_mean(62, 0.02) == pytest.approx(expected)
     for deviation in (0.01, 0.02, 0.3):
         needed = power.mean_items_needed(0.02, deviation)
