@@ -207,7 +207,11 @@ def event_loops(pid: int) -> Mapping[int, float]:
 
 
 def _busiest(loops: Mapping[int, Sequence[Used]], end: float) -> float | None:
-    """The largest share of a core that one of them used until then; None for fewer than two looks at each."""
+    """The largest share of a core that one of them used until then; None for fewer than two looks at each.
+
+    What was there for less than half of the time, a helper that a process starts, held up nobody for long.
+    """
     looks = [[look for look in used if look.at <= end] for used in loops.values()]
-    shares = [max(0.0, of[-1].cpu - of[0].cpu) / (of[-1].at - of[0].at) for of in looks if len(of) > 1]
+    most = max(map(len, looks), default=0)
+    shares = [max(0.0, of[-1].cpu - of[0].cpu) / (of[-1].at - of[0].at) for of in looks if len(of) > max(1, most / 2)]
     return max(shares, default=None)

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from pipeline.base.processes import run_logged
-from pipeline.serving.running.load import LoadWatch, Seen, event_loops
+from pipeline.serving.running.load import LoadWatch, Seen, Used, _busiest, event_loops
 from pipeline.serving.running.sensors import Reading
 
 CLIENT = """
@@ -57,6 +57,13 @@ def test_a_load_whose_beginning_is_not_seen_says_nothing(tmp_path: Path) -> None
     with LoadWatch(clock, log) as watch:
         run_logged([sys.executable, "-c", "import time; time.sleep(1.2)"], log, what="it", env={}, started=watch.follow)
     assert watch.seen(10.0) == Seen((), None)
+
+
+def test_a_helper_that_is_soon_gone_held_up_nobody() -> None:
+    client = [Used(float(at), 0.4 * at) for at in range(11)]
+    helper = [Used(1.0, 0.0), Used(2.0, 1.0)]
+    assert _busiest({1: client, 2: helper}, end=10.0) == pytest.approx(0.4)
+    assert _busiest({1: client[:1]}, end=10.0) is None
 
 
 def test_the_event_loop_is_the_first_thread_of_what_is_no_engine() -> None:
