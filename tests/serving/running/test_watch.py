@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from pipeline.base.processes import run_logged
 from pipeline.serving.running.load import LoadWatch, Seen, Used, _busiest, event_loops
 from pipeline.serving.running.sensors import Reading
