@@ -38,14 +38,14 @@ RECIPE = """
 name: {name}
 extends: tiny-ptpc-fp8kv
 quantization: {{scheme: {scheme}, kv_cache: {kv_cache}, format: {format}}}
-target: {{hardware: cuda, gpus: 1}}
+target: {{hardware: h100, gpus: 1}}
 gate: {{throughput: {{min_ratio: 0.01}}}}
 """
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_answers_as_its_bytes_mean(case: Case, vllm: VllmEnvironment, tmp_path: Path) -> None:
-    prove(case, tmp_path, vllm, "cuda")
+    prove(case, tmp_path, vllm, "h100")
 
 
 # The embedded model tells eight bits from four: MXFP4 by plain rounding loses about three points, the margin is one.
