@@ -129,21 +129,44 @@ def read_texts(chosen: CalibrationSet, tokenizer: Any) -> Iterator[str]:
         raise CalibrationError(f"the calibration set {chosen.name} is empty")
 
 
+def require_texts(chosen: CalibrationSet, *, samples: int, packing: bool) -> None:
+    """Raise `CalibrationError` for a file that lacks rows or columns, before a model is there to read it.
+
+    Nothing is asked of the Hub, and of a file no more is read than one row for each of the ``samples``.
+    """
+    texts = 0
+    for place, row in islice(() if chosen.file is None else read_rows(chosen), samples):
+        _said(chosen, place, row)
+        texts += 1
+    if chosen.file is not None and not texts:
+        raise CalibrationError(f"the calibration set {chosen.name} is empty")
+    if chosen.file is not None and not packing and texts < samples:
+        raise CalibrationError(f"{chosen.file}: found {texts:,} texts, expected one for each of {samples:,} samples")
+
+
 def rendered(chosen: CalibrationSet, tokenizer: Any) -> bool:
     """Whether a chat template makes the texts, which then hold their special tokens already."""
     return chosen.text is None and chosen.chat and tokenizer.chat_template is not None
 
 
-def _text(chosen: CalibrationSet, place: str, row: Mapping[str, Any], tokenizer: Any) -> str:
+def _said(chosen: CalibrationSet, place: str, row: Mapping[str, Any]) -> Any:
+    """A row's text, or its messages."""
     try:
         if chosen.text is not None:
+            if row[chosen.text] is None:
+                raise CalibrationError(f"{place}: {chosen.text} is null, expected text")
             return str(row[chosen.text])
         if chosen.messages is not None:
-            messages = row[chosen.messages]
-        else:
-            messages = [{"role": role, "content": row[column]} for role, column in chosen.turns]
+            return row[chosen.messages]
+        return [{"role": role, "content": row[column]} for role, column in chosen.turns]
     except KeyError as error:
         raise CalibrationError(f"{place}: has no column {error}, only {', '.join(map(str, row))}") from error
+
+
+def _text(chosen: CalibrationSet, place: str, row: Mapping[str, Any], tokenizer: Any) -> str:
+    messages = _said(chosen, place, row)
+    if isinstance(messages, str):
+        return messages
     try:
         if rendered(chosen, tokenizer):
             return str(tokenizer.apply_chat_template(messages, tokenize=False))

@@ -127,7 +127,7 @@ def _print_marks(console: Console, group: Group) -> None:
             size(found.size[1]),
             ratio(found.size_ratio),
             "-" if mark.worst is None else percent(mark.worst.recovery),
-            "-" if mark.worst is None else percent(mark.worst.flip_rate),
+            "-" if mark.worst is None or mark.worst.kind != "binary" else percent(mark.worst.flip_rate),
             "-" if mark.slowest is None else ratio(mark.slowest.ratio),
             "-" if found.kv_tokens is None else count(found.kv_tokens[1]),
             "-" if canary is None else percent(canary.agreement),

@@ -330,7 +330,7 @@ def runs(recipe: str | None, store_path: Path, as_json: bool) -> None:
     for run in found:
         ended, took = run.verdict or f"exit {run.exit_code}", ""
         if run.finished is None:
-            ended = "unfinished"
+            ended = "killed" if run.killed else "running"
         else:
             began, end = (datetime.fromisoformat(moment) for moment in (run.started, run.finished))
             took = duration((end - began).total_seconds())
@@ -357,3 +357,5 @@ def gc(keep: int, dry_run: bool, store_path: Path, as_json: bool) -> None:
     for item in plan.remove:
         click.echo(f"{size(item.bytes):>10}  {item.path}  {item.why}")
     click.echo(f"{'would free' if dry_run else 'freed'} {size(freed)}")
+    if plan.young_bytes:
+        click.echo(f"{size(plan.young_bytes)} more are needed by no run, and go once they have lain for an hour")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LARGEST_GRID = 4096
 
 
-@click.command(name="knobs")
+@click.command(name="knobs", context_settings={"ignore_unknown_options": True})  # a knob may begin with dashes
 @click.argument("name", required=False)
 @click.option("--vllm", "version", help="Only what this version of vLLM has; with NAME, whether it has it.")
 @click.option("--markdown", is_flag=True, help="Print the documentation's page of knobs.")

@@ -15,6 +15,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+from calibration.batches import require_texts
 from calibration.errors import CalibrationError
 from calibration.sets import load_set
 from eval import suites, workloads
@@ -208,7 +209,8 @@ def _definitions(loaded: LoadedRecipe, *, judged: bool) -> Iterator[Fault]:
     recipe = loaded.recipe
     if recipe.calibration is not None:
         try:
-            load_set(recipe.calibration.set)
+            section = recipe.calibration
+            require_texts(load_set(section.set), samples=section.samples, packing=section.packing)
         except CalibrationError as error:
             yield loaded.fault(("calibration", "set"), str(error))
     workload: Workload | None = None

@@ -151,11 +151,15 @@ class Item:
 
 @dataclass(frozen=True)
 class GcPlan:
-    """What a collection would remove. ``keep`` is the number of runs of each recipe that count."""
+    """What a collection would remove. ``keep`` is the number of runs of each recipe that count.
+
+    ``young_bytes`` are those of entries that would go, were they not of the last hour.
+    """
 
     root: Path
     keep: int
     remove: tuple[Item, ...]
+    young_bytes: int = 0
 
     @property
     def freed_bytes(self) -> int:
@@ -187,12 +191,15 @@ def plan_gc(store: Store, *, keep: int, now: float | None = None) -> GcPlan:
     finished = {thing.path for thing in things if thing.kind == "entry"}
     needed |= {path.with_name(f"{path.name}.work") for path in needed - finished}
     remove: list[Item] = []
-    for thing in things:
+    young = 0
+    for thing in (thing for thing in things if not thing.held and thing.path not in needed):
         grace, why = _AGES[thing.kind]
-        if not thing.held and thing.path not in needed and now - thing.changed >= grace:
+        if now - thing.changed >= grace:
             remove.append(Item(thing.path, thing.bytes, why))
+        elif thing.kind == "entry":
+            young += thing.bytes
     remove += [Item(run.path, 0, f"there are {keep} newer runs of {run.recipe}") for run in old]
-    return GcPlan(root, keep, tuple(remove))
+    return GcPlan(root, keep, tuple(remove), young)
 
 
 def apply(plan: GcPlan, *, now: float | None = None) -> int:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from calibration.batches import read_texts, rendered
+from calibration.batches import read_texts, rendered, require_texts
 from calibration.errors import CalibrationError
 from calibration.sets import CalibrationSet
 
@@ -26,6 +27,24 @@ def texts_of(chosen: CalibrationSet, tokenizer: Any) -> list[str]:
 def test_plain_text_is_read_in_the_files_order(tmp_path: Path, letters: Any) -> None:
     chosen = set_of(tmp_path / "a.jsonl", {"t": "one"}, {"t": "zwei\u2028drei"}, {"t": 4}, text="t")
     assert texts_of(chosen, letters) == ["one", "zwei\u2028drei", "4"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "packing", "words"),
+    [
+        (["{}"], True, "a.jsonl:1: has no column 't'"),
+        ([{"t": "one"}, {"t": None}], True, "a.jsonl:2: t is null, expected text"),
+        ([], True, "the calibration set own is empty"),
+        ([{"t": "one"}], False, "a.jsonl: found 1 texts, expected one for each of 4 samples"),
+    ],
+)
+def test_what_a_file_lacks_is_known_without_a_model(
+    tmp_path: Path, lines: list[object], packing: bool, words: str
+) -> None:
+    chosen = set_of(tmp_path / "a.jsonl", *lines, text="t")
+    with pytest.raises(CalibrationError, match=re.escape(words)):
+        require_texts(chosen, samples=4, packing=packing)
+    require_texts(set_of(tmp_path / "b.jsonl", *[{"t": "one"}] * 4, "{", text="t"), samples=4, packing=packing)
 
 
 def test_no_more_is_read_than_is_asked_for(tmp_path: Path, letters: Any) -> None:

@@ -65,6 +65,8 @@ def test_the_page_of_knobs_is_their_table(quantmint: Quantmint) -> None:
 
 def test_knobs(quantmint: Quantmint) -> None:
     assert {row["name"] for row in quantmint("knobs", "--json").json} == knobs().keys()
+    spelled = {quantmint("knobs", name).out for name in ("--max-num-seqs", "max-num-seqs", "max_num_seqs")}
+    assert len(spelled) == 1
     old = {row["name"] for row in quantmint("knobs", "--vllm", "0.19.0", "--json").json}
     assert "--attention-backend" in old
     assert "--numa-bind" not in old
@@ -114,7 +116,7 @@ def test_runs(orchestra: Any, quantmint: Quantmint) -> None:
     lines = quantmint("runs").out.splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC  ", line) for line in lines)
     assert [line.split()[3:] for line in [lines[0], *map(_untimed, lines[1:])]] == [
-        ["other", "unfinished"],
+        ["other", "running"],
         ["r", "exit", "5"],
         ["r", "exit", "0"],
         ["r", "INCONCLUSIVE"],
@@ -132,6 +134,11 @@ def test_gc(orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatc
     dry = quantmint("gc", "--keep", "1", "--dry-run")
     assert dry.code == 0
     assert "would free" in dry.out
+    assert "needed by no run" not in dry.out
+    with monkeypatch.context() as now:
+        now.undo()
+        now.setattr("pipeline.store.gc.time", time)
+        assert quantmint("gc", "--keep", "1", "--dry-run").out.endswith("go once they have lain for an hour\n")
     assert sorted(store.root.rglob("*")) == files
     told = quantmint("gc", "--keep", "1", "--dry-run", "--json").json
     gone = [item["path"] for item in told["removed"]]
