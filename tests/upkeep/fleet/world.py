@@ -33,7 +33,7 @@ FP8_KV = {"scheme": "ptpc_fp8", "kv_cache": "fp8", "format": "compressed-tensors
 BLOCK = {"scheme": "fp8_block", "format": "compressed-tensors"}
 MXFP4 = {"scheme": "mxfp4", "format": "quark"}
 _OURS: dict[str, object] = {"set": "tiny", "samples": 8, "sequence_length": 64, "batch_size": 8}
-_THEIRS: dict[str, object] = {**_OURS, "set": "sets/sentences.yaml"}
+_THEIRS: dict[str, object] = {**_OURS, "set": "../sets/sentences.yaml"}
 FOLDER: dict[str, object] = {"folder": "published"}
 _HUB_OF = "my-org/{}"
 
