@@ -49,7 +49,7 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
         click.echo(page(), nl=False)
         return
     if name is not None:
-        found = knob(name)
+        found = table().get(f"--{name.lstrip('-').replace('_', '-')}") or knob(name)
         if as_json:
             emit(plain(found))
             return

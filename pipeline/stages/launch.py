@@ -42,7 +42,7 @@ from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.host.checks import preflight
 from pipeline.serving.host.detect import detect
 from pipeline.serving.host.subject import wanted_by
-from pipeline.serving.knobs.table import NEWEST_READ, knob
+from pipeline.serving.knobs.table import NEWEST_READ, knob, table
 from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
@@ -279,7 +279,8 @@ def overrides_of(texts: Iterable[str]) -> dict[str, str | bool]:
     found: dict[str, str | bool] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        found[knob(name).name] = True if not equals or value == "true" else value != "false" and value
+        entry = table().get(f"--{name.replace('_', '-')}") or knob(name)
+        found[entry.name] = True if not equals or value == "true" else value != "false" and value
     return found
 
 

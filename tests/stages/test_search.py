@@ -161,6 +161,8 @@ def test_a_run_may_end_with_what_was_measured(make: Any, orchestra: Any) -> None
 def test_what_is_measured_knows_gptq_and_neither_budget_nor_layout(project: Path, with_vllm: Any) -> None:
     path = project / "r.yaml"
     plain = path.read_text().replace("mi300x", "mi355x")
+    words = project / "words.jsonl"
+    words.write_text(4 * words.read_text())  # one for each sample
 
     def measured(section: str, more: str = "") -> str:
         old = "{scheme: ptpc_fp8, kv_cache: fp8, format: compressed-tensors}"

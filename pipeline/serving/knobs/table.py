@@ -133,8 +133,8 @@ def value_of(rule: Rule, facts: Mapping[str, Fact]) -> str | None:
 
 
 def knob(name: str) -> Knob:
-    """An entry by its name, with dashes or without. UserError, with what took its place or the nearest spelling."""
-    entry = table().get(name) or table().get(f"--{name.lstrip('-').replace('_', '-')}")
+    """An entry by its name. UserError where there is none, with what took its place or the nearest spelling."""
+    entry = table().get(name)
     if entry is not None:
         return entry
     for other in table().values():
