@@ -122,9 +122,15 @@ def read_texts(chosen: CalibrationSet, tokenizer: Any) -> Iterator[str]:
 
     Raises `CalibrationError` for a set without a row, and for a file, a line or a column that is not there.
     """
+    for place, said in _contents(chosen):
+        yield _text(chosen, place, said, tokenizer)
+
+
+def _contents(chosen: CalibrationSet) -> Iterator[tuple[str, Any]]:
+    """What each row says, with its place."""
     place = None
     for place, row in read_rows(chosen):
-        yield _text(chosen, place, row, tokenizer)
+        yield place, _said(chosen, place, row)
     if place is None:
         raise CalibrationError(f"the calibration set {chosen.name} is empty")
 
@@ -134,13 +140,10 @@ def require_texts(chosen: CalibrationSet, *, samples: int, packing: bool) -> Non
 
     Nothing is asked of the Hub, and of a file no more is read than one row for each of the ``samples``.
     """
-    texts = 0
-    for place, row in islice(() if chosen.file is None else read_rows(chosen), samples):
-        _said(chosen, place, row)
-        texts += 1
-    if chosen.file is not None and not texts:
-        raise CalibrationError(f"the calibration set {chosen.name} is empty")
-    if chosen.file is not None and not packing and texts < samples:
+    if chosen.file is None:
+        return
+    texts = sum(1 for _ in islice(_contents(chosen), samples))
+    if not packing and texts < samples:
         raise CalibrationError(f"{chosen.file}: found {texts:,} texts, expected one for each of {samples:,} samples")
 
 
@@ -163,8 +166,7 @@ def _said(chosen: CalibrationSet, place: str, row: Mapping[str, Any]) -> Any:
         raise CalibrationError(f"{place}: has no column {error}, only {', '.join(map(str, row))}") from error
 
 
-def _text(chosen: CalibrationSet, place: str, row: Mapping[str, Any], tokenizer: Any) -> str:
-    messages = _said(chosen, place, row)
+def _text(chosen: CalibrationSet, place: str, messages: Any, tokenizer: Any) -> str:
     if isinstance(messages, str):
         return messages
     try:

@@ -186,7 +186,7 @@ def find(name_or_path: str | Path, beside: Path | None = None) -> Path:
     ``beside`` is the folder of a file that extends it, which may be one that is only there for that.
     """
     text = str(name_or_path)
-    if isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
+    if isinstance(name_or_path, Path) or is_path(text) or "/" in text:
         path = (beside or Path()) / text
         if path.is_file():
             return path

@@ -36,6 +36,7 @@ from pipeline.base.processes import stop_signals
 from pipeline.base.progress import PlainReporter, Progress, RichReporter
 from pipeline.publish.places import published_folder, serving_name
 from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.quantize.model.structure import read_structure
 from pipeline.recipe.load import recipe_names
 from pipeline.recipe.schema import Recipe, Speculative
 from pipeline.serving.environment import VllmEnvironment, find_vllm
@@ -109,18 +110,15 @@ def fetched(found: ServedModel, *, with_code: bool, progress: Progress) -> Serve
     """
     if found.missing is not None:
         raise found.missing
-    if found.identity is None or found.identity.folder is not None:
-        _require_whole(Path(found.model), with_code=with_code)
-        return found
-    folder = fetch(found.identity, with_code=with_code, progress=progress)
-    _require_whole(folder, with_code=with_code)
-    return replace(found, model=str(folder.resolve()), facts=model_facts(folder), revision=None)
+    if found.identity is not None and found.identity.folder is None:
+        folder = fetch(found.identity, with_code=with_code, progress=progress)
+        found = replace(found, model=str(folder.resolve()), facts=model_facts(folder), revision=None)
+    _require_whole(Path(found.model), with_code=with_code)
+    return found
 
 
 def _require_whole(folder: Path, *, with_code: bool) -> None:
     """vLLM starts a model that lacks a layer, and it talks nonsense."""
-    from pipeline.quantize.model.structure import read_structure
-
     try:
         structure = read_structure(folder, open_checkpoint(folder).tensors, trust_remote_code=with_code)
     except UserError:  # vLLM knows architectures that transformers does not

@@ -265,8 +265,8 @@ class _Reading:
         layers, more = getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", None) or 0
         carried = [*(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_CARRIED]
         carried += [rf"\.layers\.{layers + one}\." for one in range(more)]
-        for own in self._stored.keys() - known:
-            for name in self._stored[own]:
+        for own, names in self._stored.items():
+            for name in names if own not in known else ():
                 if not name.endswith(_QUANTIZED) and not any(re.search(pattern, name) for pattern in carried):
                     yield "undeclared", name, "it is stored, and no module of config.json has it"
 
