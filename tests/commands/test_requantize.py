@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import pipeline.commands.requantize  # noqa: F401  (it binds the real `look`, before a test stages one)
 from pipeline.upkeep.due.due import Due
 from pipeline.upkeep.fleet.jobs import Options
 from tests.upkeep.fleet.staged import Stage

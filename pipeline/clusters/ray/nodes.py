@@ -20,12 +20,12 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from calibration.room import free_bytes
-from pipeline.base.errors import UserError, first_line
+from pipeline.base.errors import UserError, first_line, last_line
 from pipeline.base.machine import Machine, cpu_name, versions
 from pipeline.base.processes import child_environment
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
@@ -79,16 +79,21 @@ def connect(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
         except (OSError, OverflowError) as error:
             raise UserError(f"no Ray cluster answers at {named}: {error}.", hint=_HINT) from None
+    start = partial(ray.init, address=address, logging_level="ERROR", log_to_driver=False, configure_logging=False)
     try:
         with _own_signals():
-            ray.init(address=address, logging_level="ERROR", log_to_driver=False, configure_logging=False)
+            try:
+                start()
+            except ConnectionAbortedError:  # the head starts a server for each client; a busy one's fails now and then
+                start()
     except ray.exceptions.AuthenticationError as error:
         raise UserError(
             f"{named} asks for a token: {first_line(error)}",
             hint="Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file with the cluster's token.",
         ) from None
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise UserError(f"no Ray cluster answers at {named}: {first_line(error)}", hint=_HINT) from None
+        said = last_line if isinstance(error, ConnectionAbortedError) else first_line  # that one is a traceback
+        raise UserError(f"no Ray cluster answers at {named}: {said(error)}", hint=_HINT) from None
 
 
 @contextmanager
