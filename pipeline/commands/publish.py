@@ -220,11 +220,13 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
     from pipeline.stages.planning import missing_stages
     from pipeline.stages.publish import release_of, require_proof
     from pipeline.stages.runner import run_plan
+    from pipeline.store.gc import forget
 
     section = setting.recipe.publish
     logged = section.sign is not None and section.sign.keyless and "sign" in missing_stages(plan, setting)
     left = ("sign", "publish") if logged else ("publish",)
     outcome = run_plan([planned for planned in plan if planned.key not in left], setting, reporter)
+    forget(setting.store.root, outcome.run)
     told: dict[str, object] = {"recipe": setting.recipe.name, "dry_run": True}
     entries = {step.planned.key: step.entry for step in outcome.steps}
     if "package" not in entries:

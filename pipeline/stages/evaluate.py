@@ -104,7 +104,10 @@ class EvaluateStage(SideStage):
                 "datasets": {name: json.loads((job.path / DATASETS / f"{name}.json").read_text()) for name in sets},
                 "faults": faults(scan),
             },
-            summary=", ".join(_summary(samples) for samples in sets.values()),
+            summary=", ".join(
+                _summary(samples, read_samples(job.inputs["baseline"].path, task) if "baseline" in job.inputs else None)
+                for task, samples in zip(setting.suite.tasks, sets.values(), strict=True)
+            ),
         )
 
 
@@ -192,11 +195,13 @@ def _decision(job: Job, task: SuiteTask, baseline: SampleSet, samples: SampleSet
     return None if last.decision == "GO ON" else last.decision
 
 
-def _summary(samples: SampleSet) -> str:
-    shown = f"{samples.mean:.2%}" if samples.kind == "score" else f"{samples.mean:.3f}"
+def _summary(samples: SampleSet, baseline: SampleSet | None) -> str:
+    """A side's score, of the candidate beside the baseline's on the same items: it may have been asked fewer."""
+    shown = "{:.2%}" if samples.kind == "score" else "{:.3f}"
     asked = len(samples.samples)
     early = f" after {asked:,} of {samples.planned:,} items" if asked < samples.planned else ""
-    return f"{samples.task} {shown}{early}"
+    beside = f" (baseline {shown.format(baseline.on(samples).mean)} on these)" if baseline else ""
+    return f"{samples.task} {shown.format(samples.mean)}{early}{beside}"
 
 
 # Prompts in one HTTP request: unlike the evaluation's, so that requests meet in other groups.

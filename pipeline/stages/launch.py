@@ -53,7 +53,7 @@ from pipeline.stages.planning import build_plan, find_entry
 from pipeline.stages.search import stand_in
 from pipeline.stages.serve import facts_made
 from pipeline.stages.servers import held_to
-from pipeline.stages.session import open_setting
+from pipeline.stages.session import open_setting, ran_from
 from pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
 from pipeline.stages.stage import Setting, SourceIdentity
 from pipeline.store.tree import Store
@@ -88,7 +88,7 @@ def find_model(
     ``baseline`` takes a recipe's 16-bit model; ``config`` is a folder that stands in for its source offline.
     """
     kind = classify(text).kind
-    if kind == "recipe" or (kind != "folder" and text in recipe_names()):
+    if kind == "recipe" or (kind != "folder" and (text in recipe_names() or ran_from(text, store) is not None)):
         return _of_recipe(text, store, baseline=baseline, config=config, vllm=vllm)
     if baseline:
         raise UserError(f"--baseline: found {text}, expected a recipe")

@@ -69,7 +69,8 @@ def run_plan(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, r
     ``redo`` names stages to make anew. Raises `QuantmintError`: what was committed stays, the same call goes on.
     """
     recipe = setting.recipe
-    log = RunLog.start(setting.store.root, recipe.name, fingerprint(recipe.model_dump(mode="json")), _named(plan))
+    digest, file = fingerprint(recipe.model_dump(mode="json")), setting.loaded.path
+    log = RunLog.start(setting.store.root, recipe.name, digest, _named(plan), file if file.is_file() else None)
     steps: list[Step] = []
     verdict: Verdict | None = None
     stopped: str | None = None

@@ -14,16 +14,25 @@ from pipeline.base.hardware import local_cpu_flags
 from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.recipe.commits import Commits
 from pipeline.recipe.faults import refuse
-from pipeline.recipe.load import LoadedRecipe, load_recipe
+from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
 from pipeline.serving.environment import VARIABLE, find_vllm, serving_image
 from pipeline.stages.checks import check, check_run
 from pipeline.stages.search import settled
 from pipeline.stages.source import config_folder, identify
 from pipeline.stages.stage import Setting, SourceIdentity
+from pipeline.store.gc import list_runs
 from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
     from pipeline.store.remote import RemoteTier
+
+
+def ran_from(name: str, store: Path) -> Path | None:
+    """The file that a recipe was last run from, for a name that no recipe has here; else None."""
+    if name in recipe_names():
+        return None
+    files = (Path(run.file) for run in list_runs(store) if run.recipe == name and run.file is not None)
+    return next((file for file in files if file.is_file()), None)
 
 
 def open_setting(
@@ -43,7 +52,7 @@ def open_setting(
     ``to_run`` also refuses what is declared but not built yet; ``remote`` is a tier of the store to take from.
     Where nothing is ``proven`` by serving, no vLLM is looked for, and the source's weights are not hashed.
     """
-    loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
+    loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(ran_from(recipe, store.root) or recipe)
     # The CPU that serves is this one; when only planning it may be another.
     flags = local_cpu_flags() if to_run else None
     refuse([*check(loaded, cpu_flags=flags, judged=proven), *(check_run(loaded) if to_run else [])])

@@ -35,6 +35,8 @@ _RUNS: Final = "runs"
 class Run:
     """A run as its file tells it. ``finished`` is None while it goes on, and for ever if it was killed.
 
+    ``file`` is the absolute path of its recipe, where that is a file.
+
     Until it has ended its facts are which process it is.
     """
 
@@ -47,6 +49,7 @@ class Run:
     verdict: str | None = None
     exit_code: int | None = None
     facts: dict[str, Json] = field(default_factory=dict)
+    file: str | None = None
 
     @property
     def id(self) -> str:
@@ -66,7 +69,9 @@ class RunLog:
         self.run = run
 
     @classmethod
-    def start(cls, root: Path, recipe: str, recipe_digest: str, plan: Sequence[tuple[str, str]]) -> RunLog:
+    def start(
+        cls, root: Path, recipe: str, recipe_digest: str, plan: Sequence[tuple[str, str]], file: Path | None = None
+    ) -> RunLog:
         """Write the file of a run that begins, before its first look into the store at ``root``.
 
         From then on the garbage collector spares what ``plan`` names. Raises `StoreError`.
@@ -75,7 +80,8 @@ class RunLog:
         slug = re.sub(r"[^A-Za-z0-9._]+", "-", recipe)[:80]
         name = f"{now.strftime('%Y%m%dT%H%M%S.%fZ')}-{slug}-{secrets.token_hex(4)}.json"
         facts: dict[str, Json] = {"process": {**this_process()}}
-        log = cls(Run(root / _RUNS / name, recipe, recipe_digest, tuple(plan), timestamp(now), facts=facts))
+        named = None if file is None else str(file.absolute())
+        log = cls(Run(root / _RUNS / name, recipe, recipe_digest, tuple(plan), timestamp(now), facts=facts, file=named))
         log._write()
         return log
 
@@ -102,6 +108,11 @@ class RunLog:
         with disk_errors(path, needed=len(raw)):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, raw, temporary=path.with_suffix(".tmp"))
+
+
+def forget(root: Path, run: str) -> None:
+    """Take a run by its `Run.id` out of the list: it only looked."""
+    (root / _RUNS / f"{run}.json").unlink(missing_ok=True)
 
 
 def list_runs(root: Path) -> list[Run]:

@@ -185,7 +185,8 @@ def test_explain(orchestra: Any, quantmint: Quantmint) -> None:
             "changes": [{"path": "$.inputs.quantize", "old": before["quantize"], "new": after["quantize"]}],
         },
     ]
-    ended = quantmint("explain", "r.yaml")
+    ended = quantmint("explain", "r")
+    assert not ended.err, "one that was run before is known by its name"
     lines = ended.out.splitlines()
     assert lines[2].split() == ["settings.option.scheme:", "'a'", "->", "'b'"]
     digests = [f"{side['quantize'][:12]}…" for side in (before, after)]

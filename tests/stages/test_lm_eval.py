@@ -287,6 +287,8 @@ def test_asking_stops_where_the_look_decides(
     entry = outcome.entry("evaluate-candidate")
     assert entry is not None
     assert ("of 400 items" in entry.record.result["summary"]) is (len(batches) < 4)
+    before = samples(outcome, "evaluate-baseline", FACTS).on(found).mean
+    assert f"(baseline {before:.2%} on these)" in entry.record.result["summary"], "of as many items"
     assert entry.record.result["datasets"] == {"facts": [{"path": "org/facts", "commit": None}]}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.store.gc import list_runs
 from tests.hub.standin import HubStandIn
 
 REPO = "my-org/r"
@@ -61,6 +62,7 @@ def test_every_operation_is_told_before(orchestra: Any, passed: Any, quantmint: 
     asked = ("publish", "r.yaml", "--hub", REPO, "--folder", "published", "--dry-run")
     ended = quantmint(*asked)
     assert ended.code == 0, ended.err
+    assert len(list_runs(orchestra.setting.store.root)) == 1, "to look is no run"
     assert ended.out.splitlines()[0].startswith(f"{tag}  r with option 1  ")
     assert "published/r: nothing to do, it is there" in ended.out
     assert re.search(r"upload   model\.safetensors  2\.\d\d MB", ended.out)
