@@ -65,7 +65,8 @@ def require_sound(replica: Replica, found: Mapping[Key, torch.Tensor], part: str
         named = {own: disk for disk, own in sources(replica.model, replica.owned).items()}
         stored = named.get(name, name) if kind == "input" else on_disk(name, replica.owned)
         raise CalibrationError(
-            f"the {_KINDS[kind]} of {stored} is not finite on the calibration data: {found[broken].tolist()}"
+            f"the {_KINDS[kind]} of {stored} is not finite on the calibration data: {found[broken].tolist()}; a weight "
+            "that a forward meets before it holds such a number, or the model overflows its dtype there"
         )
     for name in replica.attention.values():
         if name.startswith(part) and ("k", name) not in found:

@@ -102,8 +102,9 @@ class InvalidMeasurementError(QuantmintError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says first; its type where it says nothing."""
-    return _said(error)[0]
+    """What another library's error says first, or last where the first only announces it; its type where it is mute."""
+    said = _said(error)
+    return said[-1].strip() if said[0].endswith(":") else said[0]
 
 
 def last_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ never inherited.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,8 @@ from pipeline.recipe.schema import Quantization, Recipe
 from pipeline.recipe.yaml_positions import Document, Dumper, read
 
 _OWN = ("name", "description", "extends")
+_OTHER = re.compile(r"^(text|messages|turns|tasks|cells)\s*:", re.MULTILINE)
+"""What no recipe says, and each calibration set, suite or workload does that lies beside them."""
 _DEFINITIONS = (("calibration", "set"), ("target", "workload"), ("evaluation", "suite"))
 """A name of ours, or a path that is relative to the file that says it."""
 _PLACES = (("source", "folder"), ("calibration", "set"), ("target", "workload"), ("serve", "tunableop"))
@@ -177,7 +180,8 @@ def without_place(path: str) -> str:
 
 def recipe_names() -> tuple[str, ...]:
     """Names that `load_recipe` knows, sorted; files that start with an underscore are only there to be extended."""
-    return tuple(sorted(name for name in _known() if not name.startswith("_")))
+    own = ((name, path) for name, path in sorted(_known().items()) if not name.startswith("_"))
+    return tuple(name for name, path in own if not _OTHER.search(path.read_text("utf-8", errors="replace")))
 
 
 def find(name_or_path: str | Path, beside: Path | None = None) -> Path:

@@ -263,7 +263,7 @@ class Publish(Section):
     @model_validator(mode="after")
     def _somewhere(self) -> Publish:
         if self.folder is None and self.hub is None and self.storage is None:
-            raise wrong("a folder, a hub or a storage", found="none of them")
+            raise wrong("a folder, a hub or a storage (`quantmint run --until report` publishes nowhere)", found="none")
         return self
 
 

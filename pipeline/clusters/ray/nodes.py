@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from calibration.room import free_bytes
-from pipeline.base.errors import UserError, first_line, last_line
+from pipeline.base.errors import UserError, first_line
 from pipeline.base.machine import Machine, cpu_name, versions
 from pipeline.base.processes import child_environment
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
@@ -92,8 +92,7 @@ def connect(address: str) -> None:
             hint="Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file with the cluster's token.",
         ) from None
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        said = last_line if isinstance(error, ConnectionAbortedError) else first_line  # that one is a traceback
-        raise UserError(f"no Ray cluster answers at {named}: {said(error)}", hint=_HINT) from None
+        raise UserError(f"no Ray cluster answers at {named}: {first_line(error)}", hint=_HINT) from None
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
             del config.quantization_config
         with torch.device("meta"):
             return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a configuration makes transformers stumble over, it is the configuration's
         raise UserError(
             f"{folder}: transformers cannot build this model from its config.json: {first_line(error)}"
         ) from None

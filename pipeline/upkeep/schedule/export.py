@@ -27,7 +27,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.hardware import hardware
 from pipeline.base.times import classic, is_classic, next_times, parsed, ranges, weekdays, words
 from pipeline.clusters.submit.pod import Pod, by_digest, job_spec, require_lasting
-from pipeline.recipe.load import load_recipe
+from pipeline.recipe.load import find, load_recipe, recipe_names
 from pipeline.recipe.schema import Recipe
 from pipeline.serving.render.containers import object_name
 from pipeline.serving.render.invocation import dump
@@ -94,7 +94,7 @@ def load_scheduled(given: str) -> Scheduled | None:
 
 def here() -> tuple[str, ...]:
     """The names of the recipes in ./recipes."""
-    return tuple(sorted(path.stem for path in Path("recipes").glob("*.yaml") if not path.name.startswith("_")))
+    return tuple(name for name in recipe_names() if find(name).parent == Path("recipes"))
 
 
 PREFIX: Final = "quantmint-"

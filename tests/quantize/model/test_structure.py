@@ -188,8 +188,15 @@ def test_the_sizes_of_known_models(folder: str, billions: float, linear: int, at
     assert abs(checkpoint.nbytes - 2 * structure.parameters) < 1e-3 * checkpoint.nbytes
 
 
-def test_an_architecture_that_nobody_knows_is_a_users_error(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model", "architectures": ["NoSuch"]}))
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "no-such-model", "architectures": ["NoSuch"]},
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 510, "num_attention_heads": 8},
+    ],
+)
+def test_what_transformers_cannot_build_is_a_users_error(tmp_path: Path, config: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"cannot build this model from its config\.json") as refused:
         read_structure(tmp_path, {})
     assert "\n" not in refused.value.message

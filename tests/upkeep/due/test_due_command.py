@@ -116,6 +116,7 @@ def test_without_a_name_those_of_the_working_folder(world: World, quantmint: Com
     mine.mkdir()
     (world.folder / "r.yaml").rename(mine / "r.yaml")
     (mine / "_base.yaml").write_text("description: For others.\n")
+    (mine / "words.yaml").write_text("name: words\nfile: words.jsonl\ntext: text\n")
     found = quantmint("due", "--json").json["recipes"]
     assert [one["recipe"] for one in found] == ["r"]
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,8 +94,10 @@ def test_what_a_signal_cut_short_goes_on_and_those_who_watch_are_told(stage: Sta
     recipe(stage, "a", "hang", "pass")
     with scheduler(stage, "a") as first:
         first.hears("stage", recipe="a")
-        shown = (stage.folder / "quantmint.prom").read_text()
-        assert "quantmint_running 1.0\n" in shown
+        metrics = stage.folder / "quantmint.prom"  # written after the line
+        while not metrics.exists() or "quantmint_running 1.0\n" not in metrics.read_text():
+            assert first.process.poll() is None
+            time.sleep(0.05)
         assert list(json.loads((stage.folder / "planned.json").read_text())) == ["a"]
         assert first.ends(signal.SIGTERM) == 0
     assert not any(alive(pid) for pid in pids(stage, "a"))
