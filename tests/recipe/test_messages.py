@@ -107,7 +107,8 @@ CASES = {
     ),
     "publishing to nowhere": (
         OK + "publish: {folder: null}\n",
-        "r.yaml:4:10: publish: found none, expected a folder, a hub or a storage (`quantmint run --until report` publishes nowhere)",
+        "r.yaml:4:10: publish: found none, expected a folder, a hub or a storage "
+        "(`quantmint run --until report` publishes nowhere)",
     ),
     "a signature by two": (
         OK + "publish: {sign: {key: signing.pem, keyless: true}}\n",
