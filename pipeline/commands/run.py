@@ -163,6 +163,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     """
     from eval.gate.reach import reach
     from pipeline.base.hardware import cautions
+    from pipeline.stages.ahead import ahead, reckoned, savings
     from pipeline.stages.bench import outlook
     from pipeline.stages.checks import as_asked
     from pipeline.stages.cost import forecast
@@ -186,19 +187,35 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     questions = as_asked(setting.suite, evaluation, setting.recipe.gate)
     chosen = setting.chosen
     auto: dict[str, Any] = {} if chosen is None else {"auto": {"said": chosen.line, **chosen.to_json()}}
-    ahead = outlook(setting) if any(planned.key == "bench" for planned in plan) else {}
+    bench = outlook(setting) if any(planned.key == "bench" for planned in plan) else {}
+    judged = reach(
+        questions, policy_of(setting), evaluation.looks, noise=bench.get("noise"), seen=bench.get("ratio")
+    ).to_json()
+    costs = forecast(*model, setting.recipe, setting.device)
+    asked = {name: task["expected"] for name, task in judged["tasks"].items()}
+    times = ahead(plan, missing, setting, reckoned(setting, prediction, costs, asked, bench.get("seconds")))
+    seconds = {time.stage: {"seconds": time.seconds, "by": time.origin} for time in times}
+    unknown: dict[str, Any] = {"seconds": None, "by": None}  # of a library
     told = {
         "recipe": setting.recipe.name,
         **auto,
         "source": setting.source.to_json(),
-        "stages": [{"stage": p.key, "fingerprint": p.fingerprint, "cached": p.key not in missing} for p in plan],
+        "stages": [
+            {
+                "stage": p.key,
+                "fingerprint": p.fingerprint,
+                "cached": p.key not in missing,
+                **seconds.get(p.key, unknown),
+            }
+            for p in plan
+        ],
+        "seconds": sum(time.seconds for time in times) + costs["rates"]["start"],
+        "savings": [{"setting": what, "seconds": saved} for what, saved in savings(times, setting)],
         "predicted": asdict(prediction),
-        "costs": forecast(*model, setting.recipe, setting.device),
+        "costs": costs,
         "disk": {"needed": needed, "free": free, "where": str(where)},
-        "gate": reach(
-            questions, policy_of(setting), evaluation.looks, noise=ahead.get("noise"), seen=ahead.get("ratio")
-        ).to_json(),
-        "bench": ahead or None,
+        "gate": judged,
+        "bench": bench or None,
         "cautions": list(cautions(target.hardware, quantization.scheme, quantization.kv_cache, quantization.format)),
     }
     if as_json:
@@ -223,8 +240,14 @@ def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
     )
     if "auto" in told:
         console.print(told["auto"]["said"])
-    states = [(one["stage"], "cached" if one["cached"] else "to do", one["fingerprint"][:12]) for one in told["stages"]]
-    console.print(table("stage", "state", "fingerprint", rows=states))
+    states = [
+        (one["stage"], "cached" if one["cached"] else "to do", *_took(one), one["fingerprint"][:12])
+        for one in told["stages"]
+    ]
+    console.print(table("stage", "state", "time", "", "fingerprint", right=("time",), rows=states))
+    console.print(f"about {duration(told['seconds'])} in all, from here to the end")
+    for saving in told["savings"]:
+        console.print(f"  {saving['setting']} would save about {duration(saving['seconds'])}")
     predicted, disk = told["predicted"], told["disk"]
     modules = f"{predicted['quantized']} modules quantized, {predicted['kept']} kept"
     ratio = predicted["source"] / predicted["checkpoint"]
@@ -262,6 +285,16 @@ def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
         console.print(_ahead(told["bench"], told["gate"]["speed"]))
     for caution in told["cautions"]:
         console.print(f"[yellow]caution:[/] {escape(caution)}")
+
+
+def _took(stage: Mapping[str, Any]) -> tuple[str, str]:
+    """A stage's time and where it is known from."""
+    if stage["seconds"] is None:
+        return "?", "a library's time is not predicted"
+    return ("-", "") if stage["cached"] else (duration(stage["seconds"]), _BY[stage["by"]])
+
+
+_BY = {"seen": "as last time", "reckoned": "reckoned"}
 
 
 def _ahead(bench: Mapping[str, Any], speed: Mapping[str, Any] | None) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from eval import workloads
 from pipeline.recipe.load import load_recipe, recipe_names
+from pipeline.store.gc import list_runs
 from pipeline.store.tree import Store
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
@@ -25,9 +26,24 @@ COST = {"seconds", "written", "memory", "device_memory", "disk", "bound", "parts
 
 def require_shape(plan: dict[str, Any]) -> None:
     """What programs read, by its keys."""
-    keys = {"recipe", "source", "stages", "predicted", "costs", "disk", "gate", "bench", "cautions"}
+    keys = {
+        "recipe",
+        "source",
+        "stages",
+        "seconds",
+        "savings",
+        "predicted",
+        "costs",
+        "disk",
+        "gate",
+        "bench",
+        "cautions",
+    }
     assert plan.keys() - {"auto"} == keys
-    assert all(stage.keys() == {"stage", "fingerprint", "cached"} for stage in plan["stages"])
+    assert all(stage.keys() == {"stage", "fingerprint", "cached", "seconds", "by"} for stage in plan["stages"])
+    known = [stage["seconds"] for stage in plan["stages"] if stage["by"] is not None]
+    assert plan["seconds"] == pytest.approx(sum(known) + plan["costs"]["rates"]["start"])
+    assert all(0 < saving["seconds"] < plan["seconds"] for saving in plan["savings"])
     assert plan["predicted"].keys() > {"parameters", "source", "checkpoint", "weights_per_gpu", "kv_bytes_per_token"}
     assert plan["costs"].keys() == {"rates", "stages"}
     assert plan["costs"]["rates"].keys() > {"origin", "machine", "kernels"}
@@ -153,6 +169,20 @@ def test_the_plan_says_what_is_cached(orchestra: Any, quantmint: Quantmint) -> N
     told = quantmint("plan", "r.yaml", "--json").json
     assert [(stage["stage"], stage["cached"]) for stage in told["stages"]] == [("a", True), ("b", False)]
     assert orchestra.ran == ["a"], "nothing is made"
+
+
+@pytest.mark.usefixtures("large_disk")
+def test_what_took_an_hour_is_expected_to_take_it_again(orchestra: Any, quantmint: Quantmint) -> None:
+    orchestra.run(orchestra.stage("source"), orchestra.stage("canary-baseline", "source"))
+    run = list_runs(orchestra.setting.store.root)[0].path
+    told = json.loads(run.read_text())
+    told["facts"]["stages"]["canary-baseline"]["seconds"] = 3600.0
+    run.write_text(json.dumps(told))
+    stages = [orchestra.stage(key, "source", option=2) for key in ("canary-baseline", "canary-candidate")]
+    orchestra.plan(orchestra.stage("source"), *stages)
+    found = quantmint("plan", "r.yaml", "--json").json["stages"][1:]
+    assert [(stage["seconds"], stage["by"]) for stage in found] == [(3600.0, "seen"), (3600.0, "seen")]
+    assert "about 2 h 00 min in all" in quantmint("plan", "r.yaml").out
 
 
 @pytest.mark.parametrize("as_json", [False, True])

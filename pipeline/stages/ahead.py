@@ -1,0 +1,165 @@
+"""How long a run takes from its first stage to its last: as it took before, else as it is reckoned.
+
+    >>> times = ahead(plan, missing, setting, reckoned(...))
+    >>> sum(time.seconds for time in times)
+
+What was seen counts before what is reckoned: a recipe's newest run says how long each stage took here, and a baseline's
+stage how long its candidate's takes. Answers are scaled by the items that are asked, weights only count where the stage
+is the same. A first run is reckoned by rates of such machines and by what items of such tasks are long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from eval.suites import SuiteTask
+from pipeline.stages.bench import START_S, TOKEN_S
+from pipeline.stages.cost import known
+from pipeline.stages.evaluate import EvaluateStage
+from pipeline.stages.gate import has_throughput
+from pipeline.stages.preflight import Prediction
+from pipeline.stages.stage import Planned, Setting
+from pipeline.store.gc import list_runs
+
+_WEIGHTS: Final = ("sensitivity", "calibrate", "quantize")
+_CPU_START_S: Final = 25.0
+_REQUEST_S: Final = 0.004
+"""Of a server's own work for each request, on one core."""
+_BUSY: Final = 0.5
+"""Of an accelerator's rate of products: what a server reaches that reads prompts."""
+_CHOICES, _ITEM, _SHOT, _ANSWER, _PAGE = 4, 100, 120, 150, 5000
+"""Of an item: its choices, the tokens of one, of a shot before it, of an answer, and of a text whose perplexity is
+asked."""
+_CANARY: Final = (48, 100)  # prompts, tokens of each; one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Seconds of a stage: 0 where it is cached, as in an earlier run of this store (seen), or reckoned."""
+
+    stage: str
+    seconds: float
+    origin: Literal["cached", "seen", "reckoned"]
+
+
+def ahead(
+    plan: Sequence[Planned], missing: Collection[str], setting: Setting, guesses: Mapping[str, float]
+) -> tuple[Time, ...]:
+    """The times of a plan's stages. ``guesses`` are the seconds that `reckoned` says, by stage.
+
+    What a library takes to quantize is not known before it was seen: its stage is left out.
+    """
+    seen = _seen(setting)
+    found = []
+    for planned in plan:
+        if planned.key not in missing:
+            found.append(Time(planned.key, 0.0, "cached"))
+        elif (took := _as_before(planned, setting, seen)) is not None:
+            found.append(Time(planned.key, took, "seen"))
+        elif planned.key in guesses:
+            found.append(Time(planned.key, guesses[planned.key], "reckoned"))
+    return tuple(found)
+
+
+def _seen(setting: Setting) -> Mapping[str, tuple[str, float]]:
+    """By stage the fingerprint and the seconds of the recipe's newest run that made it."""
+    found: dict[str, tuple[str, float]] = {}
+    for run in list_runs(setting.store.root):
+        stages: Any = run.facts.get("stages", {}) if run.recipe == setting.recipe.name else {}
+        for key, facts in stages.items():
+            if not facts["cached"]:
+                found.setdefault(key, (facts["fingerprint"], facts["seconds"]))
+    return found
+
+
+def _as_before(planned: Planned, setting: Setting, seen: Mapping[str, tuple[str, float]]) -> float | None:
+    other = planned.key.replace("candidate", "baseline")
+    print_, seconds = seen.get(planned.key) or seen.get(other) or ("", 0.0)
+    if not print_ or (planned.key in _WEIGHTS and print_ != planned.fingerprint):
+        return None
+    if isinstance(planned.stage, EvaluateStage):
+        entry = setting.store.find(planned.family, print_)
+        before: Any = {} if entry is None else entry.record.result["items"]
+        planned_before = sum(items for _, items in before.values())
+        if planned_before:  # a candidate is taken to be asked the same share of what is planned
+            return float(seconds * sum(_items(setting).values()) / planned_before)
+    return seconds
+
+
+def _items(setting: Setting) -> Mapping[str, int]:
+    """The items of each task, as many of them as the recipe asks for."""
+    limit = setting.recipe.evaluation.limit
+    return {task.task: min(task.items, limit or task.items) for task in setting.suite.tasks}
+
+
+def reckoned(
+    setting: Setting,
+    size: Prediction,
+    costs: Mapping[str, Any],
+    asked: Mapping[str, int | None],
+    bench_s: float | None,
+) -> Mapping[str, float]:
+    """Seconds of each stage on such a machine, where nothing was seen.
+
+    ``costs`` is `pipeline.stages.cost.forecast`, ``asked`` the items of each task that a lossless candidate is asked
+    (None: all), ``bench_s`` what measuring throughput takes.
+    """
+    rates, own = costs["rates"], {name: cost["seconds"] for name, cost in costs["stages"].items() if name != "start"}
+    target = setting.recipe.target
+    on_cpu = target.hardware == "cpu"  # what serves is the target, whatever this machine is
+    flops = rates["flops"] if on_cpu else target.gpus * _BUSY * known("h100").flops
+    start = (_CPU_START_S if on_cpu else START_S) + size.source / rates["disk"]
+    token_s = 2.0 * size.parameters / flops
+    step_s = 0.005 + size.source / rates["read"] if on_cpu else TOKEN_S
+    out_s = max(token_s, step_s / setting.recipe.evaluation.concurrency)
+    each = {task.task: _item_s(task, token_s, out_s) for task in setting.suite.tasks}
+    items = _items(setting)
+    answers = sum(items[name] * seconds for name, seconds in each.items())
+    candidate = sum(min(items[name], asked.get(name) or items[name]) * seconds for name, seconds in each.items())
+    again = setting.recipe.evaluation.control
+    canary = _CANARY[0] * (10 * _REQUEST_S + _CANARY[1] * token_s + out_s)
+    return {
+        "source": size.source / rates["hash"],
+        **own,
+        "inspect": own.get("quantize", size.source / rates["load"]),
+        "serve-baseline": start,
+        "serve-candidate": start,
+        "canary-baseline": canary,
+        "canary-candidate": canary,
+        "evaluate-baseline": answers,
+        "control": sum(min(items[name], again or items[name]) * seconds for name, seconds in each.items()),
+        "evaluate-candidate": candidate,
+        **({} if bench_s is None else {"bench": bench_s}),
+        "gate": 1.0,
+        "report": 5.0,
+        "package": 2.0 + size.checkpoint / rates["hash"],
+        "sign": 1.0 + size.checkpoint / rates["hash"],
+        "publish": 1.0 + size.checkpoint / rates["sync"],
+    }
+
+
+def _item_s(task: SuiteTask, token_s: float, out_s: float) -> float:
+    """Seconds of one item: the prompts of its choices, a text, or a prompt and an answer."""
+    prompt = _ITEM + _SHOT * (task.num_fewshot or 0)
+    if task.kind == "perplexity":
+        return _REQUEST_S + _PAGE * token_s
+    if task.metric.startswith("acc"):
+        return _CHOICES * (_REQUEST_S + prompt * token_s)
+    return _REQUEST_S + prompt * token_s + min(task.max_gen_tokens or _ANSWER, 2 * _ANSWER) * out_s
+
+
+def savings(times: Iterable[Time], setting: Setting) -> Sequence[tuple[str, float]]:
+    """What would save most of a run, as a setting and its seconds; nothing that saves less than a tenth of it."""
+    took = {time.stage: time.seconds for time in times}
+    most = max(_items(setting).values(), default=0)
+    asking = sum(took.get(key, 0.0) for key in ("evaluate-baseline", "evaluate-candidate"))
+    half = sum(min(count, most // 2) for count in _items(setting).values()) / max(1, sum(_items(setting).values()))
+    offers = [
+        (f"evaluation.limit: {most // 2}", asking * (1 - half)),
+        ("evaluation.control: 100", took.get("control", 0.0) * (1 - 100 / (setting.recipe.evaluation.control or most))),
+        ("gate.throughput: null", took.get("bench", 0.0) if has_throughput(setting) else 0.0),
+    ]
+    total = sum(took.values())
+    return sorted((one for one in offers if one[1] > 0.1 * total), key=lambda one: -one[1])
