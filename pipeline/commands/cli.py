@@ -17,6 +17,7 @@ from pipeline.base.errors import QuantmintError, did_you_mean
 
 # command: (module below pipeline.commands, heading and line of --help); it is imported when it is called
 _COMMANDS = {
+    "init": ("recipes", "Make", "Write a first recipe for a model of your own."),
     "run": ("run", "Make", "Make, prove and publish what a recipe says."),
     "plan": ("run", "Make", "Show what a run would do, and what it would cost."),
     "quantize": ("quantize", "Make", "Quantize one model without a recipe."),

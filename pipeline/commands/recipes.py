@@ -1,14 +1,16 @@
-"""quantmint recipes, schema, schemes: what can be made, and how it is written down."""
+"""quantmint init, recipes, schema, schemes: what can be made, and how it is written down."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any, get_args
 
 import click
 
 from pipeline.base import hardware
 from pipeline.base.schemes import Format, Scheme, table
-from pipeline.commands.options import emit, json_option
+from pipeline.commands.options import FILE, emit, json_option
 
 FORMATS: tuple[str, ...] = get_args(Format)
 _COLUMNS = ("scheme", "bits", "weights", "activations", *FORMATS, "calibrated", "native on")
@@ -37,6 +39,58 @@ def recipes(name: str | None, as_json: bool) -> None:
         return
     for recipe in found:
         click.echo(f"{recipe.name:<22} {recipe.description}")
+
+
+@click.command(name="init")
+@click.argument("model")
+@click.option("--name", help="Of the recipe (default: the model's and the scheme's).")
+@click.option("--text", type=FILE, help="Prose of your own: most of it calibrates, a part is held out and judged.")
+@click.option(
+    "--target", type=click.Choice(list(hardware.table())), help="What it is served on (default: this machine)."
+)
+@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="Accelerators of a server.")
+@click.option(
+    "--scheme", type=click.Choice([*table(), "auto"]), help="Default: four bits where the target computes in them."
+)
+@click.option("--publish", metavar="PLACE", help="A folder, org/name or s3://bucket/prefix (default: ./published).")
+@click.option("--folder", type=click.Path(path_type=Path), default=Path("recipes"), show_default=True)
+@json_option
+def init(
+    model: str,
+    name: str | None,
+    text: Path | None,
+    target: str | None,
+    gpus: int,
+    scheme: str | None,
+    publish: str | None,
+    folder: Path,
+    as_json: bool,
+) -> None:
+    """Write a recipe for MODEL (a folder, or org/name of the Hub), with a calibration set and a suite from --text.
+
+    A person at a terminal is asked for what no option says. Nothing is written over, fetched or run.
+    """
+    from pipeline.base.machine import Machine
+    from pipeline.recipe.draft import Wish, default_name, default_scheme, draft, write
+    from pipeline.serving.host.detect import detect
+
+    def asked(given: str | None, question: str, default: str) -> str:
+        if given is not None or as_json or not sys.stdin.isatty():
+            return default if given is None else given
+        return str(click.prompt(question, default=default, err=True))
+
+    target = asked(target, "served on", detect(Machine()).hardware)
+    scheme = asked(scheme, "scheme", default_scheme(target))
+    name = asked(name, "name", default_name(model, scheme))
+    publish = asked(publish, "published to", "published")
+    written = write(draft(Wish(model, name, target, scheme, text, publish, gpus), folder))
+    if as_json:
+        emit({"recipe": name, "files": [str(path) for path in written]})
+        return
+    for path in written:
+        click.echo(path)
+    shown = name if folder == Path("recipes") else written[-1]
+    click.echo(f"\nquantmint plan {shown}    # what it takes\nquantmint run {shown}")
 
 
 @click.command(name="schema")

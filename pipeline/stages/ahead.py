@@ -18,7 +18,6 @@ from eval.suites import SuiteTask
 from pipeline.stages.bench import START_S, TOKEN_S
 from pipeline.stages.cost import known
 from pipeline.stages.evaluate import EvaluateStage
-from pipeline.stages.gate import has_throughput
 from pipeline.stages.preflight import Prediction
 from pipeline.stages.stage import Planned, Setting
 from pipeline.store.gc import list_runs
@@ -29,9 +28,11 @@ _REQUEST_S: Final = 0.004
 """Of a server's own work for each request, on one core."""
 _BUSY: Final = 0.5
 """Of an accelerator's rate of products: what a server reaches that reads prompts."""
-_CHOICES, _ITEM, _SHOT, _ANSWER, _PAGE = 4, 100, 120, 150, 5000
+_CHOICES, _ITEM, _SHOT, _ANSWER, _PAGE, _PASSAGE = 4, 100, 120, 150, 5000, 400
 """Of an item: its choices, the tokens of one, of a shot before it, of an answer, and of a text whose perplexity is
-asked."""
+asked: a page of the Hub's, a passage of one's own."""
+_FEW: Final = 400
+"""Items of which half would show little."""
 _CANARY: Final = (48, 100)  # prompts, tokens of each; one after the other
 
 
@@ -129,7 +130,7 @@ def reckoned(
         "canary-baseline": canary,
         "canary-candidate": canary,
         "evaluate-baseline": answers,
-        "control": sum(min(items[name], again or items[name]) * seconds for name, seconds in each.items()),
+        "control": sum(min(items[name], again) * each[name] for name in _again(setting)) if again else 0.0,
         "evaluate-candidate": candidate,
         **({} if bench_s is None else {"bench": bench_s}),
         "gate": 1.0,
@@ -144,22 +145,29 @@ def _item_s(task: SuiteTask, token_s: float, out_s: float) -> float:
     """Seconds of one item: the prompts of its choices, a text, or a prompt and an answer."""
     prompt = _ITEM + _SHOT * (task.num_fewshot or 0)
     if task.kind == "perplexity":
-        return _REQUEST_S + _PAGE * token_s
+        return _REQUEST_S + (_PAGE if task.data else _PASSAGE) * token_s
     if task.metric.startswith("acc"):
         return _CHOICES * (_REQUEST_S + prompt * token_s)
     return _REQUEST_S + prompt * token_s + min(task.max_gen_tokens or _ANSWER, 2 * _ANSWER) * out_s
 
 
+def _again(setting: Setting) -> list[str]:
+    """Tasks that a baseline answers twice: those whose answers can flip."""
+    return [task.task for task in setting.suite.tasks if task.kind == "score"]
+
+
 def savings(times: Iterable[Time], setting: Setting) -> Sequence[tuple[str, float]]:
     """What would save most of a run, as a setting and its seconds; nothing that saves less than a tenth of it."""
     took = {time.stage: time.seconds for time in times}
-    most = max(_items(setting).values(), default=0)
+    items, control = _items(setting), setting.recipe.evaluation.control or 0
+    most, again = max(items.values(), default=0), sum(min(items[name], control) for name in _again(setting))
     asking = sum(took.get(key, 0.0) for key in ("evaluate-baseline", "evaluate-candidate"))
-    half = sum(min(count, most // 2) for count in _items(setting).values()) / max(1, sum(_items(setting).values()))
+    half = sum(min(count, most // 2) for count in items.values()) / max(1, sum(items.values()))
+    fewer = sum(min(items[name], control, 100) for name in _again(setting)) / max(1, again)
     offers = [
-        (f"evaluation.limit: {most // 2}", asking * (1 - half)),
-        ("evaluation.control: 100", took.get("control", 0.0) * (1 - 100 / (setting.recipe.evaluation.control or most))),
-        ("gate.throughput: null", took.get("bench", 0.0) if has_throughput(setting) else 0.0),
+        (f"evaluation.limit: {most // 2}", asking * (1 - half) if most >= _FEW else 0.0),
+        ("evaluation.control: 100", took.get("control", 0.0) * (1 - fewer)),
+        ("gate.throughput.min_ratio: null", took.get("bench", 0.0)),
     ]
     total = sum(took.values())
     return sorted((one for one in offers if one[1] > 0.1 * total), key=lambda one: -one[1])

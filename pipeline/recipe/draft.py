@@ -1,0 +1,231 @@
+"""A first recipe for a model of one's own: what `quantmint init` writes.
+
+    >>> drafted = draft(Wish("models/support-3b", "support", target="mi300x", scheme="ptpc_fp8"), Path("recipes"))
+    >>> written = write(drafted)  # all of it, loaded once; or nothing
+
+A text is cut into passages; some of them, evenly spread, are held out for a task that asks for their perplexity, and
+the others calibrate. No passage is in both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from eval.suites import SuiteTask
+from pipeline.base.argument import classify
+from pipeline.base.errors import UserError
+from pipeline.base.hardware import hardware, local_cpu_flags
+from pipeline.base.schemes import scheme as scheme_of
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.schema import AUTO
+
+_WORDS, _FEWEST, _MOST = 150, 40, 800
+"""Words of a passage at least; passages that a text must have; those that are held out at most."""
+_BASES: Final[Mapping[str, str]] = {
+    "ptpc_fp8": "_base-ptpc",
+    "fp8": "_base-fp8kv",
+    **dict.fromkeys(("mxfp4", "mxfp4_fp8", AUTO), "_base-mxfp4"),
+}
+_SPREAD: Final = 0.02  # nats a word, between documents: what shipped suites expect of a sound checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a person asked for: ``model`` a folder or org/name, ``publish`` a place (None: ./published)."""
+
+    model: str
+    name: str
+    target: str
+    scheme: str
+    text: Path | None = None
+    publish: str | None = None
+    gpus: int = 1
+
+
+def default_name(model: str, scheme: str) -> str:
+    """Of a recipe: the model's own name and the scheme's, in lower case."""
+    last = re.sub(r"[^a-z0-9.]+", "-", classify(model).place.rstrip("/").rpartition("/")[2].lower()).strip("-")
+    return f"{last}-{scheme.replace('_', '-')}"
+
+
+def default_scheme(target: str) -> str:
+    """Four bits where the machine multiplies them, else eight without calibration."""
+    return "mxfp4" if hardware(target).arch == "gfx950" else "ptpc_fp8"
+
+
+def draft(wish: Wish, folder: Path) -> Mapping[Path, str]:
+    """The files of a recipe in ``folder``, their text by path; the recipe comes last. Raises `UserError`.
+
+    Refused are a model that is neither a folder nor a repository, and a text of too few passages.
+    """
+    files: dict[Path, str] = {}
+    samples = 0
+    if wish.text is not None:
+        held, kept = split(passages(wish.text))
+        samples = min(512, max(1, sum(len(text.split()) for text in kept) // 512))  # a word has a token or more
+        files |= _evaluation(wish.name, folder / f"{wish.name}-eval", wish.text.name, held, kept)
+    files[folder / f"{wish.name}.yaml"] = _recipe(wish, folder, samples)
+    return files
+
+
+def write(files: Mapping[Path, str]) -> Sequence[Path]:
+    """Write what was drafted and load the recipe, which comes last; all of it, or none. Raises `UserError`."""
+    there = [path for path in files if path.exists()]
+    if there:
+        raise UserError(
+            f"{there[0]} is there already, and nothing is written over", hint="--name chooses another name."
+        )
+    *_, recipe = files
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        load_recipe(recipe)
+    except BaseException:
+        for path in files:
+            path.unlink(missing_ok=True)
+        for path in files:
+            with suppress(OSError):  # somebody else's file is in it
+                path.parent.rmdir()
+        raise
+    return tuple(files)
+
+
+def passages(path: Path) -> list[str]:
+    """The passages of a text file, or of the key ``text`` of a file of JSON lines; none of them twice.
+
+    Paragraphs are put together until a passage has `_WORDS` words. Raises `UserError` for what cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".jsonl":
+            text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
+    except UnicodeDecodeError as error:
+        raise UserError(f"--text: {path} is not UTF-8 at byte {error.start}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--text: {path} cannot be read: expected prose, or JSON lines with the key text ({error!r})"
+        ) from None
+    found, grown = [], ""
+    for paragraph in re.split(r"\n\s*\n", text):
+        grown = f"{grown}\n\n{paragraph.strip()}".strip()
+        if len(grown.split()) >= _WORDS:
+            found.append(grown)
+            grown = ""
+    if len(distinct := list(dict.fromkeys(found))) < _FEWEST:
+        raise UserError(
+            f"--text: found {len(distinct)} passages of {_WORDS} words in {path}, expected at least {_FEWEST}: "
+            "some calibrate, others are held out"
+        )
+    return distinct
+
+
+def split(found: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """What is held out, evenly spread, and what calibrates: one of four, `_MOST` of them at most."""
+    step = max(4, -(-len(found) // _MOST))
+    return found[::step], [one for number, one in enumerate(found) if number % step]
+
+
+def _evaluation(name: str, folder: Path, origin: str, held: Sequence[str], kept: Sequence[str]) -> Mapping[Path, str]:
+    task, texts = f"{name}-prose", f"{name}-texts"
+    asked = SuiteTask(task, "word_perplexity", len(held), expected_flip_rate=0.03, expected_spread=_SPREAD)
+    margin = max(0.02, math.ceil(100 * asked.detectable(looks=4)) / 100)
+    return {
+        folder / f"{texts}.jsonl": _lines(kept),
+        folder / f"{texts}.yaml": (
+            f"# Calibrates: {len(kept)} passages of {origin}; none of them is asked for by {name}-suite.\n"
+            f"name: {texts}\ndescription: Passages of {origin}.\nfile: {texts}.jsonl\ntext: text\n"
+        ),
+        folder / f"{task}.jsonl": _lines(held),
+        folder / f"{task}.yaml": (
+            f"# A task as lm-eval defines it: the perplexity of {len(held)} passages that calibrate nothing.\n"
+            f"task: {task}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {task}.jsonl}}}}\n"
+            'test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: text\n'
+            "metric_list: [{metric: word_perplexity}]\n"
+        ),
+        folder / f"{name}-suite.yaml": (
+            "# What decides. Add tasks of lm-eval, such as {task: gsm8k, metric: exact_match, filter: strict-match,\n"
+            "# items: 1319, data: [openai/gsm8k]}, or your own beside this file: docs/own-evaluation.md.\n"
+            f"name: {name}-suite\ndescription: Prose of {origin}.\nexpected_flip_rate: 0.03\ntasks:\n"
+            f"  # A perplexity's margin is relative, and this the least of whole per cents that {len(held)} passages\n"
+            "  # can show.\n"
+            f"  - {{task: {task}, metric: word_perplexity, items: {len(held)}, expected_spread: {_SPREAD}, "
+            f"margin: {margin:.2f}}}\n"
+        ),
+    }
+
+
+def _lines(found: Sequence[str]) -> str:
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in found)
+
+
+def _recipe(wish: Wish, folder: Path, samples: int) -> str:
+    """``samples`` of 512 tokens are what the text that calibrates has; 0 for none."""
+    cpu, own = wish.target == "cpu", f"{wish.name}-eval"
+    base = _BASES.get(wish.scheme, "_base")
+    lines = [
+        f"# quantmint plan {wish.name}: what this makes, and what it takes. Keys: quantmint schema.",
+        f"name: {wish.name}",
+        f"description: {_title(wish)} for {wish.gpus} x {wish.target}.",
+        f"extends: {base}",
+        "",
+        f"source: {_source(wish.model, folder)}",
+        f"quantization: {_quantization(wish.scheme, base, cpu=cpu)}",
+    ]
+    if samples and wish.scheme != "ptpc_fp8":
+        lines.append(f"calibration: {{set: {own}/{wish.name}-texts.yaml, samples: {samples}, sequence_length: 512}}")
+    length, workload = ("2048", "tiny") if cpu else ("8192", "throughput")
+    lines.append(
+        f"target: {{hardware: {wish.target}, gpus: {wish.gpus}, workload: {workload}, max_model_len: {length}}}"
+    )
+    if wish.text is not None:
+        lines.append(f"evaluation: {{suite: {own}/{wish.name}-suite.yaml, concurrency: {8 if cpu else 64}}}")
+    if cpu:
+        lines.append("gate: {throughput: {min_ratio: null}}  # a CPU shows no speed of a GPU: none is promised")
+        if "avx512f" not in (local_cpu_flags() or ()):
+            lines.append(
+                "serve: {knobs: {--dtype: float32}}  # bfloat16 is slow without AVX-512; both sides are served so"
+            )
+    lines.append(
+        f"publish: {_place(wish.publish)}  # only what passed; `licence: {{id: apache-2.0}}` where the model says none"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _title(wish: Wish) -> str:
+    return f"{classify(wish.model).place.rstrip('/').rpartition('/')[2]} in {wish.scheme}"
+
+
+def _source(model: str, folder: Path) -> str:
+    found = classify(model)
+    if found.kind == "folder":
+        typed = Path(model)
+        return f"{{folder: {json.dumps(model if typed.is_absolute() else os.path.relpath(typed, folder))}}}"
+    if found.kind == "repository":
+        return f"{{repo: {found.place.removeprefix('hf://')}, revision: {found.revision or 'main'}}}"
+    raise UserError(f"MODEL: found {model!r}, expected a folder with a model, or org/name[@revision] of the Hub")
+
+
+def _quantization(scheme: str, base: str, *, cpu: bool) -> str:
+    if scheme == AUTO:
+        return "{scheme: auto, from: [mxfp4, ptpc_fp8], bits: 5.0}  # `quantmint search` shows what bits buy"
+    scheme_of(scheme)  # refuses a name that is none
+    cache = ", kv_cache: auto" if cpu and base != "_base-ptpc" else ""
+    return f"{{scheme: {scheme}{cache}}}"
+
+
+def _place(given: str | None) -> str:
+    found = classify(given or "published")
+    if found.kind == "bucket":
+        return f"{{folder: null, storage: {{url: {json.dumps(given)}}}}}"
+    if found.kind == "repository":
+        return f"{{folder: null, hub: {{repo: {found.place.removeprefix('hf://')}}}}}"
+    return f"{{folder: {json.dumps(given or 'published')}}}"

@@ -1,0 +1,105 @@
+"""`quantmint init`: a recipe, a calibration set and a suite that are ready to be planned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import suites
+from pipeline.base.errors import UserError
+from pipeline.base.hardware import table
+from pipeline.base.schemes import table as schemes
+from pipeline.recipe.draft import Wish, default_scheme, draft, passages, split, write
+from pipeline.recipe.load import load_recipe, recipe_names
+from tests.stages.conftest import quantmint
+
+__all__ = ["quantmint"]
+
+Quantmint = Callable[..., Any]
+
+
+def prose(count: int) -> str:
+    """So many paragraphs of 150 words."""
+    return "\n\n".join(" ".join([f"paragraph{number}", *["word"] * 149]) for number in range(count))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "manual.md").write_text(prose(100))
+    return tmp_path
+
+
+def test_a_text_calibrates_or_is_judged(here: Path, quantmint: Quantmint) -> None:
+    options = ("--text", "manual.md", "--target", "mi355x", "--publish", "my-org/mine", "--name", "mine")
+    ended = quantmint("init", "model", *options, "--json")
+    assert (ended.code, ended.json["recipe"]) == (0, "mine")
+    assert "mine" in recipe_names()
+    loaded = load_recipe("mine")
+    recipe = loaded.recipe
+    assert (recipe.quantization.scheme, recipe.quantization.algorithm) == ("mxfp4", "gptq")
+    assert (loaded.source_folder, recipe.publish.folder) == (here / "model", None)
+    assert recipe.publish.hub is not None
+    assert recipe.calibration is not None
+    assert recipe.publish.hub.repo == "my-org/mine"
+    suite = suites.load(recipe.evaluation.suite)
+    (task,) = suite.tasks
+    assert task.margin is not None
+    assert task.margin >= task.detectable(looks=4)
+    read = {
+        kind: [
+            json.loads(line)["text"] for line in Path(f"recipes/mine-eval/mine-{kind}.jsonl").read_text().splitlines()
+        ]
+        for kind in ("prose", "texts")
+    }
+    assert (len(read["prose"]), len(read["texts"])) == (task.items, 75)
+    assert sorted(read["prose"] + read["texts"]) == sorted(prose(100).split("\n\n")), "nothing is in both, or lost"
+    before = {path: path.read_bytes() for path in Path("recipes").rglob("*.*")}
+    again = quantmint("init", "model", *options)
+    assert (again.code, "is there already" in again.err) == (2, True)
+    assert {path: path.read_bytes() for path in Path("recipes").rglob("*.*")} == before
+
+
+@pytest.mark.parametrize("scheme", [*schemes(), "auto"])
+@pytest.mark.parametrize("text", [True, False])
+def test_each_scheme_is_a_recipe(here: Path, scheme: str, text: bool) -> None:
+    for target in table():
+        wish = Wish("org/model", target, target, scheme, here / "manual.md" if text else None)
+        write(draft(wish, Path("recipes")))
+    assert default_scheme("mi355x") == "mxfp4"
+
+
+def test_all_or_nothing(here: Path) -> None:
+    with pytest.raises(UserError, match="expected a folder with a model"):
+        draft(Wish("no such model", "a", "mi300x", "ptpc_fp8"), Path("recipes"))
+    broken = {**draft(Wish("model", "a", "mi300x", "ptpc_fp8", here / "manual.md"), Path("recipes"))}
+    broken[Path("recipes/a.yaml")] += "gate: nonsense\n"
+    with pytest.raises(UserError, match="gate"):
+        write(broken)
+    assert not Path("recipes/a-eval").exists()
+    assert not Path("recipes/a.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("few.txt", prose(39).encode(), "found 39 passages of 150 words"),
+        ("same.txt", "\n\n".join([prose(1)] * 100).encode(), "found 1 passages"),
+        ("latin.txt", "sch\xf6n".encode("latin-1"), "not UTF-8 at byte 3"),
+        ("no.jsonl", b'{"words": "a"}\n', "expected prose, or JSON lines with the key text"),
+    ],
+)
+def test_texts_that_are_none(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        passages(tmp_path / name)
+
+
+def test_what_is_held_out_is_spread_and_bounded() -> None:
+    held, kept = split([str(number) for number in range(40_000)])
+    assert (len(held), len(held) + len(kept), held[1]) == (800, 40_000, "50")
