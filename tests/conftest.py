@@ -237,6 +237,7 @@ def by_llmcompressor(
             job("fp8_block", "llama", "FP8_BLOCK", ids[:2], 2),
             job("mxfp4", "llama", "MXFP4", ids[:2], 2),
             job("mxfp4_weight_only", "llama", "MXFP4A16", ids[:2], 2),
+            job("w4a16", "llama", "W4A16", ids[:2], 2),
             job("int8_w8a8", "llama", "INT8", ids[:2], 2),
         ]
         _by_library("llmcompressor", warm_library, jobs, root)

@@ -62,7 +62,11 @@ class ActivationFormat:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One row of the table; ``refused`` are pairs of a layout that vLLM does not load it from, and why."""
+    """One row of the table.
+
+    ``refused`` are pairs of a layout that vLLM does not load it from, and why; ``lacks`` pairs of an engine and a
+    layout that this does not make it in.
+    """
 
     name: str
     description: str
@@ -71,6 +75,7 @@ class Scheme:
     formats: tuple[str, ...]
     engines: tuple[str, ...]
     refused: tuple[tuple[str, str], ...] = ()
+    lacks: tuple[tuple[str, str], ...] = ()
 
     @property
     def needs_ranges(self) -> bool:
@@ -110,11 +115,13 @@ class Scheme:
             return f"engine {engine} has no {self.name}"
         if checkpoint_format not in WRITES[engine]:
             return f"engine {engine} does not write {checkpoint_format}"
+        if (engine, checkpoint_format) in self.lacks:
+            return f"engine {engine} has no {self.name} in {checkpoint_format}"
         return None
 
     def makers(self, checkpoint_format: str) -> tuple[str, ...]:
         """The engines that make the scheme in a layout."""
-        return tuple(engine for engine in self.engines if checkpoint_format in WRITES[engine])
+        return tuple(engine for engine in self.engines if self.refusal(engine, checkpoint_format) is None)
 
 
 @cache
@@ -139,4 +146,5 @@ def _scheme(name: str, row: dict[str, Any]) -> Scheme:
         formats=tuple(row["formats"]),
         engines=tuple(row["engines"]),
         refused=tuple(row.get("refused", {}).items()),
+        lacks=tuple(row.get("lacks", {}).items()),
     )

@@ -69,7 +69,7 @@ def oneshot(task: dict[str, Any], source: str, destination: str) -> Work:
         IntermediatesCache.pin_memory = lambda *_, **__: None  # AWQ would, which takes an accelerator
 
     def work() -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
         ids = _ids(task)
         entry(
             model=model,
@@ -95,7 +95,7 @@ def quark(task: dict[str, Any], source: str, destination: str) -> Work:
         ModelQuantizer(config).direct_quantize_checkpoint(source, destination, device=task["device"])
 
     def in_memory() -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(task["device"])
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(task["device"])
         preprocess_for_quantization(model)
         batches = list(torch.tensor(_ids(task), device=task["device"]).split(task["batch"]))
         model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, batches))

@@ -1,8 +1,8 @@
 """The table of algorithms: what they do to weights, which engine runs them for which schemes, and their records.
 
     >>> algorithm("gptq").refusal("quark", "w4a16")
-    >>> algorithm("gptq").refusal("stream", "w4a16")
-    'engine stream has no gptq for w4a16: llmcompressor and quark have'
+    >>> algorithm("gptq").refusal("stream", "int8_w8a8")
+    'engine stream has no gptq for int8_w8a8: llmcompressor and quark have'
 
 The table is `algorithms.yaml`. "none" is plain rounding, which every engine does. Of a checkpoint, Quark lists its
 algorithms in ``quantization_config``; llm-compressor writes its modifiers into ``recipe.yaml`` beside the weights, and

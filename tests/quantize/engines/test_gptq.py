@@ -11,10 +11,10 @@ from pipeline.quantize.engines.stream.gptq import compensated, factored, gptq
 from pipeline.quantize.engines.stream.kernels import KERNELS, MX_GROUP
 from pipeline.quantize.inspection.numbers import dequantize
 
-ALL = ["mxfp4", "mxfp4_unsigned_zero", "ptpc_fp8", "fp8"]
+ALL = ["mxfp4", "mxfp4_unsigned_zero", "ptpc_fp8", "fp8", "w4a16"]
 
 
-def weight_of(rows: int = 24, columns: int = 320, dtype: torch.dtype = torch.bfloat16) -> Any:
+def weight_of(rows: int = 24, columns: int = 384, dtype: torch.dtype = torch.bfloat16) -> Any:
     made = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * 0.02
     made[3] *= 50
     made[:, 7] *= 20
@@ -22,7 +22,7 @@ def weight_of(rows: int = 24, columns: int = 320, dtype: torch.dtype = torch.bfl
     return made.to(dtype)
 
 
-def hessian_of(columns: int = 320, tokens: int = 512, *, seed: int = 0) -> Any:
+def hessian_of(columns: int = 384, tokens: int = 512, *, seed: int = 0) -> Any:
     """Of inputs that are correlated, a few of them large, one dead."""
     source = torch.Generator().manual_seed(seed)
     mixed = torch.randn(columns, columns, generator=source) + 3 * torch.randn(columns, 1, generator=source)
@@ -74,13 +74,13 @@ def test_both_names_of_mxfp4_hold_the_same_numbers() -> None:
 @pytest.mark.parametrize("kernel", ["ptpc_fp8", "fp8"])
 def test_inputs_that_know_nothing_of_each_other_leave_the_nearest(kernel: str) -> None:
     weight = weight_of(dtype=torch.float32)
-    made = gptq(weight, factored(torch.rand(320).diag() + torch.eye(320), kernel), kernel)
+    made = gptq(weight, factored(torch.rand(384).diag() + torch.eye(384), kernel), kernel)
     nearest = KERNELS[kernel].compute(weight, None)
     assert torch.equal(decoded(kernel, made.parts), decoded(kernel, nearest))
 
 
 def test_of_a_diagonal_only_the_scales_of_mxfp4_are_chosen() -> None:
-    weight, diagonal = weight_of(), torch.logspace(0, 4, 320)
+    weight, diagonal = weight_of(columns=320), torch.logspace(0, 4, 320)
     made, nearest = (
         gptq(weight, factored(diagonal.diag(), "mxfp4"), "mxfp4").parts,
         KERNELS["mxfp4"].compute(weight, None),
@@ -101,7 +101,7 @@ def test_elements_are_those_of_the_papers_recursion() -> None:
     weight, hessian, kernel = weight_of(dtype=torch.float32), hessian_of(), "fp8"
     made = gptq(weight, factored(hessian, kernel), kernel).parts
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(320)
+    damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(384)
     upper = torch.linalg.cholesky(torch.linalg.inv(damped[order][:, order]), upper=True)
     left, scale = weight.double()[:, order], made["weight_scale"].double()
     expected = torch.empty(weight.shape)
@@ -141,8 +141,8 @@ def test_inputs_fewer_than_columns_are_damped() -> None:
     [
         (hessian_of().index_fill(0, torch.tensor(2), torch.nan), "not finite"),
         (hessian_of().index_fill(1, torch.tensor(2), torch.inf), "not finite"),
-        (torch.zeros(320, 320), "nothing but zeros"),
-        (torch.eye(320) - 2 * torch.ones(320, 320).triu(1) - 2 * torch.ones(320, 320).tril(-1), "cannot be decomposed"),
+        (torch.zeros(384, 384), "nothing but zeros"),
+        (torch.eye(384) - 2 * torch.ones(384, 384).triu(1) - 2 * torch.ones(384, 384).tril(-1), "cannot be decomposed"),
     ],
     ids=["nan", "inf", "zero", "indefinite"],
 )
@@ -176,7 +176,7 @@ def test_a_compensated_weight_makes_up_for_inputs_that_lack_something() -> None:
 @pytest.mark.parametrize("kernel", ALL)
 def test_what_is_stored_is_the_target(kernel: str) -> None:
     weight, hessian = weight_of(), hessian_of()
-    target = (weight.float() * 1.25).bfloat16()
+    target = (weight.float() * -1.25).bfloat16()
     factor = factored(hessian, kernel)
     made, plain = gptq(weight, factor, kernel, None, target), gptq(target, factor, kernel)
     assert same(made.parts, plain.parts)

@@ -70,6 +70,7 @@ def test_compressed_tensors_equals_llmcompressor(
         ("fp8_block", "fp8_block", False),
         ("mxfp4", "mxfp4", False),
         ("mxfp4_weight_only", "mxfp4_weight_only", False),
+        ("w4a16", "w4a16", False),
     ],
 )
 def test_every_scheme_equals_llmcompressor(

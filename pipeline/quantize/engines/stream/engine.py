@@ -139,10 +139,13 @@ def _forget_partial(destination: Path) -> None:
 
 
 def _static_scales(plan: ShardPlan, ranges: Mapping[str, torch.Tensor | float]) -> dict[str, torch.Tensor]:
-    """The scales of one file that no weight decides, rounded to the dtype that they are stored in."""
+    """What no kernel makes of one file: scales of measured ranges in the dtype that is stored, and weights' shapes."""
     scales: dict[str, torch.Tensor] = {}
+    shapes = {f"{step.name}.weight_shape": step.origin.shape for step in plan.steps}
     for stored in plan.deferred:
-        if stored.role in STATIC_ROLES:
+        if stored.role == "weight_shape":
+            scales[stored.name] = torch.tensor(shapes[stored.name])
+        elif stored.role in STATIC_ROLES:
             scale = fp8_scale(torch.as_tensor(ranges[stored.name], dtype=torch_dtype(stored.dtype)))
             if scale.numel() != prod(stored.shape):
                 raise StageError(f"{stored.name}: {scale.numel()} ranges were measured, expected {list(stored.shape)}.")

@@ -6,8 +6,9 @@
 
 With H = R R^T and R upper triangular, tr((W-Q) H (W-Q)^T) is the sum over rows and columns j of R_jj^2 (t_j - q_j)^2,
 where t_j = w_j + sum over i < j of (w_i - q_i) R_ij / R_jj: column j is rounded to the nearest of t_j, and no inverse
-is needed. Through a group of 32 with an MX scale three exponents are carried side by side, and each row keeps the one
-whose sum is the least. Columns that see the most come first; groups stay together, so no layout knows of the order.
+is needed. Through a group with a scale of its own several are carried side by side, three exponents of an MX scale or
+shares of the largest number for integers, and each row keeps the one whose sum is the least. Columns that see the
+most come first; groups stay together, so no layout knows of the order.
 
 A row that is no better by the Hessian than rounded to the nearest is rounded to the nearest.
 
@@ -26,7 +27,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from calibration.lazy import torch
-from pipeline.quantize.engines.stream.kernels import E2M1_MAX, FP8_MAX, KERNELS, MX_GROUP, amax, e8m0, pack_e2m1
+from pipeline.quantize.engines.stream.kernels import (
+    E2M1_MAX,
+    FP8_MAX,
+    INT4_GROUP,
+    INT4_MAX,
+    KERNELS,
+    MX_GROUP,
+    amax,
+    e8m0,
+    int4_scale,
+    pack_e2m1,
+    pack_int4,
+)
 from pipeline.quantize.engines.stream.schedule import many_small_workers
 from pipeline.quantize.inspection.numbers import dequantize
 
@@ -38,20 +51,28 @@ _BLOCK = 128
 _ROWS = 1024
 """Rows that a thread of a CPU takes at a time: columns of them are short, and threads would wait for each other."""
 _RIDGE = 0.5
+_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+"""Of the scale to the nearest, that of integers may be these: what clips the largest number leaves the others finer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Element:
-    """A type of elements: bits of mantissa, exponent of the least normal number, largest value."""
+    """A type of elements: bits of mantissa, exponent of the least normal number, least and largest value.
+
+    ``group`` is how many have a scale that is chosen for them; 1 where the scale is given.
+    """
 
     mantissa: int
     least: int
+    lowest: float
     limit: float
+    group: int = 1
 
 
-_E4M3, _E2M1 = _Element(3, -6, FP8_MAX), _Element(1, 0, E2M1_MAX)
+_E4M3, _E2M1 = _Element(3, -6, -FP8_MAX, FP8_MAX), _Element(1, 0, -E2M1_MAX, E2M1_MAX, MX_GROUP)
+_INT4 = _Element(2, 2, -INT4_MAX - 1, INT4_MAX, INT4_GROUP)  # below 4 all are subnormal: steps of 1
 _ELEMENTS: Mapping[str, _Element] = MappingProxyType(
-    {"ptpc_fp8": _E4M3, "fp8": _E4M3, "mxfp4": _E2M1, "mxfp4_unsigned_zero": _E2M1}
+    {"ptpc_fp8": _E4M3, "fp8": _E4M3, "mxfp4": _E2M1, "mxfp4_unsigned_zero": _E2M1, "w4a16": _INT4}
 )
 CARRIED = frozenset(_ELEMENTS)
 """Kernels that GPTQ can stand for."""
@@ -115,7 +136,7 @@ def factored(hessian: torch.Tensor, kernel: str, *, dampening: float = 0.01, ord
     cannot be decomposed. Inputs that are always zero cost the damping alone. Not ``ordered``, columns keep their
     places. Raises `KeyError` for a kernel that GPTQ is not made for.
     """
-    group = MX_GROUP if _ELEMENTS[kernel] is _E2M1 else 1
+    group = _ELEMENTS[kernel].group
     diagonal = hessian.diagonal()
     mean, none = diagonal.mean(), hessian.new_empty(0)
     if not bool(hessian.isfinite().all()):
@@ -200,14 +221,16 @@ def _gptq(
         return Made(nearest, costs, costs, factor.fault)
     before = costs if target is None else _costs(source, KERNELS[kernel].compute(weight, largest), factor, kernel)
     columns, element = source.t()[factor.order], _ELEMENTS[kernel]
-    if element is _E2M1:
-        elements, exponents = _rounded(columns, factor, element, None)
-        packed = pack_e2m1(_in_place(elements, factor.order), signed_zero=False)
-        groups = factor.order[::MX_GROUP] // MX_GROUP
-        made = {next(iter(nearest)): packed, "weight_scale": _in_place(exponents, groups)}
+    if element.group > 1:
+        elements, scales = _rounded(columns, factor, element, None, wanted.dtype)
+        numbers = _in_place(elements, factor.order)
+        packed = pack_int4(numbers) if element is _INT4 else pack_e2m1(numbers, signed_zero=False)
+        stored = scales.to(wanted.dtype) if element is _INT4 else (scales.view(torch.int32) >> 23).to(torch.uint8)
+        groups = factor.order[:: element.group] // element.group
+        made = {next(iter(nearest)): packed, "weight_scale": _in_place(stored, groups)}
     else:
         scale = nearest["weight_scale"]
-        elements, _ = _rounded(columns, factor, element, scale.float().expand(1, len(weight)))
+        elements, _ = _rounded(columns, factor, element, scale.float().expand(1, len(weight)), wanted.dtype)
         made = {"weight": _in_place(elements, factor.order).to(torch.float8_e4m3fn), "weight_scale": scale}
     found = _costs(source, made, factor, kernel)
     better = found < costs
@@ -232,32 +255,36 @@ def _in_place(ordered: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(
-    columns: torch.Tensor, factor: Factor, element: _Element, scales: torch.Tensor | None
+    columns: torch.Tensor, factor: Factor, element: _Element, scales: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round columns, float32 [I, O] in the factor's order, with scales of [1, O], or with MX scales where that is None.
+    """Round columns, float32 [I, O] in the factor's order, with scales of [1, O], or chosen ones where that is None.
 
-    Returns elements [I, O] in float32, each times its scale the column, and E8M0 exponents, uint8 [I/32, O].
+    Returns elements [I, O] in float32, each times its scale the column, and the scales that were chosen, of ``dtype``
+    or powers of two, float32 [I/group, O].
     """
     reach, group = factor.reach, _group if columns.device.type == "cpu" else _group_at_once
     elements, errors = torch.empty_like(columns), torch.empty_like(columns)
-    exponents = columns.new_empty(len(columns) // MX_GROUP, columns.shape[1], dtype=torch.uint8)
+    size = max(element.group, MX_GROUP)
+    chosen = columns.new_empty(-(-len(columns) // size), columns.shape[1])
     for block in range(0, len(columns), _BLOCK):
         due = columns[block : block + _BLOCK]
         if block:
             due = torch.addmm(due, reach[block : block + _BLOCK, :block], errors[:block])
-        for first in range(block, block + len(due), MX_GROUP):
-            here = slice(first, min(first + MX_GROUP, len(columns)))
+        for first in range(block, block + len(due), size):
+            here = slice(first, min(first + size, len(columns)))
             target = torch.addmm(due[first - block : here.stop - block], reach[here, block:first], errors[block:first])
-            rounded, scale = group(columns[here], target, reach[here, here], factor.price[here], scales, element)
+            rounded, scale = group(columns[here], target, reach[here, here], factor.price[here], scales, element, dtype)
             elements[here] = rounded
             errors[here] = columns[here] - rounded * scale
-            if scales is None:
-                exponents[first // MX_GROUP] = (scale[0].view(torch.int32) >> 23).to(torch.uint8)
-    return elements, exponents
+            chosen[first // size] = scale[0]
+    return elements, chosen
 
 
-def _tried(target: torch.Tensor) -> torch.Tensor:
-    """Powers of two that may be the scale of a group [32, O]: float32 [3, O], first what the nearest would take."""
+def _tried(target: torch.Tensor, element: _Element, dtype: torch.dtype) -> torch.Tensor:
+    """What may be the scale of a group [group, O]: float32 [n, O], first what the nearest would take."""
+    if element is _INT4:
+        largest = target.abs().amax(dim=0)
+        return torch.stack([int4_scale((largest * share).to(dtype)) for share in _SHARES]).float()
     nearest = e8m0(target.abs().amax(dim=0))
     # Of a scale of 2 ** -127 float32 has no normal number, and the largest element times 2 ** 127 is too much for it.
     return (torch.stack((nearest, nearest - 1, nearest + 1)).clamp_(1, 252) << 23).view(torch.float32)
@@ -295,13 +322,14 @@ def _group(
     price: torch.Tensor,
     scales: torch.Tensor | None,
     element: _Element,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a few columns [n, O] with ``scales`` [1, O], or with each MX scale that it may be where that is None.
+    """Round a few columns [n, O] with ``scales`` [1, O], or with each that `_tried` names where that is None.
 
     Returns the elements [n, O] of the best scale, and the scale [1, O]. ``target`` is where errors of the columns
     before have moved them to.
     """
-    scales = _tried(target) if scales is None else scales
+    scales = _tried(target, element, dtype) if scales is None else scales
     count, rows = columns.shape
     due = (target.unsqueeze(1) / scales).view(count, -1)
     errors = (columns.unsqueeze(1) / scales).view(count, -1)  # less what is stored, one row after the other
@@ -325,4 +353,4 @@ def _to_nearest(numbers: torch.Tensor, element: _Element, out: torch.Tensor) -> 
     """
     exponent = (numbers.view(torch.int32) & 0x7F800000).clamp_(min=(element.least + 127) << 23)
     shift = exponent.view(torch.float32).mul_(1.5 * 2.0 ** (23 - element.mantissa))
-    torch.add(numbers, shift, out=out).sub_(shift).clamp_(-element.limit, element.limit)
+    torch.add(numbers, shift, out=out).sub_(shift).clamp_(element.lowest, element.limit)

@@ -25,6 +25,10 @@ MX_GROUP = 32
 """Elements that share an MX scale."""
 E2M1_MAX = 6.0
 """Largest value of an MXFP4 element."""
+INT4_GROUP = 128
+"""Elements that share a scale of w4a16."""
+INT4_MAX = 7.0
+"""Largest value of a four-bit integer; the least is -8."""
 _E2M1_MAX_EXPONENT = 2
 
 
@@ -183,6 +187,30 @@ def pack_e2m1(scaled: torch.Tensor, *, signed_zero: bool) -> torch.Tensor:
     return (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8)
 
 
+def w4a16(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
+    """INT4 in groups of 128 along the input, each with a scale of the weight's dtype; activations keep 16 bit.
+
+    Returns ``weight_packed`` int32 [O, I/8], see `pack_int4`, and ``weight_scale`` [O, I/128]. I must be divisible by
+    128. The scale is a 7.5th of the largest magnitude, so that an element may be clipped by half a step.
+    """
+    groups = weight.view(weight.shape[0], -1, INT4_GROUP)
+    scale = int4_scale(amax(groups, dim=2))
+    numbers = (groups / scale.unsqueeze(2)).round_().clamp_(-INT4_MAX - 1, INT4_MAX)
+    return {"weight_packed": pack_int4(numbers.view(weight.shape)), "weight_scale": scale}
+
+
+def int4_scale(largest: torch.Tensor) -> torch.Tensor:
+    """amax / 7.5 in amax's own dtype; where amax is 0, that dtype's epsilon. (compressed-tensors again.)"""
+    scale = largest / (INT4_MAX + 0.5)
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
+    """Whole numbers from -8 to 7 of any dtype, [O, I]: 8 added, eight in an int32, the first in its lowest bits."""
+    pairs = (numbers + 8).to(torch.uint8).view(numbers.shape[0], -1, 2)
+    return (pairs[..., 0] + 16 * pairs[..., 1]).view(torch.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel with the number of rows that share a scale: the least that it can compute apart from all others.
@@ -203,6 +231,7 @@ KERNELS: Mapping[str, Kernel] = {
     "fp8_block": Kernel(fp8_block, rows=BLOCK, limit=FP8_MAX),
     "mxfp4": Kernel(mxfp4, rows=1, limit=E2M1_MAX),
     "mxfp4_unsigned_zero": Kernel(mxfp4_unsigned_zero, rows=1, limit=E2M1_MAX),
+    "w4a16": Kernel(w4a16, rows=1, limit=INT4_MAX),
 }
 
 

@@ -121,8 +121,8 @@ def blocks(count: int) -> int:
     return ceil(count / BLOCK)
 
 
-STATIC_ROLES = frozenset({"input_scale", "k_scale", "v_scale"})
-"""Roles of tensors that measured ranges decide, and no weight."""
+STATIC_ROLES = frozenset({"input_scale", "k_scale", "v_scale", "weight_shape"})
+"""Roles of tensors that no kernel makes: measured ranges decide them, or a weight's shape."""
 NUMBERS = frozenset({"BF16", "F16", "F32"})
 """Dtypes of weights that can be quantized."""
 _KEYS = ("k_proj", "qkv_proj")  # what computes K; Phi-3 has the latter

@@ -23,7 +23,17 @@ from typing import NamedTuple
 
 from calibration.lazy import torch
 from pipeline.base.errors import StageError
-from pipeline.quantize.engines.stream.kernels import BLOCK, E2M1_MAX, FP8_MAX, KERNELS, MX_GROUP, Parts, amax
+from pipeline.quantize.engines.stream.kernels import (
+    BLOCK,
+    E2M1_MAX,
+    FP8_MAX,
+    INT4_GROUP,
+    INT4_MAX,
+    KERNELS,
+    MX_GROUP,
+    Parts,
+    amax,
+)
 from pipeline.quantize.engines.stream.plan import (
     NUMBERS,
     STATIC_ROLES,
@@ -42,7 +52,7 @@ from pipeline.quantize.inspection.numbers import Error, dequantize
 
 _STRIDE = 64
 # Beyond the largest value by more than half of the last step: further than rounding moves anything.
-_CLIPPED = {FP8_MAX: 464.0, E2M1_MAX: 7.0}
+_CLIPPED = {FP8_MAX: 464.0, E2M1_MAX: 7.0, INT4_MAX: 8.0}
 
 
 def error_of(weight: torch.Tensor, made: Parts, limit: float) -> Error:
@@ -50,13 +60,15 @@ def error_of(weight: torch.Tensor, made: Parts, limit: float) -> Error:
     stride = _STRIDE if weight.device.type == "cpu" else 1
     source = weight[::stride].float()
     scale = made["weight_scale"]
-    if limit == E2M1_MAX:
+    if limit in (E2M1_MAX, INT4_MAX):
         packed = "weight_packed" if "weight_packed" in made else "weight"
         parts = {"weight_packed": made[packed][::stride], "weight_scale": scale[::stride]}
-        restored = dequantize("mxfp4", parts)
-        exponents = scale[::stride].int() - 127
-        powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-        step = powers.repeat_interleave(MX_GROUP, dim=1)
+        restored = dequantize("mxfp4" if limit == E2M1_MAX else "w4a16", parts)
+        steps, group = parts["weight_scale"], INT4_GROUP
+        if limit == E2M1_MAX:
+            exponents = steps.int() - 127
+            steps, group = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents), MX_GROUP
+        step = steps.float().repeat_interleave(group, dim=1)
     else:
         if scale.ndim == 2:  # of blocks
             step = scale.repeat_interleave(BLOCK // stride, 0)[: source.shape[0]].repeat_interleave(BLOCK, 1)
