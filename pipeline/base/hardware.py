@@ -23,7 +23,10 @@ from pipeline.base.errors import UserError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator; ``pci`` are device ids ("0x74a1"), ``names`` what a driver calls it besides ``title``."""
+    """One accelerator; ``pci`` are device ids ("0x74a1"), ``names`` what a driver calls it besides ``title``.
+
+    ``bandwidth`` is that of its memory, TB/s, None where no figures are known; ``tflops`` by type of the inputs.
+    """
 
     name: str
     title: str
@@ -33,6 +36,21 @@ class Hardware:
     gpus_per_node: int
     pci: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    bandwidth: float | None = None
+    tflops: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of its memory; `TypeError` where that is not known."""
+        return float(self.bandwidth) * 1e12  # type: ignore[arg-type]
+
+    def flops(self, dtype: str) -> float:
+        """Dense operations a second on inputs of a type; `KeyError` where that is not known."""
+        return dict(self.tflops)[dtype] * 1e12
+
+    def multiplies(self, scheme: str) -> bool:
+        """Whether vLLM multiplies a scheme's weights with its activations there as they are stored."""
+        return any(_holding("native", self.name, scheme, "auto", ""))
 
     @property
     def hbm_bytes(self) -> int | None:
@@ -125,7 +143,7 @@ def native_on(scheme: str) -> tuple[str, ...]:
     "cuda" speaks for the GPUs of its kind that have a row of their own.
     """
     general = [name for name, row in table().items() if row.kind != "cuda" or row.arch is None]
-    return tuple(name for name in general if any(_holding("native", name, scheme, "auto", "")))
+    return tuple(name for name in general if table()[name].multiplies(scheme))
 
 
 def local_cpu_flags(cpuinfo: str | None = None) -> frozenset[str] | None:
@@ -157,7 +175,7 @@ def _holding(section: str, name: str, scheme: str, kv_cache: str, checkpoint_for
 
 def _row(name: str, row: dict[str, Any]) -> Hardware:
     frozen = {key: tuple(row.get(key, ())) for key in ("pci", "names")}
-    return Hardware(name=name, **(row | frozen))
+    return Hardware(name=name, **(row | frozen | {"tflops": tuple(row.get("tflops", {}).items())}))
 
 
 @cache

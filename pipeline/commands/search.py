@@ -24,6 +24,7 @@ _ROWS = 16
 @click.option("--samples", type=int, help="Sequences of the set; a fifth of them is measured on, and 16 at most.")
 @click.option("--sequence-length", type=int, help="Tokens of a sequence (default: the set's, else 2048).")
 @click.option("--bits", type=float, help="Print what so many bits a weight are best spent on, as a recipe says it.")
+@click.option("--speedup", type=float, help="The same for so many times the speed of 16 bit on the recipe's target.")
 @click.option("--write", type=click.Path(path_type=Path, dir_okay=False), help="Write that into a file.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the frontier there: .svg or .png.")
 @device_option
@@ -36,6 +37,7 @@ def search(
     samples: int | None,
     sequence_length: int | None,
     bits: float | None,
+    speedup: float | None,
     write: Path | None,
     plot: Path | None,
     device: str,
@@ -45,7 +47,8 @@ def search(
     """Print the frontier of MODEL, a recipe, a folder or organisation/name[@revision]: bits against predicted KL.
 
     What each group of layers costs in each scheme is measured once, and kept in the store for all budgets. The KL is
-    a prediction, of rounding by the recipe's algorithm, until the checkpoint was measured.
+    a prediction, of rounding by the recipe's algorithm, until the checkpoint was measured; a speedup is an estimate by
+    the target's data sheet, of the linear layers alone, until it was served.
     """
     from pipeline.base.argument import classify
     from pipeline.base.progress import reporter_for
@@ -53,15 +56,20 @@ def search(
     from pipeline.recipe.load import choice_yaml, load_recipe, recipe_of
     from pipeline.stages.quantization import source_section
     from pipeline.stages.search import chosen, measured_groups, opened
-    from pipeline.stages.sensitivity import priced
+    from pipeline.stages.sensitivity import spendable
     from pipeline.stages.session import open_setting
     from pipeline.store.tree import Store
 
-    if write is not None and bits is None:
-        raise click.UsageError("--write: found it without --bits, which says what is written")
+    budget = bits if speedup is None else speedup
+    if write is not None and budget is None:
+        raise click.UsageError("--write: found it without --bits or --speedup, which say what is written")
+    if bits is not None and speedup is not None:
+        raise click.UsageError("--speedup: found it with --bits, expected one of them")
     names = None if from_ is None else tuple(from_.split(","))
     if classify(model).kind in ("recipe", "name"):
-        loaded = opened(load_recipe(model), names)
+        loaded = opened(load_recipe(model), names, bits, speedup)
+    elif speedup is not None:
+        raise click.UsageError(f"--speedup: found it with {model}, expected a recipe, which says the target")
     else:
         given = {"set": calibration, "samples": samples, "sequence_length": sequence_length}
         sections: dict[str, Any] = {"source": source_section(model), "calibration": given if calibration else None}
@@ -70,21 +78,21 @@ def search(
     reporter = reporter_for(json=as_json)
     setting = open_setting(loaded, store=Store(store_path, on_warning=reporter.warn), device=device)
     groups = measured_groups(setting, reporter)
-    left = priced(loaded.recipe.quantization, groups)
+    left = spendable(setting, groups)
     points = frontier(left)
-    point = None if bits is None else spend(left, bits)
+    point = None if budget is None else spend(left, budget)
     text = None if point is None else choice_yaml(chosen(loaded, groups, point).recipe.quantization)
     if write is not None and text is not None:
         write.write_text(text, encoding="utf-8")
     if plot is not None:
         _draw(points, point, plot)
-    choice: dict[str, Any] = {} if point is None else {"choice": {**_told(point), "recipe": text}}
+    choice: dict[str, Any] = {} if point is None else {"choice": {**point.to_json(), "recipe": text}}
     if as_json:
         emit(
             {
                 "model": model,
                 "from": list(loaded.recipe.quantization.from_ or ()),
-                "frontier": [_told(each) for each in points],
+                "frontier": [each.to_json() for each in points],
                 "groups": [
                     {
                         "name": group.name,
@@ -102,10 +110,6 @@ def search(
         click.echo(f"\n{text}" if write is None else f"written to {write}")
 
 
-def _told(point: Point) -> dict[str, Any]:
-    return {"bits": round(point.bits, 4), "cost": point.cost, "groups": point.counts}
-
-
 def _show(points: Sequence[Point], point: Point | None) -> None:
     from pipeline.commands.tables import table, terminal
 
@@ -114,21 +118,26 @@ def _show(points: Sequence[Point], point: Point | None) -> None:
     schemes = sorted({name for each in points for name in each.counts})
     console = terminal()
     cells = [
-        [f"{each.bits:.2f}", f"{each.cost:.4f}", *(str(each.counts.get(name, 0)) for name in schemes)]
+        [f"{each.bits:.2f}", *_speed(each), f"{each.cost:.4f}", *(str(each.counts.get(name, 0)) for name in schemes)]
         for each in sorted(rows, key=lambda each: each.bits)
     ]
-    columns = ("bits", "predicted KL", *schemes)
+    columns = ("bits", *(["estimated speedup"] if points[0].speedup else []), "predicted KL", *schemes)
     console.print(table(*columns, right=columns, rows=cells))
     console.print(f"groups by scheme, {len(rows)} of {len(points)} points; KL in nats, predicted")
+
+
+def _speed(point: Point) -> list[str]:
+    return [] if point.speedup is None else [f"{point.speedup:.2f}"]
 
 
 def _draw(points: Sequence[Point], point: Point | None, path: Path) -> None:
     from eval.report.plots import WIDE, figure
 
     with figure(WIDE, WIDE // 2) as (drawing, axis):
-        axis.plot([each.bits for each in points], [each.cost for each in points], marker=".", color="#1769aa")
+        axis.plot([each.speedup or each.bits for each in points], [each.cost for each in points], ".-", color="#1769aa")
         if point is not None:
-            axis.plot([point.bits], [point.cost], marker="o", color="#c62828")
-        axis.set(xlabel="bits a weight, scales counted", ylabel="predicted KL, nats", yscale="log")
+            axis.plot([point.speedup or point.bits], [point.cost], marker="o", color="#c62828")
+        spent = "estimated speedup of the linear layers" if points[0].speedup else "bits a weight, scales counted"
+        axis.set(xlabel=spent, ylabel="predicted KL, nats", yscale="log")
         axis.grid(visible=True, alpha=0.3)
         drawing.savefig(path, bbox_inches="tight")

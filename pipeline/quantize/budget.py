@@ -5,14 +5,16 @@
     'ptpc_fp8'
     >>> overrides(groups, spend(groups, 5.0).schemes)   # what a person would have written into a recipe
 
-A multiple-choice knapsack: costs add up, bits add up, and each group is in one scheme. What lies on the lower convex
-hull of a group's (bits, cost) is taken step by step, always the step that saves the most for a bit; every prefix of
-these steps is the best choice for its own bits, and they are the frontier. A budget between two of them is spent by
-dynamic programming: exactly for a few dozen groups, within a step of the sums that are kept apart for thousands.
+A multiple-choice knapsack: costs add up, bits add up, and each group is in one scheme. Where options have an estimated
+time (`roofline`), that is spent in the place of bits. What lies on the lower convex hull of a group's (bits, cost) is
+taken step by step, always the step that saves the most for a bit; every prefix of these steps is the best choice for
+its own bits, and they are the frontier. A budget between two of them is spent by dynamic programming: exactly for a
+few dozen groups, within a step of the sums that are kept apart for thousands.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,11 +30,20 @@ _STATES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A scheme for a group: what it is predicted to cost, nats of KL, and the bits that are stored for all of it."""
+    """A scheme for a group: what it is predicted to cost, nats of KL, and the bits that are stored for all of it.
+
+    ``time`` is its estimated share of what all groups take in 16 bit; None where bits are what is spent.
+    """
 
     scheme: str
     cost: float
     bits: float
+    time: float | None = None
+
+    @property
+    def price(self) -> float:
+        """What of the budget it takes."""
+        return self.bits if self.time is None else self.time
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +56,19 @@ class Group:
     options: tuple[Option, ...]
 
     @property
-    def hull(self) -> tuple[Option, ...]:
-        """The options that are worth their bits, from the fewest bits to the least cost; each saves less for a bit."""
+    def useful(self) -> tuple[Option, ...]:
+        """The options that nothing cheaper is as good as, from the lowest price to the least cost."""
         found: list[Option] = []
-        for option in sorted(self.options, key=lambda each: (each.bits, each.cost, each.scheme)):
-            if found and option.cost >= found[-1].cost:
-                continue
+        for option in sorted(self.options, key=lambda each: (each.price, each.cost, each.scheme)):
+            if not found or option.cost < found[-1].cost:
+                found.append(option)
+        return tuple(found)
+
+    @property
+    def hull(self) -> tuple[Option, ...]:
+        """Those of them that are worth their price: each saves less for it than the one before."""
+        found: list[Option] = []
+        for option in self.useful:
             while len(found) > 1 and _slope(found[-2], found[-1]) <= _slope(found[-1], option):
                 found.pop()
             found.append(option)
@@ -59,21 +77,36 @@ class Group:
 
 def _slope(one: Option, other: Option) -> float:
     """What a bit more saves."""
-    return (one.cost - other.cost) / (other.bits - one.bits)
+    return (one.cost - other.cost) / (other.price - one.price)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A choice: mean ``bits`` of a weight, predicted ``cost`` in nats of KL, and the scheme of each group by name."""
+    """A choice: mean ``bits`` of a weight, predicted ``cost`` in nats of KL, and the scheme of each group by name.
+
+    ``speedup`` is the estimated one over 16 bit, of the groups alone; None where bits are what is spent.
+    """
 
     bits: float
     cost: float
     schemes: Mapping[str, str]
+    speedup: float | None = None
 
     @cached_property
     def counts(self) -> dict[str, int]:
         """Groups by scheme, the most frequent first."""
         return dict(Counter(self.schemes.values()).most_common())
+
+    @property
+    def spent(self) -> str:
+        """What was spent, for people."""
+        estimated = "" if self.speedup is None else f", estimated {self.speedup:.2f} x 16 bit until it was served"
+        return f"{self.bits:.2f} bits{estimated}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Bits of a weight, predicted cost in nats, and groups by scheme."""
+        estimated = {} if self.speedup is None else {"estimated_speedup": round(self.speedup, 4)}
+        return {"bits": round(self.bits, 4), "cost": self.cost, "groups": self.counts, **estimated}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +118,7 @@ class _Step:
     @property
     def key(self) -> tuple[float, str, float]:
         """The steepest first; of equals by name, so that the same figures give the same choice."""
-        return -_slope(self.before, self.after), self.group, self.after.bits
+        return -_slope(self.before, self.after), self.group, self.after.price
 
 
 def _steps(groups: Sequence[Group]) -> list[_Step]:
@@ -96,11 +129,17 @@ def _steps(groups: Sequence[Group]) -> list[_Step]:
 def _point(groups: Sequence[Group], chosen: Mapping[str, Option]) -> Point:
     weights = sum(group.weights for group in groups)
     bits, cost = (sum(getattr(option, field) for option in chosen.values()) for field in ("bits", "cost"))
-    return Point(bits / weights, cost, {name: option.scheme for name, option in chosen.items()})
+    times = [option.time for option in chosen.values() if option.time is not None]
+    return Point(
+        bits / weights,
+        cost,
+        {name: option.scheme for name, option in chosen.items()},
+        1 / sum(times) if times else None,
+    )
 
 
 def frontier(groups: Sequence[Group]) -> tuple[Point, ...]:
-    """Every choice that is the best for its bits, from the fewest to the most; each has one group more in more."""
+    """Every choice that is the best for its bits or its time, from the fewest on; each has one group more in more."""
     chosen = {group.name: group.hull[0] for group in groups}
     points = [_point(groups, chosen)]
     for step in _steps(groups):
@@ -109,24 +148,34 @@ def frontier(groups: Sequence[Group]) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def spend(groups: Sequence[Group], bits: float) -> Point:
-    """The choice that costs the least with at most so many bits a weight. Raises `UserError` where none has so few."""
+def spend(groups: Sequence[Group], budget: float) -> Point:
+    """The choice that costs the least with at most so many bits a weight, or of timed groups at such a speedup.
+
+    Raises `UserError` where none has so few, or is so fast.
+    """
     import numpy as np
 
     least = _point(groups, {group.name: group.hull[0] for group in groups})
-    if bits < least.bits - 1e-9:
+    if least.speedup is not None and budget > least.speedup + 1e-9:
         raise UserError(
-            f"quantization.bits: found {bits:g}, expected at least {least.bits:.4g}: what this model needs with each "
+            f"quantization.speedup: found {budget:g}, expected at most {math.floor(least.speedup * 100) / 100:g}: what "
+            "the target's figures give this model with each group in its fastest scheme, an estimate, with its "
+            "exclusions and overrides."
+        )
+    if least.speedup is None and budget < least.bits - 1e-9:
+        raise UserError(
+            f"quantization.bits: found {budget:g}, expected at least {least.bits:.4g}: what this model needs with each "
             "group in the smallest scheme that holds it, and with its exclusions and overrides."
         )
     # Group by group, the least cost of all before it for each sum of bits: what another has for fewer bits is dropped.
-    left = (bits + 1e-9) * sum(group.weights for group in groups) - sum(group.hull[0].bits for group in groups)
+    whole = (budget + 1e-9) * sum(group.weights for group in groups) if least.speedup is None else 1 / (budget - 1e-9)
+    left = whole - sum(group.hull[0].price for group in groups)
     spent, costs = np.zeros(1), np.zeros(1)
     taken: list[tuple[Any, Any]] = []
     for group in groups:
-        more = np.array([option.bits - group.hull[0].bits for option in group.hull])
+        more = np.array([option.price - group.hull[0].price for option in group.useful])
         sums = (spent[:, None] + more).ravel()
-        totals = (costs[:, None] + np.array([option.cost for option in group.hull])).ravel()
+        totals = (costs[:, None] + np.array([option.cost for option in group.useful])).ravel()
         order = np.lexsort((totals, sums))
         order = order[sums[order] <= left]
         order = order[np.r_[True, totals[order][1:] < np.minimum.accumulate(totals[order])[:-1]]]
@@ -136,19 +185,19 @@ def spend(groups: Sequence[Group], bits: float) -> Point:
         spent, costs = sums[order], totals[order]
     chosen, state = {}, int(costs.argmin())
     for group, (parents, options) in zip(reversed(groups), reversed(taken), strict=True):
-        chosen[group.name] = group.hull[int(options[state])]
+        chosen[group.name] = group.useful[int(options[state])]
         state = int(parents[state])
     return _point(groups, {group.name: chosen[group.name] for group in groups})
 
 
-def tries(groups: Sequence[Group], bits: float, count: int) -> tuple[Point, ...]:
+def tries(groups: Sequence[Group], budget: float, count: int) -> tuple[Point, ...]:
     """Choices from a budget to the least cost of all, of which each takes the same share off the predicted cost."""
-    first, last = spend(groups, bits), frontier(groups)[-1]
+    first, last = spend(groups, budget), frontier(groups)[-1]
     found = [first]
     for number in range(1, count):
         wanted = first.cost * (last.cost / first.cost) ** (number / (count - 1)) if first.cost > 0 else last.cost
         reached = next((point for point in frontier(groups) if point.cost <= wanted * (1 + 1e-9)), last)
-        if reached.bits > found[-1].bits:
+        if reached.cost < found[-1].cost:
             found.append(reached)
     return tuple(found)
 

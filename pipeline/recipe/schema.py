@@ -54,6 +54,8 @@ def _knob_value(value: object) -> str | bool | int | float:
 SchemeName = Annotated[str, _row_of(schemes.table()), Field(json_schema_extra={"enum": list(schemes.table())})]
 AUTO = "auto"
 """In the place of a scheme: each group of modules gets its own, chosen by what was measured."""
+BUDGET = ("bits", "objective", "speedup")
+"""Fields of `quantization` that say what a choice may spend."""
 _CHOICES = (*schemes.table(), AUTO)
 SchemeChoice = Annotated[str, _row_of(_CHOICES), Field(json_schema_extra={"enum": list(_CHOICES)})]
 HardwareName = Annotated[str, _row_of(hardware.table()), Field(json_schema_extra={"enum": list(hardware.table())})]
@@ -160,6 +162,11 @@ class Quantization(Section):
     """What `scheme: auto` chooses from, two schemes or more."""
     bits: float | None = Field(default=None, gt=0)
     """What `scheme: auto` may spend: mean bits of a weight of the decoder's quantized linear layers, scales counted."""
+    objective: Literal["throughput"] | None = None
+    """throughput: in the place of `bits`, the least loss that is as fast as `speedup` says, by the data sheet of
+    target.hardware for the cells of target.workload."""
+    speedup: float | None = Field(default=None, gt=1)
+    """How many times as fast as in 16 bit the quantized linear layers must be, by that estimate."""
     kv_cache: Literal["auto", "fp8"] = "auto"
     """fp8: calibrated static scales for K (after RoPE) and V. auto: 16 bit, like the model."""
     kv_cache_granularity: Literal["tensor", "head"] = "tensor"
@@ -189,15 +196,21 @@ class Quantization(Section):
     @model_validator(mode="after")
     def _budget(self) -> Quantization:
         if self.scheme != AUTO:
-            given = next((name for name, value in (("from", self.from_), ("bits", self.bits)) if value is not None), "")
-            if given:
-                raise wrong(f"it only with `scheme: auto`, not with {self.scheme}", at=given)
+            given = {"from": self.from_, **{name: getattr(self, name) for name in BUDGET}}
+            for name in (name for name, value in given.items() if value is not None):
+                raise wrong(f"it only with `scheme: auto`, not with {self.scheme}", at=name)
             return self
-        if self.from_ is None or self.bits is None:
-            missing = "from" if self.from_ is None else "bits"
-            raise wrong(f"it with `from` (schemes) and `bits` (a budget); {missing} is missing", at="scheme")
+        budget, other = ("bits", "speedup") if self.objective is None else ("speedup", "bits")
+        if getattr(self, other) is not None:
+            way = "only with `objective: throughput`" if other == "speedup" else "without `objective: throughput`"
+            raise wrong(f"it {way}", at=other)
+        if self.from_ is None or getattr(self, budget) is None:
+            missing = "from" if self.from_ is None else budget
+            raise wrong(f"it with `from` (schemes) and `{budget}` (a budget); {missing} is missing", at="scheme")
         if len(set(self.from_)) < max(len(self.from_), 2):
             raise wrong("two schemes or more, each once", found=", ".join(self.from_) or "none", at="from")
+        if self.bits is None:
+            return self
         sizes = {name: schemes.scheme(name).bits_per_weight for name in self.from_}
         least, most = min(sizes, key=lambda name: sizes[name]), max(sizes, key=lambda name: sizes[name])
         if self.bits < sizes[least]:
@@ -210,8 +223,9 @@ class Quantization(Section):
     def _without_what_is_not_said(self, dump: Any) -> dict[str, Any]:
         """A budget is in the dump of a recipe that has one: what others are made from is what it was."""
         dumped: dict[str, Any] = dump(self)
-        chosen, bits = dumped.pop("from_", None), dumped.pop("bits", None)
-        return dumped if chosen is None else {"scheme": dumped.pop("scheme"), "from": chosen, "bits": bits, **dumped}
+        chosen, budget = dumped.pop("from_", None), {name: dumped.pop(name, None) for name in BUDGET}
+        budget = {name: value for name, value in budget.items() if value is not None}
+        return dumped if chosen is None else {"scheme": dumped.pop("scheme"), "from": chosen, **budget, **dumped}
 
     @model_validator(mode="after")
     def _parameters_of_the_algorithm(self) -> Quantization:
@@ -320,8 +334,8 @@ class Search(Section):
     until: Literal["pass"] = "pass"
     """pass: the first checkpoint that the gate passes."""
     tries: int = Field(default=4, ge=2, le=10)
-    """Checkpoints at most, from `quantization.bits` to all in the largest scheme. Each is judged with a share of the
-    error that gate.accuracy.confidence leaves, so that all together have no more."""
+    """Checkpoints at most, from the budget to all in the dearest scheme. Each is judged with a share of the error that
+    gate.accuracy.confidence leaves, so that all together have no more."""
 
 
 class Target(Section):

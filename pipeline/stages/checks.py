@@ -27,7 +27,9 @@ from pipeline.base import hardware as accelerators
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.base.hardware import refusal
 from pipeline.base.schemes import scheme
+from pipeline.base.schemes import table as schemes
 from pipeline.quantize.engines.algorithms import algorithm
+from pipeline.quantize.roofline import fastest
 from pipeline.recipe import modules
 from pipeline.recipe.faults import Fault, YamlPath
 from pipeline.recipe.load import LoadedRecipe
@@ -58,7 +60,7 @@ def check(
     that its suite must be able to test.
     """
     faults = [*_source(loaded), *_ranges(loaded), *_schemes(loaded, cpu_flags), *_definitions(loaded, judged=judged)]
-    faults += [*_kv_granularity(loaded), *_serve(loaded), *_overlaps(loaded, linear)]
+    faults += [*_kv_granularity(loaded), *_serve(loaded), *_overlaps(loaded, linear), *_objective(loaded)]
     names = linear if linear is not None else modules.expected_names(config) if config is not None else ()
     faults += _fused(loaded, names)
     return faults if config is None else [*faults, *_model(loaded, modules.text_config(config))]
@@ -172,6 +174,33 @@ def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterato
             yield loaded.fault(("quantization", "algorithm"), reason)
 
 
+def _objective(loaded: LoadedRecipe) -> Iterator[Fault]:
+    """A speed that no figures of the target can tell, or that they rule out."""
+    recipe, known = loaded.recipe, accelerators.table()
+    speedup, machine = recipe.quantization.speedup, known[recipe.target.hardware]
+    if speedup is None:
+        return
+    if machine.bandwidth is None:
+        some = ", ".join(name for name, row in known.items() if row.bandwidth is not None)
+        message = f"found throughput for {machine.name}, whose bandwidth and arithmetic are not known, expected {some}"
+        yield loaded.fault(("quantization", "objective"), message)
+        return
+    for path, name in _used(loaded):
+        if not machine.multiplies(name):
+            able = ", ".join(
+                each for each, row in schemes().items() if "stream" in row.engines and machine.multiplies(each)
+            )
+            found = f"found {name}, which {machine.name} unpacks to 16 bit before it multiplies"
+            yield loaded.fault(path, f"{found}, expected for `objective: throughput` one of {able}")
+            return
+    most = fastest(machine, [name for _, name in _used(loaded)])
+    if speedup > most:
+        found = f"found {speedup:g}, expected at most {most:.4g}"
+        yield loaded.fault(
+            ("quantization", "speedup"), f"{found}: no scheme gains more on {machine.name} by its figures"
+        )
+
+
 def _kv_granularity(loaded: LoadedRecipe) -> Iterator[Fault]:
     quantization = loaded.recipe.quantization
     if quantization.kv_cache_granularity == "tensor":
@@ -224,6 +253,9 @@ def _definitions(loaded: LoadedRecipe, *, judged: bool) -> Iterator[Fault]:
             f"found {recipe.target.max_model_len}, expected at least {workload.longest}: "
             f"workload {recipe.target.workload} has requests of that many tokens",
         )
+    if workload is not None and recipe.quantization.objective and _paced(workload):
+        found = f"found {workload.name}, whose cells all offer a fixed rate of requests"
+        yield loaded.fault(("target", "workload"), f"{found}, expected one to estimate throughput of")
     if not judged:
         return
     try:
@@ -360,6 +392,11 @@ def accuracy_faults(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
         )
 
 
+def _paced(workload: Workload) -> bool:
+    """Whether no cell asks for all that a server can give."""
+    return all(math.isfinite(cell.rate or math.inf) for cell in workload.cells)
+
+
 def throughput_faults(loaded: LoadedRecipe, workload: Workload | None) -> Iterator[Fault]:
     """A promise of speed that nothing measures, or that so few launches cannot show; `workload` where it is known."""
     gate = loaded.recipe.gate.throughput
@@ -369,7 +406,7 @@ def throughput_faults(loaded: LoadedRecipe, workload: Workload | None) -> Iterat
     if loaded.recipe.evaluation.runtime == "reference":
         found = f"found {gate.min_ratio:g} with evaluation.runtime reference"
         yield loaded.fault(promise, f"{found}, expected null: that runtime measures no throughput")
-    elif workload is not None and all(math.isfinite(cell.rate or math.inf) for cell in workload.cells):
+    elif workload is not None and _paced(workload):
         found = f"found {gate.min_ratio:g}, but every cell of workload {workload.name} offers a fixed rate of requests"
         yield loaded.fault(promise, f"{found}, expected null: latency is what such a load measures")
     fewest = fewest_launches(gate.confidence)

@@ -21,11 +21,11 @@ from pipeline.base.schemes import scheme, table
 from pipeline.quantize.budget import Group, Point, overrides, spend, tries
 from pipeline.recipe.load import LoadedRecipe, reread, resolved_yaml
 from pipeline.recipe.modules import override_of
-from pipeline.recipe.schema import AUTO, Recipe
+from pipeline.recipe.schema import AUTO, BUDGET, Recipe
 from pipeline.stages.planning import after_stop, build_plan, cut, find_entry, stopped_by
 from pipeline.stages.preflight import require_means
 from pipeline.stages.runner import Outcome, run_plan
-from pipeline.stages.sensitivity import KEY, priced, read_groups
+from pipeline.stages.sensitivity import KEY, priced, read_groups, spendable
 from pipeline.stages.stage import Chosen, Setting
 
 _GO_ON = (Verdict.FAIL, Verdict.INCONCLUSIVE)
@@ -33,11 +33,12 @@ _GO_ON = (Verdict.FAIL, Verdict.INCONCLUSIVE)
 _DEFAULT = ("mxfp4", "mxfp4_fp8", "ptpc_fp8")
 
 
-def points(recipe: Recipe, groups: tuple[Group, ...]) -> tuple[Point, ...]:
+def points(written: Setting, groups: tuple[Group, ...]) -> tuple[Point, ...]:
     """The choices that a run may try, in their order. Raises `UserError` for a budget that is too small."""
-    bits, left = recipe.quantization.bits, priced(recipe.quantization, groups)
-    assert bits is not None  # noqa: S101 - the recipe's checks
-    return (spend(left, bits),) if recipe.search is None else tries(left, bits, recipe.search.tries)
+    recipe, left = written.recipe, spendable(written, groups)
+    budget = recipe.quantization.bits or recipe.quantization.speedup
+    assert budget is not None  # noqa: S101 - the recipe's checks
+    return (spend(left, budget),) if recipe.search is None else tries(left, budget, recipe.search.tries)
 
 
 def chosen(written: LoadedRecipe, groups: tuple[Group, ...], point: Point) -> LoadedRecipe:
@@ -50,7 +51,7 @@ def chosen(written: LoadedRecipe, groups: tuple[Group, ...], point: Point) -> Lo
 
 def _with(written: LoadedRecipe, default: str, made: list[dict[str, Any]]) -> LoadedRecipe:
     data = written.recipe.model_dump(mode="json")
-    kept = {name: value for name, value in data["quantization"].items() if name not in ("from", "bits")}
+    kept = {name: value for name, value in data["quantization"].items() if name not in ("from", *BUDGET)}
     data["quantization"] = {**kept, "scheme": default, "overrides": [*kept["overrides"], *made]}
     data["gate"]["accuracy"]["confidence"] = round(written.recipe.confidence, 6)
     data.pop("search", None)
@@ -94,7 +95,7 @@ def tried(setting: Setting) -> Iterator[tuple[Setting, Verdict | None]]:
     if entry is None:
         return
     groups = read_groups(entry)
-    for point in points(written.recipe, groups):
+    for point in points(written, groups):
         made = replace(written, loaded=chosen(written.loaded, groups, point), chosen=Chosen(written.loaded, point))
         yield made, _verdict(made)
 
@@ -114,8 +115,10 @@ def _verdict(setting: Setting) -> Verdict | None:
     return None if entry is None else Verdict(str(entry.record.result["verdict"]))
 
 
-def opened(loaded: LoadedRecipe, names: tuple[str, ...] | None) -> LoadedRecipe:
-    """A recipe with all of its schemes left to be chosen, from ``names`` where they are given.
+def opened(
+    loaded: LoadedRecipe, names: tuple[str, ...] | None, bits: float | None = None, speedup: float | None = None
+) -> LoadedRecipe:
+    """A recipe with all of its schemes left to be chosen, from ``names`` and for a budget where they are given.
 
     Raises `RecipeError` for a recipe that has no schemes to choose from, and for schemes that do not go together.
     """
@@ -126,7 +129,12 @@ def opened(loaded: LoadedRecipe, names: tuple[str, ...] | None) -> LoadedRecipe:
         quantization |= {"overrides": [], "scheme": AUTO}
     names = names or tuple(quantization["from"])
     known = [scheme(name).bits_per_weight for name in names if name in table()]
-    quantization |= {"from": list(names), "bits": quantization.get("bits") or min(known, default=4.25)}
+    asked = {name: quantization.pop(name, None) for name in BUDGET}
+    if speedup is not None or (bits is None and asked["speedup"] is not None):
+        budget: dict[str, Any] = {"objective": "throughput", "speedup": speedup or asked["speedup"]}
+    else:
+        budget = {"bits": asked["bits"] or min(known, default=4.25)}
+    quantization |= {"from": list(names), **budget}
     document = replace(loaded.positions, data={**data, "search": None})
     return replace(reread(document, loaded.path), source_folder=loaded.source_folder)
 

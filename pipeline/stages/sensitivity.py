@@ -22,6 +22,7 @@ from calibration.replica import Replica, replica, sources
 from calibration.room import measuring
 from calibration.sensitivity import Change, Tensors, measure
 from pipeline.base.errors import StageError
+from pipeline.base.hardware import hardware
 from pipeline.base.machine import versions
 from pipeline.base.schemes import scheme
 from pipeline.base.transience import is_transient
@@ -33,11 +34,13 @@ from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from pipeline.quantize.inspection.numbers import dequantize
 from pipeline.quantize.model.structure import read_structure
 from pipeline.quantize.model.weights import part_of, place_of
+from pipeline.quantize.roofline import Roofline
 from pipeline.quantize.rounding import round_activations
-from pipeline.recipe.modules import fused_with, is_excluded, override_of
+from pipeline.recipe.modules import fused_with, is_excluded, override_of, text_config
 from pipeline.recipe.schema import Quantization
 from pipeline.serving.reference.model import round_inputs
 from pipeline.stages.calibrate import data_identity, read_tokens
+from pipeline.stages.cost import routed_share
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.entries import Entry
@@ -143,6 +146,17 @@ def priced(quantization: Quantization, groups: tuple[Group, ...]) -> tuple[Group
     return tuple(found)
 
 
+def spendable(setting: Setting, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """The measured groups as the recipe leaves them, timed where speed is what it asks for."""
+    recipe = setting.written
+    left = priced(recipe.quantization, groups)
+    if recipe.quantization.objective is None:
+        return left
+    machine, cells = hardware(recipe.target.hardware), setting.workload.cells
+    loaded = tuple(cell for cell in cells if math.isinf(cell.rate or math.inf))
+    return Roofline(machine, loaded, routed_share(text_config(setting.config))).timed(left)
+
+
 def advice(setting: Setting, entry: Entry | None) -> list[str]:
     """What a FAIL asks for: the groups that cost most, and what the next step up would cost in bits."""
     point = None if setting.chosen is None else setting.chosen.point
@@ -150,16 +164,17 @@ def advice(setting: Setting, entry: Entry | None) -> list[str]:
         return [
             f"`quantmint search {setting.recipe.name}` measures which layers cost most, and what more bits there save"
         ]
-    groups = priced(setting.written.quantization, read_groups(entry))
+    groups = spendable(setting, read_groups(entry))
     worst = costliest(groups, point.schemes)
     told = [f"{name} in {scheme} ({share:.0%})" for name, scheme, share in worst]
     lines = [f"of the cost that was predicted, {point.cost:.3g} nats, most is that of {', '.join(told)}"]
-    above = [each for each in frontier(groups) if each.bits > point.bits]
+    above = [each for each in frontier(groups) if each.cost < point.cost]
     if above:
         step = next((each for each in above if each.cost <= point.cost / 2), above[-1])
         saved = 1 - step.cost / point.cost
         more = f"{step.bits - point.bits:.2f} bits a weight more are predicted to save {saved:.0%} of it"
-        lines.append(f"{more}: `bits: {math.ceil(step.bits * 100) / 100:.2f}`")
+        bits, speedup = math.ceil(step.bits * 100) / 100, math.floor((step.speedup or 0) * 100) / 100
+        lines.append(f"{more}: `bits: {bits:.2f}`" if step.speedup is None else f"{more}: `speedup: {speedup:.2f}`")
     return lines
 
 

@@ -88,7 +88,7 @@ class Chosen:
     def to_json(self) -> dict[str, Any]:
         """Bits of a weight, predicted cost in nats, and groups by scheme; nothing for what stands in."""
         point = self.point
-        return {} if point is None else {"bits": round(point.bits, 4), "cost": point.cost, "groups": point.counts}
+        return {} if point is None else point.to_json()
 
     @property
     def line(self) -> str:
@@ -96,7 +96,7 @@ class Chosen:
         if self.point is None:
             return "auto: nothing is measured yet; what follows is of all in the largest scheme"
         counts = ", ".join(f"{count} groups in {name}" for name, count in self.point.counts.items())
-        return f"auto: {self.point.bits:.2f} bits, {counts}; predicted cost {self.point.cost:.3g} nats"
+        return f"auto: {self.point.spent}, {counts}; predicted cost {self.point.cost:.3g} nats"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ GPUS = [row for row in table().values() if row.arch]
 @pytest.mark.parametrize("row", GPUS, ids=lambda row: row.name)
 def test_a_gpu_has_its_figures(row):
     assert row.hbm_gib
+    assert row.bytes_per_second / 1e12 in (3.35, 4.8, 5.3, 6.0, 8.0)
+    assert row.flops("e4m3") == pytest.approx(2 * row.flops("bf16"), rel=1e-4)
     assert row.kind != "rocm" or row.pci
     assert hash(row) == hash(hardware(row.name))
 

@@ -7,8 +7,11 @@ from random import Random
 
 import pytest
 
+from eval.workloads import Cell
 from pipeline.base.errors import UserError
+from pipeline.base.hardware import hardware
 from pipeline.quantize.budget import Group, Option, costliest, frontier, overrides, spend, tries
+from pipeline.quantize.roofline import Roofline
 from pipeline.recipe.modules import assigned
 from pipeline.recipe.schema import Quantization
 
@@ -57,6 +60,42 @@ def test_a_choice_is_within_its_budget_and_the_best_of_all(seed: int) -> None:
             if sum(option.bits for option in options) <= bits * weights
         )
         assert point.cost == pytest.approx(best)
+
+
+def cells(*shapes: tuple[int, int, int]) -> tuple[Cell, ...]:
+    return tuple(Cell(f"c{rows}", prompt, answer, rows, 10 * rows, 0) for prompt, answer, rows in shapes)
+
+
+def test_time_is_the_longer_of_reading_and_multiplying_against_16_bit() -> None:
+    machine, groups = hardware("mi355x"), model(0)
+    # Tokens one by one are read, a prompt of thousands is multiplied: bits count in one, types of inputs in the other.
+    [reading, *_] = Roofline(machine, cells((1, 5000, 1))).timed(groups)
+    [multiplying, *_] = Roofline(machine, cells((8000, 8, 800))).timed(groups)
+    share = reading.weights / sum(group.weights for group in groups)
+    wanted = [share * option.bits / (16 * reading.weights) for option in reading.options]
+    assert [o.time for o in reading.options] == pytest.approx(wanted)
+    assert [o.time for o in multiplying.options] == pytest.approx([share / 4, share / 2, share / 2], rel=1e-3)
+    # Of a mixture's experts one token reads few, and many tokens read all.
+    few, many = (Roofline(machine, cells((1, 1, rows)), routed=0.25).timed(groups)[2] for rows in (1, 30))
+    assert few.options[0].time < many.options[0].time
+
+
+def test_a_choice_for_a_speedup_is_as_fast_and_the_best_of_all() -> None:
+    groups = Roofline(hardware("mi355x"), cells((1024, 1024, 64), (4096, 256, 128))).timed(model(5, layers=3))
+    point = spend(groups, 2.4)
+    assert point.speedup is not None
+    assert point.speedup >= 2.4
+    best = min(
+        sum(option.cost for option in options)
+        for options in product(*(group.options for group in groups))
+        if sum(option.price for option in options) <= 1 / 2.4
+    )
+    assert point.cost == pytest.approx(best)
+    assert "until it was served" in point.spent
+    speeds = [each.speedup for each in frontier(groups)]
+    assert speeds == sorted(speeds, reverse=True)
+    with pytest.raises(UserError, match=r"quantization.speedup: found 4.2, expected at most 3.\d+: .* an estimate"):
+        spend(groups, 4.2)
 
 
 def test_between_two_points_of_the_frontier_of_a_large_model_a_budget_costs_no_more_than_the_first() -> None:

@@ -25,6 +25,15 @@ HEAD = "name: r\nsource: {repo: org/model}\ntarget: {hardware: mi355x}\ncalibrat
         ("scheme: auto\n  from: [mxfp4, fq8]\n  bits: 5", ':7:17: quantization.from[1]: found "fq8", expected one of'),
         ("scheme: auto\n  from: [mxfp4, fp8]\n  bits: 4", ":8:9: quantization.bits: found 4, expected at least 4.25, "),
         ("scheme: auto\n  from: [mxfp4, fp8]\n  bits: 9", ":8:9: quantization.bits: found 9, expected at most 8, "),
+        ("scheme: fp8\n  speedup: 2", ":7:12: quantization.speedup: found 2, expected it only with `scheme: auto`"),
+        (
+            "scheme: auto\n  from: [mxfp4, fp8]\n  bits: 5\n  speedup: 2",
+            ":9:12: quantization.speedup: found 2, expected it only with `objective: throughput`",
+        ),
+        (
+            "scheme: auto\n  from: [mxfp4, fp8]\n  objective: throughput",
+            'quantization.scheme: found "auto", expected it with `from` (schemes) and `speedup` (a budget); speedup is',
+        ),
         ("scheme: fp8\n  bits: 5", ":7:9: quantization.bits: found 5, expected it only with `scheme: auto`"),
         ("scheme: fp8\n  from: [mxfp4, fp8]", ":7:9: quantization.from: found a list, expected it only with"),
         ("scheme: fp8\nsearch: {tries: 3}", ":7:9: search: found a search, expected it only with"),
@@ -56,6 +65,24 @@ def test_schemes_that_cannot_be_made_are_refused_with_their_place(
     assert any(expected in str(fault) for fault in check(load(text)))
 
 
+@pytest.mark.parametrize(
+    ("hardware", "speedup", "found", "expected"),
+    [
+        ("mi355x", "2.5", "mxfp4, fp8", []),
+        ("mi300x", "1.5", "fp8, ptpc_fp8", []),
+        ("cuda", "2", "fp8, ptpc_fp8", ["r.yaml:8:14: quantization.objective: found throughput for cuda, whose"]),
+        ("mi300x", "2", "ptpc_fp8, mxfp4", ["r.yaml:7:20: quantization.from[1]: found mxfp4, which mi300x unpacks to"]),
+        ("mi355x", "4.5", "mxfp4, fp8", ["r.yaml:9:12: quantization.speedup: found 4.5, expected at most 4: no"]),
+    ],
+)
+def test_a_speed_that_the_targets_figures_cannot_tell(
+    load: Callable[[str], LoadedRecipe], hardware: str, speedup: str, found: str, expected: list[str]
+) -> None:
+    text = f"{HEAD}  scheme: auto\n  from: [{found}]\n  objective: throughput\n  speedup: {speedup}\n"
+    faults = [str(fault) for fault in check(load(text.replace("mi355x", hardware)))]
+    assert [fault[: len(start)] for fault, start in zip(faults, expected, strict=True)] == expected
+
+
 def test_an_algorithm_that_one_of_the_schemes_carries_is_no_fault(load: Callable[[str], LoadedRecipe]) -> None:
     text = f"{HEAD}  scheme: auto\n  from: [mxfp4, fp8_block]\n  bits: 5\n  algorithm: gptq\n"
     assert check(load(text)) == []
@@ -69,5 +96,5 @@ def test_each_try_has_an_equal_share_of_the_error(load: Callable[[str], LoadedRe
 
 def test_what_is_not_said_is_in_no_dump_and_in_no_fingerprint(load: Callable[[str], LoadedRecipe]) -> None:
     plain = load(f"{HEAD}  scheme: mxfp4\n").recipe.model_dump(mode="json")
-    assert {"from", "from_", "bits"}.isdisjoint(plain["quantization"])
+    assert {"from", "from_", "bits", "objective", "speedup"}.isdisjoint(plain["quantization"])
     assert "search" not in plain

@@ -55,7 +55,7 @@ def make(project: Path, orchestra: Any, with_vllm: Callable[..., Setting], monke
 
     plain = (project / "r.yaml").read_text().replace("mi300x", "mi355x").replace("margin: 0.02", MARGINS)
 
-    def made(bits: float = 5.0, passing: float = 0.0, search: str = "") -> Setting:
+    def made(bits: float | str = 5.0, passing: float = 0.0, search: str = "") -> Setting:
         path = project / "r.yaml"
         text = plain.replace("{scheme: ptpc_fp8, kv_cache: fp8, format: compressed-tensors}", AUTO)
         path.write_text(text.replace("BITS", str(bits)) + search)
@@ -187,5 +187,10 @@ def test_after_a_fail_the_costliest_groups_and_the_next_step_up_are_told(make: A
         "model.layers.0.mlp.{gate_proj, up_proj} in mxfp4 (32%), model.layers.0.mlp.down_proj in ptpc_fp8 (3%)",
         "0.94 bits a weight more are predicted to save 63% of it: `bits: 7.07`",
     ]
+    found = run(make(bits="null, objective: throughput, speedup: 2.5", passing=99))
+    assert found.setting.chosen.to_json()["estimated_speedup"] >= 2.5
+    assert "estimated 2." in found.setting.chosen.line
+    assert "are predicted to save" in advice(found.setting, found.outcome.entry("sensitivity"))[1]
+    assert "`speedup: 2." in advice(found.setting, found.outcome.entry("sensitivity"))[1]
     [said] = advice(setting, None)
     assert "`quantmint search r` measures which layers cost most" in said
