@@ -45,14 +45,14 @@ def test_every_bfloat16_magnitude_gets_the_same_scale_on_both() -> None:
     assert torch.equal(raw(fp8_scale(every)), raw(fp8_scale(every.cuda())))
 
 
-@pytest.mark.parametrize("kernel", ["mxfp4", "ptpc_fp8"])
+@pytest.mark.parametrize("kernel", ["mxfp4", "ptpc_fp8", "w4a16"])
 def test_a_group_of_columns_at_once_gives_what_its_kernels_give_one_by_one(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(512, 320, generator=generator) @ torch.randn(320, 320, generator=generator)
+    inputs = torch.randn(512, 384, generator=generator) @ torch.randn(384, 384, generator=generator)
     factor = gptq.factored((inputs.t() @ inputs).cuda(), kernel)
-    weights = [torch.randn(rows, 320, generator=generator).bfloat16().cuda() for rows in (64, 200, 64)]
+    weights = [torch.randn(rows, 384, generator=generator).bfloat16().cuda() for rows in (64, 200, 64)]
     with torch.inference_mode():
         made = [gptq.gptq(weight, factor, kernel) for weight in weights]
     monkeypatch.setattr(gptq, "_group_at_once", gptq._group)
