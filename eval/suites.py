@@ -7,8 +7,11 @@ lie beside it. The number of items is written down, because the power of the gat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,6 +109,24 @@ class Suite(Record):
             for task in self.tasks
         )
         return replace(self, tasks=tasks)
+
+
+def strangers(suite: Suite) -> Sequence[str]:
+    """Tasks that are neither defined beside the suite nor by lm-eval; none where no lm-eval is installed."""
+    own = suite.own_tasks
+    return [task.task for task in suite.tasks if not ((own / f"{task.task}.yaml").is_file() or _of_lm_eval(task.task))]
+
+
+@cache
+def _of_lm_eval(name: str) -> bool:
+    """Whether a definition of lm-eval has that name. Importing it to ask takes ten seconds, so its files are read."""
+    lm_eval = find_spec("lm_eval")
+    if lm_eval is None or lm_eval.origin is None:
+        return True
+    said = re.compile(rf"^\s*(- *)?((task|group|tag): *)?[\"']?{re.escape(name)}[\"']?\s*(#.*)?$", re.MULTILINE)
+    files = (Path(lm_eval.origin).parent / "tasks").rglob("*.yaml")
+    nearest = sorted(files, key=lambda path: name not in str(path))  # where it is by its name is looked at first
+    return any(said.search(path.read_text(encoding="utf-8", errors="replace")) for path in nearest)
 
 
 def located(data: str) -> tuple[str, str]:

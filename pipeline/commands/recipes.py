@@ -72,7 +72,10 @@ def init(
     """
     from pipeline.base.machine import Machine
     from pipeline.recipe.draft import Wish, default_name, default_scheme, draft, write
+    from pipeline.recipe.faults import refuse
+    from pipeline.recipe.load import load_recipe
     from pipeline.serving.host.detect import detect
+    from pipeline.stages.checks import check
 
     def asked(given: str | None, question: str, default: str) -> str:
         if given is not None or as_json or not sys.stdin.isatty():
@@ -83,7 +86,10 @@ def init(
     scheme = asked(scheme, "scheme", default_scheme(target))
     name = asked(name, "name", default_name(model, scheme))
     publish = asked(publish, "published to", "published")
-    written = write(draft(Wish(model, name, target, scheme, text, publish, gpus), folder))
+    written = write(
+        draft(Wish(model, name, target, scheme, text, publish, gpus), folder),
+        prove=lambda recipe: refuse(check(load_recipe(recipe))),
+    )
     if as_json:
         emit({"recipe": name, "files": [str(path) for path in written]})
         return

@@ -173,9 +173,12 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     from pipeline.stages.search import stand_in
     from pipeline.stages.session import open_setting
     from pipeline.stages.source import config_folder as fetched
+    from pipeline.stages.source import require_tokenizer
     from pipeline.store.disk import free_bytes
 
     setting = stand_in(open_setting(recipe, store=Store(store_path), vllm=vllm, config=config_folder))
+    if setting.source.folder is not None:
+        require_tokenizer(setting.source.folder)
     plan = foreseen(build_plan(setting), setting)
     missing = missing_stages(plan, setting)
     model = model_for(setting, config_folder or fetched(setting.source))

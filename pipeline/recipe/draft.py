@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +76,8 @@ def draft(wish: Wish, folder: Path) -> Mapping[Path, str]:
     return files
 
 
-def write(files: Mapping[Path, str]) -> Sequence[Path]:
-    """Write what was drafted and load the recipe, which comes last; all of it, or none. Raises `UserError`."""
+def write(files: Mapping[Path, str], prove: Callable[[Path], object] = load_recipe) -> Sequence[Path]:
+    """Write what was drafted and prove the recipe, which comes last; all of it, or none. Raises `UserError`."""
     there = [path for path in files if path.exists()]
     if there:
         raise UserError(
@@ -88,7 +88,7 @@ def write(files: Mapping[Path, str]) -> Sequence[Path]:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        load_recipe(recipe)
+        prove(recipe)
     except BaseException:
         for path in files:
             path.unlink(missing_ok=True)

@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from eval.suites import SuiteTask
+from eval import prompts
+from eval.suites import Suite, SuiteTask
 from pipeline.stages.bench import START_S, TOKEN_S
 from pipeline.stages.cost import known
 from pipeline.stages.evaluate import EvaluateStage
@@ -26,14 +27,14 @@ _WEIGHTS: Final = ("sensitivity", "calibrate", "quantize")
 _CPU_START_S: Final = 25.0
 _REQUEST_S: Final = 0.004
 """Of a server's own work for each request, on one core."""
-_BUSY: Final = 0.5
-"""Of an accelerator's rate of products: what a server reaches that reads prompts."""
-_CHOICES, _ITEM, _SHOT, _ANSWER, _PAGE, _PASSAGE = 4, 100, 120, 150, 5000, 400
-"""Of an item: its choices, the tokens of one, of a shot before it, of an answer, and of a text whose perplexity is
-asked: a page of the Hub's, a passage of one's own."""
+_BUSY, _CPU_BUSY = 0.5, 0.15
+"""Of the rate of products: what a server reaches that reads prompts."""
+_CHOICES, _ITEM, _SHOT, _ANSWER, _PAGE = 4, 100, 120, 150, 5000
+"""Of an item of the Hub: its choices, the tokens of one, of a shot before it, of an answer, and of a text whose
+perplexity is asked."""
+_TOKEN_BYTES: Final = 4
 _FEW: Final = 400
 """Items of which half would show little."""
-_CANARY: Final = (48, 100)  # prompts, tokens of each; one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +111,19 @@ def reckoned(
     rates, own = costs["rates"], {name: cost["seconds"] for name, cost in costs["stages"].items() if name != "start"}
     target = setting.recipe.target
     on_cpu = target.hardware == "cpu"  # what serves is the target, whatever this machine is
-    flops = rates["flops"] if on_cpu else target.gpus * _BUSY * known("h100").flops
+    flops = _CPU_BUSY * rates["flops"] if on_cpu else target.gpus * _BUSY * known("h100").flops
     start = (_CPU_START_S if on_cpu else START_S) + size.source / rates["disk"]
     token_s = 2.0 * size.parameters / flops
     step_s = 0.005 + size.source / rates["read"] if on_cpu else TOKEN_S
     out_s = max(token_s, step_s / setting.recipe.evaluation.concurrency)
-    each = {task.task: _item_s(task, token_s, out_s) for task in setting.suite.tasks}
+    each = {task.task: _item_s(task, setting.suite, token_s, out_s) for task in setting.suite.tasks}
     items = _items(setting)
     answers = sum(items[name] * seconds for name, seconds in each.items())
     candidate = sum(min(items[name], asked.get(name) or items[name]) * seconds for name, seconds in each.items())
     again = setting.recipe.evaluation.control
-    canary = _CANARY[0] * (10 * _REQUEST_S + _CANARY[1] * token_s + out_s)
+    canary = sum(  # one after the other
+        10 * _REQUEST_S + len(prompt.text) / _TOKEN_BYTES * token_s for prompt in prompts.load(setting.suite.canary)
+    )
     return {
         "source": size.source / rates["hash"],
         **own,
@@ -141,11 +144,12 @@ def reckoned(
     }
 
 
-def _item_s(task: SuiteTask, token_s: float, out_s: float) -> float:
+def _item_s(task: SuiteTask, suite: Suite, token_s: float, out_s: float) -> float:
     """Seconds of one item: the prompts of its choices, a text, or a prompt and an answer."""
-    prompt = _ITEM + _SHOT * (task.num_fewshot or 0)
+    own = sum(file.stat().st_size for file in suite.files(task)[1:]) / _TOKEN_BYTES / task.items
+    prompt = (own or _ITEM) + _SHOT * (task.num_fewshot or 0)
     if task.kind == "perplexity":
-        return _REQUEST_S + (_PAGE if task.data else _PASSAGE) * token_s
+        return _REQUEST_S + (own or _PAGE) * token_s
     if task.metric.startswith("acc"):
         return _CHOICES * (_REQUEST_S + prompt * token_s)
     return _REQUEST_S + prompt * token_s + min(task.max_gen_tokens or _ANSWER, 2 * _ANSWER) * out_s

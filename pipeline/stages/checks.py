@@ -20,6 +20,7 @@ from calibration.errors import CalibrationError
 from calibration.sets import load_set
 from eval import suites, workloads
 from eval.errors import DefinitionError
+from eval.records import is_path
 from eval.statistics.ranks import fewest_launches
 from eval.suites import Suite
 from eval.workloads import Workload
@@ -259,7 +260,11 @@ def _definitions(loaded: LoadedRecipe, *, judged: bool) -> Iterator[Fault]:
     if not judged:
         return
     try:
-        yield from accuracy_faults(loaded, suites.load(recipe.evaluation.suite))
+        suite = suites.load(recipe.evaluation.suite)
+        yield from accuracy_faults(loaded, suite)
+        if is_path(recipe.evaluation.suite) and (unknown := suites.strangers(suite)):
+            at = f"{suite.path}: found task {', '.join(unknown)}, expected one of lm-eval's, or a file beside it"
+            yield loaded.fault(("evaluation", "suite"), at)
     except DefinitionError as error:
         yield loaded.fault(("evaluation", "suite"), str(error))
     yield from throughput_faults(loaded, workload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 
 LOCATION = "location.json"
+_TOKENIZER = re.compile(r"^(tokenizer|vocab|spiece|tekken)|\.(model|tiktoken)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class SourceStage(Stage):
         folder = identity.folder or fetch(
             identity, with_code=job.setting.recipe.trust_remote_code, progress=job.progress
         )
+        if identity.marks is None:
+            require_tokenizer(folder)
         digests = file_digests(folder, job.setting.store.root) if identity.marks is None else {}
         if identity.repo is None and identity.marks is None and folder_digest(digests) != identity.digest:
             raise StageError(f"{folder} changed since the run began.", hint="Run again.")
@@ -61,6 +65,12 @@ class SourceStage(Stage):
             return False
         paths = {folder / name: facts["size"] for name, facts in location["files"].items()}
         return folder.is_dir() and all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+
+
+def require_tokenizer(folder: Path) -> None:
+    """Raise `UserError` for a model without a tokenizer: nothing can be asked of it, whatever serves."""
+    if not any(_TOKENIZER.search(path.name) for path in folder.iterdir()):
+        raise UserError(f"{folder} has no tokenizer: found no tokenizer.json, tokenizer.model, vocab.json or the like")
 
 
 def repository(text: str) -> SourceSection | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,13 @@ def test_a_suite_by_its_path_has_its_tasks_beside_it(tmp_path: Path, monkeypatch
     assert (suite.path, suite.own_tasks) == (path, tmp_path)
     assert suite.files(suite.tasks[0]) == (tmp_path / "facts.yaml", tmp_path / "data" / "facts.jsonl")
     assert harness.materialise_tasks(suite.own_tasks, ["facts"], tmp_path / "there") == ("facts",)
+
+
+def test_a_task_that_nobody_defines_is_known_without_importing_lm_eval(tmp_path: Path) -> None:
+    suite = suites.load(str(own(tmp_path)))
+    (facts,) = suite.tasks
+    named = [replace(facts, task=name) for name in ("facts", "gsm8k", "mmlu_stem", "mmlu_stme")]
+    assert suites.strangers(replace(suite, tasks=tuple(named))) == ["mmlu_stme"]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,12 @@ def test_each_scheme_is_a_recipe(here: Path, scheme: str, text: bool) -> None:
     assert default_scheme("mi355x") == "mxfp4"
 
 
+def test_what_the_target_cannot_serve_is_not_written(here: Path, quantmint: Quantmint) -> None:
+    ended = quantmint("init", "model", "--target", "cpu", "--scheme", "fp8", "--text", "manual.md")
+    assert (ended.code, "found fp8, which cpu cannot serve" in ended.err) == (2, True)
+    assert not list(Path("recipes").rglob("*.*"))
+
+
 def test_all_or_nothing(here: Path) -> None:
     with pytest.raises(UserError, match="expected a folder with a model"):
         draft(Wish("no such model", "a", "mi300x", "ptpc_fp8"), Path("recipes"))
