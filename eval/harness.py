@@ -26,10 +26,9 @@ from typing import Any
 import yaml
 
 from eval.errors import MeasurementError
-from eval.records import read
 from eval.samples import Sample
 from eval.statistics.sequential import plan_looks
-from eval.suites import SuiteTask, data_files
+from eval.suites import SuiteTask, data_files, definition
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +95,10 @@ def materialise_tasks(tasks_dir: Path, names: Iterable[str], destination: Path) 
     `tasks_dir` belong to lm-eval itself. Returns the names that were written.
     """
     destination.mkdir(parents=True, exist_ok=True)
-    ours = [name for name in names if (tasks_dir / f"{name}.yaml").is_file()]
-    for name in ours:
-        definition = read(tasks_dir / f"{name}.yaml")
-        task = definition.data
-        if files := data_files(definition):
+    ours = {name: own for name in names if (own := definition(tasks_dir, name)) is not None}
+    for name, own in ours.items():
+        task = own.data
+        if files := data_files(own):
             where = {split: [str(path.resolve()) for path in paths] for split, paths in files.items()}
             task["dataset_kwargs"]["data_files"] = where
         text = yaml.safe_dump(task, sort_keys=False, allow_unicode=True)

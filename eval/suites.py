@@ -85,20 +85,24 @@ class SuiteTask(Record):
 class Suite(Record):
     """A named list of tasks, and the prompts that the canary reads before them (a set of `eval.prompts`).
 
-    `path` is its file, `own_tasks` the folder of lm-eval's definitions of tasks that are not lm-eval's.
+    `path` is its file.
     """
 
     name: str
     description: str
     tasks: Annotated[tuple[SuiteTask, ...], Field(min_length=1)]
     canary: str = "general"
-    path: Path = FOLDER
-    own_tasks: Path = TASKS_FOLDER
+    path: Path = FOLDER / ".yaml"
+
+    @property
+    def own_tasks(self) -> Path:
+        """The folder of lm-eval's definitions of tasks that are not lm-eval's: beside a file of somebody's own."""
+        return TASKS_FOLDER if self.path.parent == FOLDER else self.path.parent
 
     def files(self, task: SuiteTask) -> tuple[Path, ...]:
         """The definition of a task of our own and the data that it reads; none of lm-eval's."""
-        path = self.own_tasks / f"{task.task}.yaml"
-        return (path, *(file for files in data_files(read(path)).values() for file in files)) if path.is_file() else ()
+        own = definition(self.own_tasks, task.task)
+        return () if own is None else (own.path, *(file for files in data_files(own).values() for file in files))
 
     def judged_by(self, margins: Mapping[str, float | None]) -> Suite:
         """The suite with other margins for some of its tasks; a task with None is shown only. Other names mean none."""
@@ -145,14 +149,12 @@ def load(name: str, folder: Path = FOLDER) -> Suite:
 
     Raises `DefinitionError` with the nearest existing name, or with file, line and key of what is wrong in it.
     """
-    if records.is_path(name):
-        return parse(Path(name).absolute())
-    return parse(records.file_of("suite", name, folder), TASKS_FOLDER)
+    return parse(Path(name).absolute() if records.is_path(name) else records.file_of("suite", name, folder))
 
 
-def parse(path: Path, own_tasks: Path | None = None) -> Suite:
-    """Load a suite from any file, and hold it against the definitions of its own tasks (None: those beside it)."""
-    document, own_tasks = read(path), own_tasks or path.parent
+def parse(path: Path) -> Suite:
+    """Load a suite from any file, and hold it against the definitions of its own tasks."""
+    document = read(path)
     # The file says once what flips; a task may say it for itself.
     if "expected_flip_rate" not in document.data:
         raise document.error("missing key 'expected_flip_rate'")
@@ -160,10 +162,10 @@ def parse(path: Path, own_tasks: Path | None = None) -> Suite:
     for task in tasks if isinstance(tasks, list) else ():
         if isinstance(task, dict):
             task.setdefault("expected_flip_rate", flip_rate)
-    known = {field.name for kind in (Suite, SuiteTask) for field in fields(kind)} - {"path", "own_tasks"}
-    for key in document.data.keys() & {"path", "own_tasks"}:
-        raise document.error(f"unknown key {key!r}; valid keys: {', '.join(sorted(known))}", key)
-    suite = replace(document.read(Suite, known), path=path, own_tasks=own_tasks)
+    known = {field.name for kind in (Suite, SuiteTask) for field in fields(kind)} - {"path"}
+    if "path" in document.data:
+        raise document.error(f"unknown key 'path'; valid keys: {', '.join(sorted(known))}", "path")
+    suite = replace(document.read(Suite, known), path=path)
     if suite.name != path.stem:
         raise document.error(f"'name' must be the file's name, {path.stem!r}", "name")
     seen: set[str] = set()
@@ -181,9 +183,15 @@ def parse(path: Path, own_tasks: Path | None = None) -> Suite:
     except DefinitionError as error:
         raise document.error(str(error), "canary") from error
     for number, task in enumerate(suite.tasks):
-        if (own_tasks / f"{task.task}.yaml").is_file():
-            _check_own(document, number, task, read(own_tasks / f"{task.task}.yaml"))
+        if (own := definition(suite.own_tasks, task.task)) is not None:
+            _check_own(document, number, task, own)
     return suite
+
+
+def definition(folder: Path, task: str) -> Document | None:
+    """The definition of a task of our own in a folder of them; None of lm-eval's."""
+    path = folder / f"{task}.yaml"
+    return read(path) if path.is_file() else None
 
 
 def data_files(definition: Document) -> dict[str, list[Path]]:

@@ -44,6 +44,17 @@ GROUPED = frozenset({"--stream-interval", "--speculative-config"})
 CPU = "cpu"
 """The name of a CPU in the table of targets."""
 
+# Whose pace one core may set, from which share of it on, and what was measured then.
+_ALONE = (
+    ("client", CLIENT_LIMIT, "The load generator used", "the client was measured"),
+    (
+        "server",
+        LOOP_LIMIT,
+        "The API server used",
+        "making text was measured, and not the accelerators (`serve: {arguments: [--api-server-count, 4]}` shares "
+        "that work)",
+    ),
+)
 _SIDES: tuple[Side, ...] = ("baseline", "candidate")
 
 
@@ -167,7 +178,11 @@ def check_launches(measurements: Measurements) -> Iterator[Finding]:
         if launch.device not in (None, served[launch.side]):
             elsewhere = f"ran on {launch.device}, where the {launch.side} was served on {served[launch.side]}"
             yield Finding.invalid(launch.side, f"Launch {launch.number} of the {launch.side} {elsewhere}")
-    yield from _client(launches)
+    for subject, limit, used, measured in _ALONE:
+        shares = [getattr(launch, f"{subject}_cpu") or 0.0 for launch in launches]
+        if busy := [launch for launch, share in zip(launches, shares, strict=True) if share > limit]:
+            reason = f"{used} {max(shares):.0%} of its core in {_launches(busy)}: {measured}"
+            yield Finding.invalid(subject, reason)
     yield from _steady(launches, measurements)
     if measurements.candidate.hardware != CPU:
         yield from _clocks(launches)
@@ -204,25 +219,7 @@ def _results(launches: Sequence[Launch]) -> Iterator[Finding]:
             yield Finding.invalid(cell, f"{failed} requests of {cell} failed, so that the load was not the planned one")
 
 
-def _client(launches: Sequence[Launch]) -> Iterator[Finding]:
-    busy = [launch for launch in launches if (launch.client_cpu or 0.0) > CLIENT_LIMIT]
-    if busy:
-        most = max(launch.client_cpu or 0.0 for launch in busy)
-        yield Finding.invalid(
-            "client",
-            f"The load generator used {most:.0%} of its core in {_launches(busy)}: the client was measured",
-        )
-
-
 def _steady(launches: Sequence[Launch], measurements: Measurements) -> Iterator[Finding]:
-    busy = [launch for launch in launches if (launch.server_cpu or 0.0) > LOOP_LIMIT]
-    if busy:
-        most = max(launch.server_cpu or 0.0 for launch in busy)
-        yield Finding.invalid(
-            "server",
-            f"The API server used {most:.0%} of its core in {_launches(busy)}: making text was measured, and not "
-            "the accelerators (`serve: {arguments: [--api-server-count, 4]}` shares that work)",
-        )
     # By design, several tokens arrive at a time.
     grouped = any(GROUPED & set(server.argv) for server in (measurements.baseline, measurements.candidate))
     for name in dict.fromkeys(name for launch in launches for name in launch.cells):

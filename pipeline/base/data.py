@@ -6,14 +6,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import yaml
+
+T = TypeVar("T")
 
 
 @cache
 def beside(module: str, name: str) -> Any:
     """What stands in file ``name`` in the folder of ``module``, a ``__file__``; read once, and not to be changed."""
     return yaml.safe_load(Path(module).with_name(name).read_text(encoding="utf-8"))
+
+
+def rows(kind: type[T], found: Mapping[str, Mapping[str, Any]], *pairs: str) -> Mapping[str, T]:
+    """A table's rows by name as dataclasses with a field ``name``, in its order; pydantic's `ValidationError`.
+
+    ``pairs`` are fields that the table has as mappings, and a row, which can be hashed, as pairs.
+    """
+    from pydantic import TypeAdapter
+
+    read = TypeAdapter(kind).validate_python
+    paired = {name: {key: tuple(row.get(key, {}).items()) for key in pairs} for name, row in found.items()}
+    return MappingProxyType({name: read({"name": name, **row, **paired[name]}) for name, row in found.items()})

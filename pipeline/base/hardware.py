@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
-from pipeline.base.data import beside
+from pipeline.base.data import beside, rows
 from pipeline.base.errors import UserError, did_you_mean
 
 
@@ -80,9 +80,7 @@ def hardware(name: str) -> Hardware:
 @cache
 def table() -> Mapping[str, Hardware]:
     """Every accelerator by name, in the order of the file."""
-    return MappingProxyType(
-        {name: _row(name, row) for name, row in beside(__file__, "hardware.yaml")["hardware"].items()}
-    )
+    return rows(Hardware, beside(__file__, "hardware.yaml")["hardware"], "tflops")
 
 
 def by_pci(device_id: int) -> Hardware | None:
@@ -171,11 +169,6 @@ def _holding(section: str, name: str, scheme: str, kv_cache: str, checkpoint_for
         "format": checkpoint_format,
     }
     return (rule for rule in _rules(section) if rule.holds(facts))
-
-
-def _row(name: str, row: dict[str, Any]) -> Hardware:
-    frozen = {key: tuple(row.get(key, ())) for key in ("pci", "names")}
-    return Hardware(name=name, **(row | frozen | {"tflops": tuple(row.get("tflops", {}).items())}))
 
 
 @cache

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
-from pipeline.base.data import beside
+from pipeline.base.data import beside, rows
 
 Format = Literal["compressed-tensors", "quark"]
 Engine = Literal["stream", "llmcompressor", "quark"]
@@ -127,24 +127,9 @@ class Scheme:
 @cache
 def table() -> Mapping[str, Scheme]:
     """Every scheme by name, in the order of the file."""
-    return MappingProxyType({name: _scheme(name, row) for name, row in beside(__file__, "schemes.yaml").items()})
+    return rows(Scheme, beside(__file__, "schemes.yaml"), "refused", "lacks")
 
 
 def scheme(name: str) -> Scheme:
     """The scheme of that name; `KeyError` where there is none."""
     return table()[name]
-
-
-def _scheme(name: str, row: dict[str, Any]) -> Scheme:
-    weight = dict(row["weight"])
-    group = weight.pop("group", None)
-    return Scheme(
-        name=name,
-        description=row["description"],
-        weight=WeightFormat(**weight, group=None if group is None else (group[0], group[1])),
-        activations=ActivationFormat(**row["activations"]),
-        formats=tuple(row["formats"]),
-        engines=tuple(row["engines"]),
-        refused=tuple(row.get("refused", {}).items()),
-        lacks=tuple(row.get("lacks", {}).items()),
-    )

@@ -13,7 +13,7 @@ from typing import Any
 
 from calibration.lazy import torch
 from pipeline.base.schemes import ActivationFormat
-from pipeline.quantize.engines.stream.kernels import FP8_MAX, MX_GROUP
+from pipeline.quantize.engines.stream.kernels import FP8_MAX, MX_GROUP, to_nearest
 
 Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]
 """Scales of K and of V by layer: one number, or [heads, 1, 1] with one for each KV head."""
@@ -76,10 +76,7 @@ def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:
         rounded = values.to(torch.float8_e4m3fn).float()
     else:
         least = 1 - (2 ** (exponent_bits - 1) - 1)  # exponent of the smallest normal number
-        # To a multiple of a step, a power of two: 1.5 * 2 ** 23 of them added leave a float32 no smaller digit.
-        exponents = (values.view(torch.int32) & 0x7F800000).clamp_(min=(least + 127) << 23)
-        steps = exponents.view(torch.float32).mul_(1.5 * 2.0 ** (23 - mantissa_bits))
-        rounded = values.add_(steps).sub_(steps)
+        rounded = to_nearest(values, mantissa_bits, least, out=values)
     restored: torch.Tensor = rounded.mul_(scale)
     return restored.reshape(x.shape)
 

@@ -113,7 +113,7 @@ def world(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
         asked = recipe.evaluation.model_copy(update={"control": 50, **evaluation})
         loaded = replace(orchestra.setting.loaded, recipe=recipe.model_copy(update={"evaluation": asked}))
         orchestra.setting = replace(
-            orchestra.setting, suite=Suite("s", "Some.", tasks, own_tasks=tmp_path / "tasks"), loaded=loaded
+            orchestra.setting, suite=Suite("s", "Some.", tasks, path=tmp_path / "tasks" / "s.yaml"), loaded=loaded
         )
         with Completions() as baseline, Completions(worse=worse) as candidate:
             servers = {"baseline": baseline, "candidate": candidate}

@@ -12,14 +12,13 @@ what it rotated into ``transform_config`` as well.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
 
-from pipeline.base.data import beside
+from pipeline.base.data import beside, rows
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import Checkpoint
 
@@ -49,7 +48,7 @@ class Algorithm:
     description: str
     alters: Alters
     calibrated: bool
-    engines: Mapping[str, Support]
+    engines: Mapping[str, Support] = field(default_factory=dict)
 
     def refusal(self, engine: str, scheme_name: str) -> str | None:
         """Why an engine does not run it for a scheme, in one clause with those that do; None when it does."""
@@ -63,20 +62,12 @@ class Algorithm:
 @cache
 def table() -> Mapping[str, Algorithm]:
     """Every algorithm by name, in the order of the file."""
-    return MappingProxyType({name: _algorithm(name, row) for name, row in beside(__file__, "algorithms.yaml").items()})
+    return rows(Algorithm, beside(__file__, "algorithms.yaml"))
 
 
 def algorithm(name: str) -> Algorithm:
     """The algorithm of that name; `KeyError` where there is none."""
     return table()[name]
-
-
-def _algorithm(name: str, row: dict[str, Any]) -> Algorithm:
-    engines = {
-        engine: Support(tuple(support["schemes"]), support["record"], support.get("package"))
-        for engine, support in row.get("engines", {}).items()
-    }
-    return Algorithm(name, row["description"], row["alters"], row["calibrated"], MappingProxyType(engines))
 
 
 RECIPE = "recipe.yaml"

@@ -39,6 +39,7 @@ from pipeline.quantize.engines.stream.kernels import (
     int4_scale,
     pack_e2m1,
     pack_int4,
+    to_nearest,
 )
 from pipeline.quantize.engines.stream.schedule import many_small_workers
 from pipeline.quantize.inspection.numbers import dequantize
@@ -337,20 +338,10 @@ def _group(
     for step in range(count):
         if step:
             due[step].addmv_(errors[:step].t(), reach[step, :step])
-        _to_nearest(due[step], element, rounded[step])
+        to_nearest(due[step], element.mantissa, element.least, out=rounded[step]).clamp_(element.lowest, element.limit)
         errors[step] -= rounded[step]
     if len(scales) == 1:
         return rounded, scales
     cost = (price @ due.sub_(rounded).square_()).view_as(scales) * scales.square()
     kept = cost.argmin(dim=0, keepdim=True)
     return rounded.view(count, -1, rows).gather(1, kept.expand(count, 1, rows)).squeeze(1), scales.gather(0, kept)
-
-
-def _to_nearest(numbers: torch.Tensor, element: _Element, out: torch.Tensor) -> None:
-    """Round float32 to the elements, ties to the even mantissa.
-
-    A number is rounded to a multiple of a power of two by adding 1.5 * 2 ** 23 times that, and taking it away.
-    """
-    exponent = (numbers.view(torch.int32) & 0x7F800000).clamp_(min=(element.least + 127) << 23)
-    shift = exponent.view(torch.float32).mul_(1.5 * 2.0 ** (23 - element.mantissa))
-    torch.add(numbers, shift, out=out).sub_(shift).clamp_(element.lowest, element.limit)

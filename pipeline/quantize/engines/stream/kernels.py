@@ -175,6 +175,17 @@ def e8m0(largest: torch.Tensor) -> torch.Tensor:
     return (((largest.view(torch.int32) + (1 << 21)) >> 23) - _E2M1_MAX_EXPONENT).clamp_(min=0)
 
 
+def to_nearest(numbers: torch.Tensor, mantissa: int, least: int, *, out: torch.Tensor) -> torch.Tensor:
+    """Round float32 to ``mantissa`` bits, ties to even, at most as finely as 2 ** ``least`` is; fills ``out``.
+
+    A number is rounded to a multiple of a power of two by adding 1.5 * 2 ** 23 times that, which leaves a float32 no
+    smaller digit, and taking it away.
+    """
+    exponent = (numbers.view(torch.int32) & 0x7F800000).clamp_(min=(least + 127) << 23)
+    shift = exponent.view(torch.float32).mul_(1.5 * 2.0 ** (23 - mantissa))
+    return torch.add(numbers, shift, out=out).sub_(shift)
+
+
 def pack_e2m1(scaled: torch.Tensor, *, signed_zero: bool) -> torch.Tensor:
     """Round what was divided by its scale, float32 [O, I], to E2M1, two in a byte: uint8 [O, I/2]."""
     magnitude = scaled.abs().clamp_(max=E2M1_MAX)
