@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -90,25 +90,7 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
 )
 @store_option
 @json_option
-def tune(
-    recipe_or_model: str,
-    target: str | None,
-    knobs: tuple[str, ...],
-    mode: Literal["one-at-a-time", "grid"],
-    budget: str | None,
-    workload: str | None,
-    repeat: int,
-    objective: Literal["throughput", "latency"],
-    max_ttft: float | None,
-    max_itl: float | None,
-    tunableop: bool,
-    out: Path | None,
-    redo: bool,
-    dry_run: bool,
-    vllm: str | None,
-    store_path: Path,
-    as_json: bool,
-) -> int:
+def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **given: Any) -> int:
     """Measure which knobs serve RECIPE_OR_MODEL best here, by `vllm bench serve`.
 
     Every trial is a fresh server. Finished trials are kept: the same command goes on after an interruption, also with
@@ -122,15 +104,14 @@ def tune(
     from pipeline.stages.tuning import open_subject
     from pipeline.stages.tuning import tune as measure
 
+    as_json, dry_run = given["as_json"], given["dry_run"]
     reporter = reporter_for(json=as_json)
-    limit = None if budget is None else parse_duration(budget)
-    given = [parse_knob(text) for text in knobs]
-    store = Store(store_path, on_warning=reporter.warn)
+    limit = None if given["budget"] is None else parse_duration(given["budget"])
+    knobs = [parse_knob(text) for text in given["knobs"]]
+    store = Store(given["store_path"], on_warning=reporter.warn)
     opened = open_subject(
         recipe_or_model,
-        target=target,
-        workload=workload,
-        vllm=vllm,
+        **{name: given[name] for name in ("target", "workload", "vllm")},
         store=store,
         reporter=reporter,
         measuring=not dry_run,
@@ -139,23 +120,23 @@ def tune(
     subject = opened.subject
     if tunableop:
         refuse_unless_rocm(subject.kind)
-    axes = given_axes(given, version=subject.vllm.version) if given else opened.default_axes()
+    axes = given_axes(knobs, version=subject.vllm.version) if knobs else opened.default_axes()
     axes = without_base_values(axes, subject.plan(BASE), lambda knob: table()[knob].default)
     if tunableop:
         axes = (Axis(TUNABLEOP, ("1",)), *axes)
-    sweep = Sweep(subject, Design(axes, mode, repeat), Objective(objective, max_ttft, max_itl))
+    objective = Objective(given["objective"], given["max_ttft"], given["max_itl"])
+    sweep = Sweep(subject, Design(axes, mode, given["repeat"]), objective)
     if mode == "grid" and grid_size(axes) > _LARGEST_GRID:
         raise UserError(
             f"a grid over {', '.join(axis.knob for axis in axes)} has {grid_size(axes):,} combinations, "
             f"expected at most {_LARGEST_GRID:,}",
             hint="name the knobs that depend on each other with --knob, or leave --mode grid out",
         )
-    folder = out or Path("tuning") / subject.name
+    folder = given["out"] or Path("tuning") / subject.name
     if dry_run:
         return _show(sweep, folder, as_json=as_json)
-    found, page = measure(
-        sweep, store, limit, reporter, folder, existing=dict(opened.existing), tunableop=tunableop, redo=redo
-    )
+    again = {"existing": dict(opened.existing), "redo": given["redo"]}
+    found, page = measure(sweep, store, limit, reporter, folder, tunableop=tunableop, **again)
     if as_json:
         emit({**found, "page": str(page.absolute())})
     else:

@@ -13,10 +13,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from types import MappingProxyType
 
 from pipeline.base import hardware as accelerators
-from pipeline.base.data import beside
+from pipeline.base.data import beside, rows
 from pipeline.base.errors import UserError, did_you_mean
 
 _FORM = re.compile(r"(?P<name>[a-z0-9_.-]+)(?::(?P<gpus>\d+)(?:x(?P<nodes>\d+))?)?", re.IGNORECASE)
@@ -112,5 +111,4 @@ def profile(
 @cache
 def profiles() -> Mapping[str, Profile]:
     """Every profile by name, in the order of the file."""
-    rows = beside(__file__, "profiles.yaml").items()
-    return MappingProxyType({name: Profile(name=name, **row) for name, row in rows})
+    return rows(Profile, beside(__file__, "profiles.yaml"))
