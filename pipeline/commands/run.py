@@ -169,7 +169,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     from pipeline.stages.cost import forecast
     from pipeline.stages.gate import policy_of
     from pipeline.stages.planning import build_plan, foreseen, missing_stages
-    from pipeline.stages.preflight import disk_needed, model_for, predict, require_disk
+    from pipeline.stages.preflight import disk_needed, model_for, predict, require_disk, require_room_to_publish
     from pipeline.stages.search import stand_in
     from pipeline.stages.session import open_setting
     from pipeline.stages.source import config_folder as fetched
@@ -227,6 +227,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     else:
         _print_plan(setting.recipe, told)
     require_disk(needed, free, str(where))
+    require_room_to_publish(setting, prediction, missing)
 
 
 def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from eval.report.numbers import size
 from pipeline.base.errors import UserError
+from pipeline.publish.places import published_folder
 from pipeline.quantize.device import device_memory, resolve_devices
 from pipeline.quantize.engines.libraries.job import checkpoint_bytes
 from pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
@@ -115,6 +116,13 @@ def require_disk(needed: Mapping[str, int], free: int, where: str) -> None:
         )
 
 
+def require_room_to_publish(setting: Setting, prediction: Prediction, missing: Collection[str]) -> None:
+    """Raise `UserError` where the folder to publish to lies on a disk, maybe another one, that is too small for it."""
+    folder = published_folder(setting.recipe, setting.home)
+    if folder is not None and "publish" in missing:
+        require_disk({"published copy": prediction.checkpoint}, free_bytes(folder), f"publish.folder: {folder}")
+
+
 def _kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
     """2 * layers * kv heads * head_dim * bytes; the formula of vLLM for grouped-query attention."""
     text = config.get("text_config") or config
@@ -147,6 +155,7 @@ def require_means(
         prediction = prediction or predict(*model_for(setting, config_folder(setting.source)), setting.recipe)
         where = setting.store.root.absolute()
         require_disk(disk_needed(prediction, missing, setting, plan), free_bytes(where), str(where))
+        require_room_to_publish(setting, prediction, missing)
         engine = setting.recipe.quantization.engine
         if setting.spread is None:  # which asks its own machines
             device = resolve_devices(setting.device)[0]  # one that is not there is refused before anything is made

@@ -200,6 +200,21 @@ def test_a_disk_that_is_too_small(
         assert "16-bit model" in ended.out, "the numbers are shown all the same"
 
 
+@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.usefixtures("large_disk")
+def test_a_disk_that_is_too_small_to_publish_to(
+    orchestra: Any, quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    orchestra.plan(*(orchestra.stage(key) for key in ("source", "quantize", "publish")))
+    published = project / "published"
+    monkeypatch.setattr(
+        "pipeline.stages.preflight.free_bytes", lambda path: 10 if path.is_relative_to(published) else 10**12
+    )
+    ended = quantmint(command, "r.yaml")
+    assert (ended.code, orchestra.ran) == (2, [])
+    assert f"publish.folder: {published / 'r'}: " in ended.err
+
+
 def test_a_run_refuses_such_a_disk_before_it_begins(
     orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
