@@ -143,6 +143,11 @@ class GateReport(Record):
         return tuple(finding.reason for finding in self.findings if finding.verdict is self.verdict)
 
     @property
+    def claims(self) -> tuple[Headline, ...]:
+        """The headlines that can be held against this measurement: no guide speaks of a CPU's throughput."""
+        return tuple(row for row in self.headlines if (row.name, self.hardware) != ("throughput", "cpu"))
+
+    @property
     def unmeasured_speed(self) -> str | None:
         """That there are no figures of speed, in a sentence; None where there are some."""
         if self.throughput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -93,7 +94,7 @@ def changes(results: Sequence[tuple[Accuracy, str, GateReport]], *, width: int, 
         )
     label = "; ".join(f"{row.label}: {row.value:+.2f}" for row in rows)
     return forest(rows, axis_label=unit.name, label=f"{unit.name}. {label}", width=width, name=name,
-                  mirrored=unit.perplexity)  # fmt: skip
+                  more_is_worse=unit.perplexity)  # fmt: skip
 
 
 def _path(gate: GateReport, result: Accuracy) -> Path | None:
@@ -126,16 +127,14 @@ def paths(tasks: Sequence[Path], *, width: int, name: str) -> str:
 
 def _panel(axis: Any, result: Accuracy, margin: float, looks: Sequence[Look]) -> None:
     unit = unit_of(result.kind)
-    # A perplexity's path is mirrored, so that the margin lies below in every panel.
-    sign = -1 if unit.perplexity else 1
-    spans = [sorted(sign * end for end in unit.span(look.lower, look.upper)) for look in looks]
-    limit = 100 * margin
+    spans = [unit.span(look.lower, look.upper) for look in looks]
+    limit = unit.margin(margin)
     # Early bounds are wide: what lies far beyond the margin is cut off, so that the rest can be seen.
-    reach = min(max(2.2 * limit, 1.15 * abs(spans[-1][0]), 1.15 * abs(spans[-1][1])), 8 * limit)
+    reach = min(max(2.2 * abs(limit), 1.15 * abs(spans[-1][0]), 1.15 * abs(spans[-1][1])), 8 * abs(limit))
     axis.set_xlim(0, 1.06 * result.planned)
     axis.set_ylim(-reach, reach)
-    axis.axhspan(-reach, -limit, color=colour("fail"), alpha=0.1, linewidth=0)
-    axis.axhline(-limit, color=colour("fail"), linewidth=1.5)
+    axis.axhspan(limit, math.copysign(reach, limit), color=colour("fail"), alpha=0.1, linewidth=0)
+    axis.axhline(limit, color=colour("fail"), linewidth=1.5)
     axis.axhline(0, color=colour("muted"), linewidth=1)
     axis.axvline(result.planned, color=colour("rule"), linewidth=1.5, linestyle=(0, (2, 3)))
     for look, (low, high) in zip(looks, spans, strict=True):
@@ -149,4 +148,4 @@ def _panel(axis: Any, result: Accuracy, margin: float, looks: Sequence[Look]) ->
     plain_ticks(axis, y=4)
     axis.grid(axis="y")
     axis.set_xlabel("items")
-    axis.set_ylabel("less perplexity, %" if unit.perplexity else "points", labelpad=2)
+    axis.set_ylabel("perplexity, %" if unit.perplexity else "points", labelpad=2)

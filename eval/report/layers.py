@@ -140,6 +140,8 @@ def scale(cells: Cells) -> list[tuple[str, int]]:
 def kv_scales(profiles: Mapping[str, Mapping[int, tuple[float, float]]], *, width: int, name: str) -> str:
     """One line for each of K and V; with a scale a head the band spans the heads. ``profiles[which][layer]`` is the
     least and the greatest scale of a layer."""
+    from matplotlib.ticker import LogLocator
+
     left, right, top, bottom, height = 56, 14, 12, 42, 230
     with figure(width, height) as (drawing, axis):
         drawing.subplots_adjust(left=left / width, right=1 - right / width, top=1 - top / height,
@@ -154,6 +156,9 @@ def kv_scales(profiles: Mapping[str, Mapping[int, tuple[float, float]]], *, widt
         ends = [end for layers in profiles.values() for pair in layers.values() for end in pair]
         if max(ends) > 25 * min(ends) > 0:
             axis.set_yscale("log")
+            # Every power of ten, and what lies between where they are few: a single tick is no scale.
+            steps = (1, 2, 5) if max(ends) < 1e3 * min(ends) else (1,)
+            axis.yaxis.set_major_locator(LogLocator(subs=steps, numticks=9))
             axis.yaxis.set_major_formatter(lambda value, _: number(value))
             axis.minorticks_off()
         else:

@@ -123,7 +123,8 @@ class Unit:
 def unit_of(kind: str) -> Unit:
     """The unit that a task's change is shown in, by its `Accuracy.kind`."""
     perplexity = kind == "perplexity"
-    return Unit("change in perplexity, %" if perplexity else "change in accuracy, points", perplexity)
+    name = "change in perplexity, % (left is better)" if perplexity else "change in accuracy, points (right is better)"
+    return Unit(name, perplexity)
 
 
 def level(result: Accuracy, value: float) -> str:

@@ -276,10 +276,11 @@ def forest(
     width: int,
     name: str,
     neutral: float = 0.0,
-    mirrored: bool = False,
+    more_is_worse: bool = False,
     least_span: float = 0.4,
 ) -> str:
-    """Rows as an inline SVG. Worse is at the left: below ``neutral``, or above it where the axis is ``mirrored``.
+    """Rows as an inline SVG. The shaded side beyond a limit is the left one, or the right one where
+    ``more_is_worse``, as of a perplexity.
 
     The thick bar spans the bounds, the thin line the interval, the two ticks below it are the bootstrap's.
     """
@@ -288,13 +289,14 @@ def forest(
     with figure(width, height) as (drawing, axis):
         drawing.subplots_adjust(left=0, right=1, top=1 - top / height, bottom=bottom / height)
         low, high = _limits(rows, neutral, least_span)
-        axis.set_xlim(*((high, low) if mirrored else (low, high)))
+        axis.set_xlim(low, high)
         axis.set_ylim(len(rows), 0)
-        axis.axvline(neutral, color=colour("muted"), linewidth=1)
-        edge = high if mirrored else low
+        edge = high if more_is_worse else low
         for index, item in enumerate(rows):
             y, band = index + 0.66, [index + 0.42, index + 0.94]
             ink = colour(item.tone)
+            # In the band alone: through the row's name it would be read as a letter.
+            axis.plot([neutral] * 2, band, color=colour("muted"), linewidth=1)
             if item.limit is not None:
                 axis.fill_betweenx(band, edge, item.limit, color=colour("fail"), alpha=0.1, linewidth=0)
                 axis.plot([item.limit] * 2, band, color=colour("fail"), linewidth=1.5)

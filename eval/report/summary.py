@@ -53,7 +53,7 @@ def view(report: Report, gate: GateReport) -> dict[str, Any]:
         "kinds": [(kind, verdict) for kind in get_args(Kind) if (verdict := gate.verdict_of(kind))],
         "notes": notes(report, gate),
         "tiles": tiles(report, gate),
-        "headlines": gate.headlines,
+        "headlines": gate.claims,
     }
 
 
@@ -112,9 +112,10 @@ def notes(report: Report, gate: GateReport) -> list[str]:
 def _accuracy(gate: GateReport) -> list[tuple[str, str, str]]:
     decided = [result for result in gate.accuracy if result.task in gate.policy.margins]
     scored = [result for result in decided if result.kind != "perplexity"]
+    perplexed = [result for result in decided if result.kind == "perplexity"]
     found = []
-    if decided:
-        worst = min(scored or decided, key=lambda result: result.difference / gate.policy.margins[result.task])
+    for results in filter(None, (scored, perplexed)):
+        worst = min(results, key=lambda result: result.difference / gate.policy.margins[result.task])
         unit = unit_of(worst.kind)
         said = f"{worst.task}, margin {unit.margin_words(gate.policy.margins[worst.task])}"
         caption = "Perplexity" if unit.perplexity else "Accuracy"

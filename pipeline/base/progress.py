@@ -1,6 +1,6 @@
 """What a person, a log and a program see of a run.
 
-On a terminal: bars and marks. In a log: a line when something begins and ends, and one a tenth of the way. With
+On a terminal: bars and marks. In a log: a line when something begins and ends, and one a minute. With
 ``--json``: the same lines on standard error, and one JSON object on standard output when the run is over.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 # Colours and other escape sequences, and whatever else moves a cursor: messages quote the logs of other programs.
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+_HEARTBEAT_S = 60.0
 
 
 class Progress(Protocol):
@@ -75,16 +78,16 @@ class PlainReporter:
 
     @contextmanager
     def bar(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        """See `Reporter`. Writes a line at each tenth."""
-        done, told = 0, 0
+        """See `Reporter`. Writes a line a minute, and one at the end."""
+        done, told = 0, time.monotonic()
 
         def advance(count: int) -> None:
             nonlocal done, told
+            whole, now = done >= total > 0, time.monotonic()
             done += count
-            tenth = 10 * done // total if total else 10
-            if tenth > told:
-                told = tenth
-                self._line(f"    {10 * tenth} % of {total:,} {unit}")
+            if not whole and (done >= total or now - told >= _HEARTBEAT_S):
+                told = now
+                self._line(f"    {100 * done // total if total else 100} % of {total:,} {unit}")
 
         yield advance
 

@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except QuantmintError as error:
         _fail(str(error), given, error.exit_code, transient=error.transient)
     except (click.exceptions.Abort, KeyboardInterrupt):
-        _fail("interrupted; the same command goes on from the last commit", given, 130)
+        _fail("interrupted; what was finished is kept, and the same command goes on from there", given, 130)
     except click.ClickException as error:
         _emit_error(error.format_message(), given, 2)
         error.show()

@@ -258,7 +258,7 @@ def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
     sizes = {
         "16-bit model": predicted["source"],
         f"checkpoint ({modules}, {ratio:.2f} x smaller)": predicted["checkpoint"],
-        "weights on each GPU": predicted["weights_per_gpu"],
+        "weights on each device": predicted["weights_per_gpu"],
         "KV cache for one token, all layers": predicted["kv_bytes_per_token"],
         **{f"disk: {name}": count for name, count in disk["needed"].items()},
         "disk: free": disk["free"],

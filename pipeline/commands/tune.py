@@ -144,7 +144,7 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
         click.echo(found["verdict"])
         if found["gate_again"]:
             click.echo(f"changes what the model answers: {', '.join(found['gate_again'])}; run the gate again")
-        if found["serve_yaml"]:
+        if found["best"] and found["serve_yaml"]:
             click.echo(f"\n{found['serve_yaml']}")
         click.echo(f"page  {page}")
     return 0 if found["best"] is not None else 1

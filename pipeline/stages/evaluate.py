@@ -144,7 +144,8 @@ def _evaluate(job: Job, task: SuiteTask, lm: Harness, loaded: Mapping[str, Any],
     evaluation = job.setting.recipe.evaluation
     looks = draw.draw(loaded["documents"], looks=evaluation.looks, seed=evaluation.seed, limit=evaluation.limit)
     planned = sum(map(len, looks))
-    job.progress.say(f"{task.task}: {planned:,} items in {len(looks)} looks")
+    in_looks = f" in {len(looks)} looks" if len(looks) > 1 else ""
+    job.progress.say(f"{task.task}: {planned:,} items{in_looks}")
     asked: list[Asked] = []
     decision: str | None = None
     with job.progress.bar(planned, f"{task.task} items") as advance:

@@ -144,7 +144,7 @@ def raising(error: BaseException) -> Callable[[Any], None]:
     [
         (ServingError("it did not start", hint="look at the log"), 5, "it did not start\n  look at the log"),
         (ZeroDivisionError("division by zero"), 5, "stage only broke: ZeroDivisionError: division by zero\n  Run"),
-        (KeyboardInterrupt(), 130, "interrupted; the same command goes on from the last commit"),
+        (KeyboardInterrupt(), 130, "interrupted; what was finished is kept, and the same command goes on from there"),
     ],
     ids=["ours", "unexpected", "interrupt"],
 )

@@ -134,7 +134,15 @@ def test_what_a_person_reads(quantmint: Quantmint, project: Path) -> None:
     ended = quantmint("plan", "r.yaml")
     assert ended.code == 0
     assert ended.err == ""
-    for words in ("quantize", "to do", "16-bit model", "weights on each GPU", "tiny_facts", "disk: free", "times on"):
+    for words in (
+        "quantize",
+        "to do",
+        "16-bit model",
+        "weights on each device",
+        "tiny_facts",
+        "disk: free",
+        "times on",
+    ):
         assert words in ended.out
     assert "\x1b" not in ended.out
 

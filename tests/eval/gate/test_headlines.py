@@ -31,7 +31,10 @@ def test_promised_stands_beside_measured(measurements: Measurements, policy: Pol
         "throughput": False,
     }
     assert all(row.source.startswith("ROCm") for row in rows.values())
-    assert judge(measurements, policy).verdict is Verdict.PASS
+    judged = judge(measurements, policy)
+    assert judged.verdict is Verdict.PASS
+    assert "throughput" in [row.name for row in judged.claims]
+    assert "throughput" not in [row.name for row in dataclasses.replace(judged, hardware="cpu").claims]
 
 
 def test_a_figure_that_rounds_to_the_guides_keeps_it(measurements: Measurements, policy: Policy) -> None:

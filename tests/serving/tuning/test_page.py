@@ -114,6 +114,7 @@ def test_a_page_without_a_recommendation(make: Callable[..., Report]) -> None:
     assert "No recommendation" in page.render(found)
     kept = make(best=1001, full=1008)
     assert "Keep the base plan" in page.render(kept)
+    assert "For the recipe" not in page.render(kept)
     assert kept["serve"] == {"knobs": {}}
 
 
