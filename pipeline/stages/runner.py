@@ -145,7 +145,7 @@ class _Run:
             except Exception as error:
                 raise StageError(
                     f"stage {planned.key} broke: {type(error).__name__}: {error}",
-                    hint="Run with --debug for the traceback; the same command goes on after the last stage that was finished.",
+                    hint="Run with --debug for the traceback; the same command goes on after the last finished stage.",
                     transient=is_transient(error),
                 ) from error
             seconds = time.monotonic() - began
