@@ -37,18 +37,18 @@ _JUDGE = (
 
 
 def recorded(case: str) -> dict[str, Any]:
-    data = json.loads((FOLDER / case / "gate.json").read_text(encoding="utf-8"))
+    data = json.loads((FOLDER / f"{case}.json").read_text(encoding="utf-8"))
     return {name: value for name, value in data.items() if name not in ("schema", "measurements")}
 
 
 def test_every_case_is_there() -> None:
-    assert {path.parent.name for path in FOLDER.glob("*/gate.json")} == set(CASES)
+    assert {path.stem for path in FOLDER.glob("*.json")} == set(CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_verdict_follows_from_the_numbers(case: str) -> None:
     verdict, kind, words = CASES[case]
-    path = FOLDER / case / "gate.json"
+    path = FOLDER / f"{case}.json"
     report = record.rejudge(path)
     assert report.verdict is verdict
     assert any(words in f.reason for f in report.findings if (f.kind, f.verdict) == (kind, verdict))
@@ -69,7 +69,7 @@ def test_a_processor_with_fewer_instructions_says_the_same() -> None:
     dispatched: list[str] = np._core._multiarray_umath.__cpu_dispatch__  # type: ignore[attr-defined]
     plain = " ".join(name for name in dispatched if features.get(name))
     expected = json.dumps([recorded(case) for case in CASES], indent=1)
-    paths = [str(FOLDER / case / "gate.json") for case in CASES]
+    paths = [str(FOLDER / f"{case}.json") for case in CASES]
     for disabled, threads in ((plain, "1"), ("", "2")):
         env = {**os.environ, "NPY_DISABLE_CPU_FEATURES": disabled, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
         ended = subprocess.run(
