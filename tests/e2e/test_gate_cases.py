@@ -107,8 +107,7 @@ def test_mxfp4_by_rounding_does_not_pass(run: Run, tmp_path: Path) -> None:
 
 def test_a_layer_whose_scales_are_four_times_too_large_is_stopped_by_the_canary(run: Run, tmp_path: Path) -> None:
     outcome = run("harmed", PTPC, Remade("harmed", four_times_too_large))
-    assert outcome.stopped == "canary-candidate"
-    assert outcome.verdict is Verdict.FAIL
+    assert (outcome.verdict, outcome.stopped, outcome.exit_code) == (Verdict.FAIL, "canary-candidate", 1)
     assert ran(outcome)["inspect"] is False, "inspected, and found sound"
     assert _only_scales_of_layer_1_differ_by_four(outcome)
     assert ran(outcome).keys().isdisjoint({"evaluate-baseline", "evaluate-candidate", "publish"})

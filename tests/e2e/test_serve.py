@@ -9,13 +9,11 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.serving.environment import VllmEnvironment
 from tests.e2e.project import Project
 from tests.processes import processes_naming
 
@@ -76,17 +74,14 @@ def chatting(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_it_answers_and_leaves_nothing(
-    project: Project, warm_vllm: VllmEnvironment, tmp_path: Path, chatting: Path, number: signal.Signals
+    project: Project, tmp_path: Path, chatting: Path, number: signal.Signals
 ) -> None:
+    """To our process SIGTERM is SIGINT: `test_foreground`."""
     port, log = free_port(), tmp_path / "serve.log"
     model = chatting if number == signal.SIGINT else MODEL
-    options = ["--target", "cpu", "--port", str(port)]
-    if number == signal.SIGTERM:  # one order with SIGINT for our process; what that stops is warm here, and real there
-        project = replace(project, vllm=warm_vllm.executable)
-        options += ["--set", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE=300"]  # with it the variables are those of other servers
-    process = project.start("serve", str(model), *options, log=log)
+    process = project.start("serve", str(model), "--target", "cpu", "--port", str(port), log=log)
     try:
         told = wait_until_ready(process, log)
         assert f"at http://127.0.0.1:{port}" in told

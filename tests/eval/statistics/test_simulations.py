@@ -82,35 +82,6 @@ def answers(rng: np.random.Generator, items: int, *, gain_rate: float, drop: flo
     return baseline, baseline + kind
 
 
-def passages(rng: np.random.Generator, count: int, size: int, within: float, gain: float, drop: float) -> Pairs:
-    """A share of the passages is hit; of a passage that is hit, each question flips with probability `within`."""
-    clusters = np.repeat(np.arange(count), rng.integers(max(1, size // 2), size * 3 // 2 + 1, count))
-    hit = rng.choice([1, -1, 0], size=count, p=[gain, gain + drop / within, 1 - 2 * gain - drop / within])
-    kind = hit[clusters] * (rng.random(len(clusters)) < within)
-    baseline = np.where(kind == 0, rng.random(len(clusters)) < 0.7, kind < 0).astype(float)
-    return asked(baseline, baseline + kind, looks=4, clusters=clusters)
-
-
-@pytest.mark.parametrize(
-    ("count", "size", "within", "gain", "margin"),
-    [
-        (60, 10, 0.2, 0.0, 0.01),  # few losses, some of them together
-        (60, 10, 0.5, 0.05, 0.03),
-        (250, 4, 0.5, 0.0, 0.01),
-        (250, 4, 1.0, 0.01, 0.03),  # whole passages at a time
-        (600, 2, 0.5, 0.02, 0.02),
-        (30, 20, 0.2, 0.1, 0.03),
-    ],
-)
-def test_items_that_share_passages_keep_the_error_rates(
-    count: int, size: int, within: float, gain: float, margin: float
-) -> None:
-    rng = np.random.default_rng(count)
-    runs = 1000
-    rates = decisions([passages(rng, count, size, within, gain, margin) for _ in range(runs)], margin)
-    assert max(rates) <= 0.05 + tolerated(0.05, runs)
-
-
 def documents(rng: np.random.Generator, count: int, looks: int, change: float, passage: int = 1) -> Pairs:
     """Documents of very different lengths; each has its own change in nats per word about the true one.
 
@@ -141,20 +112,16 @@ def test_perplexity_keeps_the_error_rates(count: int, looks: int, passage: int) 
 
 
 @pytest.mark.parametrize("looks", [1, 4])
-def test_graded_scores_keep_the_error_rates(looks: int) -> None:
-    """Scores such as F1: most items unchanged, a few moved by anything up to a full point."""
+def test_graded_scores_of_a_lossless_candidate_pass(looks: int) -> None:
+    """Scores such as F1: most items unchanged, a few moved by anything up to half a point."""
     rng = np.random.default_rng(9)
-    runs, margin, items = 1500, 0.02, 600
 
-    def graded(drop: float) -> Pairs:
-        baseline = rng.random(items)
-        moved = rng.random(items) < 0.1
-        change = np.where(moved, rng.uniform(-0.5, 0.5, items) - drop / 0.1, 0.0)
+    def graded() -> Pairs:
+        baseline = rng.random(600)
+        change = np.where(rng.random(600) < 0.1, rng.uniform(-0.5, 0.5, 600), 0.0)
         return asked(baseline, baseline + change, looks=looks)
 
-    rates = decisions([graded(margin) for _ in range(runs)], margin)
-    assert max(rates) <= 0.05 + tolerated(0.05, runs)
-    assert decisions([graded(0.0) for _ in range(200)], margin)[0] > 0.9
+    assert decisions([graded() for _ in range(200)], 0.02)[0] > 0.9
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,7 +152,7 @@ def test_a_speed_that_is_exactly_promised_is_published_at_most_five_times_in_a_h
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_arrays_are_judged_as_one_by_one(kind: str) -> None:
     designs, _, rule = KINDS[kind]
-    for design in (design for design in list(designs())[::7] if design.looks == 1):
+    for design in list(designs())[::7]:
         drawn = design.draw(np.random.default_rng(3), 12, design.margin)
         pairs = [one_by_one(kind, design, [part[run] for part in drawn]) for run in range(12)]
         assert decisions(pairs, design.margin) == pytest.approx(shares(design, rule, drawn)), design.name
@@ -198,12 +165,12 @@ def _scores(change: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def one_by_one(kind: str, design: Design, drawn: list[np.ndarray]) -> Pairs:
     if kind == "perplexities":
-        return asked(np.zeros(design.units), drawn[0], weights=drawn[1], kind="perplexity")
+        return asked(np.zeros(design.units), drawn[0], looks=design.looks, weights=drawn[1], kind="perplexity")
     if kind == "graded scores":
-        return asked(*_scores(drawn[0]))
+        return asked(*_scores(drawn[0]), looks=design.looks)
     assert design.sizes is not None
     sizes, drawn = design.sizes.astype(int), [part.astype(int) for part in drawn]
     change = np.concatenate(
         [np.repeat([1.0, -1.0, 0.0], [w, lo, n - w - lo]) for w, lo, n in zip(*drawn, sizes, strict=True)]
     )
-    return asked(*_scores(change), clusters=np.repeat(np.arange(len(sizes)), sizes))
+    return asked(*_scores(change), looks=design.looks, clusters=np.repeat(np.arange(len(sizes)), sizes))

@@ -37,7 +37,7 @@ CASES = (
 def logs(
     warm_vllm: VllmEnvironment, warm_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Path]:
-    """What the engine of each case says when it is made, all by one process; a whole server is `test_real_vllm`'s."""
+    """What the engine of each case says when it is made, all by one process; a whole server is `test_embedded`'s."""
     place = tmp_path_factory.mktemp("engines")
     found = {case: place / f"{'-'.join(case)}.log" for case in CASES}
     launches = [{"argv": arguments(small(name, place), dtype), "log": str(log)} for (name, dtype), log in found.items()]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.base.errors import ServingError
 from tests.serving.served.answers import serve
 from tests.serving.served.cases import Case, make_case
-from tests.serving.served.compare import judge, remembered
+from tests.serving.served.compare import Judgement, judge, remembered
 from tests.serving.served.reference import Reference
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def prove(
     *,
     make: Callable[[Case, Path], Path] = make_case,
     carried: Callable[[Path], Path] = lambda folder: folder,
-) -> None:
+) -> Judgement:
     """Make the checkpoint, serve it, compare; raises `ServingError` or `AssertionError`, on record either way.
 
     ``make`` quantizes the embedded model into a folder, and returns it, as `make_case` does. ``carried`` takes the
@@ -68,6 +68,7 @@ def prove(
     )
     assert scan.invalid == ()
     assert found.objections == (), f"{case.name}: {'; '.join(found.objections)}"
+    return found
 
 
 def device_name(hardware: str) -> str:
