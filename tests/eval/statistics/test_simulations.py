@@ -8,7 +8,7 @@ import pytest
 from eval import power
 from eval.samples import Pairs
 from eval.statistics.sequential import decide, plan_looks
-from tests.bench.gate import KINDS, LAUNCHES, PROMISE, Design, launched, shares, speed, speed_before
+from tests.bench.gate import KINDS, LAUNCHES, PROMISE, Design, launched, partly, shares, speed, speed_before
 from tests.eval.statistics.designs import asked, decisions, evaluations, tolerated
 
 pytestmark = pytest.mark.slow
@@ -114,14 +114,10 @@ def test_perplexity_keeps_the_error_rates(count: int, looks: int, passage: int) 
 @pytest.mark.parametrize("looks", [1, 4])
 def test_graded_scores_of_a_lossless_candidate_pass(looks: int) -> None:
     """Scores such as F1: most items unchanged, a few moved by anything up to half a point."""
-    rng = np.random.default_rng(9)
-
-    def graded() -> Pairs:
-        baseline = rng.random(600)
-        change = np.where(rng.random(600) < 0.1, rng.uniform(-0.5, 0.5, 600), 0.0)
-        return asked(baseline, baseline + change, looks=looks)
-
-    assert decisions([graded() for _ in range(200)], 0.02)[0] > 0.9
+    moved = partly(lambda rng, shape: rng.uniform(0, 0.5, shape), 0.25, 0.05)
+    design = Design("F1", 600, looks, 0.02, moved(600))
+    drawn = design.draw(np.random.default_rng(9), 1500, 0.0)
+    assert shares(design, KINDS["graded scores"][2], drawn)[0] > 0.9
 
 
 @pytest.mark.parametrize("kind", KINDS)
