@@ -68,8 +68,7 @@ def make(tmp_path: Path) -> Callable[..., Report]:
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1100, 375])
+@pytest.mark.parametrize(("theme", "width"), [("light", 1100), ("dark", 375)])
 def test_page_opens_silently_in_chromium(
     browser: Any, make: Callable[..., Report], tmp_path: Path, theme: str, width: int
 ) -> None:

@@ -30,8 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1100, 375])
+@pytest.mark.parametrize(("theme", "width"), [("light", 1100), ("dark", 375)])
 def test_index_opens_silently(browser: Any, site: Path, theme: str, width: int) -> None:
     visit(browser, site.as_uri(), theme, width)
     older = browser.find_element("css selector", "details")
