@@ -61,12 +61,11 @@ def run(
 
     Finished stages are taken from the store; an interrupted run goes on with the same command.
     """
-    from eval.verdict import Verdict
     from pipeline.commands.publish import published_by, report_page, show_published
     from pipeline.publish.places import published_folder
     from pipeline.serving.host.detect import device_here
-    from pipeline.stages.search import run_search
-    from pipeline.stages.sensitivity import KEY, advice
+    from pipeline.stages.advice import advise
+    from pipeline.stages.search import known_groups, run_search
     from pipeline.stages.session import open_setting
     from pipeline.stages.tracking import log_run
     from pipeline.store.remote import open_tier
@@ -88,7 +87,12 @@ def run(
     checkpoint = published_folder(setting.recipe, setting.home) if places else None
     tracked = None if report is None else log_run(setting, report, reporter.warn)
     judged = outcome.entry("gate") or (None if outcome.stopped is None else outcome.entry(outcome.stopped))
-    advised = advice(setting, outcome.entry(KEY)) if outcome.verdict is Verdict.FAIL else []
+    advised = advise(
+        setting,
+        known_groups(setting) if outcome.exit_code else None,
+        verdict=outcome.verdict,
+        stopped=outcome.stopped,
+    )
     reasons: object = [] if judged is None else judged.record.result["reasons"]
     measured = _measured(outcome.entry("gate"))
     if as_json:
@@ -97,7 +101,8 @@ def run(
                 "recipe": setting.recipe.name,
                 "verdict": None if outcome.verdict is None else outcome.verdict.value,
                 "reasons": reasons,
-                **({"advice": advised} if advised else {}),
+                **({"advice": advised.lines} if advised.lines else {}),
+                **({"paste": advised.paste} if advised.paste else {}),
                 "measured": measured,
                 "stopped": outcome.stopped,
                 **({"auto": {"tries": searched.tries}} if searched.tries else {}),
@@ -123,8 +128,10 @@ def run(
 
         click.echo(f"\n{outcome.verdict.value}  {setting.recipe.name}")
         console = terminal()
-        for reason in [*(reasons if isinstance(reasons, list) else []), *advised]:
+        for reason in [*(reasons if isinstance(reasons, list) else []), *advised.lines]:
             click.echo(paragraph(console, "  ", str(reason)))
+        if advised.paste:
+            click.echo(f"\n{advised.paste}")
     if measured is not None:
         click.echo(f"measured    by {measured['runtime']} on {measured['device'] or measured['hardware']}")
     show_published(places, setting)

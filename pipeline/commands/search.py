@@ -12,15 +12,21 @@ from pipeline.commands.options import device_option, emit, json_option, store_op
 
 if TYPE_CHECKING:
     from pipeline.quantize.budget import Point
+    from pipeline.recipe.schema import Quantization
 
 _FROM = "mxfp4,mxfp4_fp8,ptpc_fp8"
+"""As `pipeline.stages.advice.FROM`, which takes long to import."""
 _ROWS = 16
 
 
 @click.command(name="search")
 @click.argument("model")
-@click.option("--from", "from_", metavar="SCHEMES", help=f"With commas between (default: the recipe's, else {_FROM}).")
-@click.option("--calibration", metavar="SET", help="Set to measure on: a name or a YAML file. A recipe has its own.")
+@click.option(
+    "--from", "from_", metavar="SCHEMES", help=f"With commas between (default: the recipe's, else of {_FROM})."
+)
+@click.option(
+    "--calibration", metavar="SET", help="Set to measure on: a name or a YAML file. It goes before a recipe's own."
+)
 @click.option("--samples", type=int, help="Sequences of the set; a fifth of them is measured on, and 16 at most.")
 @click.option("--sequence-length", type=int, help="Tokens of a sequence (default: the set's, else 2048).")
 @click.option("--bits", type=float, help="Print what so many bits a weight are best spent on, as a recipe says it.")
@@ -50,14 +56,17 @@ def search(
     a prediction, of rounding by the recipe's algorithm, until the checkpoint was measured; a speedup is an estimate by
     the target's data sheet, of the linear layers alone, until it was served.
     """
+    from eval.records import is_path
     from pipeline.base.argument import classify
     from pipeline.base.progress import reporter_for
     from pipeline.quantize.budget import frontier, spend
     from pipeline.recipe.load import choice_yaml, load_recipe, recipe_of
+    from pipeline.recipe.schema import AUTO
+    from pipeline.stages.advice import Advice, in_eight
     from pipeline.stages.quantization import source_section
     from pipeline.stages.search import chosen, measured_groups, opened
     from pipeline.stages.sensitivity import spendable
-    from pipeline.stages.session import open_setting
+    from pipeline.stages.session import open_setting, ran_from
     from pipeline.store.tree import Store
 
     budget = bits if speedup is None else speedup
@@ -66,12 +75,18 @@ def search(
     if bits is not None and speedup is not None:
         raise click.UsageError("--speedup: found it with --bits, expected one of them")
     names = None if from_ is None else tuple(from_.split(","))
+    given: dict[str, Any] = {"set": calibration, "samples": samples, "sequence_length": sequence_length}
+    made: Quantization | None = None
     if classify(model).kind in ("recipe", "name"):
-        loaded = opened(load_recipe(model), names, bits, speedup)
+        recipe = load_recipe(ran_from(model, store_path) or model)
+        made = None if recipe.recipe.quantization.scheme == AUTO else recipe.recipe.quantization
+        if calibration is not None and is_path(calibration):
+            given["set"] = str(Path(calibration).absolute())  # relative to here, and not to the recipe's file
+        said = {name: value for name, value in given.items() if value is not None}
+        loaded = opened(recipe, names, bits, speedup, calibration=said if calibration else None)
     elif speedup is not None:
         raise click.UsageError(f"--speedup: found it with {model}, expected a recipe, which says the target")
     else:
-        given = {"set": calibration, "samples": samples, "sequence_length": sequence_length}
         sections: dict[str, Any] = {"source": source_section(model), "calibration": given if calibration else None}
         quantization = {"scheme": "ptpc_fp8", "format": "quark"}  # the layout that holds the most schemes
         loaded = opened(recipe_of(sections | {"quantization": quantization}), names or tuple(_FROM.split(",")))
@@ -87,6 +102,7 @@ def search(
     if plot is not None:
         _draw(points, point, plot)
     choice: dict[str, Any] = {} if point is None else {"choice": {**point.to_json(), "recipe": text}}
+    advice = Advice() if made is None or point is not None else in_eight(made, groups)
     if as_json:
         emit(
             {
@@ -102,10 +118,13 @@ def search(
                     for group in left
                 ],
                 **choice,
+                **({"advice": advice.lines, "paste": advice.paste} if advice.paste else {}),
             }
         )
         return
     _show(points, point)
+    for line in ("", *advice.lines, "", advice.paste) if advice.paste else ():
+        click.echo(line)
     if text is not None:
         click.echo(f"\n{text}" if write is None else f"written to {write}")
 

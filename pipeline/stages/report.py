@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,10 +24,12 @@ from pipeline.base.machine import versions
 from pipeline.publish.places import serving_name
 from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from pipeline.quantize.inspection.inspect import kv_scales, layer_errors, sizes
+from pipeline.quantize.model.structure import read_structure, select
+from pipeline.stages.advice import advise
 from pipeline.stages.evaluate import ANSWERS
 from pipeline.stages.gate import GATE, ORDER, measured_inputs
 from pipeline.stages.quantize import INSPECTION, needs_ranges
-from pipeline.stages.sensitivity import KEY, advice
+from pipeline.stages.sensitivity import KEY, read_groups
 from pipeline.stages.serve import LAUNCH, SIDES
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage
@@ -83,9 +87,9 @@ def gather(job: Job) -> Report:
     return Report(
         name=recipe.name,
         model=model,
-        scheme=f"{quantization.scheme}{cache}, {quantization.format}",
+        scheme=f"{_scheme(job)}{cache}, {quantization.format}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        notes=[*_notes(measured.candidate), *_choice(job, gate)],
+        notes=[*_notes(measured.candidate), *_choice(job, gate, measured.stopped)],
         stopped=measured.stopped,
         gate=gate.to_json(),
         size=sizes(open_checkpoint(model_folder(inputs["source"])), checkpoint),
@@ -125,12 +129,27 @@ def _notes(server: Server) -> list[str]:
     return []
 
 
-def _choice(job: Job, gate: GateReport) -> list[str]:
+def _choice(job: Job, gate: GateReport, stopped: str | None) -> list[str]:
     """What schemes were chosen by, and after a FAIL what would help."""
     chosen = job.setting.chosen
     told = [] if chosen is None or chosen.point is None else [f"{chosen.line}."]
-    found = advice(job.setting, job.inputs.get(KEY)) if gate.verdict is Verdict.FAIL else []
-    return [*told, *(f"{line[0].upper()}{line[1:]}." for line in found)]
+    groups = read_groups(job.inputs[KEY]) if KEY in job.inputs else None
+    found = advise(job.setting, groups, verdict=gate.verdict, stopped=stopped)
+    return [*told, *(f"{line[0].upper()}{line[1:]}." for line in found.lines)]
+
+
+def _scheme(job: Job) -> str:
+    """The scheme; of a mixed checkpoint each with its share of the quantized weights, the largest first."""
+    quantization = job.setting.recipe.quantization
+    if len(quantization.schemes) == 1:
+        return quantization.scheme
+    source = open_checkpoint(model_folder(job.inputs["source"]))
+    trust = job.setting.recipe.trust_remote_code
+    structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
+    weights: Counter[str] = Counter()
+    for module, name in select(structure, quantization).schemes.items():
+        weights[name] += math.prod(structure.linear[module])
+    return " + ".join(f"{name} ({count / weights.total():.0%})" for name, count in weights.most_common())
 
 
 def _kv_tokens(measured: Measurements, inputs: Mapping[str, Entry]) -> dict[str, int]:

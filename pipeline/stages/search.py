@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eval.verdict import Verdict
+from pipeline.base.errors import RecipeError
 from pipeline.base.progress import Reporter
 from pipeline.base.schemes import scheme, table
 from pipeline.quantize.budget import Group, Point, overrides, spend, tries
 from pipeline.recipe.load import LoadedRecipe, reread, resolved_yaml
 from pipeline.recipe.modules import override_of
 from pipeline.recipe.schema import AUTO, BUDGET, Recipe
+from pipeline.stages.advice import choices
 from pipeline.stages.planning import after_stop, build_plan, cut, find_entry, stopped_by
 from pipeline.stages.preflight import require_means
 from pipeline.stages.runner import Outcome, run_plan
@@ -30,7 +32,6 @@ from pipeline.stages.stage import Chosen, Setting
 
 _GO_ON = (Verdict.FAIL, Verdict.INCONCLUSIVE)
 """What more bits may mend: a loss that is too large, or so near the margin that the items cannot tell."""
-_DEFAULT = ("mxfp4", "mxfp4_fp8", "ptpc_fp8")
 
 
 def points(written: Setting, groups: tuple[Group, ...]) -> tuple[Point, ...]:
@@ -116,16 +117,22 @@ def _verdict(setting: Setting) -> Verdict | None:
 
 
 def opened(
-    loaded: LoadedRecipe, names: tuple[str, ...] | None, bits: float | None = None, speedup: float | None = None
+    loaded: LoadedRecipe,
+    names: tuple[str, ...] | None = None,
+    bits: float | None = None,
+    speedup: float | None = None,
+    *,
+    calibration: Mapping[str, Any] | None = None,
 ) -> LoadedRecipe:
     """A recipe with all of its schemes left to be chosen, from ``names`` and for a budget where they are given.
 
-    Raises `RecipeError` for a recipe that has no schemes to choose from, and for schemes that do not go together.
+    ``calibration`` goes before the recipe's own. Raises `RecipeError` for a recipe that has no schemes to choose from,
+    and for schemes that do not go together.
     """
     data = loaded.recipe.model_dump(mode="json")
     quantization = data["quantization"]
     if quantization["scheme"] != AUTO:
-        names = names or _DEFAULT
+        names = names or choices(loaded.recipe)
         quantization |= {"overrides": [], "scheme": AUTO}
     names = names or tuple(quantization["from"])
     known = [scheme(name).bits_per_weight for name in names if name in table()]
@@ -135,17 +142,30 @@ def opened(
     else:
         budget = {"bits": asked["bits"] or min(known, default=4.25)}
     quantization |= {"from": list(names), **budget}
-    document = replace(loaded.positions, data={**data, "search": None})
-    return replace(reread(document, loaded.path), source_folder=loaded.source_folder)
+    data |= {"search": None, "calibration": calibration or data["calibration"]}
+    return replace(reread(replace(loaded.positions, data=data), loaded.path), source_folder=loaded.source_folder)
+
+
+def known_groups(setting: Setting) -> tuple[Group, ...] | None:
+    """What each group costs, as far as the store knows; of a recipe without a choice, what was searched for it."""
+    written = as_written(setting)
+    if written.recipe.calibration is None:
+        return None
+    if written.recipe.quantization.scheme != AUTO:
+        try:
+            written = replace(written, loaded=opened(written.loaded))
+        except RecipeError:  # there is nothing to choose from
+            return None
+    planned = next((planned for planned in build_plan(written) if planned.key == KEY), None)
+    entry = None if planned is None else find_entry(planned, written)
+    return None if entry is None else read_groups(entry)
 
 
 def measured_groups(setting: Setting, reporter: Reporter) -> tuple[Group, ...]:
     """What each group costs: from the store, or measured now."""
-    written = as_written(measured(setting, reporter))
-    planned = next(planned for planned in build_plan(written) if planned.key == KEY)
-    entry = find_entry(planned, written)
-    assert entry is not None  # noqa: S101 - it was measured
-    return read_groups(entry)
+    groups = known_groups(measured(setting, reporter))
+    assert groups is not None  # noqa: S101 - it was measured
+    return groups
 
 
 def measured(setting: Setting, reporter: Reporter, redo: Collection[str] = ()) -> Setting:

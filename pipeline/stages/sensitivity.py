@@ -26,7 +26,7 @@ from pipeline.base.hardware import hardware
 from pipeline.base.machine import versions
 from pipeline.base.schemes import scheme
 from pipeline.base.transience import is_transient
-from pipeline.quantize.budget import Group, Option, costliest, frontier
+from pipeline.quantize.budget import Group, Option
 from pipeline.quantize.device import resolve_devices
 from pipeline.quantize.engines.stream.gptq import CARRIED, factored, gptq
 from pipeline.quantize.engines.stream.kernels import KERNELS, fp8_scale, kernel_name
@@ -155,27 +155,6 @@ def spendable(setting: Setting, groups: tuple[Group, ...]) -> tuple[Group, ...]:
     machine, cells = hardware(recipe.target.hardware), setting.workload.cells
     loaded = tuple(cell for cell in cells if math.isinf(cell.rate or math.inf))
     return Roofline(machine, loaded, routed_share(text_config(setting.config))).timed(left)
-
-
-def advice(setting: Setting, entry: Entry | None) -> list[str]:
-    """What a FAIL asks for: the groups that cost most, and what the next step up would cost in bits."""
-    point = None if setting.chosen is None else setting.chosen.point
-    if entry is None or point is None:
-        return [
-            f"`quantmint search {setting.recipe.name}` measures which layers cost most, and what more bits there save"
-        ]
-    groups = spendable(setting, read_groups(entry))
-    worst = costliest(groups, point.schemes)
-    told = [f"{name} in {scheme} ({share:.0%})" for name, scheme, share in worst]
-    lines = [f"of the cost that was predicted, {point.cost:.3g} nats, most is that of {', '.join(told)}"]
-    above = [each for each in frontier(groups) if each.cost < point.cost]
-    if above:
-        step = next((each for each in above if each.cost <= point.cost / 2), above[-1])
-        saved = 1 - step.cost / point.cost
-        more = f"{step.bits - point.bits:.2f} bits a weight more are predicted to save {saved:.0%} of it"
-        bits, speedup = math.ceil(step.bits * 100) / 100, math.floor((step.speedup or 0) * 100) / 100
-        lines.append(f"{more}: `bits: {bits:.2f}`" if step.speedup is None else f"{more}: `speedup: {speedup:.2f}`")
-    return lines
 
 
 def _groups(linear: Mapping[str, tuple[int, int]]) -> dict[str, list[str]]:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from eval.verdict import Verdict
 from pipeline.base.errors import UserError
 from pipeline.base.progress import PlainReporter
 from pipeline.recipe.load import choice_yaml, load_recipe
 from pipeline.stages import planning
+from pipeline.stages.advice import advise
 from pipeline.stages.planning import build_plan
-from pipeline.stages.search import run_search, settled, stand_in, tried
-from pipeline.stages.sensitivity import SENSITIVITY, advice
+from pipeline.stages.search import known_groups, measured_groups, opened, run_search, settled, stand_in, tried
+from pipeline.stages.sensitivity import SENSITIVITY, read_groups
 from pipeline.stages.session import open_setting
 from pipeline.stages.stage import Job, Setting
 from pipeline.store.tree import Store
@@ -180,17 +183,80 @@ def test_what_is_measured_knows_gptq_and_neither_budget_nor_layout(project: Path
     assert measured("from: [mxfp4, ptpc_fp8], bits: 5", ", packing: false") != first
 
 
-def test_after_a_fail_the_costliest_groups_and_the_next_step_up_are_told(make: Any, setting: Setting) -> None:
+def test_after_a_fail_the_costliest_groups_and_the_next_step_up_are_told(make: Any) -> None:
     found = run(make(bits=6.2, passing=99))
-    assert advice(found.setting, found.outcome.entry("sensitivity")) == [
+    assert advise(found.setting, read_groups(found.outcome.entry("sensitivity"))).lines == (
         "of the cost that was predicted, 3.12 nats, most is that of model.layers.0.self_attn.o_proj in mxfp4 (64%), "
         "model.layers.0.mlp.{gate_proj, up_proj} in mxfp4 (32%), model.layers.0.mlp.down_proj in ptpc_fp8 (3%)",
         "0.94 bits a weight more are predicted to save 63% of it: `bits: 7.07`",
-    ]
+    )
     found = run(make(bits="null, objective: throughput, speedup: 2.5", passing=99))
     assert found.setting.chosen.to_json()["estimated_speedup"] >= 2.5
     assert "estimated 2." in found.setting.chosen.line
-    assert "are predicted to save" in advice(found.setting, found.outcome.entry("sensitivity"))[1]
-    assert "`speedup: 2." in advice(found.setting, found.outcome.entry("sensitivity"))[1]
-    [said] = advice(setting, None)
-    assert "`quantmint search r` measures which layers cost most" in said
+    _, said = advise(found.setting, read_groups(found.outcome.entry("sensitivity"))).lines
+    assert "are predicted to save" in said
+    assert "`speedup: 2." in said
+
+
+FOUR = "{scheme: mxfp4, format: quark, overrides: [{modules: [model.layers.0.mlp.down_proj], scheme: ptpc_fp8}]}"
+
+
+@pytest.fixture
+def four(make: Any, project: Path) -> Callable[[str], Setting]:
+    """The project's recipe in one scheme of four bits, served by the reference, with another quantization if given."""
+
+    def made(said: str = FOUR) -> Setting:
+        text = make(bits=6.2).loaded.path.read_text().split("quantization:")
+        rest = text[1].partition("\n")[2]
+        (project / "r.yaml").write_text(f"{text[0]}quantization: {said}\n{rest}")
+        return open_setting("r.yaml", store=Store(project / "store"))
+
+    return made
+
+
+def test_after_a_fail_in_four_bits_what_helps_is_a_block_that_a_recipe_takes(four: Any, orchestra: Any) -> None:
+    setting = four()
+    assert known_groups(setting) is None
+    gptq, command, auto = advise(setting).lines
+    assert "`quantmint search r` measures the KL with one group of layers at a time in ptpc_fp8" in command
+    for line in (gptq, auto):  # what stands there in backticks is the recipe's section
+        said = yaml.safe_load(line.split("`")[1])["quantization"]
+        assert four(yaml.safe_dump({**yaml.safe_load(FOUR), **said}, default_flow_style=True, width=999).strip())
+    stopped = advise(four(), stopped="canary-candidate").lines
+    assert stopped[-1].endswith("`gate: {canary: null}`")
+    assert advise(setting, verdict=Verdict.INCONCLUSIVE).lines == ()
+    assert advise(setting, verdict=Verdict.INCONCLUSIVE, stopped="canary-candidate").lines == stopped[:-1]
+
+    measured_groups(replace(setting, loaded=opened(setting.loaded)), PlainReporter())
+    groups = known_groups(setting)
+    assert groups is not None
+    advice = advise(setting, groups)
+    assert advice.lines == (
+        "predicted KL 22.1 nats, which says where more than how much; with one group of layers in ptpc_fp8:",
+        "  14.2 with model.layers.1.mlp.down_proj, 0.47 bits a weight more",
+        "  18.1 with model.layers.0.self_attn.{q_proj, k_proj, v_proj}, 0.47 bits a weight more",
+        "  18.1 with model.layers.1.self_attn.{q_proj, k_proj, v_proj}, 0.47 bits a weight more",
+        "  20.1 with model.layers.0.self_attn.o_proj, 0.47 bits a weight more",
+        "  20.1 with model.layers.1.self_attn.o_proj, 0.47 bits a weight more",
+        "10.2 with 2 of 7 so, 5.66 bits a weight for 4.72: scheme and overrides for the recipe",
+    )
+    said = yaml.safe_load(advice.paste)["quantization"]
+    assert said == {
+        "scheme": "mxfp4",
+        "overrides": [
+            {
+                "modules": [
+                    r"re:model\.layers\.(0|1)\.mlp\.down_proj$",
+                    r"re:model\.layers\.0\.self_attn\.(q_proj|k_proj|v_proj)$",
+                ],
+                "scheme": "ptpc_fp8",
+            }
+        ],
+    }
+    pasted = four(yaml.safe_dump({"format": "quark", **said}, default_flow_style=True, width=999).strip())
+    assert advise(pasted, groups).lines[0].startswith("predicted KL 10.2 nats")
+
+
+def test_in_eight_bits_there_is_nothing_to_search(four: Any) -> None:
+    [said] = advise(four("{scheme: ptpc_fp8}")).lines
+    assert "quantmint search" not in said
