@@ -68,7 +68,8 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.store.disk.free_bytes", lambda path: 10**16)
+    for place in ("pipeline.store.disk", "pipeline.stages.preflight"):
+        monkeypatch.setattr(f"{place}.free_bytes", lambda path: 10**16)
 
 
 @pytest.mark.parametrize(
