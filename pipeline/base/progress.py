@@ -6,6 +6,7 @@ On a terminal: bars and marks. In a log: a line when something begins and ends, 
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -83,10 +84,10 @@ class PlainReporter:
 
         def advance(count: int) -> None:
             nonlocal done, told
-            whole, now = done >= total > 0, time.monotonic()
+            now = time.monotonic()
             done += count
-            if not whole and (done >= total or now - told >= _HEARTBEAT_S):
-                told = now
+            if told < math.inf and (done >= total or now - told >= _HEARTBEAT_S):
+                told = math.inf if done >= total else now
                 self._line(f"    {100 * done // total if total else 100} % of {total:,} {unit}")
 
         yield advance
