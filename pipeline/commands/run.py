@@ -230,6 +230,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     }
     if as_json:
         require_disk(needed, free, str(where))  # standard output holds one object: the plan, or why there is none
+        require_room_to_publish(setting, prediction, missing)
         emit(told)
     else:
         _print_plan(setting.recipe, told)

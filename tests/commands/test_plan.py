@@ -222,6 +222,7 @@ def test_a_disk_that_is_too_small_to_publish_to(
     ended = quantmint(command, "r.yaml")
     assert (ended.code, orchestra.ran) == (2, [])
     assert f"publish.folder: {published / 'r'}: " in ended.err
+    assert quantmint(command, "r.yaml", "--json").json["exit_code"] == 2, "one object, which says why"
 
 
 def test_a_run_refuses_such_a_disk_before_it_begins(
