@@ -26,7 +26,7 @@ TEST_ENV  := $(VENV)/.quantmint-test
 BESIDE    := $(MAKE) --no-print-directory -j 3
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-fleet gate-simulations soak report clean distclean serving browser
+.PHONY: help quantize plan docs test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-fleet gate-simulations soak report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
@@ -41,6 +41,12 @@ plan: $(RUN_ENV)  ## what a run of RECIPE would do and cost
 
 report: $(RUN_ENV)  ## where the newest report of RECIPE is
 	@$(QUANTMINT) report $(RECIPE) $(ARGS)
+
+docs: $(RUN_ENV)  ## docs/ as a site without a network, in build/docs, with the newest report of RECIPE
+	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(PIP) --editable '.[docs]'
+	@$(BIN)/mkdocs build --quiet
+	@$(QUANTMINT) report $(RECIPE) --output build/docs/report.html >/dev/null || echo "make quantize makes that report" >&2
+	@echo build/docs/index.html
 
 test:  ## the fast tests; SLOW=1: all that this machine can run
 	@$(BESIDE) $(TEST_ENV) serving browser BACKEND=cpu
