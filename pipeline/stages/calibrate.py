@@ -21,7 +21,7 @@ from pipeline.quantize.device import resolve_devices
 from pipeline.quantize.model.structure import light_imports
 from pipeline.recipe.commits import Commits
 from pipeline.recipe.schema import Calibration
-from pipeline.stages.source import model_folder
+from pipeline.stages.source import model_folder, require_tokenizer
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
@@ -136,6 +136,7 @@ def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) 
 
     Raises `CalibrationError` for texts that cannot be read or are too few.
     """
+    require_tokenizer(folder)
     with light_imports():
         # The model is built next, and takes what it needs from what was imported here.
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401

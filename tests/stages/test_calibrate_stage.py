@@ -12,7 +12,9 @@ import pytest
 
 from calibration import calibrate as room
 from calibration.ranges import load_ranges
-from pipeline.stages.calibrate import RANGES, CalibrateStage
+from pipeline.base.errors import UserError
+from pipeline.recipe.schema import Calibration
+from pipeline.stages.calibrate import RANGES, CalibrateStage, read_tokens
 from pipeline.stages.session import open_setting
 from pipeline.stages.stage import Job
 from pipeline.store.entries import Entry
@@ -43,6 +45,12 @@ def calibrate(orchestra: Any, models: Callable[..., Path]) -> Run:
         return entry
 
     return run
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="has no tokenizer"):
+        read_tokens(Calibration(set="tiny"), tmp_path, trust_remote_code=False)
 
 
 def test_what_it_says_of_itself(calibrate: Run, orchestra: Any) -> None:
