@@ -207,7 +207,7 @@ def test_what_the_records_say(run: Run) -> None:
     assert manifest.tools == {"lm-eval": "0.4.13", "torch": "2.12.0, 2.13.0", "vllm": "0.32.0"}
     assert manifest.hardware.quantized_on == "8 x AMD Instinct MI300X"
     assert manifest.base.sha256 == run.setting.source.digest
-    assert manifest.base.files.keys() == {"config.json", "model.safetensors"}
+    assert manifest.base.files.keys() == {"config.json", "model.safetensors", "tokenizer.json"}
     assert set(manifest.stages) == {stage.key for stage in run.stages()} - {"package"}
 
 
