@@ -24,10 +24,10 @@ from pipeline.stages.stage import Planned, Setting
 from pipeline.store.gc import list_runs
 
 _WEIGHTS: Final = ("sensitivity", "calibrate", "quantize")
-_CPU_START_S: Final = 25.0
-_REQUEST_S: Final = 0.004
-"""Of a server's own work for each request, on one core."""
-_BUSY, _CPU_BUSY = 0.5, 0.15
+_CPU_START_S: Final = 20.0
+_REQUEST_S, _READ_S = 0.0015, 0.1
+"""Of a server's own work for each request, and for one of which each position is told, as the canary's are."""
+_BUSY, _CPU_BUSY = 0.5, 0.25
 """Of the rate of products: what a server reaches that reads prompts."""
 _CHOICES, _ITEM, _SHOT, _ANSWER, _PAGE = 4, 100, 120, 150, 5000
 """Of an item of the Hub: its choices, the tokens of one, of a shot before it, of an answer, and of a text whose
@@ -122,23 +122,23 @@ def reckoned(
     candidate = sum(min(items[name], asked.get(name) or items[name]) * seconds for name, seconds in each.items())
     again = setting.recipe.evaluation.control
     canary = sum(  # one after the other
-        10 * _REQUEST_S + len(prompt.text) / _TOKEN_BYTES * token_s for prompt in prompts.load(setting.suite.canary)
+        _READ_S + len(prompt.text) / _TOKEN_BYTES * token_s for prompt in prompts.load(setting.suite.canary)
     )
     return {
         "source": size.source / rates["hash"],
         **own,
         "inspect": own.get("quantize", size.source / rates["load"]),
         "serve-baseline": start,
-        "serve-candidate": start,
+        "serve-candidate": 0.0 if on_cpu else start,  # a CPU that has the room starts both at once
         "canary-baseline": canary,
         "canary-candidate": canary,
         "evaluate-baseline": answers,
         "control": sum(min(items[name], again) * each[name] for name in _again(setting)) if again else 0.0,
         "evaluate-candidate": candidate,
         **({} if bench_s is None else {"bench": bench_s}),
-        "gate": 1.0,
-        "report": 5.0,
-        "package": 2.0 + size.checkpoint / rates["hash"],
+        "gate": 0.5,
+        "report": 2.0,
+        "package": 1.0 + size.checkpoint / rates["hash"],
         "sign": 1.0 + size.checkpoint / rates["hash"],
         "publish": 1.0 + size.checkpoint / rates["sync"],
     }

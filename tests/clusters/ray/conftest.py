@@ -28,7 +28,7 @@ SECRET = "QUANTMINT_TEST_API_KEY"
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "60",  # for the server of a client; one that hangs is asked for once more
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "60",  # for a client's server; one that hangs is asked for once more
     SECRET: "of the shell of Ray",
 }
 _SMALL = {"num_cpus": 1, "object_store_memory": 80 << 20}
