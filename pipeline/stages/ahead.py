@@ -25,9 +25,9 @@ from pipeline.store.gc import list_runs
 
 _WEIGHTS: Final = ("sensitivity", "calibrate", "quantize")
 _CPU_START_S: Final = 20.0
-_REQUEST_S, _READ_S = 0.0015, 0.1
+_REQUEST_S, _READ_S = 0.001, 0.1
 """Of a server's own work for each request, and for one of which each position is told, as the canary's are."""
-_BUSY, _CPU_BUSY = 0.5, 0.25
+_BUSY, _CPU_BUSY = 0.5, 0.15
 """Of the rate of products: what a server reaches that reads prompts."""
 _CHOICES, _ITEM, _SHOT, _ANSWER, _PAGE = 4, 100, 120, 150, 5000
 """Of an item of the Hub: its choices, the tokens of one, of a shot before it, of an answer, and of a text whose
@@ -120,7 +120,6 @@ def reckoned(
     items = _items(setting)
     answers = sum(items[name] * seconds for name, seconds in each.items())
     candidate = sum(min(items[name], asked.get(name) or items[name]) * seconds for name, seconds in each.items())
-    again = setting.recipe.evaluation.control
     canary = sum(  # one after the other
         _READ_S + len(prompt.text) / _TOKEN_BYTES * token_s for prompt in prompts.load(setting.suite.canary)
     )
@@ -133,7 +132,7 @@ def reckoned(
         "canary-baseline": canary,
         "canary-candidate": canary,
         "evaluate-baseline": answers,
-        "control": sum(min(items[name], again) * each[name] for name in _again(setting)) if again else 0.0,
+        "control": sum(count * each[name] for name, count in _again(setting).items()),
         "evaluate-candidate": candidate,
         **({} if bench_s is None else {"bench": bench_s}),
         "gate": 0.5,
@@ -155,19 +154,21 @@ def _item_s(task: SuiteTask, suite: Suite, token_s: float, out_s: float) -> floa
     return _REQUEST_S + prompt * token_s + min(task.max_gen_tokens or _ANSWER, 2 * _ANSWER) * out_s
 
 
-def _again(setting: Setting) -> list[str]:
-    """Tasks that a baseline answers twice: those whose answers can flip."""
-    return [task.task for task in setting.suite.tasks if task.kind == "score"]
+def _again(setting: Setting) -> Mapping[str, int]:
+    """What a baseline answers twice, of the first look of the tasks whose answers can flip."""
+    evaluation, items = setting.recipe.evaluation, _items(setting)
+    scored = [task.task for task in setting.suite.tasks if task.kind == "score"]
+    return {name: min(items[name] // evaluation.looks, evaluation.control or 0) for name in scored}
 
 
 def savings(times: Iterable[Time], setting: Setting) -> Sequence[tuple[str, float]]:
     """What would save most of a run, as a setting and its seconds; nothing that saves less than a tenth of it."""
     took = {time.stage: time.seconds for time in times}
-    items, control = _items(setting), setting.recipe.evaluation.control or 0
-    most, again = max(items.values(), default=0), sum(min(items[name], control) for name in _again(setting))
+    items, again = _items(setting), _again(setting)
+    most = max(items.values(), default=0)
     asking = sum(took.get(key, 0.0) for key in ("evaluate-baseline", "evaluate-candidate"))
     half = sum(min(count, most // 2) for count in items.values()) / max(1, sum(items.values()))
-    fewer = sum(min(items[name], control, 100) for name in _again(setting)) / max(1, again)
+    fewer = sum(min(count, 100) for count in again.values()) / max(1, sum(again.values()))
     offers = [
         (f"evaluation.limit: {most // 2}", asking * (1 - half) if most >= _FEW else 0.0),
         ("evaluation.control: 100", took.get("control", 0.0) * (1 - fewer)),
