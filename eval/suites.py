@@ -117,8 +117,8 @@ class Suite(Record):
 
 def strangers(suite: Suite) -> Sequence[str]:
     """Tasks that are neither defined beside the suite nor by lm-eval; none where no lm-eval is installed."""
-    own = suite.own_tasks
-    return [task.task for task in suite.tasks if not ((own / f"{task.task}.yaml").is_file() or _of_lm_eval(task.task))]
+    others = (task.task for task in suite.tasks if definition(suite.own_tasks, task.task) is None)
+    return [name for name in others if not _of_lm_eval(name)]
 
 
 @cache

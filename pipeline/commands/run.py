@@ -228,14 +228,12 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
         "bench": bench or None,
         "cautions": list(cautions(target.hardware, quantization.scheme, quantization.kv_cache, quantization.format)),
     }
-    if as_json:
-        require_disk(needed, free, str(where))  # standard output holds one object: the plan, or why there is none
-        require_room_to_publish(setting, prediction, missing)
-        emit(told)
-    else:
+    if not as_json:
         _print_plan(setting.recipe, told)
     require_disk(needed, free, str(where))
     require_room_to_publish(setting, prediction, missing)
+    if as_json:
+        emit(told)  # last: standard output holds one object, the plan or why there is none
 
 
 def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
