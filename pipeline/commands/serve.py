@@ -170,8 +170,9 @@ def _show(request: Request, form: str, given: dict[str, Any]) -> None:
 
 def _facts(facts: ModelFacts) -> dict[str, Any]:
     """Numbers and names; the single pieces of a model would be pages."""
-    said = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts) if field.compare}
-    return {"family": facts.family, "density": facts.density, **said}
+    said = dataclasses.asdict(facts)
+    shown = {field.name: said[field.name] for field in dataclasses.fields(facts) if field.compare}
+    return {"family": facts.family, "density": facts.density, **shown}
 
 
 @click.command(name="doctor")

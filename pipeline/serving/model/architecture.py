@@ -6,7 +6,7 @@ Where a configuration leaves out what its class in transformers has a default fo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeline.base.errors import UserError
@@ -70,16 +70,20 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The language model. ``kinds`` and ``feeds`` have one entry a layer; sizes are elements."""
+    """The language model; sizes are elements of one layer or head.
 
-    model_type: str
+    ``text_type`` is its model_type, ``fields`` its configuration with defaults. ``kinds`` and ``feeds`` have one entry
+    a layer. ``experts`` is 0 for a dense model.
+    """
+
+    text_type: str
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
-    kinds: tuple[Kind, ...]
-    feeds: tuple[Feed, ...]
+    kinds: tuple[Kind, ...] = field(repr=False, compare=False)
+    feeds: tuple[Feed, ...] = field(repr=False, compare=False)
     window: int | None
     chunk: int | None
     intermediate: int
@@ -92,12 +96,12 @@ class Shape:
     indexer: tuple[int, int] | None
     recurrent: Delta | None
     tied: bool
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any] = field(repr=False, compare=False)
 
     @property
     def gated(self) -> bool:
         """Whether a feed-forward layer has a gate beside up and down; Nemotron's squared ReLU has none."""
-        return self.model_type not in ("nemotron", "nemotron_h")
+        return self.text_type not in ("nemotron", "nemotron_h")
 
 
 def read_shape(config: Mapping[str, Any]) -> Shape:
@@ -122,24 +126,25 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     heads = integer(text, "num_attention_heads", "n_head")
     experts, moe_size = integer(text, *_EXPERTS), integer(text, "moe_intermediate_size", "intermediate_size")
     shared_experts, shared = _shared(text, model_type, moe_size, experts)
-    kinds = _kinds(text, model_type, layers)
+    kinds, feeds = _kinds(text, model_type, layers), _feeds(text, model_type, layers, experts)
+    wide = integer(text, "intermediate_size_mlp", "intermediate_size", "n_inner") or 4 * hidden
     return Shape(
-        model_type=model_type,
+        text_type=model_type,
         hidden=hidden,
         heads=heads,
         kv_heads=integer(text, "num_key_value_heads") or heads,
         head_dim=integer(text, "head_dim", "attention_head_dim") or (hidden // heads if heads else 0),
         vocabulary=integer(text, "vocab_size"),
         kinds=kinds,
-        feeds=_feeds(text, model_type, layers, experts),
+        feeds=feeds,
         window=integer(text, "sliding_window") or None if "sliding" in kinds else None,
         chunk=integer(text, "attention_chunk_size") or None if "chunked" in kinds else None,
-        intermediate=integer(text, "intermediate_size_mlp", "intermediate_size", "n_inner") or 4 * hidden,
+        intermediate=wide if "dense" in feeds else 0,
         experts=experts,
         experts_per_token=integer(text, *_TOP_K) if experts else 0,
         expert_intermediate=moe_size if experts else 0,
         shared_intermediate=shared,
-        shared_experts=shared_experts,
+        shared_experts=shared_experts if experts else 0,
         latent=_latent(text),
         indexer=(integer(text, "index_n_heads"), integer(text, "index_head_dim")) if text.get("index_topk") else None,
         recurrent=_recurrent(text, hidden) if {"delta", "mamba2"} & set(kinds) else None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,10 +37,10 @@ _KEPT = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore"
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """A model for `vllm serve`; sizes are elements of one layer or head unless said otherwise.
+class ModelFacts(Shape):
+    """A model for `vllm serve`.
 
-    ``attention`` is "none" where no layer has any. ``experts`` is 0 for a dense model. ``sliding_layers`` keep the last
+    ``attention`` is "none" where no layer has any. ``sliding_layers`` keep the last
     tokens only, ``linear_layers`` (Mamba, gated delta nets) a state of constant size. ``quantization`` is a scheme of
     schemes.yaml where it is one of ours, else the method's own name, "none" for 16 bit. ``group`` is how many elements
     of a quantized weight's input share a scale. ``weights`` are bytes, measured from headers or, with ``counted``,
@@ -50,9 +50,6 @@ class ModelFacts:
     architecture: str
     model_type: str
     attention: Attention
-    experts: int
-    experts_per_token: int
-    shared_experts: int
     gpt_oss: bool
     multimodal: bool
     hybrid: bool
@@ -61,21 +58,13 @@ class ModelFacts:
     layers: int
     sliding_layers: int
     linear_layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
     context: int
-    intermediate: int
-    expert_intermediate: int
     quantization: str
     checkpoint_format: str
     group: int | None
     kv_cache_scheme: Literal["fp8"] | None
     weights: int
     counted: bool
-    shape: Shape = field(repr=False, compare=False)
     pieces: tuple[Piece, ...] = field(repr=False, compare=False)
 
     @property
@@ -112,7 +101,7 @@ def model_facts(folder: Path) -> ModelFacts:
 def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
     """The facts of a parsed config.json alone: sizes are counted. UserError where it names no layers."""
     shape = read_shape(config)
-    pieces = count_pieces(config)
+    pieces = count_pieces(config, shape)
     linear = {piece.name: piece.parameters for piece in pieces if piece.linear}
     declared = _declared(declared_quantization(config), tuple(linear))
     weights: Counter[str] = Counter()
@@ -127,13 +116,11 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
         attention = "dsa" if shape.indexer else "mla"
     recurrent = sum(kind in ("delta", "mamba2") for kind in kinds)
     return ModelFacts(
+        **{one.name: getattr(shape, one.name) for one in fields(shape)},
         architecture=str((config.get("architectures") or [""])[0]),
-        model_type=str(config.get("model_type") or shape.model_type),
+        model_type=str(config.get("model_type") or shape.text_type),
         attention=attention,
-        experts=shape.experts,
-        experts_per_token=shape.experts_per_token,
-        shared_experts=shape.shared_experts if shape.experts else 0,
-        gpt_oss=shape.model_type == "gpt_oss",
+        gpt_oss=shape.text_type == "gpt_oss",
         multimodal=any(isinstance(config.get(key), Mapping) for key in _ENCODERS),
         hybrid=recurrent > 0,
         parameters=sum(piece.parameters for piece in pieces if piece.role != "mtp"),
@@ -141,21 +128,13 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
         layers=len(kinds),
         sliding_layers=kinds.count("sliding"),
         linear_layers=recurrent,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocabulary=shape.vocabulary,
         context=_context(shape),
-        intermediate=shape.intermediate if "dense" in shape.feeds else 0,
-        expert_intermediate=shape.expert_intermediate,
         quantization=next(iter(weights.most_common(1)), ("none", 0))[0],
         checkpoint_format=declared.method,
         group=declared.group,
         kv_cache_scheme=declared.kv_cache,
         weights=_bytes(pieces),
         counted=True,
-        shape=shape,
         pieces=pieces,
     )
 
@@ -215,7 +194,7 @@ def _context(shape: Shape) -> int:
     # One set for all layers, or one for each type of layer.
     scalings = [rope] if "rope_type" in rope or "type" in rope else [part for part in rope.values() if part]
     for scaling in scalings:
-        if not isinstance(scaling, Mapping) or "gemma3" in shape.model_type:
+        if not isinstance(scaling, Mapping) or "gemma3" in shape.text_type:
             continue
         kind = scaling.get("rope_type") or scaling.get("type")
         if kind == "longrope":

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pipeline.base.schemes import SCALE_BITS, table
 from pipeline.quantize.formats.checkpoint import TensorInfo
-from pipeline.serving.model.architecture import Shape, integer, read_shape
+from pipeline.serving.model.architecture import Shape, integer
 
 Role = Literal[
     "embeddings", "head", "attention", "indexer", "linear-attention", "mlp", "experts", "shared-experts", "router",
@@ -90,9 +90,9 @@ def stored_bytes(parameters: int, rows: int, scheme: str | None) -> int:
     return round(nbytes)
 
 
-def count_pieces(config: Mapping[str, Any]) -> tuple[Piece, ...]:
-    """Every weight in 16 bit but an MTP's, which vLLM loads to speculate; UserError where there are no layers."""
-    shape, body, head = read_shape(config), "model.", "lm_head"
+def count_pieces(config: Mapping[str, Any], shape: Shape) -> tuple[Piece, ...]:
+    """Every weight of a configuration, of this shape, in 16 bit, but an MTP's, which vLLM loads to speculate."""
+    body, head = "model.", "lm_head"
     if isinstance(config.get("text_config"), Mapping):
         qwen = str(config.get("model_type", "")).startswith("qwen")
         body, head = ("model.language_model.", head) if qwen else ("language_model.model.", "language_model.lm_head")
@@ -118,24 +118,24 @@ def _layer(shape: Shape, prefix: str, number: int, kind: str, feed: str) -> Iter
         yield from _feed(shape, f"{prefix}mlp.", number, "mlp", "tensor", width)
         if shape.fields.get("mlp_bias"):
             yield _vector(f"{prefix}mlp.biases", number, "mlp", 2 * width + shape.hidden)
-    norms = 4 if shape.model_type.startswith(_FOUR_NORMS) else (kind != "none") + (feed != "none")
+    norms = 4 if shape.text_type.startswith(_FOUR_NORMS) else (kind != "none") + (feed != "none")
     yield _vector(f"{prefix}norms", number, "norms", norms * shape.hidden)
 
 
 def _attention(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
     query, value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # A gate of the attention's output comes out of the same projection as the queries.
-    doubled = shape.model_type.startswith(("qwen3_next", "qwen3_5"))
+    doubled = shape.text_type.startswith(("qwen3_next", "qwen3_5"))
     at = f"{prefix}self_attn."
     yield _linear(f"{at}q_proj", number, "attention", "tensor", query * (1 + doubled), shape.hidden)
     yield _linear(f"{at}k_proj", number, "attention", "kv", value, shape.hidden)
     yield _linear(f"{at}v_proj", number, "attention", "kv", value, shape.hidden)
     yield _linear(f"{at}o_proj", number, "attention", "tensor", shape.hidden, query)
     everywhere = bool(shape.fields.get("attention_bias"))
-    output = everywhere and not shape.model_type.startswith(("glm4", "ernie"))
-    biases = (query + 2 * value if everywhere or shape.model_type in _QKV_BIAS else 0) + output * shape.hidden
-    norms = 2 * shape.head_dim * shape.model_type.startswith(_HEAD_NORMS)
-    sinks = shape.heads * (shape.model_type == "gpt_oss")
+    output = everywhere and not shape.text_type.startswith(("glm4", "ernie"))
+    biases = (query + 2 * value if everywhere or shape.text_type in _QKV_BIAS else 0) + output * shape.hidden
+    norms = 2 * shape.head_dim * shape.text_type.startswith(_HEAD_NORMS)
+    sinks = shape.heads * (shape.text_type == "gpt_oss")
     yield _vector(f"{at}vectors", number, "attention", biases + norms + sinks)
 
 
@@ -178,14 +178,14 @@ def _experts(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
     count, width = shape.experts, shape.expert_intermediate
     yield from _feed(shape, f"{prefix}experts.0.", number, "experts", "experts", width, count)
     yield _piece(f"{prefix}gate", number, "router", "copied", count, shape.hidden)
-    if shape.model_type == "gpt_oss":
+    if shape.text_type == "gpt_oss":
         yield _vector(f"{prefix}experts.biases", number, "experts", count * (2 * width + shape.hidden), "experts")
         yield _vector(f"{prefix}gate.bias", number, "router", count)
     if shared := shape.shared_intermediate:
         yield from _feed(shape, f"{prefix}shared_experts.", number, "shared-experts", "shared", shared)
         if "shared_expert_intermediate_size" in shape.fields:
             yield _vector(f"{prefix}shared_expert_gate", number, "router", shape.hidden)
-    if shape.model_type in _CORRECTED:
+    if shape.text_type in _CORRECTED:
         # In float32, in every release.
         yield Piece(f"{prefix}gate.e_score_correction_bias", number, "router", "copied", count, 4 * count)
 
@@ -220,7 +220,10 @@ def _recurrent(shape: Shape, prefix: str, layer: int, kind: str) -> Iterator[Pie
 
 
 def _encoder(config: Mapping[str, Any], text_hidden: int) -> Iterator[Piece]:
-    """A vision tower and its projection: exact for Llama-4 and Qwen3-VL, else those of a plain vision transformer."""
+    """A vision tower and its projection, as large as those of a plain vision transformer.
+
+    Its layers have four projections and two feed-forward matrices with biases, and two norms.
+    """
     vision = config.get("vision_config")
     if isinstance(vision, Mapping):
         # Where there is an embed_dim, as in Qwen2-VL, hidden_size is the language model's.
@@ -228,53 +231,17 @@ def _encoder(config: Mapping[str, Any], text_hidden: int) -> Iterator[Piece]:
         layers = integer(vision, "num_hidden_layers", "depth", "layers") or 24
         ratio = vision.get("mlp_ratio")
         width = int(ratio * hidden) if isinstance(ratio, int | float) else 4 * hidden
-        sizes = (layers, hidden, integer(vision, "intermediate_size") or width)
-        kind = str(config.get("model_type", ""))
-        tower, projector = _COUNT.get(kind.removesuffix("_moe"), _plain)(vision, sizes, text_hidden)
+        width = integer(vision, "intermediate_size") or width
+        patch = integer(vision, "patch_size") or 14
+        patches = (integer(vision, "image_size") // patch) ** 2
+        tower = layers * (4 * (hidden * hidden + hidden) + 2 * hidden * width + width + 5 * hidden)
+        tower += hidden * (3 * patch * patch + patches + 3)
         yield Piece("visual", None, "encoder", "encoder", tower, 2 * tower)
+        # Qwen merges patches before it projects them, in some models behind several layers.
+        merged = hidden * (integer(vision, "spatial_merge_size") or 1) ** 2
+        projector = merged * text_hidden + (merged > hidden) * merged * merged
+        projector *= 1 + len(vision.get("deepstack_visual_indexes") or ())
         yield Piece("multi_modal_projector", None, "encoder", "encoder", projector, 2 * projector)
-
-
-def _blocks(layers: int, hidden: int, width: int) -> int:
-    """Layers of a vision transformer: four projections and two feed-forward matrices with biases, two layer norms."""
-    return layers * (4 * (hidden * hidden + hidden) + 2 * hidden * width + width + hidden + 4 * hidden)
-
-
-def _plain(vision: Mapping[str, Any], sizes: tuple[int, int, int], text_hidden: int) -> tuple[int, int]:
-    layers, hidden, width = sizes
-    patch = integer(vision, "patch_size") or 14
-    patches = (integer(vision, "image_size") // patch) ** 2
-    tower = _blocks(layers, hidden, width) + hidden * 3 * patch * patch + hidden + patches * hidden + 2 * hidden
-    return tower, hidden * text_hidden
-
-
-def _llama4(vision: Mapping[str, Any], sizes: tuple[int, int, int], text_hidden: int) -> tuple[int, int]:
-    layers, hidden, width = sizes
-    patch = integer(vision, "patch_size") or 14
-    positions = ((integer(vision, "image_size") or 448) // patch) ** 2 + 1
-    projected = integer(vision, "projector_input_dim") or 4096
-    output = integer(vision, "projector_output_dim") or 4096
-    # Pixels are shuffled into channels before the adapter's two matrices, which have no biases.
-    adapter = width * projected + projected * output
-    tower = _blocks(layers, hidden, width) + 3 * patch * patch * hidden + (positions + 1) * hidden + 4 * hidden
-    return tower + adapter, (integer(vision, "vision_output_dim") or output) * text_hidden
-
-
-def _qwen3_vl(vision: Mapping[str, Any], sizes: tuple[int, int, int], text_hidden: int) -> tuple[int, int]:
-    layers, hidden, width = sizes
-    pixels = (integer(vision, "in_channels") or 3) * (integer(vision, "temporal_patch_size") or 2)
-    embedding = hidden * pixels * (integer(vision, "patch_size") or 16) ** 2 + hidden
-    merged = hidden * (integer(vision, "spatial_merge_size") or 2) ** 2
-    output = integer(vision, "out_hidden_size") or text_hidden
-    merger = merged * merged + merged + merged * output + output
-    deep = len(vision.get("deepstack_visual_indexes") or ())
-    # The norm of a deep merger comes after the merge, of the last one before it.
-    mergers = (1 + deep) * merger + 2 * hidden + deep * 2 * merged
-    positions = integer(vision, "num_position_embeddings") * hidden
-    return _blocks(layers, hidden, width) + embedding + positions, mergers
-
-
-_COUNT = {"llama4": _llama4, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_vl}
 
 
 def measure_pieces(tensors: Iterable[TensorInfo], *, layers: int) -> tuple[Piece, ...]:

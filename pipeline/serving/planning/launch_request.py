@@ -189,7 +189,7 @@ class LaunchRequest:
             "aiter_mla": _yes(aiter_mla(facts, layout.tensor, self.numbers)),
             # Tokens of an image attend to each other in both directions, which AITER's backends do not do.
             "mm_prefix": _yes(facts.multimodal and facts.model_type in beside(__file__, "attention.yaml")["mm_prefix"]),
-            "chunked": _yes(facts.shape.chunk is not None and self.max_model_len > facts.shape.chunk),
+            "chunked": _yes(facts.chunk is not None and self.max_model_len > facts.chunk),
             "tp": layout.tensor,
             "pp": layout.pipeline,
             "dp": layout.data,

@@ -90,7 +90,7 @@ def fit(
     kind, numbers = hardware.kind, parse_version(version)
     caches = tuple(_caches(facts, layout.tensor, kv_cache_dtype, kind))
     if not block_size:  # vLLM's own (0.32 platforms/cpu.py, v1/attention/backends/mla)
-        latent = facts.shape.latent is not None
+        latent = facts.latent is not None
         block_size = (16 if latent else 128) if kind == "cpu" else 64 if latent and kind == "cuda" else 16
     groups = cache_groups(caches, block_size=block_size)
     total = cpu_kv_bytes if kind == "cpu" else (hbm_bytes or hardware.hbm_bytes)
@@ -142,20 +142,20 @@ def fit(
 
 
 def _caches(facts: ModelFacts, tensor: int, dtype: str, kind: str) -> Iterator[LayerCache]:
-    shape, item = facts.shape, 1 if dtype.startswith("fp8") else 4 if dtype == "float32" else 2
+    item = 1 if dtype.startswith("fp8") else 4 if dtype == "float32" else 2
     token = 2 * max(1, facts.kv_heads // tensor) * facts.head_dim * item
     extra = 0
-    if shape.latent:
+    if facts.latent:
         # One latent for all heads, a copy on every rank.
-        token = (shape.latent.rank + shape.latent.rope) * item
-        if shape.indexer:
+        token = (facts.latent.rank + facts.latent.rope) * item
+        if facts.indexer:
             if item == 1 and kind == "cuda":
                 token = 656  # fp8_ds_mla: latents in 8 bit, their scales, the rotary part in 16 (flashmla_sparse.py)
             # Keys of the indexer: FP8, and a float32 scale for every 128 of them (deepseek_v2.py).
-            extra = shape.indexer[1] + shape.indexer[1] // 128 * 4
-    for number, mixer in enumerate(shape.kinds):
-        if mixer == "sliding" and shape.window:
-            yield LayerCache(number, "sliding", token, shape.window)
+            extra = facts.indexer[1] + facts.indexer[1] // 128 * 4
+    for number, mixer in enumerate(facts.kinds):
+        if mixer == "sliding" and facts.window:
+            yield LayerCache(number, "sliding", token, facts.window)
         elif mixer in ("full", "chunked", "sliding"):
             # Chunks keep every token: vLLM turns its hybrid manager off for them (vllm/config/vllm.py).
             yield LayerCache(number, "full", token, extra=extra)
@@ -169,11 +169,11 @@ def _state_bytes(facts: ModelFacts, mixer: str, tensor: int, kind: str) -> int:
     The recurrent state is in 16 bit but where the configuration asks for float32, in Nemotron-H (models/config.py),
     and on CPUs, whose AVX-512 kernels want it so (platforms/cpu.py; vLLM 0.32).
     """
-    sizes = facts.shape.recurrent
+    sizes = facts.recurrent
     assert sizes is not None  # noqa: S101 - a layer of this kind has them
-    fields = facts.shape.fields
+    fields = facts.fields
     asked = fields.get("mamba_ssm_cache_dtype") or fields.get("mamba_ssm_dtype")
-    wide = kind == "cpu" or (asked or ("float32" if facts.shape.model_type == "nemotron_h" else "auto")) == "float32"
+    wide = kind == "cpu" or (asked or ("float32" if facts.text_type == "nemotron_h" else "auto")) == "float32"
     inner, item = sizes.heads * sizes.head_dim, 4 if wide else 2
     groups = math.ceil(sizes.groups / tensor) * tensor if mixer == "mamba2" else sizes.groups
     channels = inner + 2 * groups * sizes.state
@@ -198,7 +198,7 @@ def stage_bytes(facts: ModelFacts, layout: Layout, stage: int = 0, *, kind: str 
     """
     layers = stages(facts.layers, layout.pipeline)[stage]
     last = stage == layout.pipeline - 1
-    tied = facts.shape.tied
+    tied = facts.tied
     total = 0.0
     for piece in facts.pieces:
         if piece.layer is not None:
@@ -211,7 +211,7 @@ def stage_bytes(facts: ModelFacts, layout: Layout, stage: int = 0, *, kind: str 
             here = last
         if here:
             total += piece.nbytes * _share(piece, facts, layout, kind)
-    if latent := facts.shape.latent:
+    if latent := facts.latent:
         folded = facts.heads * (latent.nope + latent.value) * latent.rank
         total += len(layers) * 2 * folded / layout.tensor
     return round(total)
@@ -255,14 +255,14 @@ def profile_peak(
     tokens = max_num_batched_tokens
     hidden = 2 * tokens * facts.hidden
     attention = _attention(facts, layout, tokens)
-    if latent := facts.shape.latent:
+    if latent := facts.latent:
         # Keys and values of every head for a chunk of cached latents, allocated as if in a prefill:
         # 8 requests of full length or 4 blocks a request, at most 64k tokens, at least a block a request.
         chunk = min(max(8 * max_model_len, 4 * max_num_seqs * block_size), _LATENT_CHUNK)
         cached = max(chunk, max_num_seqs * block_size)
         attention += 2 * cached * -(-facts.heads // layout.tensor) * (latent.nope + latent.value)
     # Gate and up of all tokens in one tensor, and their product.
-    dense = 2 * tokens * 3 * max(facts.intermediate, facts.shape.shared_intermediate) // layout.tensor
+    dense = 2 * tokens * 3 * max(facts.intermediate, facts.shared_intermediate) // layout.tensor
     # The experts' workspaces stay allocated from one layer to the next.
     body = hidden * 2 + max(attention, dense) + _mixture(facts, layout, tokens)
     rows = min(max_num_seqs, tokens)
@@ -291,7 +291,7 @@ def graph_bytes(facts: ModelFacts, cudagraph_mode: str | None, max_num_seqs: int
 
 def _attention(facts: ModelFacts, layout: Layout, tokens: int) -> int:
     """Queries, keys and values of all tokens, and the output, in 16 bit; of MLA the latents. Nothing attends yet."""
-    latent, heads = facts.shape.latent, -(-facts.heads // layout.tensor)
+    latent, heads = facts.latent, -(-facts.heads // layout.tensor)
     if latent:
         width = heads * (latent.nope + latent.rope + latent.value) + latent.rank + latent.rope
         return 2 * tokens * (width + (latent.query_rank or 0))
