@@ -37,7 +37,7 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
             {
                 **{field: getattr(rule, field) for field in ("value", "why", "source")},
                 "when": conditions(rule),
-                "versions": versions(rule.first, rule.end),
+                "versions": versions(*rule.vllm),
             }
             for rule in item.rules
         ]

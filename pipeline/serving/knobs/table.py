@@ -10,12 +10,14 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator
+
+from pipeline.base.data import rows
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.recipe.yaml_positions import parse
 from pipeline.serving.environment import Version, parse_version, within
@@ -60,20 +62,40 @@ class Condition:
         return " or ".join(self.values)
 
 
+def parse_condition(given: str | list[Fact]) -> Condition:
+    """A list of values, or comparisons separated by commas: ">= 4, <= 8". `ValueError` for anything else."""
+    if isinstance(given, list):
+        return Condition(values=tuple(map(str, given)))
+    parts = [_COMPARISON.fullmatch(part.strip()) for part in given.split(",")]
+    found = [(part[1], float(part[2])) for part in parts if part is not None]
+    if len(found) != len(parts):
+        raise ValueError(f'expected a list of values or comparisons like ">= 32", found {given!r}')
+    return Condition(comparisons=tuple(found))
+
+
+def _bounds(given: list[str | None]) -> tuple[Version, ...]:
+    return tuple(parse_version(bound) if bound else () for bound in given)
+
+
+Range = Annotated[tuple[Version, Version], BeforeValidator(_bounds)]
+"""The first version, and the one before which it ends; an empty one leaves that side open."""
+_Words = Annotated[str, BeforeValidator(lambda text: " ".join(text.split()))]
+_EVERY: tuple[Version, Version] = ((), ())
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One value of a knob, the facts and versions that call for it, and why; True for a flag without a value."""
 
     value: str | Literal[True]
-    when: Mapping[str, Condition]
-    first: Version
-    end: Version
-    why: str
-    source: str
+    why: _Words
+    source: _Words
+    when: Mapping[str, Annotated[Condition, BeforeValidator(parse_condition)]] = field(default_factory=dict)
+    vllm: Range = _EVERY
 
     def holds(self, facts: Mapping[str, Fact], version: Version) -> bool:
         """Whether the rule applies. `KeyError` names a fact that is not there."""
-        return within(version, self.first, self.end) and all(
+        return within(version, *self.vllm) and all(
             condition.holds(facts[name]) for name, condition in self.when.items()
         )
 
@@ -82,54 +104,48 @@ class Rule:
 class Offered:
     """A value of a knob: the versions that take it, and the scheme that it gives to the weights of a 16-bit model."""
 
-    first: Version
-    end: Version
     scheme: str
+    vllm: Range = _EVERY
 
 
 @dataclass(frozen=True, slots=True)
 class Knob:
     """One entry of the table.
 
-    It exists from ``first`` up to ``end``, without the ``gaps``; an empty version leaves that side open. ``outside``
-    says that it is not vLLM's own. ``sweep`` holds what tuning tries, ``values`` what is known of single values,
-    ``never`` why no rule sets it.
+    ``vllm`` are the versions that have it, but for the ``gaps``; None says that it is not vLLM's own. ``sweep`` holds
+    what tuning tries, ``values`` what is known of single values, ``never`` why no rule sets it.
     """
 
     name: str
     kind: Kind
     topic: str
-    about: str
-    outside: bool
-    first: Version
-    end: Version
-    gaps: tuple[tuple[Version, Version], ...]
-    replaces: tuple[str, ...]
-    default: str
-    sweep: tuple[str, ...]
-    guides: tuple[str, ...]
-    disagreement: str
-    never: str
-    rules: tuple[Rule, ...]
-    values: Mapping[str, Offered]
+    about: _Words
+    vllm: Range | None = _EVERY
+    gaps: tuple[Range, ...] = ()
+    replaces: tuple[str, ...] = ()
+    default: _Words = ""
+    sweep: tuple[str, ...] = ()
+    guides: tuple[str, ...] = ()
+    disagreement: _Words = ""
+    never: _Words = ""
+    rules: tuple[Rule, ...] = ()
+    values: Mapping[str, Offered] = field(default_factory=dict)
 
     def known(self, version: Version) -> bool:
         """Whether that version of vLLM has the knob."""
-        return within(version, self.first, self.end) and not any(within(version, *gap) for gap in self.gaps)
+        return within(version, *(self.vllm or _EVERY)) and not any(within(version, *gap) for gap in self.gaps)
 
-    def choose(self, facts: Mapping[str, Fact], version: Version | str) -> Rule | None:
+    def choose(self, facts: Mapping[str, Fact], version: Version) -> Rule | None:
         """The first rule that holds for a launch; None leaves the knob alone."""
-        number = parse_version(version) if isinstance(version, str) else version
-        if not self.known(number):
-            return None
-        return next((rule for rule in self.rules if rule.holds(facts, number)), None)
+        return next((rule for rule in self.rules if rule.holds(facts, version)), None) if self.known(version) else None
 
 
 def value_of(rule: Rule, facts: Mapping[str, Fact]) -> str | None:
     """A rule's value with the facts that it names; None for a flag that takes no value."""
     if rule.value is True:
         return None
-    return _PLACEHOLDER.sub(lambda found: _text(facts[found[1]]), rule.value)
+    texts = {name: f"{fact:g}" if isinstance(fact, float) else str(fact) for name, fact in facts.items()}
+    return _PLACEHOLDER.sub(lambda found: texts[found[1]], rule.value)
 
 
 def knob(name: str) -> Knob:
@@ -148,57 +164,10 @@ def table() -> Mapping[str, Knob]:
     """Every knob by its name, in the order of the files and of their entries."""
     folder = resources.files("pipeline.serving.knobs") / "entries"
     files = sorted((item for item in folder.iterdir() if item.name.endswith(".yaml")), key=lambda item: item.name)
-    rows: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for item in files:
-        rows |= parse(item.read_text(encoding="utf-8"), f"entries/{item.name}").data
-    return MappingProxyType({name: _knob(name, dict(row)) for name, row in rows.items()})
-
-
-def _knob(name: str, row: dict[str, Any]) -> Knob:
-    """An entry; TypeError for a key that none has."""
-    outside = "vllm" in row and row["vllm"] is None
-    first, end = _range(row.pop("vllm", None))
-    lists: dict[str, Any] = {key: tuple(row.pop(key, ())) for key in ("replaces", "sweep", "guides")}
-    gaps, rules = tuple(map(_range, row.pop("gaps", ()))), tuple(_rule(**rule) for rule in row.pop("rules", ()))
-    values = {
-        value: Offered(*_range(about.get("vllm")), about["scheme"]) for value, about in row.pop("values", {}).items()
-    }
-    texts: dict[str, Any] = {"default": "", "disagreement": "", "never": ""}
-    texts |= {key: " ".join(text.split()) for key, text in row.items()}
-    return Knob(
-        name=name, outside=outside, first=first, end=end, gaps=gaps, rules=rules, values=values, **lists, **texts
-    )
-
-
-def _rule(
-    value: str | Literal[True],
-    why: str,
-    source: str,
-    when: Mapping[str, Any] | None = None,
-    vllm: list[str | None] | None = None,
-) -> Rule:
-    conditions = {name: parse_condition(given) for name, given in (when or {}).items()}
-    return Rule(value, conditions, *_range(vllm), " ".join(why.split()), " ".join(source.split()))
-
-
-def _range(bounds: list[str | None] | None) -> tuple[Version, Version]:
-    first, end = (parse_version(bound) if bound else () for bound in bounds or (None, None))
-    return first, end
-
-
-def parse_condition(given: str | list[Fact]) -> Condition:
-    """A list of values, or comparisons separated by commas: ">= 4, <= 8". `ValueError` for anything else."""
-    if isinstance(given, list):
-        return Condition(values=tuple(map(str, given)))
-    parts = [_COMPARISON.fullmatch(part.strip()) for part in given.split(",")]
-    found = [(part[1], float(part[2])) for part in parts if part is not None]
-    if len(found) != len(parts):
-        raise ValueError(f'expected a list of values or comparisons like ">= 32", found {given!r}')
-    return Condition(comparisons=tuple(found))
-
-
-def _text(fact: Fact) -> str:
-    return f"{fact:g}" if isinstance(fact, float) else str(fact)
+        found |= parse(item.read_text(encoding="utf-8"), f"entries/{item.name}").data
+    return rows(Knob, found)
 
 
 #: Knobs that say the layout: they become one, so that memory and processes follow.
@@ -236,18 +205,14 @@ def checked_overrides(overrides: Mapping[str, str | bool], version: str) -> dict
             continue
         if not entry.known(parse_version(version)):
             raise UserError(f"vLLM {version} does not know {name}", hint=entry.never or None)
-        _offered(entry, str(value), version)
+        there = [text for text, one in entry.values.items() if within(parse_version(version), *one.vllm)]
+        if value in entry.values and value not in there:
+            raise UserError(f"vLLM {version} has no {name}={value}", hint=f"it has {', '.join(there)}")
         if name in _NUMBERS and (isinstance(value, bool) or not value.isdecimal()):
             raise UserError(f"{name} is {value!r}: expected a whole number")
-        if name == "--gpu-memory-utilization" and not (isinstance(value, str) and _share(value)):
+        if name == "--gpu-memory-utilization" and not re.fullmatch(r"0?\.\d*[1-9]\d*|1(\.0*)?", str(value)):
             raise UserError(f"{name} is {value!r}: expected a number above 0 and up to 1")
     return dict(overrides)
-
-
-def _offered(entry: Knob, value: str, version: str) -> None:
-    there = [name for name, one in entry.values.items() if within(parse_version(version), one.first, one.end)]
-    if value in entry.values and value not in there:
-        raise UserError(f"vLLM {version} has no {entry.name}={value}", hint=f"it has {', '.join(there)}")
 
 
 def layout_said(overrides: Mapping[str, str | bool], target: Target, *, busy: bool) -> Layout | None:
@@ -263,13 +228,6 @@ def layout_said(overrides: Mapping[str, str | bool], target: Target, *, busy: bo
     if layout.gpus > target.gpus:
         return Layout(**said, expert=expert, nodes=-(-layout.gpus // target.gpus))
     return Layout(**said, expert=expert, replicas=target.gpus // layout.gpus * target.nodes if busy else 1)
-
-
-def _share(text: str) -> bool:
-    try:
-        return 0 < float(text) <= 1
-    except ValueError:
-        return False
 
 
 def checked_arguments(arguments: Sequence[str]) -> tuple[Reason, ...]:
@@ -364,9 +322,9 @@ def versions(first: Version, end: Version) -> str:
 
 def existence(knob: Knob) -> str:
     """Where a knob comes from and in which versions of vLLM it exists."""
-    if knob.outside:
+    if knob.vllm is None:
         return "not vLLM's own"
-    text = versions(knob.first, knob.end) or "every version"
+    text = versions(*knob.vllm) or "every version"
     return text + "".join(f", not {versions(*gap)}" for gap in knob.gaps)
 
 
@@ -376,7 +334,7 @@ def conditions(rule: Rule) -> str:
 
 
 def _facts(knob: Knob) -> list[str]:
-    found = [_KINDS[knob.kind], f"vLLM: {existence(knob)}" if not knob.outside else existence(knob)]
+    found = [_KINDS[knob.kind], f"vLLM: {existence(knob)}" if knob.vllm is not None else existence(knob)]
     if knob.default:
         found.append(f"default: {knob.default}")
     if knob.replaces:
@@ -388,6 +346,6 @@ def _facts(knob: Knob) -> list[str]:
 
 def _row(rule: Rule) -> str:
     value = "on" if rule.value is True else f"`{rule.value}`"
-    texts = (value, conditions(rule) or "always", versions(rule.first, rule.end), rule.why, rule.source)
+    texts = (value, conditions(rule) or "always", versions(*rule.vllm), rule.why, rule.source)
     cells = [text.replace("|", "\\|") for text in texts]
     return f"| {' | '.join(cells)} |"

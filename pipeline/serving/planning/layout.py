@@ -9,21 +9,20 @@ layers/quantization, layers/fused_moe).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 from pipeline.base.data import beside
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import Layout, Memory
-from pipeline.serving.planning.target import Profile, Target
+from pipeline.serving.planning.launch_request import LaunchRequest
+from pipeline.serving.planning.target import Profile
 
 LOW, CROSSING, HIGH = 128, 256, 512
 """Requests in flight up to which, and from which on, the guides decide (ROCm 2026: Parallelism strategies); and the
 fewest at which data parallelism overtook tensor parallelism for latent attention (Data Parallel Attention)."""
-
-MemoryOf = Callable[[Layout], Memory]
 
 #: Methods whose loader pads what does not divide.
 _PADDED = frozenset({"mxfp4"})
@@ -50,13 +49,16 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
 class _Case:
-    facts: ModelFacts
-    target: Target
-    profile: Profile
-    memory_of: MemoryOf
-    max_model_len: int
+    """A request, with the memory of each layout, which does not change with copies of a server, reckoned once."""
+
+    def __init__(self, request: LaunchRequest) -> None:
+        self.facts, self.target, self.profile = request.facts, request.target, request.profile
+        self.max_model_len = request.max_model_len
+        self._memory = cache(request.memory)
+
+    def memory_of(self, layout: Layout) -> Memory:
+        return self._memory(replace(layout, replicas=1))
 
     def has_room(self, layout: Layout) -> bool:
         memory = self.memory_of(layout)
@@ -76,23 +78,30 @@ class _Case:
         return self.has_room(layout) and self.tokens(layout) >= self.demand
 
 
-def choose(
-    facts: ModelFacts, target: Target, profile: Profile, memory_of: MemoryOf, *, max_model_len: int, packed: int = 1
-) -> Choice | None:
-    """The layout; None where none holds a request of ``max_model_len`` tokens. Nothing chooses ``packed`` by itself."""
-    case = _Case(facts, target, profile, memory_of, max_model_len)
+def choose(request: LaunchRequest, packed: int = 1, said: Choice | None = None) -> Choice | None:
+    """The layout, that which is ``said`` if one is; None where none holds a request of full length.
+
+    Nothing chooses ``packed`` by itself.
+    """
+    case, facts, target = _Case(request), request.facts, request.target
+    if said is not None:
+        return said if case.has_room(said.layout) else None
     if packed > 1:
-        return _packed(case, packed)
+        shared = Layout(packed=packed, replicas=target.gpus * target.nodes)
+        why = f"asked for: {packed} servers share each accelerator, each with its part of the memory"
+        source = "ROCm 2026: Configure the gpu-memory-utilization parameter"
+        return Choice(shared, why, source) if case.has_room(shared) else None
     if target.accelerator.kind == "cpu":
         why, source = "a CPU serves with one process", "vLLM 0.32 platforms/cpu.py"
         return Choice(Layout(), why, source) if case.has_room(Layout()) else None
     room = _room(case)
     if room is None:
         return None
+    share = facts.density
     conditions = {
         "family": facts.family,
-        "density": density_band(facts),
-        "load": load(profile),
+        "density": ("none" if share is None else "sparse" if share < 1 else "unsettled" if share < 3 else "standard"),
+        "load": load(request.profile),
         "experts": "none" if not facts.experts else "few" if facts.experts < 2 * target.gpus else "many",
         "room": room,
         "gpus": "one" if target.gpus == 1 else "several",
@@ -111,13 +120,6 @@ def load(profile: Profile) -> str:
     if profile.concurrency <= LOW or (profile.concurrency < HIGH and not profile.for_throughput):
         return "low"
     return "between" if profile.concurrency < CROSSING else "high"
-
-
-def density_band(facts: ModelFacts) -> str:
-    """Where a mixture stands in the guides' table; "none" for a dense model."""
-    if facts.density is None:
-        return "none"
-    return "sparse" if facts.density < 1 else "unsettled" if facts.density < 3 else "standard"
 
 
 @cache
@@ -168,14 +170,6 @@ def _layouts(case: _Case, form: str, *, expert: bool = False) -> list[Layout]:
             found.append(Layout(tensor, share * nodes, expert=experts, nodes=nodes))
     valid = [layout for layout in found if not split_faults(case.facts, layout)]
     return valid if form in {"replicas", "data", "spread"} else valid[::-1]
-
-
-def _packed(case: _Case, packed: int) -> Choice | None:
-    layout = Layout(packed=packed, replicas=case.target.gpus * case.target.nodes)
-    if not case.has_room(layout):
-        return None
-    why = f"asked for: {packed} servers share each accelerator, each with its part of the memory"
-    return Choice(layout, why, "ROCm 2026: Configure the gpu-memory-utilization parameter")
 
 
 def _departure(facts: ModelFacts, row: Row, layout: Layout) -> str:

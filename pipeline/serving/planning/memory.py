@@ -96,28 +96,17 @@ def fit(
     total = cpu_kv_bytes if kind == "cpu" else (hbm_bytes or hardware.hbm_bytes)
     if total is None:
         raise UserError(f"the memory of {hardware.title} is not known: expected hbm_bytes, or cpu_kv_bytes for a CPU.")
-    activations = profile_peak(
-        facts,
-        layout,
-        kind=kind,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        block_size=block_size,
-    )
+    activations = _profile_peak(facts, layout, kind, max_num_batched_tokens, max_num_seqs, max_model_len, block_size)
     graphs = graph_bytes(facts, None if kind == "cpu" else cudagraph_mode, max_num_seqs)
     counted_graphs = graphs if numbers >= _GRAPHS_COUNTED else 0
     budget = total if kind == "cpu" else int(total * utilization)
-    tightest: tuple[int, int, int, int] | None = None
+    found = []
     for number, layers in enumerate(stages(facts.layers, layout.pipeline)):
         weights = stage_bytes(facts, layout, number, kind=kind)
         free = budget if kind == "cpu" else budget - weights - activations - counted_graphs
         block = groups.block_bytes(layers)
-        blocks = free // block if block else 0
-        found = (blocks, free, weights, block) if block else (free, free, weights, block)
-        tightest = found if tightest is None else min(tightest, found)
-    assert tightest is not None  # noqa: S101 - there is a stage
-    blocks, free, weights, _ = tightest
+        found.append((free // block if block else free, free, weights))
+    blocks, free, weights = min(found)  # the tightest stage
     # Batches that may be scheduled at the same time: one a stage, and one ahead where there is one stage.
     batches = max(2, layout.pipeline) if numbers >= _IN_FLIGHT else 1
     states = 1 + (numbers >= _STATES_CACHED)
@@ -241,18 +230,10 @@ def _share(piece: Piece, facts: ModelFacts, layout: Layout, kind: str) -> float:
     return 1.0
 
 
-def profile_peak(
-    facts: ModelFacts,
-    layout: Layout,
-    *,
-    kind: Literal["rocm", "cuda", "cpu"],
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    block_size: int,
+def _profile_peak(
+    facts: ModelFacts, layout: Layout, kind: str, tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
 ) -> int:
-    """Bytes that one accelerator needs beside weights, graphs and cache."""
-    tokens = max_num_batched_tokens
+    """Bytes that one accelerator needs beside weights, graphs and cache, for a step of ``tokens``."""
     hidden = 2 * tokens * facts.hidden
     attention = _attention(facts, layout, tokens)
     if latent := facts.latent:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -119,47 +118,22 @@ def plan_serving(
 
 def _laid_out(request: LaunchRequest, given: Layout | None, packed: int) -> tuple[LaunchRequest, Choice]:
     """The request with its context settled, and the layout."""
-    said = given or layout_said(request.overrides, request.target, busy=request.profile.for_throughput)
+    said, layout = None, given or layout_said(request.overrides, request.target, busy=request.profile.for_throughput)
+    if layout is not None:
+        if faults := split_faults(request.facts, layout):
+            raise UserError("; ".join(faults))
+        why = "both sides of a comparison are laid out alike, as the larger of them needs it"
+        said = Choice(layout, why, "quantmint") if given is not None else Choice(layout, SET, GIVEN)
     lengths = [request.max_model_len]
     if not request.len_given:
         least = _needed(request.facts, request.profile)
         lengths += [length for length in _CONTEXTS if least <= length < request.max_model_len]
     for length in lengths:
         tried = replace(request, max_model_len=length)
-        choice = _fixed(tried, said, by_caller=given is not None) if said is not None else _chosen(tried, packed)
+        choice = choose(tried, packed, said)
         if choice is not None:
             return tried, choice
     raise _shortfall(request, packed)
-
-
-def _chosen(request: LaunchRequest, packed: int = 1) -> Choice | None:
-    memory_of = cache(request.memory)
-
-    def memory(layout: Layout) -> Memory:
-        # Copies of a server change nothing about what one of them holds.
-        return memory_of(replace(layout, replicas=1))
-
-    return choose(
-        request.facts,
-        request.target,
-        request.profile,
-        memory,
-        max_model_len=request.max_model_len,
-        packed=packed,
-    )
-
-
-def _fixed(request: LaunchRequest, layout: Layout, *, by_caller: bool) -> Choice | None:
-    faults = split_faults(request.facts, layout)
-    if faults:
-        raise UserError("; ".join(faults))
-    memory = request.memory(layout)
-    if memory.kv_cache <= 0 or memory.kv_tokens < request.max_model_len:
-        return None
-    if by_caller:
-        why = "both sides of a comparison are laid out alike, as the larger of them needs it"
-        return Choice(layout, why, "quantmint")
-    return Choice(layout, SET, GIVEN)
 
 
 def _assembled(model: str, request: LaunchRequest, choice: Choice) -> LaunchPlan:
@@ -296,19 +270,21 @@ def _shortfall(request: LaunchRequest, packed: int) -> UserError:
     best = _closest(request)
     if best is None:
         faults = split_faults(request.facts, Layout(request.target.gpus))
-        return UserError(
-            f"the model cannot be split over {target}: {'; '.join(faults)}", hint=_hint(request, packed, 0)
+        message, kv_tokens = f"the model cannot be split over {target}: {'; '.join(faults)}", 0
+    else:
+        layout, memory = best
+        each = "the process" if request.target.accelerator.kind == "cpu" else "each accelerator"
+        needed, kv_tokens = memory.kv_bytes_per_token * request.max_model_len, max(0, memory.kv_tokens)
+        message = (
+            f"{request.facts.architecture or 'the model'} does not fit {target}: of {size(memory.total)} in {each} vLLM"
+            f" may take {size(memory.budget)}; with {layout_words(layout)} weights take {size(memory.weights)},"
+            f" activations {size(memory.activations)} and graphs {size(memory.graphs)}, which leaves"
+            f" {size(max(0, memory.kv_cache))} for a KV cache that needs {size(needed)} for one request of"
+            f" {request.max_model_len:,} tokens"
         )
-    layout, memory = best
-    each = "the process" if request.target.accelerator.kind == "cpu" else "each accelerator"
-    needed = memory.kv_bytes_per_token * request.max_model_len
-    message = (
-        f"{request.facts.architecture or 'the model'} does not fit {target}: of {size(memory.total)} in {each} vLLM"
-        f" may take {size(memory.budget)}; with {layout_words(layout)} weights take {size(memory.weights)}, activations"
-        f" {size(memory.activations)} and graphs {size(memory.graphs)}, which leaves {size(max(0, memory.kv_cache))}"
-        f" for a KV cache that needs {size(needed)} for one request of {request.max_model_len:,} tokens"
-    )
-    return UserError(message, hint=_hint(request, packed, max(0, memory.kv_tokens)))
+    ways = list(_ways(request, packed, kv_tokens))
+    hint = "it fits with " + "; or ".join(ways) if ways else "no target of the table holds it: quantize it further"
+    return UserError(message, hint=hint)
 
 
 def _closest(request: LaunchRequest) -> tuple[Layout, Memory] | None:
@@ -323,16 +299,11 @@ def _closest(request: LaunchRequest) -> tuple[Layout, Memory] | None:
     return max(found, key=lambda pair: (max(0, pair[1].kv_cache), pair[0].tensor), default=None)
 
 
-def _hint(request: LaunchRequest, packed: int, kv_tokens: int) -> str:
-    ways = list(_ways(request, packed, kv_tokens))
-    return "it fits with " + "; or ".join(ways) if ways else "no target of the table holds it: quantize it further"
-
-
 def _ways(request: LaunchRequest, packed: int, kv_tokens: int) -> Iterator[str]:
     """More accelerators, larger ones, a smaller cache, a shorter context: the least of each that does."""
 
     def fits(**changes: Any) -> bool:
-        return _chosen(replace(request, **changes), packed) is not None
+        return choose(replace(request, **changes), packed) is not None
 
     target, row = request.target, request.target.accelerator
     sizes = [(gpus, 1) for gpus in (1, 2, 4, 8) if gpus <= row.gpus_per_node]

@@ -44,7 +44,7 @@ class Target:
         return f"{self.hardware}:{self.gpus}" + (f"x{self.nodes}" if self.nodes > 1 else "")
 
 
-def parse_target(text: str, *, hbm_bytes: int | None = None) -> Target:
+def parse_target(text: str) -> Target:
     """Read ``mi300x:8``, ``mi300x:16`` (two nodes), ``mi300x:4x2``, ``cpu``. UserError says what is wrong with it."""
     found = _FORM.fullmatch(text.strip())
     if found is None:
@@ -60,7 +60,7 @@ def parse_target(text: str, *, hbm_bytes: int | None = None) -> Target:
                 hint=f"{name}:GPUSxNODES says how many each node has",
             )
         gpus, nodes = most, gpus // most
-    return checked(Target(name, gpus, nodes, hbm_bytes))
+    return checked(Target(name, gpus, nodes))
 
 
 def checked(target: Target) -> Target:

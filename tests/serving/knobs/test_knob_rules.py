@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.serving.environment import parse_version
 from pipeline.serving.knobs.table import Fact, table, value_of
 
 BASE: dict[str, Fact] = {
@@ -31,7 +32,7 @@ def launch(version: str, **changes: Any) -> dict[str, str | None]:
     facts = BASE | changes
     found = {}
     for knob in table().values():
-        rule = knob.choose(facts, version)
+        rule = knob.choose(facts, parse_version(version))
         if rule is not None:
             found[knob.name] = value_of(rule, facts)
     return found

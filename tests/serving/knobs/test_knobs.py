@@ -80,14 +80,14 @@ def test_names_and_values_are_those_of_the_source(version: str) -> None:
     found, number, checked = INTERFACES[version], parse_version(version), 0
     for item in table().values():
         kind = "bench" if item.topic == "Benchmarks" else "flags" if item.kind == "flag" else "env"
-        if item.outside or item.kind in ("host", "docker"):
+        if item.vllm is None or item.kind in ("host", "docker"):
             assert item.name not in found["flags"] | found["env"]
             continue
         assert item.known(number) == (item.name in found[kind]), item.name
         choices = found.get(item.name)
         if choices is None or not item.known(number):
             continue
-        rules = [rule for rule in item.rules if within(number, rule.first, rule.end)]
+        rules = [rule for rule in item.rules if within(number, *rule.vllm)]
         values = {rule.value for rule in rules if isinstance(rule.value, str) and "{" not in rule.value}
         assert values <= choices, item.name
         assert version != NEWEST_READ or set(item.sweep) <= choices, item.name
@@ -105,9 +105,8 @@ def test_every_switch_of_aiter_that_suits_more_than_one_model_is_there() -> None
 
 def test_the_versions_are_the_supported_ones() -> None:
     assert (min(INTERFACES, key=parse_version), max(INTERFACES, key=parse_version)) == (OLDEST_READ, NEWEST_READ)
-    bounds = {
-        bound for item in table().values() for rule in (item, *item.rules) for bound in (rule.first, rule.end) if bound
-    }
+    every = [rule.vllm or () for item in table().values() for rule in (item, *item.rules)]
+    bounds = {bound for bounds in every for bound in bounds if bound}
     assert all(within(bound, parse_version(OLDEST_READ), ()) and bound != (0, 19) for bound in bounds)
 
 
