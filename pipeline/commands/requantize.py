@@ -112,7 +112,7 @@ def _explained(one: Due) -> Iterator[str]:
     "only_due",
     default=True,
     show_default=True,
-    help="Only what is due; or all, what was judged before and what failed lately too.",
+    help="Only what is due; or all, what was judged before too.",
 )
 @click.option("--max-hours", type=click.FloatRange(min=0, min_open=True), help="Hours that all may take together.")
 @click.option(

@@ -153,7 +153,7 @@ def _told(error: Exception, timeout_s: float) -> str:
 
 SUFFIX: Final = ".prom"
 _DONE: Final[frozenset[State]] = frozenset({"ran", "current", "held"})
-_STILL_DUE: Final[frozenset[State]] = frozenset({"resting", "elsewhere", "left"})
+_STILL_DUE: Final[frozenset[State]] = frozenset({"elsewhere", "left"})
 
 
 class Metrics:

@@ -60,17 +60,12 @@ def test_what_would_run(stage: Stage, quantmint: Quantmint) -> None:
     stage.recipe("b", priority=3)
     stage.recipe("long")
     stage.remember("long", last_duration_s=7200.0)
-    stage.recipe("tired")
-    stage.remember(
-        "tired", attempts_failed=2, inputs="1", reason="no answer", last_exit=5, not_before="2999-01-01T00:00:00Z"
-    )
     stage.recipe("done")
     (stage.children / "done.done").touch()
     ended = quantmint("requantize", *stage.recipes, "--store", stage.store, "--dry-run", "--max-hours", 1)
     assert ended.code == 0
     rows = [line.split() for line in ended.out.splitlines() if line.strip()[:1].isdigit()]
     assert [row[1] for row in rows] == ["b", "a"]
-    assert "tired: resting: it rests until 2999-01-01" in ended.out
     assert "long: left: it took 2 h 00 min the last time, and 1 h 00 min are left" in ended.out
     assert "done: current: nothing changed" in ended.out
     assert not stage.seen("a")

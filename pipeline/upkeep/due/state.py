@@ -1,7 +1,7 @@
 """What is known of a recipe between rounds: ``store/refresh/NAME.json``.
 
 Written by whoever holds the recipe's lock, read by anybody. It decides nothing about content, which is the store's and
-the releases' matter: losing it loses how long the last attempt took, and when the next may be made.
+the releases' matter: losing it loses how the last attempt ended and how long it took.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ SCHEMA: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeState:
-    """How the last attempt at a recipe ended, and when the next may be made. Times are ISO 8601 in UTC.
+    """How the last attempt at a recipe ended. Times are ISO 8601 in UTC.
 
     ``last_attempt`` is when the last attempt ended; ``last_success`` when one last ended in PASS, with the
     release ``tag``, first seen at ``released``. ``last_exit`` is the code that a round counted, ``last_duration_s``
     the seconds of the last attempt that came to its end. ``attempts_failed`` counts rounds that failed since one did
-    not, ``not_before`` is when the next is made at the soonest, and ``inputs`` the digest of what the recipe was to be
-    made from: where that is another now, there is nothing to wait for. ``file`` is where the recipe stood, an absolute
-    path on the machine that attempted it.
+    not. ``file`` is where the recipe stood, an absolute path on the machine that attempted it.
     """
 
     name: str
@@ -38,10 +36,8 @@ class RecipeState:
     last_exit: int | None = None
     last_duration_s: float | None = None
     attempts_failed: int = 0
-    not_before: str | None = None
     tag: str | None = None
     released: str | None = None
-    inputs: str | None = None
     file: str | None = None
     reason: str = ""
 

@@ -15,7 +15,7 @@ attempt came to another stage. retrying: the attempt ended, and another one foll
 more is done for it now, ``state`` says why. held: as finished, because these very inputs were judged already."""
 
 State = Literal[
-    "ran", "current", "unknown", "damaged", "held", "broken", "failed", "resting", "elsewhere", "left", "interrupted"
+    "ran", "current", "unknown", "damaged", "held", "broken", "failed", "elsewhere", "left", "interrupted"
 ]
 """How a recipe left a round; docs/keeping-fresh.md says what each means."""
 

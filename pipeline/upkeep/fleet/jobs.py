@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -21,7 +20,7 @@ from pipeline.base.machine import Machine
 from pipeline.store.files import DamagedError
 from pipeline.store.locks import Lock
 from pipeline.store.tree import Store
-from pipeline.upkeep.due.state import RecipeState, moment, read_state
+from pipeline.upkeep.due.state import RecipeState, read_state
 from pipeline.upkeep.fleet.attempt import Attempted
 from pipeline.upkeep.fleet.devices import NONE, Devices, devices_of
 from pipeline.upkeep.fleet.events import Ended, State, now_utc
@@ -33,8 +32,6 @@ Look = Callable[[Sequence[str]], "tuple[Due, ...]"]
 """Which of these recipes are due: `pipeline.upkeep.due.due.look` with everything but the recipes given."""
 
 _LONGEST_WAIT_S: Final = 3600.0
-_FIRST_REST_S: Final = 900.0
-_LONGEST_REST_S: Final = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +47,8 @@ class Options:
     """How a fleet works.
 
     Most are the options of `quantmint requantize`. ``max_disk`` is in bytes, ``devices`` are numbers as this process's
-    own variables leave them (None: all that are visible). ``everything`` also runs what is not due, is held or rests;
-    so do ``redo``, stages that run again. ``on`` is what `quantmint submit --ray` takes. ``command`` is the start of a
+    own variables leave them (None: all that are visible). ``everything`` also runs what is not due or is held; so do
+    ``redo``, stages that run again. ``on`` is what `quantmint submit --ray` takes. ``command`` is the start of a
     child's command line, and ``submit_command`` of one with ``on``. ``grace_s`` is the time between SIGTERM and
     SIGKILL, and ``first_wait_s`` the wait before the first repetition, which doubles from then on.
     """
@@ -226,7 +223,7 @@ def unaffordable(one: Waiting, room: Room) -> str | None:
 # How a recipe leaves a round.
 
 
-def not_run(request: Request, due: Due, state: RecipeState, options: Options, devices: Devices) -> Ended | None:
+def not_run(request: Request, due: Due, options: Options, devices: Devices) -> Ended | None:
     """How a recipe leaves the round without an attempt; None where one is to be made."""
     if due.state == "broken":
         return _left(request, due, "broken", 2, due.reason)
@@ -237,11 +234,6 @@ def not_run(request: Request, due: Due, state: RecipeState, options: Options, de
             return replace(_left(request, due, "held", due.verdict.exit_code, due.reason), verdict=due.verdict.value)
         if due.state != "due":
             return _left(request, due, due.state, 0, due.reason)
-        until = resting_until(state, due.inputs, datetime.now(UTC))
-        if until is not None:
-            when = f"{until:%Y-%m-%d %H:%M} UTC"
-            rests = f"it rests until {when}, unless --all: it failed in {state.attempts_failed} round(s): "
-            return _left(request, due, "resting", state.last_exit or 5, rests + state.reason)
     needed, there = devices_needed(due), len(devices.numbers)
     if devices.variable is None or needed <= there:  # what a run lacks on a machine without any, it says itself
         return None
@@ -291,24 +283,17 @@ def state_after(job: Job, ended: Ended) -> RecipeState:
     file = before.file if job.due.loaded is None else str(job.due.loaded.path.absolute())
     common = replace(before, last_attempt=now, reason=ended.reason, file=file)
     if ended.state in {"left", "interrupted"}:
-        return common  # with the inputs that it failed with, if it rests: these here have not failed
-    inputs = job.due.inputs or None
-    common = replace(common, last_exit=ended.exit_code, last_verdict=ended.verdict, inputs=inputs)
+        return common
+    common = replace(common, last_exit=ended.exit_code, last_verdict=ended.verdict)
     if ended.state == "failed":
-        rounds = before.attempts_failed + 1
-        # Code 2: nothing was started, so that trying again costs nothing. What a network did has to pass first.
-        tried_soon = ended.exit_code == 2 and not (job.last is not None and job.last.transient)
-        return replace(common, attempts_failed=rounds, not_before=None if tried_soon else rests_until(rounds))
+        return replace(common, attempts_failed=before.attempts_failed + 1)
     took = job.last.seconds if job.last is not None else 0.0
-    common = replace(common, last_duration_s=round(took, 1), attempts_failed=0, not_before=None)
+    common = replace(common, last_duration_s=round(took, 1), attempts_failed=0)
     if ended.verdict == "PASS":
         common = replace(common, last_success=now)
     if ended.tag is not None and ended.tag != before.tag:
         common = replace(common, tag=ended.tag, released=now)
     return common
-
-
-# When it is tried again: in a round after a fault that passes, in the next ones after any.
 
 
 def again_in_s(ended: Attempted, *, failed: int, retries: int, first: float) -> float | None:
@@ -319,23 +304,7 @@ def again_in_s(ended: Attempted, *, failed: int, retries: int, first: float) -> 
     """
     if not ended.transient or failed > retries:
         return None
-    return _doubled(failed, first, _LONGEST_WAIT_S) + random.uniform(0, first / 10)  # noqa: S311
-
-
-def rests_until(rounds: int, now: datetime | None = None) -> str:
-    """When a recipe that failed in ``rounds`` rounds is tried, ISO 8601 in UTC: after 15 min, doubled, up to a day."""
-    rest = timedelta(seconds=_doubled(rounds, _FIRST_REST_S, _LONGEST_REST_S))
-    return ((now or datetime.now(UTC)) + rest).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def resting_until(state: RecipeState, inputs: str, now: datetime) -> datetime | None:
-    """Until when a recipe that failed is left alone; None where it may be tried, as when its inputs are others now."""
-    until = moment(state.not_before)
-    return None if until is None or until <= now or (inputs and state.inputs != inputs) else until
-
-
-def _doubled(number: int, first: float, longest: float) -> float:
-    return min(first * 2.0 ** min(number - 1, 60), longest)
+    return min(first * 2.0 ** min(failed - 1, 60), _LONGEST_WAIT_S) + random.uniform(0, first / 10)  # noqa: S311
 
 
 # What a round would do; nothing is locked or run.
@@ -353,7 +322,7 @@ def foresee(
         broken = due.state == "broken"  # then what was given need not be a name
         state = RecipeState(name=due.name) if broken else read_state(options.store, due.name, warn=warn)
         job = Job(Request(recipe), due, state, ready=0.0)
-        ended = not_run(job.request, due, state, options, devices)
+        ended = not_run(job.request, due, options, devices)
         reason = unaffordable(job.waiting(devices), room)
         if ended is None and reason is not None:
             ended = unrun(job, "left", 0, reason)

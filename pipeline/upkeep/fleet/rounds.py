@@ -165,7 +165,7 @@ class Fleet:
                 self._warn(f"{request.recipe}: {due.name} is queued or runs already")
                 continue
             state = RecipeState(name=due.name) if due.state == "broken" else self._state_of(due.name)
-            ended = jobs.not_run(request, due, state, self._options, self._devices)
+            ended = jobs.not_run(request, due, self._options, self._devices)
             if ended is not None:
                 self._end(ended)
                 continue
@@ -180,7 +180,7 @@ class Fleet:
             self._close_job(job, jobs.unrun(job, "failed", 5, error))
             return
         job.due, job.state = found[0], self._state_of(job.name)
-        ended = jobs.not_run(job.request, job.due, job.state, self._options, self._devices)
+        ended = jobs.not_run(job.request, job.due, self._options, self._devices)
         if ended is None and job.why is not None:
             ended = jobs.unrun(job, "left", 0, "the round's time is used up")
         if ended is not None:

@@ -22,10 +22,8 @@ STATES = st.builds(
     last_exit=st.none() | st.integers(0, 5),
     last_duration_s=st.none() | st.floats(0, 1e6),
     attempts_failed=st.integers(0, 99),
-    not_before=TIMES,
     tag=st.none() | st.text(max_size=20),
     released=TIMES,
-    inputs=st.none() | st.text("0123456789abcdef", max_size=64),
     reason=st.text(st.characters(exclude_categories=("Cs",)), max_size=50),
 )
 
