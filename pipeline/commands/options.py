@@ -24,18 +24,6 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 MODEL_FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
-def _numbers(context: click.Context, parameter: click.Parameter, given: str) -> tuple[int, ...] | None:
-    if given == "auto":
-        return None
-    try:
-        numbers = tuple(int(part) for part in given.split(","))
-    except ValueError:
-        numbers = (-1,)
-    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
-        raise click.BadParameter(f"found {given!r}, expected numbers such as 0,1,2,3, each once, or auto")
-    return numbers
-
-
 def _together(*options: Callable[[F], F]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         for option in reversed(options):
@@ -79,20 +67,12 @@ jobs_option = click.option(
     help="Run each recipe as a job of a Ray cluster whose nodes see these files, on a node with GPUs free for it: "
     "ray is $RAY_ADDRESS or this machine's, else its dashboard.",
 )
-"""``--on``: where a fleet's recipes run, as a person names it; `jobs_address` makes an address of it."""
+"""``--on``: where a fleet's recipes run, as a person names it."""
 fleet_options = _together(
     click.option(
         "--jobs",
         type=click.IntRange(min=1),
         help="Recipes at a time (default: one for each device, one without any; --on: all).",
-    ),
-    click.option(
-        "--devices",
-        callback=_numbers,
-        default="auto",
-        show_default=True,
-        metavar="0,1,…|auto",
-        help="GPUs that recipes share out among them.",
     ),
     jobs_option,
     click.option(
@@ -148,17 +128,6 @@ def pod_of(given: Mapping[str, Any], **more: Any) -> Pod:
         given=None if given["pod_template"] is None else read_template(given["pod_template"]),
         **more,
     )
-
-
-def jobs_address(on: str | None, devices: tuple[int, ...] | None) -> str | None:
-    """The address of the Ray dashboard that ``--on`` names, or None; refuses ``--devices`` beside it."""
-    from pipeline.clusters.ray.nodes import jobs_address_of
-
-    if on is None:
-        return None
-    if devices is not None:
-        raise click.UsageError("expected --devices, which are this machine's, or --on, not both")
-    return jobs_address_of(on)
 
 
 def refuse_foreign(context: click.Context, chosen: str, belongs: Mapping[str, Sequence[str]]) -> None:

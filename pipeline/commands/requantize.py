@@ -16,7 +16,6 @@ from pipeline.commands.options import (
     device_option,
     emit,
     fleet_options,
-    jobs_address,
     json_option,
     store_option,
     vllm_option,
@@ -121,16 +120,12 @@ def _explained(one: Due) -> Iterator[str]:
     metavar="GB",
     help="By how much the store may grow before nothing more is begun.",
 )
-@click.option(
-    "--redo", metavar="STAGE", multiple=True, help="Make this stage again, of recipes that are not due too (as --all)."
-)
 @click.option("--wait/--no-wait", default=True, help="Wait for a recipe that another process works on, or leave it.")
 @click.option("--dry-run", is_flag=True, help="Only say what would run, in which order, and why.")
 @fleet_options
 def requantize(
     recipes: tuple[str, ...],
     only_due: bool,
-    devices: tuple[int, ...] | None,
     on: str | None,
     max_disk: float | None,
     dry_run: bool,
@@ -145,14 +140,14 @@ def requantize(
     does not hold up the others; faults of networks and servers are tried again. Stopped at any moment, the same command
     goes on. Ends with the worst of the recipes' exit codes: 5, 2, 4, 1, 3, 0.
     """
+    from pipeline.clusters.ray.nodes import jobs_address_of
 
     named = tuple(dict.fromkeys(recipes)) or all_recipes()
     options = Options(
         store=store_path,
-        devices=devices,
         max_disk=None if max_disk is None else int(max_disk * 1e9),
         everything=not only_due,
-        on=jobs_address(on, devices),
+        on=jobs_address_of(on),
         **given,
     )
     if dry_run:

@@ -16,7 +16,6 @@ from pipeline.commands.options import (
     FOLDER,
     emit,
     fleet_options,
-    jobs_address,
     jobs_option,
     json_option,
     pod_of,
@@ -108,7 +107,6 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> None:
 @fleet_options
 def run(
     recipes: tuple[str, ...],
-    devices: tuple[int, ...] | None,
     on: str | None,
     metrics_file: Path | None,
     store_path: Path,
@@ -122,11 +120,12 @@ def run(
     run on one store. --json prints a JSON object a line. QUANTMINT_WEBHOOK names an address that is told how it goes;
     docs/notices.md says what it is sent.
     """
+    from pipeline.clusters.ray.nodes import jobs_address_of
     from pipeline.upkeep.fleet.jobs import Options
     from pipeline.upkeep.notices import outlets
     from pipeline.upkeep.schedule.resident import Resident
 
-    options = Options(store=store_path, devices=devices, on=jobs_address(on, devices), **given)
+    options = Options(store=store_path, on=jobs_address_of(on), **given)
     log = Log(as_json)
     with outlets(store_path, warn=log.warn, metrics_file=metrics_file) as told:
 
@@ -249,10 +248,9 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
     for name in ("directory", "store", "environment_file"):
         if form in _HERE and given[name] and not Path(given[name]).is_absolute():
             raise UserError(f"{flags[name]}: found {given[name]!r}, expected an absolute path")
-    if given["on"] is not None:
-        jobs_address_of(given["on"])  # a fault is told now, not at night
-        if form == "kubernetes" and given["on"] == "ray" and "RAY_ADDRESS" not in variables:
-            raise UserError("--on: found ray, and a pod is no node of a Ray cluster", hint="--on http://HEAD:8265")
+    jobs_address_of(given["on"])  # a fault is told now, not at night
+    if form == "kubernetes" and given["on"] == "ray" and "RAY_ADDRESS" not in variables:
+        raise UserError("--on: found ray, and a pod is no node of a Ray cluster", hint="--on http://HEAD:8265")
     here = program_here(None) if form in _HERE else ("quantmint",)
     return Export(
         program=tuple(shlex.split(given["program"])) if given["program"] else here,

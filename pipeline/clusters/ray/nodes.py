@@ -53,11 +53,11 @@ def address_of(on: str, environment: Mapping[str, str]) -> str:
     return f"ray://{found[1]}:{found[2] or CLIENT_PORT}"
 
 
-def jobs_address_of(on: str) -> str:
+def jobs_address_of(on: str | None) -> str | None:
     """What `quantmint submit --ray` takes: ``ray`` is the same cluster as for `address_of`, which Ray's client of jobs
-    finds by itself; else its dashboard, ``http://HEAD:8265``. Raises `UserError` for anything else.
+    finds by itself; else its dashboard, ``http://HEAD:8265``, or nothing. Raises `UserError` for anything else.
     """
-    if on != "ray" and _DASHBOARD.fullmatch(on) is None:
+    if on not in (None, "ray") and _DASHBOARD.fullmatch(str(on)) is None:
         raise UserError(
             f"--on: found {on!r}, expected ray ({VARIABLE}'s cluster or this machine's) or http://HEAD:8265"
         )

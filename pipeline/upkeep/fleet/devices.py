@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pipeline.base.errors import UserError
 from pipeline.base.machine import Machine
 from pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, chosen, visible_amd, visible_cuda
 from pipeline.store.locks import HEARTBEAT_S, Lock, is_held
@@ -18,11 +16,10 @@ from pipeline.upkeep.due.state import folder_of
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """``number`` is the machine's, ``value`` what a child's variable calls it, ``uuid`` no other's (None: unknown)."""
+    """``number`` is the machine's, ``value`` what a child's variable calls it."""
 
     number: int
     value: str
-    uuid: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +33,6 @@ class Devices:
     def numbers(self) -> tuple[int, ...]:
         """The machine's numbers."""
         return tuple(device.number for device in self.devices)
-
-    @property
-    def uuids(self) -> Mapping[int, str]:
-        """UUIDs by the machine's numbers, of devices that have one."""
-        return {device.number: device.uuid for device in self.devices if device.uuid is not None}
 
     def environment(self, ours: Mapping[str, str], taken: Iterable[int]) -> dict[str, str]:
         """The variables of a child with these devices; without any, it sees none.
@@ -60,8 +52,8 @@ NONE: Final = Devices(None, ())
 """What a fleet has that runs its recipes elsewhere."""
 
 
-def devices_of(machine: Machine, wanted: tuple[int, ...] | None) -> Devices:
-    """The devices that a machine's variables leave, of them those ``wanted`` by place; `UserError` for none there."""
+def devices_of(machine: Machine) -> Devices:
+    """The devices that a machine's variables leave."""
     environ = machine.environ
     uuids = [gpu.uuid for gpu in amd_gpus(machine)]
     if uuids:
@@ -77,33 +69,25 @@ def devices_of(machine: Machine, wanted: tuple[int, ...] | None) -> Devices:
         before = environ.get(CUDA)
         places = len(uuids)
     values = list(map(str, range(places))) if before is None else [entry.strip() for entry in before.split(",")]
-    own = {number: uuid for number, uuid in enumerate(uuids) if uuids.count(uuid) == 1 and uuid.strip("GPU-0")}
-    found = tuple(Device(number, value, own.get(number)) for number, value in zip(visible, values, strict=False))
-    for place in wanted or ():
-        if place >= len(found):
-            raise UserError(
-                f"--devices: found {place}, expected numbers below {len(found)}: "
-                f"{'no accelerator is' if not found else f'{len(found)} are'} visible here"
-            )
-    return Devices(variable, found if wanted is None else tuple(found[place] for place in sorted(set(wanted))))
+    return Devices(variable, tuple(map(Device, visible, values)))
 
 
-def free_of(root: Path, numbers: Iterable[int], uuids: Mapping[int, str]) -> tuple[int, ...]:
-    """Those of these devices whose lock nobody seems to have; nothing is touched. ``uuids`` are `Devices.uuids`.
+def free_of(root: Path, numbers: Iterable[int]) -> tuple[int, ...]:
+    """Those of these devices whose lock nobody seems to have; nothing is touched.
 
     Where the store cannot be read for a moment, none is: what runs goes on, and what waits does so a little longer.
     """
     try:
-        return tuple(number for number in numbers if not is_held(_lock_path(root, number, uuids)))
+        return tuple(number for number in numbers if not is_held(_lock_path(root, number)))
     except OSError:
         return ()
 
 
-def take(root: Path, numbers: Iterable[int], uuids: Mapping[int, str]) -> tuple[Lock, ...] | None:
+def take(root: Path, numbers: Iterable[int]) -> tuple[Lock, ...] | None:
     """The locks of these devices in the order of their names; None, and none, where one is taken. `StoreError`."""
     held: list[Lock] = []
     try:
-        for path in sorted(_lock_path(root, number, uuids) for number in numbers):
+        for path in sorted(_lock_path(root, number) for number in numbers):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = Lock(path)
             if not try_lock(lock):
@@ -130,7 +114,5 @@ def try_lock(lock: Lock) -> bool:
     return lock.acquire(timeout=0) or (not is_held(lock.path) and lock.acquire(timeout=HEARTBEAT_S + 1))
 
 
-def _lock_path(root: Path, number: int, uuids: Mapping[int, str]) -> Path:
-    """By its UUID: containers on one machine have other host names, and count from 0 what each was given of it."""
-    name = uuids.get(number) or f"{socket.gethostname() or 'host'}-{number}"
-    return folder_of(root) / "devices" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.lock"
+def _lock_path(root: Path, number: int) -> Path:
+    return folder_of(root) / "devices" / f"{socket.gethostname()}-{number}.lock"

@@ -14,9 +14,7 @@ Kind = Literal["queued", "waiting", "started", "stage", "retrying", "finished", 
 attempt came to another stage. retrying: the attempt ended, and another one follows after ``wait_s``. finished: nothing
 more is done for it now, ``state`` says why. held: as finished, because these very inputs were judged already."""
 
-State = Literal[
-    "ran", "current", "unknown", "damaged", "held", "broken", "failed", "elsewhere", "left", "interrupted"
-]
+State = Literal["ran", "current", "unknown", "damaged", "held", "broken", "failed", "elsewhere", "left", "interrupted"]
 """How a recipe left a round; docs/keeping-fresh.md says what each means."""
 
 SCHEMA: Final = 1

@@ -46,22 +46,19 @@ class Request:
 class Options:
     """How a fleet works.
 
-    Most are the options of `quantmint requantize`. ``max_disk`` is in bytes, ``devices`` are numbers as this process's
-    own variables leave them (None: all that are visible). ``everything`` also runs what is not due or is held; so do
-    ``redo``, stages that run again. ``on`` is what `quantmint submit --ray` takes. ``command`` is the start of a
-    child's command line, and ``submit_command`` of one with ``on``. ``grace_s`` is the time between SIGTERM and
+    Most are the options of `quantmint requantize`. ``max_disk`` is in bytes. ``everything`` also runs what is not due
+    or is held. ``on`` is what `quantmint submit --ray` takes. ``command`` is the start of a child's command line, and
+    ``submit_command`` of one with ``on``. ``grace_s`` is the time between SIGTERM and
     SIGKILL, and ``first_wait_s`` the wait before the first repetition, which doubles from then on.
     """
 
     store: Path
     jobs: int | None = None
-    devices: tuple[int, ...] | None = None
     retries: int = 3
     max_hours: float | None = None
     max_disk: int | None = None
     everything: bool = False
     on: str | None = None
-    redo: tuple[str, ...] = ()
     wait: bool = True
     vllm: str | None = None
     remote: str | None = None
@@ -82,11 +79,10 @@ class Options:
 
     def command_line(self, recipe: str) -> list[str]:
         """A child's command line."""
-        again = [word for stage in self.redo for word in ("--redo", stage)]
         vllm = [] if self.vllm is None else ["--vllm", self.vllm]
         remote = [] if self.remote is None else ["--remote-store", self.remote]
         told = ["--json", "--store", str(self.store)]
-        what = ["--device", self.device, *vllm, *remote, *again]
+        what = ["--device", self.device, *vllm, *remote]
         if self.on is None:
             return [*self.command, recipe, *told, *what]
         return [*self.submit_command, recipe, "--ray", self.on, "--attached", *told, "--", *what]
@@ -102,6 +98,7 @@ class Options:
 class Job:
     """A due recipe. ``ready`` is when it may begin, in seconds of the fleet's monotonic clock.
 
+    ``needs`` is how many devices it takes: none are asked for on a machine without any, where a run says so itself.
     ``failed`` counts attempts that ended by a fault that passes. ``lock`` is the recipe's while it is ours, ``held``
     those of its ``devices`` while it runs. ``thread`` has its child, and ``stop`` ends that, for the reason ``why``.
     """
@@ -109,7 +106,8 @@ class Job:
     request: Request
     due: Due
     state: RecipeState
-    ready: float
+    ready: float = 0.0
+    needs: int = 0
     elsewhere: bool = False
     attempts: int = 0
     failed: int = 0
@@ -138,15 +136,10 @@ class Job:
         hours = None if self.due.loaded is None else self.due.loaded.recipe.refresh.max_hours
         return None if hours is None else hours * 3600
 
-    def waiting(self, devices: Devices) -> Waiting:
-        """The job as the queue's arithmetic sees it; without any devices on this machine none are asked for."""
-        return Waiting(
-            self.name,
-            priority=self.priority,
-            devices=0 if devices.variable is None else devices_needed(self.due),
-            ready=self.ready,
-            expected_s=self.state.last_duration_s or 0.0,
-        )
+    @property
+    def expected_s(self) -> float:
+        """How long it took the last time; 0 where nobody knows."""
+        return self.state.last_duration_s or 0.0
 
 
 def devices_needed(due: Due) -> int:
@@ -161,20 +154,6 @@ def devices_needed(due: Due) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """A recipe in the queue, which takes so many ``devices``.
-
-    ``ready`` is the soonest that it may begin (monotonic seconds), ``expected_s`` how long it took (0: unknown).
-    """
-
-    name: str
-    priority: int = 0
-    devices: int = 0
-    ready: float = 0.0
-    expected_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Room:
     """What there is for another recipe: ``slots`` of it, ``free`` devices by number, what is left (None: no limit)."""
 
@@ -185,26 +164,26 @@ class Room:
     left_bytes: int | None = None
 
 
-def ordered(waiting: Iterable[Waiting]) -> list[Waiting]:
+def ordered(waiting: Iterable[Job]) -> list[Job]:
     """The queue, the next one first."""
     return sorted(waiting, key=lambda one: (-one.priority, one.name))
 
 
-def next_begin(waiting: Iterable[Waiting], room: Room) -> tuple[str, tuple[int, ...]] | None:
-    """The name of the recipe that begins now, and the numbers of its devices; None where none may."""
+def next_begin(waiting: Iterable[Job], room: Room) -> tuple[Job, tuple[int, ...]] | None:
+    """The recipe that begins now, and the numbers of its devices; None where none may."""
     if room.slots < 1:
         return None
     free = sorted(room.free)
     for one in ordered(waiting):
         if one.ready > room.now or unaffordable(one, room) is not None:
             continue
-        if one.devices <= len(free):
-            return one.name, tuple(free[: one.devices])
+        if one.needs <= len(free):
+            return one, tuple(free[: one.needs])
         free = []  # kept for this one
     return None
 
 
-def unaffordable(one: Waiting, room: Room) -> str | None:
+def unaffordable(one: Job, room: Room) -> str | None:
     """Why a recipe is not begun any more in this round, now or later; None where it may be."""
     if room.left_bytes is not None and room.left_bytes <= 0:
         return "the round's disk is used up"
@@ -227,7 +206,7 @@ def not_run(request: Request, due: Due, options: Options, devices: Devices) -> E
     """How a recipe leaves the round without an attempt; None where one is to be made."""
     if due.state == "broken":
         return _left(request, due, "broken", 2, due.reason)
-    if not (options.everything or options.redo):
+    if not options.everything:
         if due.state == "damaged":
             return _left(request, due, "damaged", DamagedError.exit_code, due.reason)
         if due.state == "held" and due.verdict is not None:
@@ -235,9 +214,17 @@ def not_run(request: Request, due: Due, options: Options, devices: Devices) -> E
         if due.state != "due":
             return _left(request, due, due.state, 0, due.reason)
     needed, there = devices_needed(due), len(devices.numbers)
-    if devices.variable is None or needed <= there:  # what a run lacks on a machine without any, it says itself
+    if devices.variable is None or needed <= there:
         return None
     return _left(request, due, "failed", 2, f"its target has {needed} devices, and this fleet has {there}")
+
+
+def queued(request: Request, due: Due, options: Options, devices: Devices, warn: Callable[[str], None]) -> Job | Ended:
+    """A recipe that was looked at: a job for the queue, or how it leaves the round without an attempt."""
+    if (ended := not_run(request, due, options, devices)) is not None:
+        return ended
+    needs = 0 if devices.variable is None else devices_needed(due)
+    return Job(request, due, read_state(options.store, due.name, warn=warn), needs=needs)
 
 
 def unrun(job: Job, state: State, code: int, reason: str) -> Ended:
@@ -314,21 +301,16 @@ def foresee(
     recipes: Sequence[str], options: Options, warn: Callable[[str], None]
 ) -> tuple[tuple[Job, ...], tuple[Ended, ...]]:
     """What would run, in its order, and how the others would leave without an attempt."""
-    devices = NONE if options.on is not None else devices_of(Machine(), options.devices)
+    devices = NONE if options.on is not None else devices_of(Machine())
     room = Room(0.0, 1, left_s=options.max_s, left_bytes=options.max_disk)
     left: list[Ended] = []
     jobs: dict[str, Job] = {}
     for recipe, due in zip(recipes, options.look()(recipes), strict=True):
-        broken = due.state == "broken"  # then what was given need not be a name
-        state = RecipeState(name=due.name) if broken else read_state(options.store, due.name, warn=warn)
-        job = Job(Request(recipe), due, state, ready=0.0)
-        ended = not_run(job.request, due, options, devices)
-        reason = unaffordable(job.waiting(devices), room)
-        if ended is None and reason is not None:
-            ended = unrun(job, "left", 0, reason)
-        if ended is None:
-            jobs.setdefault(due.name, job)
+        found = queued(Request(recipe), due, options, devices, warn)
+        if isinstance(found, Job) and (reason := unaffordable(found, room)) is not None:
+            found = unrun(found, "left", 0, reason)
+        if isinstance(found, Job):
+            jobs.setdefault(found.name, found)
         else:
-            left.append(ended)
-    queue = ordered(job.waiting(devices) for job in jobs.values())
-    return tuple(jobs[one.name] for one in queue), tuple(left)
+            left.append(found)
+    return tuple(ordered(jobs.values())), tuple(left)

@@ -32,7 +32,7 @@ from pipeline.base.errors import QuantmintError, redact
 from pipeline.base.machine import Machine
 from pipeline.store.disk import disk_errors
 from pipeline.store.locks import Lock
-from pipeline.upkeep.due.state import RecipeState, folder_of, read_state, write_state
+from pipeline.upkeep.due.state import folder_of, read_state, write_state
 from pipeline.upkeep.fleet import jobs
 from pipeline.upkeep.fleet.attempt import Attempted, attempt, new_log, quotable
 from pipeline.upkeep.fleet.devices import NONE, devices_of, free_of, give_back, take, try_lock
@@ -51,7 +51,7 @@ class Fleet:
     """The engine. ``add``, ``close`` and ``stop`` are for any thread, and ``stop`` for signal handlers too.
 
     ``on_event`` is called in the thread of ``run``, ``warn`` hears what went wrong and stopped nothing, ``look`` is
-    `pipeline.upkeep.due.due.look` where nothing else is given. Raises `UserError` for devices that are not there.
+    `pipeline.upkeep.due.due.look` where nothing else is given.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Fleet:
         self._tell_warning = warn
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._one_look = threading.Lock()  # what two looks at once would ask the Hub for is mostly the same
-        self._devices = NONE if options.on is not None else devices_of(Machine(), options.devices)
+        self._devices = NONE if options.on is not None else devices_of(Machine())
         self._slots = options.slots(len(self._devices.numbers))
         self._looking: list[Request] = []
         self._waiting: dict[str, Job] = {}
@@ -164,12 +164,11 @@ class Fleet:
             if due.name in self._waiting or due.name in self._running:
                 self._warn(f"{request.recipe}: {due.name} is queued or runs already")
                 continue
-            state = RecipeState(name=due.name) if due.state == "broken" else self._state_of(due.name)
-            ended = jobs.not_run(request, due, self._options, self._devices)
-            if ended is not None:
-                self._end(ended)
+            job = jobs.queued(request, due, self._options, self._devices, self._warn)
+            if isinstance(job, Ended):
+                self._end(job)
                 continue
-            job = self._waiting[due.name] = Job(request, due, state, ready=time.monotonic())
+            self._waiting[due.name] = job
             self._tell("queued", job)
 
     def _confirm(self, job: Job, found: tuple[Due, ...] | None, error: str) -> None:
@@ -179,7 +178,7 @@ class Fleet:
         if found is None:
             self._close_job(job, jobs.unrun(job, "failed", 5, error))
             return
-        job.due, job.state = found[0], self._state_of(job.name)
+        job.due, job.state = found[0], read_state(self._options.store, job.name, warn=self._warn)
         ended = jobs.not_run(job.request, job.due, self._options, self._devices)
         if ended is None and job.why is not None:
             ended = jobs.unrun(job, "left", 0, "the round's time is used up")
@@ -222,7 +221,7 @@ class Fleet:
         options = self._options
         pause = jobs.again_in_s(attempted, failed=job.failed, retries=options.retries, first=options.first_wait_s)
         job.ready = time.monotonic() + (pause or 0.0)
-        spent = jobs.unaffordable(job.waiting(self._devices), self._room()) is not None
+        spent = jobs.unaffordable(job, self._room()) is not None
         if pause is None or job.why is not None or spent:
             self._close_job(job, jobs.ran(job, attempted, self._stopped_by), keep=True)
             return
@@ -260,16 +259,16 @@ class Fleet:
     def _begin_next(self) -> bool:
         room = self._room()
         for job in list(self._waiting.values()):
-            reason = jobs.unaffordable(job.waiting(self._devices), room)
+            reason = jobs.unaffordable(job, room)
             if reason is not None and job.last is None:
                 self._close_job(job, jobs.unrun(job, "left", 0, reason))
             elif reason is not None and job.last is not None:
                 self._close_job(job, jobs.ran(job, job.last, None), keep=True)
-        begin = jobs.next_begin([job.waiting(self._devices) for job in self._waiting.values()], room)
+        begin = jobs.next_begin(self._waiting.values(), room)
         if begin is None:
             return False
-        name, devices = begin
-        job = self._waiting.pop(name)
+        job, devices = begin
+        del self._waiting[job.name]
         try:
             self._begin(job, devices)
         except QuantmintError as error:
@@ -287,7 +286,7 @@ class Fleet:
                     self._elsewhere(job, now)
                     return
                 job.lock = lock
-            held = take(root, devices, self._devices.uuids)
+            held = take(root, devices)
         if held is None:  # another fleet was quicker since we looked
             if not job.attempts:
                 self._free(job)
@@ -381,7 +380,7 @@ class Fleet:
         slots = self._slots - len(self._running)
         taken = {number for job in self._running.values() for number in job.devices}
         ours = [number for number in self._devices.numbers if number not in taken]
-        free = free_of(self._options.store, ours, self._devices.uuids) if slots > 0 else ()
+        free = free_of(self._options.store, ours) if slots > 0 else ()
         limit = self._options.max_disk
         bytes_left = None if limit is None else limit - (self._grown or 0)
         return Room(time.monotonic(), slots, free, self._left_s(), bytes_left)
@@ -395,9 +394,6 @@ class Fleet:
         if left is not None and (self._waiting or self._running):
             moments.append(max(left, 0.0) or _ASK_AGAIN_S)
         return min(moments, default=None)
-
-    def _state_of(self, name: str) -> RecipeState:
-        return read_state(self._options.store, name, warn=self._warn)
 
 
 def bytes_below(folder: Path) -> int:

@@ -28,11 +28,9 @@ def test_all_at_once_and_no_device_of_ours(stage: Stage, monkeypatch: pytest.Mon
 
 
 def test_the_command_of_a_child(stage: Stage) -> None:
-    options = stage.options(
-        on="auto", submit_command=("quantmint", "submit"), remote="s3://b/c", device="cpu", redo=("gate",)
-    )
+    options = stage.options(on="auto", submit_command=("quantmint", "submit"), remote="s3://b/c", device="cpu")
     words = options.command_line("a")
-    own = ["--device", "cpu", "--remote-store", "s3://b/c", "--redo", "gate"]
+    own = ["--device", "cpu", "--remote-store", "s3://b/c"]
     told = ["--ray", "auto", "--attached", "--json", "--store", str(stage.store)]
     assert words == ["quantmint", "submit", "a", *told, "--", *own]
     assert (options.slots(0), stage.options(on="auto", jobs=2).slots(0)) == (sys.maxsize, 2)

@@ -225,7 +225,7 @@ def test_two_fleets_and_one_device(stage: Stage, devices: Callable[[int], None])
 def test_a_device_that_another_fleet_has_is_left_to_it(stage: Stage, devices: Callable[[int], None]) -> None:
     devices(2)
     stage.recipe("a", gpus=1)
-    held = take(stage.store, (0,), {})
+    held = take(stage.store, (0,))
     assert held is not None
     assert by_name(stage.run())["a"].verdict == "PASS"
     assert stage.seen("a")[0]["devices"] == ["1", None]
