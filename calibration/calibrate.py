@@ -12,26 +12,26 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
 from calibration.calls import layer_names
 from calibration.hooks import sentences
-from calibration.layers import Found, run_layers
+from calibration.layers import Found, digest_of, on_each, run_layers
 from calibration.lazy import torch
 from calibration.measurement import Measurement, merged
 from calibration.observers import Observation
 from calibration.ranges import Ranges, ranges_of, require_sound, run_resident
 from calibration.replica import Replica, experts_on_disk, replica, sources
 from calibration.room import Decision, Mode, activations_for, decide, free_bytes, measuring, need_of
-from calibration.shares import Order, Places, is_finished, joined, prepared
+from calibration.shares import Order, Places, is_finished, joined, keep, prepared, recall
 
-COMMIT_SECONDS = 60.0
-"""Work in layer mode after which it is made resumable."""
+COMMIT_SECONDS, RESIDENT_SECONDS = 60.0, 5.0
+"""Work after which it is made resumable, in layer mode, whose hidden states are large, and in resident mode."""
 
 
 class Watcher(Protocol):
@@ -73,7 +73,7 @@ def calibrate(
 
     How batches are composed decides the last bit. Each of the ``devices`` has a copy of the model, or of its layer, and
     the copies share the batches; with ``elsewhere``, other machines, they only say what is computed on. ``work`` is a
-    folder for what an interrupted run, in layer mode or in shares, is gone on with; it is removed at the end. The mode
+    folder for what an interrupted run is gone on with; it is removed at the end. The mode
     "auto" takes what needs less memory (`calibration.room.decide`). ``activation_bytes`` of the host's memory are for
     hidden states in layer mode, the rest of which is spilled to ``work``; None takes a quarter of what is free.
 
@@ -99,7 +99,7 @@ def calibrate(
             found = _by_shares(elsewhere, order, batches, watcher)
             require_sound(replicas[0], found.magnitudes)
         elif decision.mode == "resident":
-            found = _resident(replicas, batches, observation, watcher)
+            found = _resident(replicas, batches, observation, work, watcher)
         else:
             activations = activations_for(replicas, need, activation_bytes, work)
             layers = len(layer_names(replicas[0].model, replicas[0].attention.values()))
@@ -120,20 +120,31 @@ def calibrate(
 
 
 def _resident(
-    replicas: Sequence[Replica], batches: Sequence[torch.Tensor], observation: Observation, watcher: Watcher
+    replicas: Sequence[Replica], batches: Sequence[torch.Tensor], observation: Observation, work: Path, watcher: Watcher
 ) -> Found:
-    def run(turn: int, advance: Callable[[int], None]) -> Measurement:
-        replicas[turn].weights.load(replicas[turn].body)
-        measurement = Measurement(observation)
-        run_resident(replicas[turn], batches[turn :: len(replicas)], measurement, advance)
+    def run(turn: int) -> Measurement:
+        one, mine = replicas[turn], batches[turn :: len(replicas)]
+        kept = work / "resident" / f"{digest_of([asdict(observation), sorted(one.owned.items())], mine)}.safetensors"
+        measurement = recall(kept, observation) if kept.is_file() else Measurement(observation)
+        committed, took = time.monotonic(), 0.0
+
+        def seen(samples: int) -> None:
+            nonlocal committed, took
+            told(samples)
+            began = time.monotonic()
+            if began - committed >= (RESIDENT_SECONDS and max(RESIDENT_SECONDS, 9 * took)):
+                keep(measurement, kept)
+                committed = time.monotonic()
+                took = committed - began
+
+        told(sum(batch.shape[0] for batch in mine[: measurement.batches]))
+        one.weights.load(one.body)
+        run_resident(one, mine[measurement.batches :], measurement, seen)
         return measurement
 
-    with (
-        watcher.bar(sum(batch.shape[0] for batch in batches), "samples") as advance,
-        ThreadPoolExecutor(len(replicas)) as pool,
-    ):
+    with watcher.bar(sum(batch.shape[0] for batch in batches), "samples") as advance:
         told = _one_at_a_time(advance)
-        whole = merged(list(pool.map(lambda turn: run(turn, told), range(len(replicas)))))
+        whole = merged(on_each(range(len(replicas)), run))
     found = Found()
     require_sound(replicas[0], found.add(whole))
     return found

@@ -84,7 +84,7 @@ def run_layers(
 
     def work(number: int) -> None:
         given: dict[str, Any] = {"observation": observation, "activations": activations, "advance": advance}
-        measured = merged(_all(parts, lambda part: part.run(number, **given)))
+        measured = merged(on_each(parts, lambda part: part.run(number, **given)))
         if kept is None:
             require_sound(replicas[0], found.add(measured), f"{layers[number]}.")
         else:
@@ -115,7 +115,7 @@ def walk(
         activations.start()
     committed, took = time.monotonic(), 0.0
     try:
-        _all(parts, lambda part: part.record(batches, activations, keep=not start))
+        on_each(parts, lambda part: part.record(batches, activations, keep=not start))
         if not start:
             activations.advance()  # what the embedding part made enters the first layer
         advance(start * sum(batch.shape[0] for batch in batches))
@@ -168,7 +168,7 @@ class Part:
                 hidden = activations.get(number, replica.device)
                 cache = recording_cache(measurement, replica.attention)
                 activations.put(number, self.calls[number][layer].run(module, hidden, cache))
-                measurement.forget_last()
+                measurement.end_batch()
                 advance(hidden.shape[0])
         replica.weights.free(held(replica.model, name))
         return measurement
@@ -187,10 +187,11 @@ class Part:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
 
-def _all(parts: Sequence[Part], work: Callable[[Part], Any]) -> list[Any]:
+def on_each(parts: Sequence[Any], work: Callable[[Any], Any]) -> list[Any]:
+    """What work with each part gives, all at once."""
     if len(parts) == 1:  # in this thread, whose memory the C library gives back
         return [work(parts[0])]
-    # All are waited for, so that none still works when the first fault is reported.
+    # All are waited for, so that none still works when the first fault is reported; Ctrl-C waits for none.
     with ThreadPoolExecutor(len(parts)) as pool:
         running = [pool.submit(work, part) for part in parts]
     faults = [fault for one in running if (fault := one.exception()) is not None]

@@ -22,7 +22,8 @@ class Measurement:
     """Summaries by kind and name, and how many tokens each expert got.
 
     An expert's name is that of the module that holds its layer's experts, with its number behind. ``routed_only`` are
-    experts that cannot be given tokens other than the router's, because it is not known how they are called.
+    experts that cannot be given tokens other than the router's, because it is not known how they are called;
+    ``batches`` is how many were seen to their end.
     """
 
     def __init__(self, observation: Observation) -> None:
@@ -33,6 +34,7 @@ class Measurement:
         self.tokens: dict[str, int] = {}
         self.routed_only: set[str] = set()
         self.order: dict[Key, None] = {}
+        self.batches = 0
         self._inputs = observer(observation.inputs, share=observation.percentile)
         self._cache = observer(observation.cache, share=observation.percentile)
         self._running: Tokens = "routed"
@@ -91,9 +93,10 @@ class Measurement:
         """Whether what runs is the model's own forward."""
         return self._running == "routed"
 
-    def forget_last(self) -> None:
-        """Let go of the last tensor, at the end of a batch."""
+    def end_batch(self) -> None:
+        """Let go of the last tensor."""
         self._last = None
+        self.batches += 1
 
     def starved(self) -> dict[str, int]:
         """Experts that got fewer tokens than the floor, with how many."""

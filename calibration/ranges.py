@@ -95,5 +95,5 @@ def run_resident(
                 past_key_values=recording_cache(measurement, replica.attention),
                 use_cache=True,
             )
-            measurement.forget_last()
+            measurement.end_batch()
             advance(batch.shape[0])

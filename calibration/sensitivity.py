@@ -191,7 +191,7 @@ class _Sweep:
         cache = recording_cache(measurement or Measurement(Observation()), self._replica.attention)
         found = self._calls[index][number].run(module, hidden.to(self._replica.device), cache)
         if measurement is not None:
-            measurement.forget_last()
+            measurement.end_batch()
         return found
 
 

@@ -243,6 +243,7 @@ def keep(measurement: Measurement, path: Path) -> None:
         "expert_of": [[*key, expert] for key, expert in measurement.expert_of.items()],
         "tokens": measurement.tokens,
         "routed_only": sorted(measurement.routed_only),
+        "batches": measurement.batches,
     }
     with _kept(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,6 +269,7 @@ def recall(path: Path, observation: Observation) -> Measurement:
         found.expert_of.update(((kind, name), expert) for kind, name, expert in facts["expert_of"])
         found.tokens.update(facts["tokens"])
         found.routed_only.update(facts["routed_only"])
+        found.batches = facts.get("batches", 0)
     return found
 
 

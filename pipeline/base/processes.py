@@ -121,8 +121,10 @@ class Child:
             log.seek(max(0, self.log_path.stat().st_size - most))
             return log.read().decode("utf-8", errors="replace")
 
-    def let_go(self) -> None:
+    def let_go(self, *, hurry: bool = False) -> None:
         """Order it to stop, without waiting for it."""
+        if hurry:
+            self._supervisor.send_signal(signal.SIGINT)
         if self._supervisor.stdin is not None:
             self._supervisor.stdin.close()
 
@@ -141,10 +143,10 @@ class Child:
 
 
 def stop(children: Iterable[Child]) -> None:
-    """End them all, at the same time."""
+    """End them all, at the same time; in a hurry where Ctrl-C is the reason."""
     ending = list(children)
     for child in ending:
-        child.let_go()
+        child.let_go(hurry=isinstance(sys.exception(), KeyboardInterrupt))
     for child in ending:
         child.wait()
 

@@ -5,8 +5,9 @@ a container is no child of the client that started it, and is ended by name. Wit
 command writes to its standard output goes to that file.
 
 Standard input is a pipe whose other end only the owner holds. The kernel closes it however the owner ends, SIGKILL
-included; that, or a signal, is the order to stop: SIGTERM to the command's process group, and after GRACE_S seconds
-SIGKILL to every descendant. The supervisor is a subreaper: a process that left the group or lost its parent is found.
+included; that, or a signal, is the order to stop: SIGTERM to the command's process group, and after GRACE_S seconds, or
+sooner after SIGINT, for which somebody sits and waits, SIGKILL to every descendant. The supervisor is a subreaper: a
+process that left the group or lost its parent is found.
 
 Standard output carries the command's pid. Standard error goes to its log, with the command's own output.
 Exits with the command's exit code (128 + N for signal N). Linux only, standard library only: it starts in some 20 ms.
@@ -22,14 +23,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.2
 _GIVE_UP_S = 30.0  # a process inside a driver call cannot be killed, and waiting for ever helps nobody
 _AFTER_S = 60.0  # for each command that tidies up
+_TRACKER_S = 0.5  # in which Python's own process frees the shared memory of those that were killed
+_HURRY_S = 0.5  # instead of GRACE_S after SIGINT; a vLLM that still loads heeds no SIGTERM
 
-_stopping = False
+_stopping = 0
 
 
 def main(owner: int, grace: float, command: list[str], after: list[list[str]], output: str | None) -> int:
@@ -54,6 +58,7 @@ def main(owner: int, grace: float, command: list[str], after: list[list[str]], o
     status: int | None = None
     while status is None and not _stopping and not _orphaned(owner):
         status = _reap().get(server)
+    grace = min(grace, _HURRY_S) if _stopping == signal.SIGINT else grace
     ended = _sweep(server, grace if status is None else 0.0)
     for argv in after:
         _tidy(argv)
@@ -104,9 +109,9 @@ def descendants() -> list[int]:
     return [pid for pid in found if pid not in ended]
 
 
-def _order_to_stop(_number: int, _frame: object) -> None:
+def _order_to_stop(number: int, _frame: object) -> None:
     global _stopping
-    _stopping = True
+    _stopping = number
 
 
 def _orphaned(owner: int) -> bool:
@@ -133,32 +138,26 @@ def _reap() -> dict[int, int]:
 def _sweep(group: int, grace: float) -> dict[int, int]:
     """End every descendant; return the wait status of those that were reaped."""
     ended = _reap()
-    _kill_group(group, signal.SIGTERM)
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGTERM)
     deadline = time.monotonic() + grace
     while time.monotonic() < deadline and descendants():
         time.sleep(0.05)
         ended |= _reap()
-    deadline = time.monotonic() + _GIVE_UP_S
+    began = time.monotonic()
     while alive := descendants():
-        if time.monotonic() > deadline:
+        took = time.monotonic() - began
+        if took > _GIVE_UP_S:
             sys.stderr.write(f"supervisor: SIGKILL did not end {alive}: a driver may hold them\n")
             break
-        _kill_group(group, signal.SIGKILL)
         for pid in alive:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if took > _TRACKER_S or b"multiprocessing.resource_tracker" not in command:
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
         ended |= _reap()
     return ended | _reap()
-
-
-def _kill_group(group: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return
 
 
 if __name__ == "__main__":

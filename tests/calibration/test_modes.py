@@ -73,6 +73,40 @@ def test_two_devices_find_what_one_finds(
     same(three.ranges, run(models(name), batches[:2], Observation(), mode="resident").ranges)
 
 
+def test_resident_mode_keeps_what_it_has_when_it_is_interrupted(
+    models: Callable[..., Path],
+    blocks: torch.Tensor,
+    run: Callable[..., Outcome],
+    same: Same,
+    listener: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, batches = models("qwen3-moe"), list(blocks.split(4))
+    counts = OBSERVATIONS["routed percentile"]  # which would be others if a batch were counted twice
+    monkeypatch.setattr("calibration.calibrate.RESIDENT_SECONDS", 0.0)
+    advances: list[int] = []
+    advance = listener.advance
+
+    def interrupted(count: int) -> None:
+        advances.append(count)
+        if len(advances) == 4:
+            raise KeyboardInterrupt
+
+    def told(count: int) -> None:
+        advances.append(count)
+        advance(count)
+
+    monkeypatch.setattr(listener, "advance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, batches, counts, mode="resident")
+    assert advances == [0, 4, 4, 4]
+    advances.clear()
+    monkeypatch.setattr(listener, "advance", told)
+    resumed = run(folder, batches, counts, mode="resident")
+    assert advances[0] == 8
+    same(observe(load_resident(folder, "cpu"), batches, counts), resumed.ranges)
+
+
 def test_sequences_of_several_lengths(
     models: Callable[..., Path], blocks: torch.Tensor, run: Callable[..., Outcome], same: Same
 ) -> None:

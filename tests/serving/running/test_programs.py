@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import StageError
-from pipeline.base.processes import run_logged
+from pipeline.base.processes import Child, run_logged
 
 ROOT = Path(__file__).parents[3]
 # Starts a child in a session of its own, says both process ids, and never ends.
@@ -93,6 +93,32 @@ def test_nothing_of_it_outlives_us(tmp_path: Path, number: signal.Signals) -> No
     while (left := [pid for pid in left if running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
+
+
+def test_ctrl_c_waits_for_no_program_that_heeds_nothing(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def interrupted() -> None:
+        with Child(python(STUBBORN, str(pids)), {}, tmp_path / "log", grace=3600):
+            while not pids.exists() or len(pids.read_text().split()) < 2:
+                time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [pid for pid in pids.read_text().split() if running(int(pid))] == []
+
+
+def test_shared_memory_of_what_is_killed_is_freed(tmp_path: Path) -> None:
+    code = (
+        "import multiprocessing as m, time; s = m.get_context('spawn').Semaphore(); print(s._semlock.name, flush=True)"
+    )
+    with Child(python(f"{code}; time.sleep(600)"), {}, tmp_path / "log", grace=0) as child:
+        while not child.log():
+            time.sleep(0.05)
+        semaphore = Path(f"/dev/shm/sem.{child.log().strip().removeprefix('/')}")
+        assert semaphore.exists()
+    assert not semaphore.exists()
 
 
 def running(pid: int) -> bool:
