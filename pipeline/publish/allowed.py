@@ -21,7 +21,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -82,33 +82,26 @@ _MAGIC: Final = (
 _HEAD = 512  # bytes; as far as the last of them looks
 
 
-def refused(names: Iterable[str], *, listed: Collection[str] | None = None, with_code: bool = False) -> tuple[str, ...]:
-    """A line for each name that must not go out: the name, and why.
-
-    ``listed`` are the manifest's names (None: not asked); ``with_code`` lets Python files at the top pass.
-    """
+def refused(names: Iterable[str], *, with_code: bool = False) -> tuple[str, ...]:
+    """A line for each name that must not go out: the name, and why. ``with_code`` lets Python files at the top pass."""
     names = list(names)
     try:
         require_safe(names)
     except ValueError as error:
         return (f"{error}",)
-    found = ((name, _reason(name, listed, with_code)) for name in names)
+    found = ((name, _reason(name, with_code)) for name in names)
     return tuple(f"{name}: {reason}" for name, reason in found if reason is not None)
 
 
-def _reason(name: str, listed: Collection[str] | None, with_code: bool) -> str | None:
-    if not (with_code and _CODE.fullmatch(name)):
-        parts = name.split("/")
-        known = name == ATTRIBUTES or parts[0] == SCORES
-        for part in parts[1:] if known else parts:
-            for pattern, reason in _REASONS:
-                if pattern.fullmatch(part.casefold()):
-                    return reason
-        if not _ALLOWED.fullmatch(name):
-            return "not a kind of file that a release holds"
-    if listed is not None and name not in listed:
-        return "not in the manifest"
-    return None
+def _reason(name: str, with_code: bool) -> str | None:
+    if with_code and _CODE.fullmatch(name):
+        return None
+    parts = name.split("/")
+    for part in parts[1:] if name == ATTRIBUTES or parts[0] == SCORES else parts:
+        for pattern, reason in _REASONS:
+            if pattern.fullmatch(part.casefold()):
+                return reason
+    return None if _ALLOWED.fullmatch(name) else "not a kind of file that a release holds"
 
 
 def misnamed(files: Mapping[str, Path]) -> tuple[str, ...]:
@@ -138,12 +131,8 @@ def _content(name: str, path: Path) -> str | None:
             return f"{magic}, no safetensors" if magic else error.message.removeprefix(f"{path}: ").rstrip(".")
         return None
     if name.endswith(".gz"):
-        if not head.startswith(b"\x1f\x8b"):
-            return f"{magic or 'no gzip'}, expected gzip"
         with gzip.open(path) as packed:
-            head = packed.read(_HEAD)
-        magic = next((kind for pattern, kind in _MAGIC if pattern.match(head)), None)
-        return None if magic is None and head[:1] in b"{[" else f"{magic or 'something else'} in it, expected JSON"
+            return None if packed.read(1) in (b"{", b"[") else "something else in it, expected JSON"
     if magic is not None and not (name.endswith(".py") and head.startswith(b"#!")):
         return magic
     if name.endswith((".json", ".sig")):
@@ -244,7 +233,7 @@ def detectors(environment: Mapping[str, str] | None = None) -> tuple[Detector, .
     return (*library, *own, token, word, *_own_values(environment))
 
 
-def exactly(kind: str, value: str) -> Detector:
+def _exactly(kind: str, value: str) -> Detector:
     """A detector of one value, as it stands or as JSON or HTML writes it."""
     # A text is read byte by byte: see `_text`.
     forms = {text.encode().decode("latin-1") for text in (value, json.dumps(value)[1:-1], html.escape(value))}
@@ -264,7 +253,7 @@ def _own_values(environment: Mapping[str, str] | None) -> Iterator[Detector]:
         # What names a file that holds the secret is none itself.
         is_path = "/" in value and os.path.exists(value)  # noqa: PTH110 - a value may be too long for a path
         if len(value) >= _SHORTEST and not is_path and not _WORD.fullmatch(value):
-            yield exactly(kind, value)
+            yield _exactly(kind, value)
 
 
 def _matching(
@@ -336,18 +325,7 @@ def findings(files: Mapping[str, Path], environment: Mapping[str, str] | None = 
     ``environment`` has variables whose values are looked for too (None: this process's, and the Hub's stored token).
     Raises `StageError` for a file that cannot be read.
     """
-    return _found(files, detectors(environment))
-
-
-def private_paths(files: Mapping[str, Path], home: Path | None = None) -> tuple[Secret, ...]:
-    """Lines that name a path in somebody's home folder (None: this user's). It is no secret, but says who made it."""
-    folder = str(home or Path.home()).rstrip("/")
-    if folder in ("", "/root"):
-        return ()  # says nothing about anybody
-    return _found(files, (exactly("path in a home folder", f"{folder}/"),))
-
-
-def _found(files: Mapping[str, Path], known: Sequence[Detector]) -> tuple[Secret, ...]:
+    known = detectors(environment)
     found: set[Secret] = set()
     for name, path in files.items():
         try:

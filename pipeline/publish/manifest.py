@@ -18,9 +18,9 @@ from typing import Annotated, Any, Final, Literal, NoReturn
 
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from pipeline.base.canonical import UnstableValueError, fingerprint
+from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import UserError
-from pipeline.publish.release import MANIFEST, SIGNATURE, UNLISTED, identity_in
+from pipeline.publish.release import MANIFEST, SIGNATURE, UNLISTED
 from pipeline.store.files import DamagedError, File, OtherBytesError, Wanted, require_safe
 
 SCHEMA: Final = 1
@@ -36,10 +36,6 @@ _Text = Annotated[str, StringConstraints(min_length=1)]
 
 class ManifestError(UserError):
     """A file that is no ``quantmint.json`` of this schema, or not a safe one."""
-
-
-class NewerManifestError(ManifestError):
-    """... but one of a later schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,22 +148,18 @@ def read(path: Path) -> Manifest:
     """Read a manifest. Raises `ManifestError`."""
     try:
         size = path.stat().st_size
-        raw = path.read_bytes() if size <= LARGEST else b""
+        if size > LARGEST:
+            raise ManifestError(f"{path}: found {size:,} bytes, expected at most {LARGEST:,}")
+        return decode(path.read_bytes(), what=str(path))
     except OSError as error:
         raise ManifestError(f"{path}: cannot be read: {error.strerror}") from None
-    if size > LARGEST:
-        raise ManifestError(f"{path}: found {size:,} bytes, expected at most {LARGEST:,}")
-    return decode(raw, what=str(path))
 
 
 def decode(raw: bytes, *, what: str = "quantmint.json") -> Manifest:
     """Read a manifest from its bytes; ``what`` is what an error calls it. Raises `ManifestError`."""
     try:
-        schema = strict_object(raw).get("schema")
-        if schema != SCHEMA or isinstance(schema, bool):
-            found = f"found schema {schema!r}, this version of quantmint reads {SCHEMA}"
-            later = isinstance(schema, int) and schema > SCHEMA
-            raise NewerManifestError(f"{what}: {found}") if later else ValueError(found)
+        if (found := strict_object(raw).get("schema")) != SCHEMA:
+            raise ValueError(f"found schema {found!r}, this version of quantmint reads {SCHEMA}")
         manifest = _ADAPTER.validate_json(raw)
         require_safe([*manifest.files, *manifest.base.files])
         listed = [name for name in UNLISTED if name in manifest.files]
@@ -194,10 +186,8 @@ DAMAGED: Final = "What readers get stays as it is. Publish the release again, or
 """What to do about a release that is not what it was."""
 
 
-def require_whole(raw: bytes, tag: str, sizes: Mapping[str, int], place: str) -> None:
-    """Raise `DamagedError` where what lies under a tag, by ``sizes`` in bytes, is not what its manifest lists."""
-    if not identity(raw).startswith(identity_in(tag)):
-        raise DamagedError(f"{place} is damaged: its {MANIFEST} is not that of {tag}", hint=DAMAGED)
+def require_whole(raw: bytes, sizes: Mapping[str, int], place: str) -> None:
+    """Raise `DamagedError` where what lies there, by ``sizes`` in bytes, is not what its manifest lists."""
     for name, file in decode(raw, what=f"{place}/{MANIFEST}").files.items():
         if sizes.get(name) != file.size:
             found = f"found {sizes[name]:,} bytes" if name in sizes else "it is missing"
@@ -230,35 +220,33 @@ def contradictions(manifest: Manifest) -> tuple[str, ...]:
     Fingerprints are recomputed, inputs followed, and what the gate's inputs say of base and recipe is compared.
     """
     found: list[str] = []
-    if _fingerprint(manifest.recipe) != manifest.recipe_fingerprint:
+    if fingerprint(manifest.recipe) != manifest.recipe_fingerprint:
         found.append("recipe_fingerprint is not the fingerprint of the recipe")
     known = {made.fingerprint for made in manifest.stages.values()}
+    used: dict[str, set[str]] = {}
     for key, made in manifest.stages.items():
-        if _fingerprint(made.payload) != made.fingerprint:
+        if fingerprint(made.payload) != made.fingerprint:
             found.append(f"stages.{key}.fingerprint is not the fingerprint of its payload")
-        inputs = made.payload.get("inputs")
-        if not isinstance(inputs, dict) or not set(inputs.values()) <= known:
+        used[key] = set(made.payload["inputs"].values())
+        if not used[key] <= known:
             found.append(f"stages.{key} was made from a stage that is not listed")
-        if made.version != made.payload.get("version"):
+        if made.version != made.payload["version"]:
             found.append(f"stages.{key}.version is not that of its payload")
-    found += [f"stages lacks {key}" for key in _NEEDED if key not in manifest.stages]
+    for key in _NEEDED:
+        if key not in manifest.stages:
+            found.append(f"stages lacks {key}")
+        elif key != "report" and manifest.stages[key].fingerprint not in used.get("report", ()):
+            found.append(f"the report does not rest on stage {key}")
     if "gate" in manifest.stages and manifest.stages["gate"].finished != manifest.created:
         found.append("created is not when the gate had judged")
     if "source" in manifest.stages:
         base = manifest.base
         named = {"sha256": base.sha256} if base.repo is None else {"repo": base.repo, "commit": base.commit}
-        if manifest.stages["source"].payload.get("settings") != named:
+        if manifest.stages["source"].payload["settings"] != named:
             found.append("base is not what the stage source was given")
-    if manifest.recipe.get("name") != manifest.name:
+    if manifest.recipe["name"] != manifest.name:
         found.append("name is not that of the recipe")
     return tuple(found)
-
-
-def _fingerprint(value: object) -> str | None:
-    try:
-        return fingerprint(value)
-    except UnstableValueError:
-        return None
 
 
 def strict_object(raw: bytes) -> dict[str, Any]:

@@ -260,7 +260,7 @@ class Place(ABC):
         """Each file's size is compared, not its digest: going back must not take the time of reading a model."""
         if not release.current:
             raw = self.manifest_of(release)
-            manifest.require_whole(raw, release.tag, self.sizes(release), f"{self.address}: {release.tag}")
+            manifest.require_whole(raw, self.sizes(release), f"{self.address}: {release.tag}")
         if not dry_run:
             if release.tag in state.unfinished:
                 self.finish(release)

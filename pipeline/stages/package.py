@@ -102,7 +102,7 @@ class PackageStage(Stage):
         manifest = replace(manifest, files=manifests.digests(files))
         _write(job.path, files, MANIFEST, manifests.encode(manifest))
         identity = files[MANIFEST].sha256
-        _require_clean(files, setting, job.progress)
+        _require_clean(files, setting)
         tag = tag_of(datetime.fromisoformat(manifest.created), identity)
         size = sum(file.size for file in files.values())
         return Output(
@@ -260,7 +260,7 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
     return sentence(facts)
 
 
-def _require_clean(files: Mapping[str, File], setting: Setting, progress: Progress) -> None:
+def _require_clean(files: Mapping[str, File], setting: Setting) -> None:
     paths = {name: file.path for name, file in files.items()}
     refused = allowed.refused(files, with_code=setting.recipe.trust_remote_code) or allowed.misnamed(paths)
     if refused:
@@ -271,8 +271,6 @@ def _require_clean(files: Mapping[str, File], setting: Setting, progress: Progre
             "the files hold what looks like credentials, and nothing is published:\n" + "\n".join(map(str, found)),
             hint="Take them out of the recipe or the source, make them invalid where they were real, and run again.",
         )
-    for place in allowed.private_paths(paths):
-        progress.warn(f"{place}: it will be published")
 
 
 def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manifest:

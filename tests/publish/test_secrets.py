@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.publish.allowed import Secret, detectors, findings, private_paths
+from pipeline.publish.allowed import Secret, detectors, findings
 
 _LETTERS = "AbCdEfGhIjKlMnOpQrStUvWxYzAbCdEfGhIjKlMnOpQrStUvWxYz"
 _DIGITS = "3f1c0a52e7d94b603f1c0a52e7d94b603f1c0a52e7d94b60"
@@ -164,12 +164,3 @@ def test_the_header_of_weights(tmp_path: Path) -> None:
     assert findings({"model.safetensors": path}, {}) == (Secret("model.safetensors", 1, "Hugging Face token"),)
     path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
     assert findings({"model.safetensors": path}, {}) == ()
-
-
-def test_paths_in_a_home_folder(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text('{\n"model": "/home/anna/models/x",\n"other": "/home/annabel/x"}')
-    files = {"quantmint/gate.json": path}
-    assert private_paths(files, Path("/home/anna")) == (Secret("quantmint/gate.json", 2, "path in a home folder"),)
-    assert private_paths(files, Path("/")) == ()
-    assert private_paths(files, Path("/root")) == ()

@@ -118,7 +118,7 @@ class Run:
             *sides,
             Recorded("gate", (*(stage.key for stage in sides), "source", "quantize", "inspect"), work=self.gate,
                      result=lambda job: {"verdict": self.verdict, "artefact": self.judged(job)}),
-            Recorded("report", ("gate", "calibrate"), work=self.report),
+            Recorded("report", ("source", "calibrate", "quantize", "inspect", "gate"), work=self.report),
             PackageStage(),
         ]  # fmt: skip
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -18,11 +17,10 @@ import yaml
 from pydantic import ValidationError
 
 from eval import suites
-from eval.errors import DefinitionError, MeasurementError
+from eval.errors import DefinitionError
 from eval.gate import GateReport, Policy, changes
 from eval.measurements import Launch, Measurements
 from eval.records import is_path
-from eval.report.flips import flips
 from eval.report.model import DATA
 from eval.report.numbers import level
 from eval.verdict import Verdict
@@ -32,9 +30,9 @@ from pipeline.publish.allowed import SCORES
 from pipeline.publish.release import CARD, EVIDENCE, RECIPE
 from pipeline.publish.verify.subject import Check, Subject, UnknownModelError, fails, first, judged, not_checked
 from pipeline.quantize.formats.layout import layout_of
-from pipeline.quantize.inspection.findings import INSPECTION, Finding
+from pipeline.quantize.inspection.findings import Finding
 from pipeline.quantize.inspection.findings import check_structure as structure_findings
-from pipeline.quantize.inspection.inspect import inspect_checkpoint, layer_errors
+from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.quantize.model.structure import select
 from pipeline.recipe.json_schema import faults_of
 from pipeline.recipe.load import PROVEN_SUITE
@@ -49,12 +47,10 @@ def check_recipe(subject: Subject) -> Check:
         recipe = Recipe.model_validate(document.data)
     except ValidationError as error:
         return fails("recipe", *(str(fault) for fault in faults_of(error, document)))
-    faults = []
-    if subject.manifest is not None:
-        faults += [
-            f"{RECIPE}: {change.path[2:]} is {change.new!r}, quantmint.json says {change.old!r}"
-            for change in difference(subject.manifest.recipe, document.data)
-        ]
+    faults = [
+        f"{RECIPE}: {change.path[2:]} is {change.new!r}, quantmint.json says {change.old!r}"
+        for change in difference(subject.manifest.recipe, document.data)
+    ]
     try:
         faults += _against_config(subject, recipe)
     except UnknownModelError as error:
@@ -118,8 +114,10 @@ def check_gate(subject: Subject) -> Check:
     if found.verdict is not Verdict.PASS:
         faults.append(f"the numbers lead to {found.verdict.value}, only a PASS is published: {found.reasons[0]}")
     faults += [f"gate.json does not follow from its own numbers: {sentence}" for sentence in changes(recorded, found)]
-    said = subject.manifest.artefact if subject.manifest else recorded.artefact
-    for who, artefact in (("quantmint.json says", said), ("the checkpoint here is", subject.artefact)):
+    for who, artefact in (
+        ("quantmint.json says", subject.manifest.artefact),
+        ("the checkpoint here is", subject.artefact),
+    ):
         if artefact != recorded.artefact:
             faults.append(f"gate.json judged {recorded.artefact[:16]}…, {who} {artefact[:16]}…")
     faults += [
@@ -132,25 +130,13 @@ def check_gate(subject: Subject) -> Check:
     return judged("gate", faults, f"{said}{launches}, for this checkpoint")
 
 
-def _promises(subject: Subject, recorded: GateReport) -> list[Change]:
-    """Limits that are not those that the stage was given, or not those of the recipe, which readers are shown.
+def _promises(subject: Subject, recorded: GateReport) -> tuple[Change, ...]:
+    """Limits that are not those of the recipe, which readers are shown.
 
-    Margins of tasks that only a suite has are known for the suites of this version: another one may have others.
+    Those that only a suite has are known of one that travels along, and of the suites of this version of quantmint.
     """
-    manifest = subject.manifest
-    if manifest is None:
-        return []
-    found: Any = plain(recorded.policy.to_json())
-    made = manifest.stages.get("gate")
-    settings = made.payload.get("settings") if made else None
-    given: Any = settings.get("policy") if isinstance(settings, dict) else None
-    # By way of the same reader: a number that JSON writes as 0 or 0.0 is one number.
-    with suppress(MeasurementError):
-        given = Policy.from_json(given).to_json()
-    faults = difference(given, found)
-    recipe = Recipe.model_validate(dict(manifest.recipe))
-    same = manifest.quantmint == __version__
-    named = recipe.evaluation.suite
+    recipe = Recipe.model_validate(dict(subject.manifest.recipe))
+    named, same = recipe.evaluation.suite, subject.manifest.quantmint == __version__
     if is_path(named):
         named, same = f"{PROVEN_SUITE}/{PurePosixPath(named).name}", True
         subject.text(named)
@@ -160,15 +146,17 @@ def _promises(subject: Subject, recorded: GateReport) -> list[Change]:
     except DefinitionError:
         if same:
             raise
-        return faults
+        return ()
     policy = recipe.gate.policy(suite, recipe.target.hardware, recipe.quantization.schemes)
+    # By way of the same reader: a number that JSON writes as 0 or 0.0 is one number.
     asked: Any = plain(Policy.from_json(policy.to_json()).to_json())
+    found: Any = plain(recorded.policy.to_json())
     if not same:
         own = {task: asked["margins"].get(task) for task in recipe.gate.accuracy.margins}
         asked["margins"] = found["margins"] | {task: margin for task, margin in own.items() if margin is not None}
         if recipe.gate.accuracy.expected_flip_rate is None:
             asked["expected_flip_rate"] = found["expected_flip_rate"]
-    return faults + [change for change in difference(asked, found) if change not in faults]
+    return tuple(difference(asked, found))
 
 
 _LARGEST = 1 << 27  # bytes of report.json, which quotes answers, and models that reason write long ones
@@ -187,7 +175,7 @@ def check_card(subject: Subject) -> Check:
     _, gate, _ = subject.record
     text = subject.text(CARD)
     faults = [*_tables(text, gate), *_metadata(subject), *_scores(subject, gate)]
-    manifest = subject.known
+    manifest = subject.manifest
     for what, wanted in (("checkpoint", manifest.artefact), ("commit of the base", manifest.base.commit)):
         if wanted is not None and wanted not in text:
             faults.append(f"{CARD} does not name the {what}, {wanted[:16]}…")
@@ -205,22 +193,6 @@ def _data(subject: Subject, data: Mapping[str, Any], measurements: Measurements,
     for side, count in zip(("baseline", "candidate"), measurements.weights, strict=True):
         if data["size"][f"{side}_bytes"] != count:
             yield f"{DATA} says that the {side} takes {data['size'][f'{side}_bytes']} bytes, gate.json says {count}"
-    found = {entry["task"]: [_place(flip) for flip in entry["flips"]] for entry in data["flips"]}
-    for task, (baseline, candidate) in measurements.samples.items():
-        changed = [_place(flip) for flip in flips(baseline, candidate, {}, {})["flips"]]
-        if task in found and found[task] != changed:
-            yield f"{DATA} lists other changed answers of {task} than the samples have"
-    layers = subject.object(f"{EVIDENCE}/{INSPECTION}")
-    if layers.get("verdict") != "PASS":
-        yield f"{INSPECTION} says {layers.get('verdict')!r}, only a sound checkpoint is published"
-    yield from _other("the error of the layers", layer_errors(layers["layers"]), data["layers"])
-    if subject.manifest is not None:
-        made = {made.fingerprint for made in subject.manifest.stages.values()}
-        for stage in data["stages"]:
-            if stage["fingerprint"] not in made:
-                yield f"{DATA} shows a stage {stage['name']} that quantmint.json does not list"
-        if data["name"] != subject.manifest.name:
-            yield f"{DATA} is about {data['name']!r}, quantmint.json about {subject.manifest.name!r}"
 
 
 def _other(what: str, expected: object, found: object) -> Iterator[str]:
@@ -229,10 +201,6 @@ def _other(what: str, expected: object, found: object) -> Iterator[str]:
         for change in difference(plain(expected), plain(found))
     ]
     yield from first(other, f"differences of {what}")
-
-
-def _place(flip: Mapping[str, Any]) -> tuple[object, ...]:
-    return flip["task"], flip["doc_id"], flip["direction"], tuple(flip["scores"])
 
 
 def _tables(text: str, gate: GateReport) -> Iterator[str]:
@@ -264,7 +232,7 @@ def _plain(text: str) -> str:
 
 def _metadata(subject: Subject) -> Iterator[str]:
     data = subject.front_matter
-    repo = subject.known.base.repo
+    repo = subject.manifest.base.repo
     found = data.get("base_model")
     if ([found] if isinstance(found, str) else found) != ([repo] if repo else None):
         yield f"{CARD}: base_model is {found}, quantmint.json says {repo}"

@@ -20,19 +20,16 @@ from pipeline.base.progress import Progress
 from pipeline.publish import manifest as manifests
 from pipeline.publish.places import open_place
 from pipeline.publish.release import EVIDENCE, MANIFEST
-from pipeline.publish.signing import hashed, public_fingerprint
+from pipeline.publish.signing import hashed
 from pipeline.publish.verify import checkpoint, files
 from pipeline.publish.verify.files import Trust
-from pipeline.publish.verify.subject import Check, Outcome, Subject, UnreadableError, fails, listing, not_checked
+from pipeline.publish.verify.subject import Check, Outcome, Subject, fails, listing, not_checked
 from pipeline.store.files import require_safe
 
 if TYPE_CHECKING:
     from pipeline.publish.hub.client import Client
     from pipeline.publish.hub.repository import Remote
     from pipeline.publish.place import Place
-
-_ALONE = ("signature", "recipe", "structure", "gate", "report")
-"""Checks that can be made where quantmint.json cannot be read."""
 
 
 def verify(
@@ -47,38 +44,15 @@ def verify(
 
     ``vouched`` are SHA-256 by name of files whose bytes were not fetched: in their place lie files of the right size
     with a header. ``tag`` is that of the release which should be there. Raises `UserError` where there is no release at
-    all, and for a key that is none.
+    all.
     """
-    if trust.key is not None:
-        public_fingerprint(trust.key)  # what is wrong with a reader's own key is not the release's fault
     root = folder.resolve()
-    if not root.is_dir():
-        raise UserError(f"{folder}: no such folder")
-    try:
-        there = listing(root)
-    except UnreadableError as error:
-        raise UserError(f"{folder}: {error}") from None
+    there = listing(root)
     if MANIFEST not in there.files:
         raise UserError(
             f"{folder}: found no {MANIFEST}, so this is no release of quantmint",
             hint="`quantmint inspect` proves any checkpoint's structure.",
         )
-    word = dict(vouched or {})
-    progress.say("hashing every file, then inspecting the tensors")
-    own = {name: size for name, size in there.files.items() if name not in word}
-    try:
-        with progress.bar(sum(own.values()), "B") as advance:
-            found = {**word, **hashed({name: root / name for name in own}, advance)}
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    manifest, unread = None, None
-    try:
-        manifest = manifests.read(root / MANIFEST)
-    except manifests.NewerManifestError as error:
-        unread = not_checked("manifest", error.message.replace(f"{root}/", ""), "install a newer quantmint")
-    except manifests.ManifestError as error:
-        unread = fails("manifest", error.message.replace(f"{root}/", ""))
-    subject = Subject(root, there, found, manifest, progress, word, tag)
     steps: dict[str, Callable[[Subject], Check]] = {
         "manifest": files.check_manifest,
         "files": files.check_files,
@@ -90,18 +64,22 @@ def verify(
         "gate": checkpoint.check_gate,
         "report": checkpoint.check_report,
         "card": checkpoint.check_card,
-        "sbom": files.check_sbom,
-        "licence": files.check_licence,
     }
-    checks: list[Check] = []
-    for name, check in steps.items():
-        if unread is not None and name == "manifest":
-            checks.append(unread)
-        elif manifest is None and name not in _ALONE:
-            checks.append(not_checked(name, f"{MANIFEST} cannot be read"))
-        else:
-            checks.append(_made(name, check, subject))
-    return tuple(checks)
+    try:
+        manifest = manifests.read(root / MANIFEST)
+    except manifests.ManifestError as error:
+        told = fails("manifest", error.message.replace(f"{root}/", ""))
+        return (told, *(not_checked(name, f"{MANIFEST} cannot be read") for name in list(steps)[1:]))
+    word = dict(vouched or {})
+    progress.say("hashing every file, then inspecting the tensors")
+    own = {name: size for name, size in there.files.items() if name not in word}
+    try:
+        with progress.bar(sum(own.values()), "B") as advance:
+            found = {**word, **hashed({name: root / name for name in own}, advance)}
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    subject = Subject(root, there, found, manifest, progress, word, tag)
+    return tuple(_made(name, check, subject) for name, check in steps.items())
 
 
 def _made(name: str, check: Callable[[Subject], Check], subject: Subject) -> Check:

@@ -98,11 +98,10 @@ class UnknownModelError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What lies in a folder: sizes in bytes of regular files by name, what else there is, what clients left."""
+    """What lies in a folder: sizes in bytes of regular files by name, and in words what else there is."""
 
     files: dict[str, int]
     strange: tuple[str, ...]
-    aside: tuple[str, ...]
 
 
 def listing(folder: Path) -> Listing:
@@ -115,11 +114,9 @@ def listing(folder: Path) -> Listing:
     roots = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
     files: dict[str, int] = {}
     strange: list[str] = []
-    aside: list[str] = []
     for path in _walk(root):
         name = path.relative_to(root).as_posix()
         if name == ".gitattributes" or name.startswith(_ASIDE):
-            aside.append(name)
             continue
         try:
             status = path.stat()
@@ -133,7 +130,7 @@ def listing(folder: Path) -> Listing:
             files[name] = status.st_size
         else:
             strange.append(f"{name} is {'a link to a folder' if path.is_dir() else 'neither a file nor a folder'}")
-    return Listing(dict(sorted(files.items())), tuple(strange), tuple(aside))
+    return Listing(dict(sorted(files.items())), tuple(strange))
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -154,23 +151,16 @@ class Subject:
 
     ``digests`` are the SHA-256 of all files by name, computed here but for those in ``vouched``: their bytes were not
     fetched, the place that holds them says so (their files here have the right size and a header, nothing else).
-    ``manifest`` is None where quantmint.json cannot be read. ``tag`` is the release that a person asked for.
+    ``tag`` is the release that a person asked for.
     """
 
     folder: Path
     listing: Listing
     digests: Mapping[str, str]
-    manifest: Manifest | None
+    manifest: Manifest
     progress: Progress
     vouched: Mapping[str, str] = field(default_factory=dict)
     tag: str | None = None
-
-    @property
-    def known(self) -> Manifest:
-        """The manifest, for checks that are only made where there is one."""
-        if self.manifest is None:
-            raise LookupError("quantmint.json cannot be read")
-        return self.manifest
 
     def has(self, name: str) -> bool:
         """Whether a file of that name is there, and really in the folder."""

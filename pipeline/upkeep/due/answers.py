@@ -245,7 +245,7 @@ def _newest(target: Place) -> Released | None:
 
 def _manifest(target: Place, release: Listed) -> Manifest:
     raw, where = target.manifest_of(release), f"{target.address}: {release.tag}"
-    manifest.require_whole(raw, release.tag, target.sizes(release), where)
+    manifest.require_whole(raw, target.sizes(release), where)
     return manifest.decode(raw, what=f"{where}/{MANIFEST}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,10 +17,7 @@ from pipeline.publish.verify.files import Trust
 from pipeline.publish.verify.subject import Outcome, exit_code
 from tests.publish.verify.conftest import Quantmint, Verify
 
-NAMES = [
-    "manifest", "files", "digests", "signature", "provenance", "recipe", "structure", "gate", "report", "card", "sbom",
-    "licence",
-]  # fmt: skip
+NAMES = ["manifest", "files", "digests", "signature", "provenance", "recipe", "structure", "gate", "report", "card"]
 Keys = Callable[[str], tuple[Path, Path]]
 
 
@@ -28,7 +26,7 @@ def test_every_check_of_a_signed_release_holds(signed: Path, keys: Keys, check: 
     checks = check(signed, Trust(key=keys("ours")[1]))
     assert list(checks) == NAMES
     assert {name: found.reason for name, found in checks.items() if found.outcome is not Outcome.OK} == {}
-    assert "over every one of" in checks["signature"].reason
+    assert re.fullmatch(r"signed by the key [0-9a-f]{16}, over \d\d files", checks["signature"].reason)
     assert {path: path.stat().st_mtime_ns for path in signed.rglob("*")} == before
 
 
@@ -78,7 +76,6 @@ def test_what_the_hubs_clients_leave_is_no_part_of_it(signed: Path, keys: Keys, 
     (signed / ".cache/huggingface/download/config.json.metadata").write_text("c0ffee\n")
     checks = check(signed, Trust(key=keys("ours")[1]))
     assert exit_code(list(checks.values())) == 0
-    assert any(".gitattributes" in detail for detail in checks["files"].details)
 
 
 def test_a_snapshot_of_the_hubs_cache_leads_to_its_blobs(
@@ -109,13 +106,3 @@ def test_what_is_no_release(release: Path, quantmint: Quantmint, keys: Keys, tmp
         ended = quantmint("verify", *arguments)
         assert (ended.code, ended.out) == (2, "")
         assert said in ended.err
-
-
-def test_a_newer_schema_is_not_called_a_fault(release: Path, quantmint: Quantmint) -> None:
-    manifest = release / "quantmint.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema": 2}))
-    ended = quantmint("verify", release, "--unsigned", "--json")
-    checks = {check["name"]: check for check in ended.json["checks"]}
-    assert ended.code == 3
-    assert (checks["manifest"]["outcome"], checks["gate"]["outcome"]) == ("NOT CHECKED", "OK")
-    assert "schema 2" in checks["manifest"]["reason"]
