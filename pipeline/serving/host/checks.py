@@ -1,12 +1,12 @@
 """The checks of a machine as a table, and what they find.
 
-The texts are `checks.yaml`; each function that looks says what it saw. Nothing is ever changed.
+What each looks for and why is in `checks.yaml`; the functions that look say what they saw. Nothing is ever changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -26,8 +26,7 @@ _NOISE = 1 << 30  # what a driver and a desktop may hold of an idle GPU
 _TOLERANCE = 0.95  # of the memory that a plan counts with: drivers keep some for themselves
 
 
-def accelerators(subject: Subject) -> Outcome:
-    """As many of the planned accelerators as one node needs."""
+def _accelerators(subject: Subject) -> Outcome:
     target, found = subject.target, subject.detected
     title = target.accelerator.title
     wanted = title if target.accelerator.kind == "cpu" else f"{target.gpus} x {title}"
@@ -42,8 +41,7 @@ def accelerators(subject: Subject) -> Outcome:
     return Outcome("ok" if same and found.gpus >= target.gpus else "fail", seen, {"wanted": wanted})
 
 
-def partition(subject: Subject) -> Outcome:
-    """Whole GPUs; or parts, if the plan counts with their memory."""
+def _partition(subject: Subject) -> Outcome:
     found, counted = subject.detected, subject.target.memory
     memory = "their memory" if counted is None else _gib(counted)
     if found is None or found.compute_partition is None:
@@ -56,8 +54,7 @@ def partition(subject: Subject) -> Outcome:
     return Outcome("warn" if enough else "fail", modes + size, {"memory": memory})
 
 
-def memory_in_use(subject: Subject) -> Outcome:
-    """GPUs that nobody else fills."""
+def _memory_in_use(subject: Subject) -> Outcome:
     tool = "sudo fuser -v /dev/kfd" if subject.kind == "rocm" else "nvidia-smi"
     values = {"share": f"{subject.utilization:.0%}", "command": tool}
     # Of a partition the driver says what the whole device holds: that is nobody's share.
@@ -78,13 +75,11 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def kfd(subject: Subject) -> Outcome:
-    """ROCm's compute device can be opened."""
+def _kfd(subject: Subject) -> Outcome:
     return _device(subject, [subject.machine.path("dev/kfd")])
 
 
-def dri(subject: Subject) -> Outcome:
-    """So can the render node of each GPU; all that are there where the driver does not say which belongs to which."""
+def _dri(subject: Subject) -> Outcome:
     machine, found = subject.machine, subject.detected
     minors = [gpu.render for gpu in found.devices if gpu.render is not None] if found is not None else []
     nodes = [machine.path(f"dev/dri/renderD{minor}") for minor in minors] or machine.glob("dev/dri/renderD*")
@@ -102,16 +97,15 @@ def _device(subject: Subject, paths: list[Path]) -> Outcome:
     for path in paths:
         reason = subject.machine.opens(path)
         if reason is not None:
-            user = user_of(subject)
+            user = _user(subject)
             fix = f"sudo usermod -a -G video,render {user}, then log in again; in a container: {_DOCKER}"
             values = {"fix": fix, "root": f"usermod -a -G video,render {user}"}
             return Outcome("fail", f"{name(path)} cannot be opened: {reason}", values)
     return Outcome("ok", "open" if len(paths) == 1 else f"{len(paths)} render nodes are open")
 
 
-def group(subject: Subject, name: str) -> Outcome:
-    """The user is in a group that owns the devices: video on older systems, render on current ones."""
-    machine, values = subject.machine, {"user": user_of(subject)}
+def _group(subject: Subject, name: str) -> Outcome:
+    machine, values = subject.machine, {"user": _user(subject)}
     devices = [machine.path("dev/kfd"), *machine.glob("dev/dri/renderD*")]
     lines = (line.split(":") for line in (machine.text("etc/group") or "").splitlines())
     number = next((int(fields[2]) for fields in lines if len(fields) > 2 and fields[0] == name), None)
@@ -123,8 +117,7 @@ def group(subject: Subject, name: str) -> Outcome:
     return Outcome("fail", f"not a member of {name}, which owns {len(owned)} devices", values)
 
 
-def visible_devices(subject: Subject) -> Outcome:
-    """HIP's variable does not contradict CUDA's."""
+def _visible_devices(subject: Subject) -> Outcome:
     environ = subject.machine.environ
     hip, cuda = environ.get(HIP) or None, environ.get(CUDA) or None
     if hip is None:
@@ -135,8 +128,7 @@ def visible_devices(subject: Subject) -> Outcome:
     return Outcome("warn", f"{HIP}={hip}", {"fix": fix})
 
 
-def user_of(subject: Subject) -> str:
-    """The user's name, for a command that somebody else may run."""
+def _user(subject: Subject) -> str:
     return subject.machine.environ.get("USER") or subject.machine.environ.get("LOGNAME") or "root"
 
 
@@ -146,16 +138,14 @@ _PASSING = ("iommu=pt", "iommu.passthrough=1", "iommu=off", "amd_iommu=off", "in
 _FIRST, _LAST = (parse_version(version)[:2] for version in (OLDEST_READ, NEWEST_READ))
 
 
-def numa_balancing(subject: Subject) -> Outcome:
-    """The kernel leaves pages where they are."""
+def _numa_balancing(subject: Subject) -> Outcome:
     value = subject.machine.text("proc/sys/kernel/numa_balancing")
     if value is None:
         return Outcome("skipped", "this kernel has no NUMA balancing")
     return Outcome("ok" if value == "0" else "warn", value)
 
 
-def iommu(subject: Subject) -> Outcome:
-    """No IOMMU translates between GPUs that talk to each other."""
+def _iommu(subject: Subject) -> Outcome:
     machine = subject.machine
     if not subject.several:
         return Outcome("skipped", "one GPU has nobody to talk to")
@@ -167,8 +157,7 @@ def iommu(subject: Subject) -> Outcome:
     return Outcome("ok", "no IOMMU is on")
 
 
-def shared_memory(subject: Subject) -> Outcome:
-    """Room for the ranks of a launch to meet."""
+def _shared_memory(subject: Subject) -> Outcome:
     if not subject.several:
         return Outcome("skipped", "one GPU needs none")
     space = subject.machine.space(subject.machine.path("dev/shm"))
@@ -180,8 +169,7 @@ def shared_memory(subject: Subject) -> Outcome:
     return Outcome("ok" if space.total >= _SHARED else "warn", found)
 
 
-def port(subject: Subject) -> Outcome:
-    """A server could listen there."""
+def _port(subject: Subject) -> Outcome:
     values = {"port": subject.port}
     if subject.port is None:
         return Outcome("skipped", "no --port was given", values)
@@ -193,8 +181,7 @@ def port(subject: Subject) -> Outcome:
     return Outcome("fail", f"{subject.port} {why}", values)
 
 
-def rdma(subject: Subject) -> Outcome:
-    """Adapters whose ports are up: what ibstat shows, from the files that it reads."""
+def _rdma(subject: Subject) -> Outcome:
     machine = subject.machine
     if subject.target.nodes == 1:
         return Outcome("skipped", "one node needs no RDMA")
@@ -212,8 +199,7 @@ def rdma(subject: Subject) -> Outcome:
     return Outcome("ok" if len(up) == len(ports) else "warn", found)
 
 
-def vllm(subject: Subject) -> Outcome:
-    """There is a vLLM, of a version that the table of knobs knows."""
+def _vllm(subject: Subject) -> Outcome:
     first, last = (".".join(map(str, version)) for version in (_FIRST, _LAST))
     values = {"first": first, "last": last, "fix": f"install vLLM {last}, or plan for this one with care"}
     there = subject.installed
@@ -227,8 +213,7 @@ def vllm(subject: Subject) -> Outcome:
     return Outcome("ok" if version <= _LAST else "warn", there.vllm, values)
 
 
-def rocm_version(subject: Subject) -> Outcome:
-    """ROCm, that of the machine, else the one that PyTorch brings, is new enough for these accelerators."""
+def _rocm_version(subject: Subject) -> Outcome:
     values = {"least": "7.0" if subject.target.accelerator.arch == "gfx950" else "6.3"}
     torch = "" if subject.installed is None else subject.installed.versions.get("torch", "").partition("+rocm")[2]
     found = subject.machine.text("opt/rocm/.info/version") or torch
@@ -239,8 +224,7 @@ def rocm_version(subject: Subject) -> Outcome:
     return Outcome("ok" if enough else "fail", found + beside, values)
 
 
-def aiter_version(subject: Subject) -> Outcome:
-    """AITER, which every plan for an Instinct turns on."""
+def _aiter_version(subject: Subject) -> Outcome:
     there = subject.installed
     if there is None:
         return Outcome("skipped", "there is no serving environment")
@@ -248,13 +232,12 @@ def aiter_version(subject: Subject) -> Outcome:
     return Outcome("fail", "AITER is not there") if version is None else Outcome("ok", version)
 
 
-def quark(subject: Subject) -> Outcome:
-    """What emulates microscaling formats is there, if they are emulated."""
+def _quark(subject: Subject) -> Outcome:
     values = {"distributions": "amd-quark", "python": "python"}
     wanted, there = subject.wanted, subject.installed
     if wanted is None:
         return Outcome("skipped", "needed where vLLM emulates an MX scheme; --model tells", values)
-    needed = hardware.needs(subject.target.hardware, wanted.scheme, wanted.kv_cache, wanted.checkpoint_format)
+    needed = hardware.needs(subject.target.hardware, *wanted)
     if not needed:
         title = subject.target.accelerator.title
         return Outcome("skipped", f"{_scheme(wanted)} is not emulated on {title}", values)
@@ -267,8 +250,7 @@ def quark(subject: Subject) -> Outcome:
     return Outcome("ok", ", ".join(f"{name} {there.versions[name]}" for name in needed), values)
 
 
-def checkpoint(subject: Subject) -> Outcome:
-    """vLLM has the kernels that this checkpoint asks for."""
+def _checkpoint(subject: Subject) -> Outcome:
     target, wanted = subject.target, subject.wanted
     values = {
         "hardware": target.accelerator.title,
@@ -277,12 +259,11 @@ def checkpoint(subject: Subject) -> Outcome:
     if wanted is None:
         return Outcome("skipped", "no --model was given", values)
     flags = hardware.local_cpu_flags(subject.machine.text("proc/cpuinfo") or "") if subject.kind == "cpu" else None
-    asked = (target.hardware, wanted.scheme, wanted.kv_cache, wanted.checkpoint_format)
-    reason = hardware.refusal(*asked, cpu_flags=flags)
+    reason = hardware.refusal(target.hardware, *wanted, cpu_flags=flags)
     if reason is not None:
         return Outcome("fail", reason, values)
     found = f"{_scheme(wanted)}, KV cache {wanted.kv_cache}"
-    cautions = hardware.cautions(*asked, cpu_flags=flags)
+    cautions = hardware.cautions(target.hardware, *wanted, cpu_flags=flags)
     if cautions:
         values["fix"] = "it loads all the same; `quantmint schemes` shows what runs as it is stored"
         return Outcome("warn", f"{found}: {'; '.join(cautions)}", values)
@@ -294,24 +275,24 @@ def _scheme(wanted: Wanted) -> str:
 
 
 LOOKS: Mapping[str, Callable[[Subject], Outcome]] = {
-    "accelerators": accelerators,
-    "partition": partition,
-    "GPU memory": memory_in_use,
-    "/dev/kfd": kfd,
-    "/dev/dri": dri,
-    "group video": partial(group, name="video"),
-    "group render": partial(group, name="render"),
-    "HIP_VISIBLE_DEVICES": visible_devices,
-    "numa_balancing": numa_balancing,
-    "iommu": iommu,
-    "/dev/shm": shared_memory,  # noqa: S108 - the name of a check
-    "ibstat": rdma,
-    "port": port,
-    "vllm": vllm,
-    "rocm": rocm_version,
-    "aiter": aiter_version,
-    "amd-quark": quark,
-    "checkpoint": checkpoint,
+    "accelerators": _accelerators,
+    "partition": _partition,
+    "GPU memory": _memory_in_use,
+    "/dev/kfd": _kfd,
+    "/dev/dri": _dri,
+    "group video": partial(_group, name="video"),
+    "group render": partial(_group, name="render"),
+    "HIP_VISIBLE_DEVICES": _visible_devices,
+    "numa_balancing": _numa_balancing,
+    "iommu": _iommu,
+    "/dev/shm": _shared_memory,  # noqa: S108 - the name of a check
+    "ibstat": _rdma,
+    "port": _port,
+    "vllm": _vllm,
+    "rocm": _rocm_version,
+    "aiter": _aiter_version,
+    "amd-quark": _quark,
+    "checkpoint": _checkpoint,
 }
 
 
@@ -364,21 +345,9 @@ def preflight(
     vllm: str | Path | None = None,
     wanted: Wanted | None = None,
 ) -> tuple[Finding, ...]:
-    """The checks that a plan names, with what it expects and why; what is no question here is skipped."""
+    """The checks that a plan names; what is no question here is skipped."""
     if not plan.host:
         return ()
-    subject = look(
-        machine,
-        target=target_of(plan),
-        vllm=vllm,
-        port=port,
-        wanted=wanted,
-        utilization=float(plan.option("--gpu-memory-utilization") or 0.92),
-    )
-    found = {finding.name: finding for finding in examine(subject, {check.name for check in plan.host})}
-    return tuple(
-        replace(found[check.name], expected=check.expected, why=check.why, source=check.source)
-        if check.name in found
-        else Finding(check.name, "skipped", "nothing here looks at it", check.expected, check.why, "", check.source)
-        for check in plan.host
-    )
+    utilization = float(plan.option("--gpu-memory-utilization") or 0.92)
+    subject = look(machine, target=target_of(plan), vllm=vllm, port=port, wanted=wanted, utilization=utilization)
+    return examine(subject, {check.name for check in plan.host})

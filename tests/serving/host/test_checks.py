@@ -97,10 +97,7 @@ def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Pa
 def test_a_plan_is_checked_for_what_it_names(tmp_path: Path, vllm: Path):
     box = machine(trees.instinct(tmp_path))
     found = preflight(plan("/dev/shm", "numa_balancing", tensor=8), box, vllm=vllm)
-    assert [(finding.name, finding.status) for finding in found] == [("/dev/shm", "ok"), ("numa_balancing", "ok")]
-    assert (found[0].expected, found[0].source) == ("/dev/shm as planned", "the plan's source")
-    unknown = preflight(plan("no such check"), box, vllm=vllm)
-    assert [finding.status for finding in unknown] == ["skipped"]
+    assert {(finding.name, finding.status) for finding in found} == {("/dev/shm", "ok"), ("numa_balancing", "ok")}
     assert preflight(plan(), box, vllm=vllm) == ()
 
 
@@ -117,7 +114,7 @@ def test_what_the_planner_demands_is_met_by_a_healthy_machine(tmp_path: Path, vl
     box = trees.instinct(tmp_path)
     trees.infiniband(box, [("4: ACTIVE", "5: LinkUp")])
     found = preflight(planned, machine(box, installed={"vllm": "0.32.0", "ray": "2.50.0"}), vllm=vllm)
-    assert [finding.name for finding in found] == [check.name for check in planned.host]
+    assert {finding.name for finding in found} == {check.name for check in planned.host}
     assert not [finding for finding in found if finding.status == "fail"]
     assert {"numa_balancing", "/dev/kfd"} <= {finding.name for finding in found}
 
