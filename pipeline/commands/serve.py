@@ -156,7 +156,7 @@ def _show(request: Request, form: str, given: dict[str, Any]) -> None:
     elif form == "kubernetes":
         if request.external and plan.layout.data > 1:
             raise UserError("--external-lb: found --kubernetes and data parallel engines, expected one of the two")
-        click.echo(manifests(plan, processes, image=given["image"], claim=given["volume_claim"]), nl=False)
+        click.echo(manifests(plan, image=given["image"], claim=given["volume_claim"]), nl=False)
     else:
         installed = None if request.environment is None else request.environment.version
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)

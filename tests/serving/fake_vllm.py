@@ -64,7 +64,6 @@ def main() -> int:
                 "/health": "",
                 "/version": json.dumps({"version": "0.32.0+fake"}),
                 "/v1/models": json.dumps({"data": [{"id": name, "root": settings.get("root", str(model))}]}),
-                "/metrics": '# HELP x\nvllm:cache_config_info{block_size="128",num_gpu_blocks="7"} 1.0\nup 2e1\n',
             }
             body = pages.get(self.path)
             self.send_response(404 if body is None else 200)

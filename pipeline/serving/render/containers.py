@@ -7,8 +7,8 @@ without a container. Devices are all passed and selected by CUDA_VISIBLE_DEVICES
 Kubernetes gets a Deployment of replicas, or a LeaderWorkerSet for a server on several nodes. The device plugin numbers
 GPUs from 0, so no process selects its own. A pod has its own network: the server listens on all of its interfaces,
 behind a Service that only the cluster reaches. No variables of Services are injected: one that is called `vllm` would
-set VLLM_PORT. A LeaderWorkerSet (https://lws.sigs.k8s.io) tells its pods the leader's address; their own comes from
-the pod.
+set VLLM_PORT. A LeaderWorkerSet (https://lws.sigs.k8s.io) tells all its pods the leader's address; their own comes
+from the pod.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
 from pipeline.base.errors import UserError
-from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.plan import PORT, LaunchPlan, Process, processes
 from pipeline.serving.render.invocation import LOOPBACK, accelerator, arguments, comments, dump, image_of, variables
 
 _SINGLE = {"--network": "network_mode", "--ipc": "ipc"}
@@ -196,12 +197,11 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-PORT = 8000
 _ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, which nothing outside the cluster reaches
 SHARED_VOLUME = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
 SHARED_MOUNT = {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108
 """What processes of one server share is more than a container's 64 MiB."""
-_OWN, _LEADER, _RANK = "$(VLLM_HOST_IP)", "$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)"
+_LEADER, _RANK = "$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)"
 RESOURCES = {"rocm": "amd.com/gpu", "cuda": "nvidia.com/gpu"}
 """What the vendors' device plugins call a GPU."""
 _OURS = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "VLLM_HOST_IP"}
@@ -213,9 +213,7 @@ _PROBES = {
 }
 
 
-def manifests(
-    plan: LaunchPlan, processes: Sequence[Process], *, image: str | None = None, claim: str | None = None
-) -> str:
+def manifests(plan: LaunchPlan, *, image: str | None = None, claim: str | None = None) -> str:
     """The YAML documents, with the warnings of the plan as comments at their top.
 
     The model comes from the nodes' own disks, or with ``claim`` from a PersistentVolumeClaim of that name whose root
@@ -226,10 +224,8 @@ def manifests(
             f"{plan.layout.packed} servers on one GPU: Kubernetes gives a GPU to one container",
             hint="Plan with --pack 1, or use --compose.",
         )
-    first = min(process.replica for process in processes)
-    group = [process for process in processes if process.replica == first]
     several = plan.layout.nodes > 1
-    workload = _group(plan, group, image, claim) if several else _deployment(plan, group[0], image, claim)
+    workload = _group(plan, image, claim) if several else _deployment(plan, image, claim)
     service = {
         "selector": {**_labels(plan), **({"role": "leader"} if several else {})},
         "ports": [{"name": "http", "port": PORT, "targetPort": "http"}],
@@ -239,8 +235,8 @@ def manifests(
     return comments(plan) + (note if several else "") + text
 
 
-def _deployment(plan: LaunchPlan, process: Process, image: str | None, claim: str | None) -> dict[str, Any]:
-    labels = _labels(plan)
+def _deployment(plan: LaunchPlan, image: str | None, claim: str | None) -> dict[str, Any]:
+    process, labels = processes(plan)[0], _labels(plan)
     spec = {
         "replicas": plan.layout.replicas,
         # No GPU is free for a second pod beside the one that it replaces.
@@ -251,36 +247,28 @@ def _deployment(plan: LaunchPlan, process: Process, image: str | None, claim: st
     return _object(plan, "apps/v1", "Deployment", spec)
 
 
-def _group(plan: LaunchPlan, group: Sequence[Process], image: str | None, claim: str | None) -> dict[str, Any]:
-    head, *others = (process.env.get("VLLM_HOST_IP", "") for process in group)
-    leader = _placed(group[0], {head: _OWN})
-    workers = [_placed(process, {head: _LEADER, own: _OWN}) for process, own in zip(group[1:], others, strict=True)]
-    if len({arguments(worker) for worker in workers}) != 1:
+def _group(plan: LaunchPlan, image: str | None, claim: str | None) -> dict[str, Any]:
+    leader, *workers = processes(plan, host_ips=[_LEADER] * plan.layout.nodes)
+    # The cluster tells each pod which of them it is.
+    commands = {
+        tuple(_RANK if before == "--node-rank" else word for before, word in pairwise(("", *worker.argv)))
+        for worker in workers
+    }
+    if len(commands) != 1:
         raise UserError(
-            f"the {len(others)} worker nodes run different commands, and a LeaderWorkerSet has one template for them",
+            f"the {len(workers)} worker nodes run different commands, and a LeaderWorkerSet has one template for them",
             hint="Use --shell or --compose, which have a section for each node.",
         )
+    worker = replace(workers[0], argv=commands.pop())
     labels, gpus = _labels(plan), plan.layout.gpus // plan.layout.nodes
     template = {
-        "size": len(group),
+        "size": plan.layout.nodes,
         "restartPolicy": "RecreateGroupOnPodRestart",
         "leaderTemplate": _pod(plan, leader, labels, {"role": "leader"}, gpus, image, claim),
-        "workerTemplate": _pod(plan, workers[0], labels, {"role": "worker"}, gpus, image, claim),
+        "workerTemplate": _pod(plan, worker, labels, {"role": "worker"}, gpus, image, claim),
     }
     spec = {"replicas": plan.layout.replicas, "leaderWorkerTemplate": template}
     return _object(plan, "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", spec)
-
-
-def _placed(process: Process, addresses: Mapping[str, str]) -> Process:
-    """The process with addresses, and its rank among the nodes, as the cluster fills them in."""
-    argv = list(process.argv)
-    for known, variable in addresses.items():
-        if known:
-            address = re.compile(rf"(?<![\w.]){re.escape(known)}(?![\w.])")
-            argv = [variable.join(address.split(word)) for word in argv]
-    if "--node-rank" in argv and process.role == "headless":
-        argv[argv.index("--node-rank") + 1] = _RANK
-    return replace(process, argv=tuple(argv))
 
 
 def _pod(
@@ -293,8 +281,7 @@ def _pod(
     claim: str | None,
 ) -> dict[str, Any]:
     kind, several = accelerator(plan).kind, plan.layout.nodes > 1
-    at_port = None if process.port is None else PORT  # a pod has an address of its own
-    argv = arguments(replace(process, port=at_port), host=_ANYWHERE)
+    argv = arguments(process, host=_ANYWHERE)
     capabilities = [value for option, value in options(plan) if option == "--cap-add"]
     own = {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     passed = {name: value for name, value in variables(plan, process).items() if name not in _OURS}

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -213,15 +212,11 @@ class ClusterLauncher(LocalLauncher):
         return {name: value for name, value in environment.items() if name not in _VISIBLE}
 
 
-_WATCH_S = 5.0
-_MISSES = 3  # a busy server may let one question wait
-
-
 class EndpointLauncher:
     """Takes a server that already runs: looks whether it is the right one, and never stops it.
 
     The key is read from a variable at every request and goes into the header of that request, nowhere else. HTTP tells
-    a name, a folder, a length and a version, never the weights: on this machine the folder is proof; elsewhere a server
+    a name, a folder and a version, never the weights: on this machine the folder is proof; elsewhere a server
     can be shown to be the wrong one, never the right, which is said.
     """
 
@@ -258,10 +253,7 @@ class EndpointLauncher:
                 f"{self.url} answers /health with {status}, expected 200", hint=hint, transient=status >= 500
             )
         server = Server(plan.served_model_name, self.url, None, 0.0, api_key_variable=self.api_key_variable)
-        card = _card(server, plan)
-        for doubt in _doubts(server, card, plan):
-            say(f"warning: {self.url}: {doubt}")
-        yield _Attached(replace(server, model_name=str(card["id"])))
+        yield _Attached(replace(server, model_name=str(_card(server, plan, say)["id"])))
 
 
 class _Attached(Deployment):
@@ -270,21 +262,11 @@ class _Attached(Deployment):
     def __init__(self, server: Server) -> None:
         super().__init__([server], [])
 
-    def check(self) -> None:
-        """Raise `ServingError` when it does not answer."""
-        self.servers[0].get("/health")
+    poll_s = 5.0
 
-    def watch(self) -> None:
-        """Block until it leaves several questions in a row without an answer."""
-        missed = 0
-        while missed < _MISSES:
-            time.sleep(_WATCH_S)
-            try:
-                self.check()
-                missed = 0
-            except ServingError:
-                missed += 1
-        self.check()
+    def check(self) -> None:
+        """Raise `ServingError` when it does not answer for half a minute."""
+        self.servers[0].get("/health")
 
 
 def endpoint_url(text: str) -> str:
@@ -305,8 +287,11 @@ def _is_local(url: str) -> bool:
     return urlsplit(url).hostname in {"127.0.0.1", "localhost", "::1"}
 
 
-def _card(server: Server, plan: LaunchPlan) -> Mapping[str, Any]:
-    """What the server says of our model, by its name, else by its folder. ServingError where it has another."""
+def _card(server: Server, plan: LaunchPlan, say: Say) -> Mapping[str, Any]:
+    """What the server says of our model, by its name, else by its folder; what cannot be proven of it is said.
+
+    ServingError where it has another.
+    """
     try:
         models = [dict(model) for model in json.loads(server.get("/v1/models"))["data"]]
         ours = [model for model in models if model["id"] == server.model_name]
@@ -317,24 +302,12 @@ def _card(server: Server, plan: LaunchPlan) -> Mapping[str, Any]:
     if not ours:
         names = ", ".join(str(model["id"]) for model in models) or "nothing"
         raise ServingError(f"{another}: it serves {names}, expected {plan.served_model_name}")
-    root, length, needed = ours[0].get("root"), ours[0].get("max_model_len"), plan.option("--max-model-len")
-    seen = root is not None and _is_local(server.base_url) and Path(root).is_dir()
-    if seen and not (Path(plan.model).is_dir() and Path(str(root)).samefile(plan.model)):
-        raise ServingError(f"{another}: it serves {root}, expected {plan.model}")
-    if isinstance(length, int) and needed is not None and needed.isdigit() and length < int(needed):
-        raise ServingError(f"{another}: it takes {length:,} tokens a request, the plan needs {int(needed):,}")
-    return ours[0]
-
-
-def _doubts(server: Server, card: Mapping[str, Any], plan: LaunchPlan) -> Iterator[str]:
-    """What cannot be proven of a server that may be the right one, and what is otherwise than planned."""
-    root = card.get("root")
+    root, version = ours[0].get("root"), server.version()
     if root is None or not _is_local(server.base_url) or not Path(root).is_dir():
-        yield f"it serves {root or 'a folder that it does not name'}, whose files cannot be seen from here"
-    version = server.version()
+        seen = root or "a folder that it does not name"
+        say(f"warning: {server.base_url}: it serves {seen}, whose files cannot be seen from here")
+    elif not (Path(plan.model).is_dir() and Path(root).samefile(plan.model)):
+        raise ServingError(f"{another}: it serves {root}, expected {plan.model}")
     if plan.vllm_version and parse_version(version) != parse_version(plan.vllm_version):
-        yield f"it is vLLM {version}, the plan was made for {plan.vllm_version}"
-    # The label says "auto" also where the checkpoint brought FP8, so that word proves nothing.
-    said, planned = server.cache_config().get("cache_dtype", "auto"), plan.option("--kv-cache-dtype") or "auto"
-    if said != "auto" and said[:3] != planned[:3]:
-        yield f"its KV cache is {said}, the plan's {planned}"
+        say(f"warning: {server.base_url}: it is vLLM {version}, the plan was made for {plan.vllm_version}")
+    return ours[0]

@@ -9,19 +9,16 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipeline.base.errors import RefusalError, ServingError
-from pipeline.serving.running.log import Finding, LogScan, scan_log
+from pipeline.serving.running.log import LogScan, scan_log
 
 HOST = "127.0.0.1"
 _SHOWN = 300  # characters of a refusal that an error quotes
-_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +48,10 @@ class Server:
         """vLLM's version as the server tells it."""
         return str(json.loads(self.get("/version"))["version"])
 
-    def cache_config(self) -> Mapping[str, str]:
-        """Labels of ``vllm:cache_config_info``. Its cache_dtype may say "auto" where the cache is FP8: ask the log."""
-        found = _CACHE.search(self.get("/metrics"))
-        return {} if found is None else dict(_LABEL.findall(found[1]))
-
     def scan_log(self) -> LogScan:
-        """What the log says up to now; without one what the server tells over HTTP, and that this is a caution."""
-        if self.log_path is not None:
-            return scan_log(self.log_path.read_text(encoding="utf-8", errors="replace"))
-        tokens = self.cache_config().get("kv_cache_size_tokens", "")
-        return replace(
-            scan_log(""),
-            vllm_version=self.version(),
-            kv_tokens=int(tokens) if tokens.isdigit() else None,
-            findings=(Finding("caution", _NO_LOG, self.base_url),),
-        )
+        """What the log says up to now."""
+        assert self.log_path is not None  # noqa: S101 - nobody reads the log of somebody else's server
+        return scan_log(self.log_path.read_text(encoding="utf-8", errors="replace"))
 
     def get(self, path: str, *, timeout: float = 30.0) -> str:
         """Body of a GET; ServingError unless the answer is 200 within ``timeout`` seconds."""
@@ -85,9 +70,6 @@ class Server:
                 f"the server answers {path} with {status}{said}", status=status, answer=answer, hint=where
             )
         return answer
-
-
-_NO_LOG = "somebody else started the server, so its log was not read: default scales or another backend would go unseen"
 
 
 def fetch(

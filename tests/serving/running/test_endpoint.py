@@ -24,21 +24,18 @@ class Endpoint:
 
     def __init__(self, model: Path) -> None:
         self.health = 200
-        self.card: dict[str, Any] = {"id": "m", "root": str(model), "max_model_len": 512}
+        self.card: dict[str, Any] = {"id": "m", "root": str(model)}
         self.version = "0.32.0"
-        self.metrics = {"cache_dtype": "auto", "kv_cache_size_tokens": "1048576"}
         self.key: str | None = None
         self.asked: list[tuple[str, str | None]] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                labels = ",".join(f'{name}="{value}"' for name, value in outer.metrics.items())
                 body = {
                     "/health": "",
                     "/version": json.dumps({"version": outer.version}),
                     "/v1/models": json.dumps({"data": [outer.card]}),
-                    "/metrics": f"vllm:cache_config_info{{{labels}}} 1.0\n",
                 }.get(self.path)
                 self.reply(outer.health if self.path == "/health" else 200 if body is not None else 404, body or "")
 
@@ -67,7 +64,7 @@ def endpoint(tiny_llama: Path) -> Iterator[Endpoint]:
 
 
 def plan_for(model: Path, *more: str, version: str = "0.32.0") -> LaunchPlan:
-    argv = ("vllm", "serve", str(model), "--max-model-len", "512", *more)
+    argv = ("vllm", "serve", str(model), *more)
     return LaunchPlan({}, argv, "m", 1, (), vllm_version=version)
 
 
@@ -83,7 +80,7 @@ def test_the_right_server_is_taken_without_a_word(endpoint: Endpoint, tiny_llama
     assert said == []
     assert (server.base_url, server.model_name, server.log_path) == (endpoint.url, "m", None)
     assert not (tmp_path / "logs").exists()
-    assert {path for path, _ in endpoint.asked} >= {"/health", "/version", "/v1/models", "/metrics"}
+    assert {path for path, _ in endpoint.asked} >= {"/health", "/version", "/v1/models"}
     assert server.get("/health") == ""  # it still runs
 
 
@@ -92,7 +89,6 @@ def test_the_right_server_is_taken_without_a_word(endpoint: Endpoint, tiny_llama
     [
         ({"card": {"id": "other", "root": "/models/other"}}, "it serves other, expected m"),
         ({"card": {"id": "m", "root": "/"}}, "it serves /, expected "),
-        ({"card": {"id": "m", "root": "/far/away", "max_model_len": 256}}, "it takes 256 tokens a request, the plan"),
     ],
 )
 def test_a_wrong_server_is_refused(
@@ -107,10 +103,9 @@ def test_a_wrong_server_is_refused(
 @pytest.mark.parametrize(
     ("change", "doubt"),
     [
-        ({"card": {"id": "m", "root": "/far/away", "max_model_len": 512}}, "whose files cannot be seen from here"),
+        ({"card": {"id": "m", "root": "/far/away"}}, "whose files cannot be seen from here"),
         ({"card": {"id": "m"}}, "a folder that it does not name"),
         ({"version": "0.31.0"}, "it is vLLM 0.31.0, the plan was made for 0.32.0"),
-        ({"metrics": {"cache_dtype": "fp8_e4m3"}}, "its KV cache is fp8_e4m3, the plan's auto"),
     ],
 )
 def test_what_cannot_be_proven_is_a_warning(
@@ -167,10 +162,3 @@ def test_what_is_no_address(text: str) -> None:
         endpoint_url(text)
     assert "\n" not in caught.value.message
     assert "me:secret" not in str(caught.value)
-
-
-def test_what_a_server_without_a_log_says(endpoint: Endpoint, tiny_llama: Path, tmp_path: Path) -> None:
-    _, server = take(endpoint, plan_for(tiny_llama), tmp_path)
-    scan = server.scan_log()
-    assert (scan.vllm_version, scan.kv_tokens, scan.invalid) == ("0.32.0", 1_048_576, ())
-    assert "its log was not read" in scan.cautions[0].why

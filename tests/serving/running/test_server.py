@@ -63,7 +63,6 @@ def test_a_server_answers_then_every_process_is_gone(fake_vllm: Path, fake_model
     with LocalLauncher(fake_vllm, stop_grace=0.3).launch(plan_for(model), log, startup_timeout=30) as server:
         assert server.base_url.startswith("http://127.0.0.1:")
         assert server.version() == "0.32.0+fake"
-        assert server.cache_config() == {"block_size": "128", "num_gpu_blocks": "7"}
         assert server.started_seconds >= 0.5
         own = json.loads((model / "pids.json").read_text())[0]
         assert alive(own)
