@@ -1,8 +1,8 @@
 """The change in accuracy between two models on the same items, with its uncertainty.
 
 The gate reads `lower` and `upper`; what they are is told by `method` (`eval.statistics.paired` says why). Beside them
-stand, for whoever reads the report: a bootstrap of the same change that assumes nothing of its shape, McNemar's exact
-test, the flips, and the share of the baseline's score that is left.
+stand, for whoever reads the report: McNemar's exact test, the flips, and the share of the baseline's score that is
+left.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from dataclasses import dataclass
 
 import eval.statistics.paired as paired
 from eval.errors import MeasurementError
-from eval.records import Record
+from eval.records import Part, Record
 from eval.samples import Pairs, SampleSet, pair
-from eval.statistics.paired import bootstrap_interval, mcnemar
+from eval.statistics.paired import mcnemar
 
 Kind = paired.Kind
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy(Record):
+class Accuracy(Part):  # earlier records have a bootstrap's interval too
     """One task's accuracy on both sides.
 
     `baseline` and `candidate` are mean scores as fractions, and `difference` is candidate - baseline; of a perplexity
     task they are perplexities per word, and `difference` is ln(baseline) - ln(candidate), in nats per word: below 0 is
     always worse. `lower` and `upper` are one-sided bounds of the difference, each at `bound_confidence`: the gate reads
     them. It is `confidence` for a fixed test, higher at an early look. `interval_low` and `interval_high` bound a
-    two-sided interval at `confidence`, `bootstrap_low` and `bootstrap_high` the same by resampling. `gains` counts
-    items that only the candidate got right (graded, perplexity: that rose), `losses` the opposite. `mcnemar_p` is the
-    exact two-sided p-value of McNemar's test, None unless scores are 0 or 1. `recovery` is the share of the baseline's
-    score that is left (perplexity: baseline / candidate), None where it cannot be said, as are its bounds. `clusters`
-    counts the passages that items share, None where every item stands alone. `planned` items were to be asked in all.
+    two-sided interval at `confidence`. `gains` counts items that only the candidate got right (graded, perplexity: that
+    rose), `losses` the opposite. `mcnemar_p` is the exact two-sided p-value of McNemar's test, None unless scores are 0
+    or 1. `recovery` is the share of the baseline's score that is left (perplexity: baseline / candidate), None where it
+    cannot be said, as are its bounds. `clusters` counts the passages that items share, None where every item stands
+    alone. `planned` items were to be asked in all.
     """
 
     task: str
@@ -52,8 +52,6 @@ class Accuracy(Record):
     upper: float
     interval_low: float
     interval_high: float
-    bootstrap_low: float
-    bootstrap_high: float
     gains: int
     losses: int
     mcnemar_p: float | None
@@ -78,7 +76,6 @@ def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float |
     found = paired.change(pairs)
     lower, upper = found.bounds(bound_confidence)
     interval_low, interval_high = found.bounds((1 + confidence) / 2)
-    bootstrap_low, bootstrap_high = bootstrap_interval(found.units, confidence)
     baseline, candidate = found.levels
     left = paired.recovery(found, confidence)
     return Accuracy(
@@ -98,8 +95,6 @@ def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float |
         upper=upper,
         interval_low=interval_low,
         interval_high=interval_high,
-        bootstrap_low=bootstrap_low,
-        bootstrap_high=bootstrap_high,
         gains=found.gains,
         losses=found.losses,
         mcnemar_p=mcnemar(found.gains, found.losses) if found.kind == "binary" else None,

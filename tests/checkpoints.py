@@ -124,7 +124,7 @@ class Checkpoint:
         return Policy({t: m for t, m in kept.items() if t != "prose" or self.nats is not None}, launches=4)
 
     def judged(self) -> GateReport:
-        """The judgement, made once for equal checkpoints: its bootstraps take a second."""
+        """The judgement, made once for equal checkpoints: it takes a second."""
         if repr(self) not in _JUDGED:
             _JUDGED[repr(self)] = judge(self.measurements(), self.policy())
         return _JUDGED[repr(self)]

@@ -254,8 +254,8 @@ class Row:
     """One estimate in the unit of the axis.
 
     ``bounds`` are the two one-sided bounds that decide (None where none are computed), ``interval`` the two-sided
-    interval, ``bootstrap`` the resampled one. What lies on the worse side of ``limit`` is shaded; None: nothing
-    decides. ``tone`` is a colour of the page.
+    interval. What lies on the worse side of ``limit`` is shaded; None: nothing decides. ``tone`` is a colour of the
+    page.
     """
 
     label: str
@@ -265,7 +265,6 @@ class Row:
     limit: float | None
     tone: str
     bounds: Span | None = None
-    bootstrap: Span | None = None
 
 
 def forest(
@@ -282,7 +281,7 @@ def forest(
     """Rows as an inline SVG. The shaded side beyond a limit is the left one, or the right one where
     ``more_is_worse``, as of a perplexity.
 
-    The thick bar spans the bounds, the thin line the interval, the two ticks below it are the bootstrap's.
+    The thick bar spans the bounds, the thin line the interval.
     """
     row, top, bottom = 58, 6, 44
     height = top + bottom + row * len(rows)
@@ -303,9 +302,6 @@ def forest(
             axis.plot(item.interval, [y, y], color=ink, linewidth=1.5)
             if item.bounds is not None:
                 axis.plot(item.bounds, [y, y], color=ink, linewidth=6, solid_capstyle="butt", alpha=0.4)
-            if item.bootstrap is not None:
-                axis.plot(item.bootstrap, [index + 0.82] * 2, color=ink, linewidth=1, alpha=0.75)
-                axis.plot(item.bootstrap, [index + 0.82] * 2, linestyle="none", marker="|", markersize=7, color=ink)
             axis.plot([item.value], [y], "o", color=ink, markersize=8.5, markeredgecolor=colour("paper"),
                       markeredgewidth=1.5)  # fmt: skip
             row_title(axis, y, item.label, item.tail, width, above=21)
@@ -320,7 +316,7 @@ def forest(
 def _limits(rows: Sequence[Row], neutral: float, least: float) -> Span:
     values = [neutral - least / 2, neutral + least / 2]
     for item in rows:
-        spans = [item.interval, item.bounds, item.bootstrap]
+        spans = [item.interval, item.bounds]
         values += [end for span in spans if span is not None for end in span if math.isfinite(end)]
         values += [item.value] + ([] if item.limit is None else [item.limit])
     low, high = min(values), max(values)

@@ -45,6 +45,13 @@ def test_every_case_is_there() -> None:
     assert {path.stem for path in FOLDER.glob("*.json")} == set(CASES)
 
 
+def test_what_earlier_versions_wrote_beside_a_task_is_left_out() -> None:
+    earlier = recorded("fail")
+    for task in earlier["accuracy"]:
+        task |= {"bootstrap_low": -0.1, "bootstrap_high": 0.1}
+    assert GateReport.from_json(earlier) == GateReport.from_json(recorded("fail"))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_verdict_follows_from_the_numbers(case: str) -> None:
     verdict, kind, words = CASES[case]
