@@ -140,6 +140,8 @@ class Checkpoint:
             "size": {"baseline_bytes": 16 * GB, "candidate_bytes": self.bytes, "parts": []},
             "digests": {"source": f"{self.model} {digest(self.model)[:40]}"},
             "recipe": f"name: {self.name}\n",
+            "kv_tokens": {"baseline": 1_262_352, "candidate": 2_524_704},
+            "launches": [launch.to_json() for launch in self.measurements().launches],
         }
 
     def write(self, folder: Path) -> Path:

@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from string import ascii_uppercase
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from pydantic import Field
 from eval.accuracy import Accuracy, Direct, compare_all
 from eval.errors import MeasurementError
 from eval.gate import GateReport
+from eval.measurements import Launch
 from eval.record import read as read_record
 from eval.records import Part
 from eval.samples import SampleSet
@@ -28,44 +28,6 @@ from eval.throughput import Throughput
 from eval.verdict import Verdict
 
 Place = tuple[str, str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """A checkpoint with its judgement.
-
-    `baseline` identifies the 16-bit model that it was judged against. `size` is the bytes of the weights (baseline,
-    candidate). `answers` maps a task to the candidate's samples, `kv_tokens` is the median over launches of the
-    tokens that the KV cache held (baseline, candidate): empty and None where the gate's record is not at hand, which
-    `unread` then explains. `paced` are the cells that offer requests at a fixed rate: their tokens per second are the
-    arrivals', and no measure of speed.
-    """
-
-    name: str
-    model: str
-    baseline: str
-    scheme: str
-    created: str
-    gate: GateReport
-    size: tuple[int, int]
-    answers: Mapping[str, SampleSet] = field(default_factory=dict)
-    kv_tokens: tuple[int, int] | None = None
-    paced: frozenset[str] = frozenset()
-    unread: str | None = None
-
-    @property
-    def size_ratio(self) -> float:
-        """Bytes of the candidate's weights over the baseline's."""
-        return self.size[1] / self.size[0]
-
-    @property
-    def place(self) -> Place:
-        """Where it was measured: (hardware, device, what answered). Throughputs of two places are not compared."""
-        return self.gate.hardware, self.gate.device, self.gate.runtime.partition(",")[0].strip()
-
-    def accuracy(self, task: str, metric: str) -> Accuracy | None:
-        """Its result on a task by a metric; None where it was not asked."""
-        return next((r for r in self.gate.accuracy if (r.task, r.metric) == (task, metric)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +43,11 @@ class _Digests(Part):
 
 @dataclass(frozen=True, slots=True)
 class Report(Part):
-    """What a comparison takes from a report."""
+    """A checkpoint with its judgement: what a comparison takes from its report, whose fields have these names.
+
+    `answers` maps a task to the candidate's samples: empty where the gate's record is not at hand, which `unread` then
+    explains. `kv_tokens` are the tokens that the KV cache held by side, empty where nothing told.
+    """
 
     name: str
     model: str
@@ -90,13 +56,46 @@ class Report(Part):
     digests: _Digests
     size: _Size
     gate: GateReport
+    kv_tokens: Mapping[str, int] = field(default_factory=dict)
+    launches: tuple[Launch, ...] = ()
+    answers: Mapping[str, SampleSet] = field(default_factory=dict)
+    unread: str | None = "its gate.json is not at hand"
+
+    @property
+    def baseline(self) -> str:
+        """What identifies the 16-bit model that it was judged against."""
+        return self.digests.source
+
+    @property
+    def size_ratio(self) -> float:
+        """Bytes of the candidate's weights over the baseline's."""
+        return self.size.candidate_bytes / self.size.baseline_bytes
+
+    @property
+    def place(self) -> Place:
+        """Where it was measured: (hardware, device, what answered). Throughputs of two places are not compared."""
+        return self.gate.hardware, self.gate.device, self.gate.runtime.partition(",")[0].strip()
+
+    @property
+    def paced(self) -> frozenset[str]:
+        """Cells with a rate of requests: their tokens per second are the arrivals', and no measure of speed."""
+        cells = (cell for launch in self.launches for cell in launch.cells.values())
+        return frozenset(cell.cell for cell in cells if cell.request_rate is not None)
+
+    def accuracy(self, task: str, metric: str) -> Accuracy | None:
+        """Its result on a task by a metric; None where it was not asked."""
+        return next((r for r in self.gate.accuracy if (r.task, r.metric) == (task, metric)), None)
+
+    def throughput(self, cell: str) -> Throughput | None:
+        """Its result in a cell of a workload; None where it was not measured."""
+        return next((found for found in self.gate.throughput if found.cell == cell), None)
 
 
-def read(report: Path, record: Path | None) -> Contender:
+def read(report: Path, record: Path | None) -> Report:
     """Read a `report.json`, with the `gate.json` of the same judgement where there is one.
 
     Raises `MeasurementError` that names what the report lacks. A record that cannot be read, or that is of another
-    judgement, costs only the direct comparison: `Contender.unread` says why.
+    judgement, costs only the direct comparison: `Report.unread` says why.
     """
     try:
         data = json.loads(report.read_text(encoding="utf-8"))
@@ -105,48 +104,24 @@ def read(report: Path, record: Path | None) -> Contender:
     except ValueError as error:
         raise MeasurementError(f"{report}: not JSON: {error}") from error
     contender = from_report(data, report)
-    return contender if record is None else _with_record(contender, record)
-
-
-def from_report(data: Any, origin: Path) -> Contender:
-    """Take from a report what a comparison needs; raises `MeasurementError` that names the missing part."""
+    if record is None:
+        return contender
     try:
-        told = Report.from_json(data)
-    except MeasurementError as error:
-        raise MeasurementError(f"{origin}: not a report of this version: {error}") from error
-    gate = told.gate
-    return Contender(
-        name=told.name,
-        model=told.model,
-        baseline=told.digests.source,
-        scheme=told.scheme,
-        created=told.created,
-        gate=gate,
-        size=(told.size.baseline_bytes, told.size.candidate_bytes),
-        paced=frozenset(c.cell for c in gate.throughput if c.promise is None and gate.policy.min_ratio is not None),
-        unread="its gate.json is not at hand",
-    )
-
-
-def _with_record(contender: Contender, path: Path) -> Contender:
-    try:
-        measurements, report = read_record(path)
+        measurements, judged = read_record(record)
     except MeasurementError as error:
         return replace(contender, unread=str(error))
-    if report.to_json() != contender.gate.to_json():
-        return replace(contender, unread=f"{path} is of another judgement than the report")
-    counts = [
-        [launch.kv_tokens for launch in measurements.launches if launch.side == side and launch.kv_tokens is not None]
-        for side in ("baseline", "candidate")
-    ]
-    cells = [cell for launch in measurements.launches for cell in launch.cells.values()]
-    return replace(
-        contender,
-        paced=frozenset(cell.cell for cell in cells if cell.request_rate is not None),
-        answers={task: candidate for task, (_, candidate) in measurements.samples.items()},
-        kv_tokens=(round(median(counts[0])), round(median(counts[1]))) if all(counts) else None,
-        unread=None,
-    )
+    if judged.to_json() != contender.gate.to_json():
+        return replace(contender, unread=f"{record} is of another judgement than the report")
+    answers = {task: candidate for task, (_, candidate) in measurements.samples.items()}
+    return replace(contender, answers=answers, unread=None)
+
+
+def from_report(data: Any, origin: Path) -> Report:
+    """Take from a report what a comparison needs; raises `MeasurementError` that names the missing part."""
+    try:
+        return Report.from_json(data)
+    except MeasurementError as error:
+        raise MeasurementError(f"{origin}: not a report of this version: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,33 +159,6 @@ def front(scores: Sequence[Score | None]) -> tuple[bool, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskRow:
-    """One task by one metric, with each contender's result by its place in the group; None where it was not asked."""
-
-    task: str
-    metric: str
-    results: tuple[Accuracy | None, ...]
-    margins: tuple[float | None, ...]
-    verdicts: tuple[Verdict | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CellRow:
-    """One cell of a workload, with each contender's result by its place in the group."""
-
-    cell: str
-    results: tuple[Throughput | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """The throughput of the contenders that were measured in one place, and in no other table."""
-
-    place: Place
-    cells: tuple[CellRow, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Mark:
     """Where a contender stands: the recovery of its worst task and the speed of its worst cell, with intervals.
 
@@ -219,7 +167,7 @@ class Mark:
     """
 
     letter: str
-    contender: Contender
+    contender: Report
     worst: Accuracy | None
     slowest: Throughput | None
     on_front: bool
@@ -227,13 +175,16 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The contenders that were judged against one baseline."""
+    """The contenders that were judged against one baseline.
+
+    `tasks` are all of theirs, each with its metric; `speeds` the cells that were measured in each place.
+    """
 
     model: str
     baseline: str
     marks: tuple[Mark, ...]
-    tasks: tuple[TaskRow, ...]
-    speeds: tuple[Speeds, ...]
+    tasks: tuple[tuple[str, str], ...]
+    speeds: Mapping[Place, tuple[str, ...]]
     direct: tuple[Direct, ...]
     notes: tuple[str, ...]
 
@@ -246,17 +197,17 @@ class Comparison:
     warnings: tuple[str, ...]
 
 
-def side_by_side(contenders: Sequence[Contender], confidence: float = 0.95) -> Comparison:
+def side_by_side(contenders: Sequence[Report], confidence: float = 0.95) -> Comparison:
     """Put contenders side by side, lettered in their order; `confidence` is that of the direct differences."""
     lettered = [(f"{ascii_uppercase[n % 26]}{n // 26 or ''}", contender) for n, contender in enumerate(contenders)]
-    baselines: dict[str, list[tuple[str, Contender]]] = {}
+    baselines: dict[str, list[tuple[str, Report]]] = {}
     for name, contender in lettered:
         baselines.setdefault(contender.baseline, []).append((name, contender))
     groups = tuple(_group(members, confidence) for members in baselines.values())
     return Comparison(groups, tuple(_warnings(lettered, groups)))
 
 
-def _group(members: Sequence[tuple[str, Contender]], confidence: float) -> Group:
+def _group(members: Sequence[tuple[str, Report]], confidence: float) -> Group:
     contenders = [contender for _, contender in members]
     shared = _shared_tasks(contenders)
     worst = [_worst(contender, shared) for contender in contenders]
@@ -276,45 +227,34 @@ def _group(members: Sequence[tuple[str, Contender]], confidence: float) -> Group
         model=contenders[0].model,
         baseline=contenders[0].baseline,
         marks=marks,
-        tasks=_task_rows(contenders),
-        speeds=_speeds(contenders),
+        tasks=tuple(dict.fromkeys((result.task, result.metric) for c in contenders for result in c.gate.accuracy)),
+        speeds={
+            place: tuple(dict.fromkeys(t.cell for c in contenders if c.place == place for t in c.gate.throughput))
+            for place in dict.fromkeys(c.place for c in contenders if c.gate.throughput)
+        },
         direct=compare_all(answers, confidence) if len(answers) > 1 else (),
         notes=tuple(_notes(marks, shared)),
     )
 
 
-def _task_rows(contenders: Sequence[Contender]) -> tuple[TaskRow, ...]:
-    names = dict.fromkeys((result.task, result.metric) for c in contenders for result in c.gate.accuracy)
-    return tuple(
-        TaskRow(
-            task,
-            metric,
-            tuple(c.accuracy(task, metric) for c in contenders),
-            tuple(c.gate.policy.margins.get(task) for c in contenders),
-            tuple(c.gate.verdict_of("accuracy", task) for c in contenders),
-        )
-        for task, metric in names
-    )
-
-
-def _gated(contender: Contender) -> dict[tuple[str, str], Accuracy]:
+def _gated(contender: Report) -> dict[tuple[str, str], Accuracy]:
     margins = contender.gate.policy.margins
     found = contender.gate.accuracy
     return {(r.task, r.metric): r for r in found if r.task in margins and r.recovery is not None}
 
 
-def _shared_tasks(contenders: Iterable[Contender]) -> frozenset[tuple[str, str]]:
+def _shared_tasks(contenders: Iterable[Report]) -> frozenset[tuple[str, str]]:
     """Gated tasks that every contender with any accuracy was asked: only these rank them."""
     asked = [frozenset(found) for c in contenders if (found := _gated(c))]
     return frozenset.intersection(*asked) if asked else frozenset()
 
 
-def _worst(contender: Contender, shared: frozenset[tuple[str, str]]) -> Accuracy | None:
+def _worst(contender: Report, shared: frozenset[tuple[str, str]]) -> Accuracy | None:
     found = [result for key, result in _gated(contender).items() if key in shared]
     return min(found, key=lambda result: result.recovery or 0.0, default=None)
 
 
-def _slowest(contenders: Sequence[Contender]) -> list[Throughput | None]:
+def _slowest(contenders: Sequence[Report]) -> list[Throughput | None]:
     """Each one's least ratio over the cells that all contenders measured in the same place share."""
     found: list[Throughput | None] = []
     for contender in contenders:
@@ -326,16 +266,7 @@ def _slowest(contenders: Sequence[Contender]) -> list[Throughput | None]:
     return found
 
 
-def _speeds(contenders: Sequence[Contender]) -> tuple[Speeds, ...]:
-    tables = []
-    for place in dict.fromkeys(c.place for c in contenders if c.gate.throughput):
-        here = [{t.cell: t for t in c.gate.throughput} if c.place == place else {} for c in contenders]
-        names = dict.fromkeys(cell for cells in here for cell in cells)
-        tables.append(Speeds(place, tuple(CellRow(n, tuple(cells.get(n) for cells in here)) for n in names)))
-    return tuple(tables)
-
-
-def _warnings(lettered: Sequence[tuple[str, Contender]], groups: Sequence[Group]) -> Iterable[str]:
+def _warnings(lettered: Sequence[tuple[str, Report]], groups: Sequence[Group]) -> Iterable[str]:
     if len(groups) > 1:
         parts = "; ".join(f"{_names(g.marks)} against {g.model} ({g.baseline[:20]})" for g in groups)
         yield (
@@ -424,13 +355,15 @@ def _contender(mark: Mark) -> dict[str, Any]:
         "hardware": gate.hardware,
         "device": gate.device,
         "runtime": gate.runtime,
-        "bytes": {"baseline": found.size[0], "candidate": found.size[1], "ratio": found.size_ratio},
+        "bytes": {
+            "baseline": found.size.baseline_bytes,
+            "candidate": found.size.candidate_bytes,
+            "ratio": found.size_ratio,
+        },
         "worst_task": None if mark.worst is None else mark.worst.task,
         "accuracy": [result.to_json() for result in gate.accuracy],
         "throughput": [cell.to_json() for cell in gate.throughput],
         "canary": None if gate.canary is None else gate.canary.to_json(),
-        "kv_tokens": None
-        if found.kv_tokens is None
-        else {"baseline": found.kv_tokens[0], "candidate": found.kv_tokens[1]},
+        "kv_tokens": dict(found.kv_tokens) or None,
         "headlines": [headline.to_json() for headline in gate.headlines],
     }

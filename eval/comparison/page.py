@@ -33,21 +33,21 @@ def _plots(group: Group, index: int) -> dict[str, Any]:
     for name, kinds in (("forest", ("binary", "graded")), ("perplexity", ("perplexity",))):
         results = [
             (result, f"{mark.letter}  ", mark.contender.gate)
-            for row in group.tasks
-            for mark, result in zip(group.marks, row.results, strict=True)
-            if result is not None and result.kind in kinds
+            for task in group.tasks
+            for mark in group.marks
+            if (result := mark.contender.accuracy(*task)) is not None and result.kind in kinds
         ]
         found[name] = drawn(partial(changes, results), f"g{index}-{name}", wide=WIDE) if results else None
     ranked = [mark for mark in group.marks if mark.worst and mark.worst.recovery is not None]
     sizes = [_spot(mark, mark.contender.size_ratio, None) for mark in ranked]
     views = [("", "size over the baseline's (left is better)", sizes)]
-    for speeds in group.speeds:
+    for place in group.speeds:
         spots = [
             _spot(mark, cell.ratio, (cell.ratio_low, cell.ratio_high))
             for mark in ranked
-            if mark.contender.place == speeds.place and (cell := mark.slowest)
+            if mark.contender.place == place and (cell := mark.slowest)
         ]
-        views.append((where(speeds.place), "tokens/s over the baseline's (right is better)", spots))
+        views.append((where(place), "tokens/s over the baseline's (right is better)", spots))
     for number, (caption, title, spots) in enumerate(views):
         if spots:
             half = (WIDE - 32) // 2 if len(views) > 1 else WIDE

@@ -124,12 +124,12 @@ def _print_marks(console: Console, group: Group) -> None:
         who.add_row(letter, _plain(found.name), found.gate.verdict.value, _plain(place))
         made.add_row(
             letter,
-            size(found.size[1]),
+            size(found.size.candidate_bytes),
             ratio(found.size_ratio),
             "-" if mark.worst is None else percent(mark.worst.recovery),
             "-" if mark.worst is None or mark.worst.kind != "binary" else percent(mark.worst.flip_rate),
             "-" if mark.slowest is None else ratio(mark.slowest.ratio),
-            "-" if found.kv_tokens is None else count(found.kv_tokens[1]),
+            count(found.kv_tokens["candidate"]) if "candidate" in found.kv_tokens else "-",
             "-" if canary is None else percent(canary.agreement),
         )
     console.print(who)
@@ -144,13 +144,13 @@ def _print_tasks(console: Console, group: Group) -> None:
         return
     numbers = ("change", "interval", "items")
     made = table("task", "", "verdict", *numbers, right=numbers)
-    for row in group.tasks:
-        for number, (mark, result) in enumerate(zip(group.marks, row.results, strict=True)):
-            name = _plain(f"{row.task}, {row.metric}") if number == 0 else ""
-            if result is None:
+    for task, metric in group.tasks:
+        for number, mark in enumerate(group.marks):
+            name = _plain(f"{task}, {metric}") if number == 0 else ""
+            if (result := mark.contender.accuracy(task, metric)) is None:
                 made.add_row(name, mark.letter, "not asked")
                 continue
-            verdict, unit = row.verdicts[number], unit_of(result.kind)
+            verdict, unit = mark.contender.gate.verdict_of("accuracy", task), unit_of(result.kind)
             made.add_row(
                 name,
                 mark.letter,

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from eval.accuracy import margin_in_units
-from eval.comparison.model import Contender, read
+from eval.comparison.model import Report, read
 from eval.errors import MeasurementError
 from eval.records import Record
 from eval.report.model import DATA, PAGE
@@ -128,7 +128,7 @@ def row_of(run: Run, store: Store) -> tuple[Row, Path | None]:
     return row, None if entry is None or judged is None else entry.path
 
 
-def judgement(found: Contender, page: str) -> Judged:
+def judgement(found: Report, page: str) -> Judged:
     """What the index shows of a report."""
     gate = found.gate
     tasks = []

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from eval.comparison.model import Contender, from_report
+from eval.comparison.model import Report, from_report
 from eval.errors import MeasurementError
 from eval.gate import GateReport
 from eval.report.model import DATA
@@ -95,13 +95,13 @@ def params(recipe: Mapping[str, Any]) -> dict[str, str]:
     return {_key(name): _short(value) for name, value in _flat(kept, "")}
 
 
-def metrics(found: Contender) -> dict[str, float]:
+def metrics(found: Report) -> dict[str, float]:
     """Every figure of the gate, by task, cell and kind; what is no finite number is left out."""
     figures = _figures(found, found.gate)
     return {_key(name): float(value) for name, value in figures if value is not None and math.isfinite(value)}
 
 
-def tags(found: Contender) -> dict[str, str]:
+def tags(found: Report) -> dict[str, str]:
     """What one searches by, and a note with the verdict's reasons."""
     gate = found.gate
     note = "\n".join([f"**{gate.verdict.value}**", "", *(f"- {reason}" for reason in gate.reasons)])
@@ -120,8 +120,8 @@ def tags(found: Contender) -> dict[str, str]:
     return {f"quantmint.{name}": _short(value) for name, value in named.items()} | {"mlflow.note.content": _short(note)}
 
 
-def _figures(found: Contender, gate: GateReport) -> Iterator[tuple[str, float | None]]:
-    yield "size/bytes", found.size[1]
+def _figures(found: Report, gate: GateReport) -> Iterator[tuple[str, float | None]]:
+    yield "size/bytes", found.size.candidate_bytes
     yield "size/ratio", found.size_ratio
     for result in gate.accuracy:
         at = f"accuracy/{result.task}"
