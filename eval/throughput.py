@@ -64,6 +64,13 @@ class Throughput(Record):
         """Whether both sides were launched more than once: with one launch the interval is a point and says nothing."""
         return min(self.launches) > 1
 
+    @property
+    def backing(self) -> str:
+        """How many launches stand behind the figures."""
+        before, after = self.launches
+        noun = "launch" if before == 1 else "launches"
+        return f"{before} {noun} a side" if before == after else f"{before} against {after} launches"
+
 
 def noise(results: Sequence[CellResult]) -> float:
     """The relative standard deviation of output tokens/s from launch to launch of one side; 0 below two."""

@@ -83,11 +83,8 @@ def _cell(cell: Throughput, measurements: Measurements, policy: Policy) -> tuple
 
 
 def _figures(cell: Throughput) -> str:
-    before, after = cell.launches
-    noun = "launch" if before == 1 else "launches"
-    backing = f"{before} {noun} a side" if before == after else f"{before} against {after} launches"
-    interval = f"{cell.ratio_low:.3f} to {cell.ratio_high:.3f}, " if min(cell.launches) > 1 else ""
-    return f"{cell.ratio:.3f} times the baseline's output tokens/s in {cell.cell} ({interval}{backing})"
+    interval = f"{cell.ratio_low:.3f} to {cell.ratio_high:.3f}, " if cell.repeated else ""
+    return f"{cell.ratio:.3f} times the baseline's output tokens/s in {cell.cell} ({interval}{cell.backing})"
 
 
 def _of(measurements: Measurements, cell: str, side: Side) -> list[CellResult]:

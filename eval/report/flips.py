@@ -52,11 +52,8 @@ def said(answer: Mapping[str, Any]) -> str:
 
     A choice stands with its log likelihood in nats; the arrow marks the one that was taken.
     """
-    response, choices, likelihoods = (
-        str(answer.get("response", "")),
-        answer.get("choices"),
-        answer.get("loglikelihoods"),
-    )
+    response = str(answer.get("response", ""))
+    choices, likelihoods = answer.get("choices"), answer.get("loglikelihoods")
     if isinstance(choices, list) and isinstance(likelihoods, list) and len(choices) == len(likelihoods):
         return "\n".join(
             f"{'→' if choice == response else ' '} {likelihood:9.3f}  {choice}".replace("-", "\N{MINUS SIGN}", 1)
@@ -72,11 +69,9 @@ def said(answer: Mapping[str, Any]) -> str:
 
 SHOWN = 100
 """Flips of a task and direction that the page holds; report.json has all."""
-FOLDED, LONGEST, SHORTER = 700, 12_000, 3_000
+FOLDED, LONGEST = 700, 6_000
 """Characters of a text above which it is folded, and above which the page leaves out its middle: models that reason
-write tens of thousands. After the first of a task and direction, less is kept, so that a browser opens the page."""
-WHOLE = 10
-"""Flips of a task and direction that are kept longer."""
+write tens of thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +83,13 @@ class Text:
     length: int
 
 
-def text(value: str, longest: int = LONGEST, *, end: bool = False) -> Text:
-    """Cut a text for the page, to ``longest`` characters at most.
-
-    With ``end`` its end is what is seen at once: a prompt ends in the question.
-    """
+def text(value: str, *, end: bool = False) -> Text:
+    """Cut a text for the page; with ``end`` its end is what is seen at once: a prompt ends in the question."""
     if len(value) <= FOLDED:
         return Text(value, None, len(value))
     cut = f"\N{HORIZONTAL ELLIPSIS}{value[-FOLDED:]}" if end else f"{value[:FOLDED]}\N{HORIZONTAL ELLIPSIS}"
-    half = longest // 2
-    left_out = len(value) - longest
+    half = LONGEST // 2
+    left_out = len(value) - LONGEST
     whole = value if left_out <= 0 else (
         f"{value[:half]}\n\n[{left_out:,} characters are left out here; report.json has them]\n\n{value[-half:]}"
     )  # fmt: skip
@@ -134,11 +126,11 @@ def _direction(direction: Direction, found: list[Flip]) -> dict[str, Any]:
                 "flip": flip,
                 "prompt": text(flip["prompt"], end=True),
                 "target": text(flip["target"]),
-                "baseline": text(flip["baseline"], LONGEST if index < WHOLE else SHORTER),
-                "candidate": text(flip["candidate"], LONGEST if index < WHOLE else SHORTER),
+                "baseline": text(flip["baseline"]),
+                "candidate": text(flip["candidate"]),
                 "peek": _peek(flip),
             }
-            for index, flip in enumerate(mine[:SHOWN])
+            for flip in mine[:SHOWN]
         ],
         "more": max(0, len(mine) - SHOWN),
     }
@@ -156,8 +148,7 @@ def bars(results: Sequence[Accuracy], floors: Mapping[str, Control], *, width: i
     row, top, bottom = 50, 4, 42
     height = top + bottom + row * len(results)
     said = []
-    with figure(width, height) as (drawing, axis):
-        drawing.subplots_adjust(left=0, right=1, top=1 - top / height, bottom=bottom / height)
+    with figure(width, height, (0, 0, top, bottom)) as (drawing, axis):
         known = [floors[result.task].high for result in results if result.task in floors]
         axis.set_xlim(0, 1.06 * max(0.1, *(100 * share for share in (*known, *(r.flip_rate for r in results)))))
         axis.set_ylim(len(results), 0)

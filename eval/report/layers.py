@@ -16,8 +16,7 @@ from eval.report.plots import (
     figure,
     heat,
     inline,
-    number,
-    plain_ticks,
+    plain_values,
     series,
     whole_ticks,
 )  # fmt: skip
@@ -98,13 +97,10 @@ def heatmap(cells: Cells, kinds: Sequence[str], *, width: int, name: str) -> str
     from matplotlib.patches import Rectangle
 
     low, high = span(cells)
-    with figure(width, height) as (drawing, axis):
-        # Few layers or kinds make cells of a sensible size, not a wall.
-        along = len(kinds) if upright else len(layers)
-        used = min(width - left - right, along * (46 if upright else 40))
-        seam = min(1.0, 0.12 * (row if upright else used / len(layers)))
-        drawing.subplots_adjust(left=left / width, right=(left + used) / width, top=1 - top / height,
-                                bottom=bottom / height)  # fmt: skip
+    # Few layers or kinds make cells of a sensible size, not a wall.
+    used = min(width - left - right, len(kinds) * 46 if upright else len(layers) * 40)
+    seam = min(1.0, 0.12 * (row if upright else used / len(layers)))
+    with figure(width, height, (left, width - left - used, top, bottom)) as (drawing, axis):
         for (layer, kind), value in cells.items():
             at = (layer - layers[0], kinds.index(kind))
             fill = heat((high - value) / (high - low))
@@ -140,12 +136,7 @@ def scale(cells: Cells) -> list[tuple[str, int]]:
 def kv_scales(profiles: Mapping[str, Mapping[int, tuple[float, float]]], *, width: int, name: str) -> str:
     """One line for each of K and V; with a scale a head the band spans the heads. ``profiles[which][layer]`` is the
     least and the greatest scale of a layer."""
-    from matplotlib.ticker import LogLocator
-
-    left, right, top, bottom, height = 56, 14, 12, 42, 230
-    with figure(width, height) as (drawing, axis):
-        drawing.subplots_adjust(left=left / width, right=1 - right / width, top=1 - top / height,
-                                bottom=bottom / height)  # fmt: skip
+    with figure(width, 230, (56, 14, 12, 42)) as (drawing, axis):
         for index, (which, layers) in enumerate(profiles.items()):
             numbers = sorted(layers)
             lows, highs = ([layers[layer][end] for layer in numbers] for end in (0, 1))
@@ -153,17 +144,7 @@ def kv_scales(profiles: Mapping[str, Mapping[int, tuple[float, float]]], *, widt
             dot = "os^D"[index % 4] if len(numbers) <= 64 else None
             axis.plot(numbers, highs, color=series(index), linewidth=1.8, marker=dot, markersize=5, label=which,
                       markeredgecolor=colour("paper"), markeredgewidth=0.6)  # fmt: skip
-        ends = [end for layers in profiles.values() for pair in layers.values() for end in pair]
-        if max(ends) > 25 * min(ends) > 0:
-            axis.set_yscale("log")
-            # Every power of ten, and what lies between where they are few: a single tick is no scale.
-            steps = (1, 2, 5) if max(ends) < 1e3 * min(ends) else (1,)
-            axis.yaxis.set_major_locator(LogLocator(subs=steps, numticks=9))
-            axis.yaxis.set_major_formatter(lambda value, _: number(value))
-            axis.minorticks_off()
-        else:
-            axis.set_ylim(0, 1.12 * max(*ends, 1e-12))
-            plain_ticks(axis, y=5)
+        plain_values(axis, [end for layers in profiles.values() for pair in layers.values() for end in pair], 5)
         layers_shown = [layer for layers in profiles.values() for layer in layers]
         axis.set_xlim(min(layers_shown) - 0.5, max(layers_shown) + 0.5)
         ticks = whole_ticks(range(min(layers_shown), max(layers_shown) + 1), width // 45)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -78,11 +77,6 @@ def signs(text: str) -> str:
     return re.sub(r"(?<![\w.-])-(?=\d)", "\N{MINUS SIGN}", text)
 
 
-def finite(value: float, limit: float) -> float:
-    """The value, held within +-limit: bounds of a look at which nothing may be decided are infinite."""
-    return max(-limit, min(limit, value)) if not math.isnan(value) else limit
-
-
 @dataclass(frozen=True, slots=True)
 class Unit:
     """How a change of accuracy is shown: points of a score; per cent of a perplexity, of which more is worse.
@@ -95,7 +89,7 @@ class Unit:
 
     def scale(self, difference: float) -> float:
         """A difference in the unit."""
-        return change("perplexity" if self.perplexity else "graded", finite(difference, 20.0))
+        return change("perplexity" if self.perplexity else "graded", max(-20.0, min(20.0, difference)))
 
     def span(self, low: float, high: float) -> tuple[float, float]:
         """An interval of differences in the unit, the lower end first."""

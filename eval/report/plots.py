@@ -51,9 +51,12 @@ def heat(share: float) -> str:
 
 
 @contextmanager
-def figure(width: int, height: int) -> Iterator[tuple[Any, Any]]:
-    """A figure with one plain axis, sized in CSS pixels; it is closed afterwards."""
+def figure(width: int, height: int, margins: tuple[float, ...] | None = None) -> Iterator[tuple[Any, Any]]:
+    """A figure with one plain axis, sized in CSS pixels, as are its margins: left, right, top and bottom."""
     with panels(width, height, 1, 1) as (drawing, axes):
+        if margins is not None:
+            left, right, top, bottom = margins
+            drawing.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
         yield drawing, axes[0]
 
 
@@ -108,9 +111,7 @@ def inline(drawing: Any, *, name: str, label: str) -> str:
     for variable, stand_in in _STAND_INS.items():
         text = text.replace(stand_in, f"var(--{variable})")
     text = re.sub(r"font-family: [^;\"]*", "font-family: var(--sans)", text)
-    text = text.replace(
-        "font: 700 ", "font: 600 "
-    )  # the page's bold; matplotlib knows only the weights it has files of
+    text = text.replace("font: 700 ", "font: 600 ")  # the page's bold, of which matplotlib has no file
     size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
     assert size is not None  # noqa: S101 - matplotlib always writes it
     opening = (
@@ -206,6 +207,23 @@ def locator(most: int, *, integer: bool = False) -> Any:
     return MaxNLocator(max(1, most), integer=integer, steps=[1, 2, 2.5, 5, 10])
 
 
+def plain_values(axis: Any, values: Sequence[float], ticks: int) -> None:
+    """A y axis of these values from 0 on; a logarithmic one where the least would not be seen beside the greatest."""
+    if not max(values) > 25 * min(values) > 0:
+        axis.set_ylim(0, 1.12 * max(*values, 1e-12))
+        plain_ticks(axis, y=ticks)
+        return
+    from matplotlib.ticker import LogLocator
+
+    axis.set_yscale("log")
+    axis.set_ylim(min(values) / 1.6, max(values) * 1.6)
+    # Every power of ten, and what lies between where they are few: a single tick is no scale.
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(values) < 1e3 * min(values) else (1,), numticks=9))
+    axis.yaxis.set_major_formatter(lambda value, _: number(value))
+    axis.minorticks_off()
+    axis.tick_params(length=0)
+
+
 def whole_ticks(numbers: Sequence[int], most: int) -> list[int]:
     """Round numbers among consecutive ones, at most so many; all where there is room for them."""
     if len(numbers) <= most:
@@ -285,8 +303,7 @@ def forest(
     """
     row, top, bottom = 58, 6, 44
     height = top + bottom + row * len(rows)
-    with figure(width, height) as (drawing, axis):
-        drawing.subplots_adjust(left=0, right=1, top=1 - top / height, bottom=bottom / height)
+    with figure(width, height, (0, 0, top, bottom)) as (drawing, axis):
         low, high = _limits(rows, neutral, least_span)
         axis.set_xlim(low, high)
         axis.set_ylim(len(rows), 0)
@@ -317,7 +334,7 @@ def _limits(rows: Sequence[Row], neutral: float, least: float) -> Span:
     values = [neutral - least / 2, neutral + least / 2]
     for item in rows:
         spans = [item.interval, item.bounds]
-        values += [end for span in spans if span is not None for end in span if math.isfinite(end)]
+        values += [end for span in spans if span is not None for end in span]
         values += [item.value] + ([] if item.limit is None else [item.limit])
     low, high = min(values), max(values)
     pad = 0.08 * (high - low)
@@ -356,11 +373,7 @@ def plane(
     drawn as a cross. ``stairs``: more of y at less x is better and nothing else counts, so that the front is a line
     with all that is beaten below it, and no mark is filled.
     """
-    left, right, top, bottom, height = 58, 14, 14, 46, 330
-    with figure(width, height) as (drawing, axis):
-        drawing.subplots_adjust(
-            left=left / width, right=1 - right / width, top=1 - top / height, bottom=bottom / height
-        )
+    with figure(width, 330, (58, 14, 14, 46)) as (drawing, axis):
         across = [end for s in spots for end in (s.x, *(s.x_range or ()))]
         upwards = [end for s in spots for end in (s.y, *(s.y_range or ()))]
         if origin is not None:

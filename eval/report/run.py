@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any
 
-from eval.report.model import Report
+from eval.report.model import Report, Stage
 from eval.report.numbers import duration
-from eval.report.plots import LETTER, colour, drawn, figure, inline, locator, number
+from eval.report.plots import LETTER, colour, drawn, figure, inline, plain_ticks
 from eval.report.summary import answered_by
 
 
 def view(report: Report) -> dict[str, Any]:
     """The section's content."""
-    bars = [
-        Bar(
-            stage["name"],
-            datetime.fromisoformat(stage["started"]).timestamp(),
-            stage["seconds"],
-            duration(stage["seconds"]),
-            stage["cached"],
-        )
-        for stage in report["stages"]
-    ]
     cached = [stage["seconds"] for stage in report["stages"] if stage["cached"]]
     return {
-        "timeline": drawn(partial(timeline, bars), "timeline") if bars else None,
+        "timeline": drawn(partial(timeline, report["stages"]), "timeline") if report["stages"] else None,
         "total": sum(stage["seconds"] for stage in report["stages"]),
         "cached": sum(cached) if cached else None,
         "servers": [(plan, answered_by(plan), command(plan["env"], plan["argv"])) for plan in report["servers"]],
@@ -49,67 +39,56 @@ def command(env: Mapping[str, str], argv: Sequence[str]) -> str:
     return " \\\n  ".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A stage: when it began, in seconds since any fixed time, how many seconds it took, and both in words."""
-
-    name: str
-    began: float
-    seconds: float
-    words: str
-    cached: bool
-
-
-def timeline(bars: Sequence[Bar], *, width: int, name: str) -> str:
+def timeline(stages: Sequence[Stage], *, width: int, name: str) -> str:
     """One row a stage, in the order of time. What lies between stages is cut out: a result of last week is near."""
-    places, cuts = _packed(bars)
-    total = max([start + bar.seconds for bar, start in places] + [1e-3])
+    places, cuts = _packed(stages)
+    said = [(stage["name"], duration(stage["seconds"])) for stage, _ in places]
+    total = max([start + stage["seconds"] for stage, start in places] + [1e-3])
     scale, unit = (3600, "hours") if total > 7200 else (60, "minutes") if total > 180 else (1, "seconds")
     row, top, bottom = 26, 4, 42
-    left = round(max(len(bar.name) for bar in bars) * LETTER * 12 + 14)
-    right = round(max(len(bar.words) for bar in bars) * LETTER * 12 + 12)
-    height = top + bottom + row * len(bars)
-    with figure(width, height) as (drawing, axis):
-        drawing.subplots_adjust(left=left / width, right=1 - right / width, top=1 - top / height,
-                                bottom=bottom / height)  # fmt: skip
+    left, right = (round(max(map(len, words)) * LETTER * 12 + 14) for words in zip(*said, strict=True))
+    height = top + bottom + row * len(stages)
+    with figure(width, height, (left, right, top, bottom)) as (drawing, axis):
         axis.set_xlim(0, total / scale)
-        axis.set_ylim(len(bars), 0)
+        axis.set_ylim(len(stages), 0)
         for cut in cuts:
             axis.axvline(cut / scale, color=colour("muted"), linewidth=1, linestyle=(0, (1, 3)))
         least = 2.5 * total / max(1, width - left - right)  # what took no time is seen all the same
-        for index, (bar, start) in enumerate(places):
-            ink = colour("baseline" if bar.cached else "candidate")
+        for index, (stage, start) in enumerate(places):
+            ink = colour("baseline" if stage["cached"] else "candidate")
             begin = min(start, total - least)
-            axis.barh(index + 0.5, max(bar.seconds, least) / scale, left=begin / scale, height=0.52, color=ink,
+            axis.barh(index + 0.5, max(stage["seconds"], least) / scale, left=begin / scale, height=0.52, color=ink,
                       linewidth=0)  # fmt: skip
-            axis.annotate(bar.words, (1, index + 0.5), (8, 0), xycoords=("axes fraction", "data"), va="center",
+            axis.annotate(said[index][1], (1, index + 0.5), (8, 0), xycoords=("axes fraction", "data"), va="center",
                           textcoords="offset points", color=colour("muted"), fontsize=12)  # fmt: skip
-        axis.set_yticks([index + 0.5 for index in range(len(bars))], [bar.name for bar, _ in places])
+        axis.set_yticks([index + 0.5 for index in range(len(said))], [stage for stage, _ in said])
         for text in axis.get_yticklabels():
             text.set_color(colour("ink"))
         axis.tick_params(length=0, pad=8)
         axis.spines["left"].set_visible(False)
-        axis.xaxis.set_major_locator(locator(max(2, (width - left - right) // 80)))
-        axis.xaxis.set_major_formatter(lambda value, _: number(value))
+        plain_ticks(axis, x=max(2, (width - left - right) // 80))
         axis.grid(axis="x")
         axis.set_xlabel(f"{unit} of work")
-        label = "; ".join(f"{bar.name}: {bar.words}" for bar, _ in places)
+        label = "; ".join(map(": ".join, said))
         return inline(drawing, name=name, label=f"Stages. {label}")
 
 
-def _packed(bars: Sequence[Bar]) -> tuple[list[tuple[Bar, float]], list[float]]:
-    """Each bar with its place once idle time is cut out, and the places of the cuts that were longer than a minute."""
-    places: list[tuple[Bar, float]] = []
+def _packed(stages: Sequence[Stage]) -> tuple[list[tuple[Stage, float]], list[float]]:
+    """Each stage with its place once idle time is cut out, and the places of cuts that were longer than a minute."""
+    places: list[tuple[Stage, float]] = []
     cuts: list[float] = []
-    place, clock = 0.0, None
-    for bar in sorted(bars, key=lambda bar: bar.began):
-        if clock is None:
-            clock = bar.began
-        idle = bar.began - clock
+    place, clock = 0.0, -math.inf
+    for stage in sorted(stages, key=_began):
+        began = _began(stage)
+        idle = began - clock if places else 0.0
         if idle > 60:
             cuts.append(place)
         start = place + min(idle, 0.0)  # runs of two stages at once, on two machines, overlap
-        places.append((bar, max(0.0, start)))
-        place = max(place, start + bar.seconds)
-        clock = max(clock, bar.began + bar.seconds)
+        places.append((stage, max(0.0, start)))
+        place = max(place, start + stage["seconds"])
+        clock = max(clock, began + stage["seconds"])
     return places, cuts
+
+
+def _began(stage: Stage) -> float:
+    return datetime.fromisoformat(stage["started"]).timestamp()

@@ -21,20 +21,18 @@ MEANING = {
     Verdict.INCONCLUSIVE: "The measurements are sound, but do not decide.",
     Verdict.INVALID: "The measurements cannot be trusted, so they say nothing about the checkpoint.",
 }
-_STOPPED = {
-    "canary": "The canary stopped this checkpoint in its first minute: it no longer says what its baseline says, so "
-    "nothing longer was measured."
-}
+_STOPPED = (
+    "The canary stopped this checkpoint in its first minute: it no longer says what its baseline says, so nothing "
+    "longer was measured."
+)
 _DOUBTFUL = " It may yet be sound: with `canary: null` its tasks are asked."
 
 
 def meaning(report: Report, gate: GateReport) -> str:
     """The verdict in a sentence."""
-    stopped = report["stopped"]
-    if stopped is None:
+    if report["stopped"] is None:
         return MEANING[gate.verdict]
-    doubtful = _DOUBTFUL if gate.verdict is Verdict.INCONCLUSIVE else ""
-    return _STOPPED.get(stopped, f"The run ended after {stopped}.") + doubtful
+    return _STOPPED + (_DOUBTFUL if gate.verdict is Verdict.INCONCLUSIVE else "")
 
 
 def view(report: Report, gate: GateReport) -> dict[str, Any]:

@@ -20,10 +20,9 @@ from eval.report.plots import (
     drawn,
     forest,
     inline,
-    locator,
-    number,
     panels,
     plain_ticks,
+    plain_values,
     shorten,
     title,
 )  # fmt: skip
@@ -73,7 +72,7 @@ def view(report: Report, gate: GateReport) -> dict[str, Any] | None:
             for item in cells
         ],
         "latencies": [_latency(group, unit, f"latency-{index}") for index, group in enumerate(_groups(cells))],
-        "backing": _backing(gate.throughput),
+        "backing": gate.throughput[0].backing,
         "fields": [("ttft", "First token"), ("tpot", "Per further token"), ("itl", "Between tokens"),
                    ("e2el", "Whole request")],
         "goodput": any(cell.goodput for cell in gate.throughput),
@@ -97,12 +96,6 @@ def _latency(group: Sequence[Measured], unit: str, name: str) -> dict[str, Any]:
         "rate": group[0].rate,
         "plot": drawn(partial(_latencies, group, unit=x_title), name),
     }
-
-
-def _backing(cells: Sequence[Throughput]) -> str:
-    """How many launches stand behind a figure."""
-    before, after = cells[0].launches
-    return f"{before} {'launch' if before == 1 else 'launches'} a side" if before == after else f"{before} and {after}"
 
 
 def _measured(cell: Throughput, launches: Sequence[Launch]) -> Measured:
@@ -211,17 +204,7 @@ def _panel(axis: Any, group: Sequence[Measured], field: str) -> None:
             axis.plot(speed, middle, linestyle=style, color=colour(ink), linewidth=1.8, marker=marker, markersize=6,
                       markeredgecolor=colour("paper"), markeredgewidth=0.8, alpha=alpha)  # fmt: skip
     axis.set_xlim(0, 1.08 * fastest)
-    if max(values) > 25 * min(values) > 0:
-        axis.set_yscale("log")
-        axis.set_ylim(min(values) / 1.6, max(values) * 1.6)
-        axis.yaxis.set_major_formatter(lambda value, _: number(value))
-        axis.minorticks_off()
-        axis.tick_params(length=0)
-    else:
-        axis.set_ylim(0, 1.12 * max(*values, 1e-9))
-        plain_ticks(axis, y=4)
-    axis.xaxis.set_major_locator(locator(3))
-    axis.xaxis.set_major_formatter(lambda value, _: number(value))
-    axis.tick_params(length=0)
+    plain_values(axis, values, 4)
+    plain_ticks(axis, x=3)
     axis.grid(axis="y")
     axis.set_ylabel("ms", labelpad=2)

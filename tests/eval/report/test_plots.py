@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 
 import pytest
 
 from eval.report import numbers
 from eval.report.layers import BIT_DB, heatmap, scale, span
+from eval.report.model import Stage
 from eval.report.numbers import signed, unit_of
 from eval.report.plots import HEATS, Grid, number, shorten, whole_ticks
-from eval.report.run import Bar, _packed, command
+from eval.report.run import _packed, command
 
 
-def bar(name: str, began: float, seconds: float) -> Bar:
-    return Bar(name, began, seconds, f"{seconds} s", False)
+def stage(name: str, began: float, seconds: float) -> Stage:
+    started = datetime.fromtimestamp(began, UTC).isoformat()
+    return {"name": name, "started": started, "seconds": seconds, "cached": False, "fingerprint": ""}
 
 
 def test_idle_time_is_cut_out_and_marked_where_it_was_long() -> None:
     week = 7 * 86_400
-    places, cuts = _packed([bar("b", week, 5), bar("a", 0, 10), bar("c", week + 6, 4)])
-    assert [(item.name, start) for item, start in places] == [("a", 0), ("b", 10), ("c", 15)]
+    places, cuts = _packed([stage("b", week, 5), stage("a", 0, 10), stage("c", week + 6, 4)])
+    assert [(item["name"], start) for item, start in places] == [("a", 0), ("b", 10), ("c", 15)]
     assert cuts == [10]
 
 
 def test_stages_at_the_same_time_overlap() -> None:
-    places, cuts = _packed([bar("one", 0, 100), bar("other", 40, 30), bar("last", 100, 5)])
+    places, cuts = _packed([stage("one", 0, 100), stage("other", 40, 30), stage("last", 100, 5)])
     assert [start for _, start in places] == [0, 40, 100]
     assert cuts == []
 
