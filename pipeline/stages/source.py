@@ -44,8 +44,12 @@ class SourceStage(Stage):
         folder = identity.folder or fetch(
             identity, with_code=job.setting.recipe.trust_remote_code, progress=job.progress
         )
-        if identity.marks is None:
+        try:
             require_tokenizer(folder)
+        except UserError as error:
+            if identity.marks is None:
+                raise
+            job.progress.warn(f"{error.message}; serving what is made of it needs one")
         digests = file_digests(folder, job.setting.store.root) if identity.marks is None else {}
         if identity.repo is None and identity.marks is None and folder_digest(digests) != identity.digest:
             raise StageError(f"{folder} changed since the run began.", hint="Run again.")

@@ -99,6 +99,14 @@ def test_what_it_says(quantmint: Quantmint, source: Path) -> None:
     assert str(source) not in json.dumps(record)
 
 
+def test_a_model_without_a_tokenizer_is_made_with_a_warning(quantmint: Quantmint, copied: Path) -> None:
+    for path in copied.glob("tokenizer*"):
+        path.unlink()
+    ended = quantmint("quantize", copied, "out", "--scheme", "ptpc_fp8")
+    assert ended.code == 0
+    assert "copied has no tokenizer: found no tokenizer.json" in ended.err
+
+
 @pytest.mark.slow
 def test_options_reach_the_engine(quantmint: Quantmint, source: Path) -> None:
     fp8 = ("quantize", source, "--scheme", "fp8", *KV, "--no-inspect")

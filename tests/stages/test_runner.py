@@ -170,7 +170,7 @@ class FakeLauncher:
     def __init__(self, executable: Path) -> None:
         self.executable = executable
 
-    def starting(self, plan: Any, log: Path, *, startup_timeout: float) -> FakeLauncher:
+    def starting(self, plan: Any, log: Path, **_: Any) -> FakeLauncher:
         self.model = plan.served_model_name
         return self
 

@@ -43,7 +43,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
 
     @contextmanager
-    def starting(self: Any, plan: Any, log: Path, *, startup_timeout: float) -> Iterator[Callable[[], Server]]:
+    def starting(self: Any, plan: Any, log: Path, **_: Any) -> Iterator[Callable[[], Server]]:
         which = f"{type(self).__name__} {plan.option('--kv-cache-dtype') or 'auto'}"
         events.append(f"start {which}")
         log.write_text("")

@@ -19,7 +19,7 @@ from pathlib import Path
 from pipeline.base.errors import ServingError, UserError
 from pipeline.base.processes import Child, stop
 from pipeline.serving.plan import LaunchPlan, Process, waves
-from pipeline.serving.running.log import diagnose
+from pipeline.serving.running.log import diagnose, last_lines
 from pipeline.serving.running.server import HOST, Server, fetch
 
 Say = Callable[[str], None]
@@ -32,6 +32,7 @@ BALANCER = (
 )
 """What to say of several servers."""
 _POLL_S = 0.1
+_HEARTBEAT_S = 60.0
 _UNSEEN = "a process that this user cannot see"
 
 
@@ -196,6 +197,7 @@ def _ready(
     waiting = [member for member in members if member.port is not None][len(before) :]
     several = plan.layout.packed > 1 or len(waiting) > 1
     ready: dict[int, Server] = {}
+    told = began
     while waiting:
         for member in members:
             member.check("before it answered")
@@ -219,6 +221,10 @@ def _ready(
                 f"{late.title} did not answer within {timeout:g} s; its last words: {words}",
                 hint=f"its log: {late.child.log_path}",
             )
+        if waiting and time.monotonic() - told >= _HEARTBEAT_S:
+            told = time.monotonic()
+            words = last_lines(waiting[0].child.log(4096), 1)
+            say(f"{waiting[0].title} is still starting after {told - began:.0f} s; its last words: {words}")
         if waiting:
             time.sleep(_POLL_S)
     return [*before, *(ready[member.port] for member in members if member.port in ready)]

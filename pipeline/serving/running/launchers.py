@@ -80,7 +80,7 @@ class LocalLauncher(Launcher):
 
     @contextmanager
     def starting(
-        self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0
+        self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0, say: Say = lambda _: None
     ) -> Iterator[Callable[[], Server]]:
         """As `launch`, for a block that has something to do until it calls, once, for the server that answers."""
         require_model(plan)
@@ -89,7 +89,7 @@ class LocalLauncher(Launcher):
         def start(process: Process, port: int | None) -> Child:
             return self._start(plan, process, port, log_path, print)
 
-        with starting(plan, [process], start, startup_timeout=startup_timeout, say=lambda _: None) as ready:
+        with starting(plan, [process], start, startup_timeout=startup_timeout, say=say) as ready:
             yield lambda: ready().servers[0]
 
     def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:

@@ -147,8 +147,13 @@ def _last_words(log: str) -> str:
         return errors[-1]
     if _GONE.search(log):
         return "its engine was gone without a word, as when the kernel kills a process for its memory"
+    return last_lines(log, 3)
+
+
+def last_lines(log: str, count: int) -> str:
+    """The last lines that say something, without what vLLM writes before each."""
     lines = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
-    return " | ".join([line for line in lines if line][-3:]) or "it wrote nothing"
+    return " | ".join([line for line in lines if line][-count:]) or "it wrote nothing"
 
 
 _TOLERANCE = 0.10

@@ -99,8 +99,9 @@ def test_replicas_answer_each_with_its_devices_and_log(
 
 
 def test_servers_of_one_gpu_load_one_after_the_other(
-    fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path
+    fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pipeline.serving.running.deployment._HEARTBEAT_S", 0.0)
     model = fake_model(mode="slow", seconds=0.3)
     plan, processes = launch(model, replicas=4)
     plan = replace(plan, layout=Layout(replicas=2, packed=2))
@@ -116,6 +117,7 @@ def test_servers_of_one_gpu_load_one_after_the_other(
     with Watched(fake_vllm, stop_grace=0.3).deploy(plan, processes, tmp_path / "logs", say=said.append) as running:
         assert len(running.servers) == len({server.base_url for server in running.servers}) == 4
     assert started == [(0, False), (2, False), (1, True), (3, True)]
+    assert any("replica 1 is still starting after 0 s; its last words: " in line for line in said)
     assert sum("is ready after" in line for line in said) == 4
 
 
