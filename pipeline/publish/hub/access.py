@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pipeline.base.errors import UserError, did_you_mean
-from pipeline.publish.hub.client import Client, redact
-from pipeline.publish.hub.repository import Repository, content, look, tree
-from pipeline.publish.release import CARD, MANIFEST, Release
+from pipeline.publish.hub.client import Client
+from pipeline.publish.hub.repository import Repository, look, tree
+from pipeline.publish.release import MANIFEST
 from pipeline.recipe.sections import Hub
-from pipeline.store.files import require_safe
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
 
 _WRITERS: Final = frozenset({"admin", "write", "contributor"})
 """Roles of an organisation's members that may create repositories (https://huggingface.co/docs/hub/organizations-security);
@@ -27,15 +23,11 @@ PUBLIC: Final = "public"
 _SLUG: Final = re.compile(r"[^/\s]+/\S+-[0-9a-f]{24}")
 
 
-def preflight(client: Client, release: Release | None, section: Hub | None) -> Repository | None:
+def preflight(client: Client, section: Hub | None) -> Repository | None:
     """The repository, None where it would be created.
 
-    Raises `UserError` for the first thing that would stop the release (None: any release), and the client's errors.
+    Raises `UserError` for the first thing that would stop a release, and the client's errors.
     """
-    card = None
-    if release is not None:
-        require_names(client.repo, release)
-        card = _card(client, release)
     who = client.call("ask whose token it is", client.api.whoami)
     repository = look(client)
     slug = None if section is None else section.collection
@@ -57,49 +49,7 @@ def preflight(client: Client, release: Release | None, section: Hub | None) -> R
             )
     if slug is not None and _SLUG.fullmatch(slug):
         client.call(f"read the collection {slug}", lambda: client.api.get_collection(slug))
-    if card is not None:
-        validate(client, str(card))
     return repository
-
-
-def require_names(repo: str, release: Release) -> None:
-    """Raise `UserError` for a name that the Hub refuses."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(repo)
-        require_safe(release.files)
-    except (HFValidationError, ValueError) as error:
-        raise UserError(f"{repo}: {error}") from None
-
-
-def _card(client: Client, release: Release) -> ModelCard | None:
-    import yaml
-    from huggingface_hub import ModelCard
-
-    if CARD not in release.files:
-        return None
-    try:
-        return ModelCard(content(release.files[CARD]).decode())
-    except (ValueError, yaml.YAMLError) as error:
-        reason = " ".join(redact(str(error)).split())
-        raise UserError(f"{client.repo}: {CARD} is no model card: {reason}") from None
-
-
-def validate(client: Client, card: str) -> None:
-    """Raise `UserError` for metadata that the Hub, at HF_ENDPOINT and for this token, would refuse with the commit."""
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-
-    def ask() -> None:
-        answer = get_session().post(
-            f"{client.api.endpoint}/api/validate-yaml",
-            json={"content": card, "repoType": "model"},
-            headers=build_hf_headers(),
-        )
-        hf_raise_for_status(answer)
-
-    client.call("have the card's metadata accepted", ask)
 
 
 def _of_member(who: Mapping[str, Any], namespace: str) -> str | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ class HubPlace(Place):
         return self.repo
 
     def preflight(self, release: Release | None) -> None:
-        """Token, rights, names, visibility and the card; see `pipeline.publish.hub.access`."""
-        repository = access.preflight(self._client(), release, self.section)
+        """Token, rights and visibility; see `pipeline.publish.hub.access`."""
+        repository = access.preflight(self._client(), self.section)
         if release is not None and repository is not None:
             self._require_own(release, repository)
 
@@ -83,9 +84,9 @@ class HubPlace(Place):
         ):
             return Difference()
         there = hub.tree(self._client(), self._base(repository, candidate)[1])
-        missing = [name for name, file in sorted(release.files.items()) if not hub.is_same(there.get(name), file)]
-        strays = sorted(there.keys() - release.files.keys())
-        return Difference(missing, strays) if hub.differences(there, release) else Difference()
+        other = hub.differing(there, release.files) if hub.differences(there, release) else []
+        missing = [name for name in other if name in release.files]
+        return Difference(missing, [name for name in other if name not in release.files])
 
     def put(self, release: Release, diff: Difference, state: State, *, candidate: bool, progress: Progress) -> str:
         """Make the repository where there is none, send, commit, and compare; returns the commit."""
@@ -177,10 +178,12 @@ class HubPlace(Place):
         access.settle(client, repository, self.section)
 
     def read(self, release: Listed, name: str) -> bytes | None:
-        """A file at the release's commit."""
+        """A file at the release's commit, by way of the Hub's cache."""
         client = self._client()
-        found = hub.tree(client, release.revision).get(name)
-        return None if found is None else hub.read(client, release.revision, name, 0, found.size)
+        with suppress(MissingError):
+            found = partial(client.api.hf_hub_download, self.repo, name, revision=release.revision)
+            return Path(client.call(f"read {name} of {release.revision[:12]}", found)).read_bytes()
+        return None
 
     def sizes(self, release: Listed) -> dict[str, int]:
         """By the Hub's list."""
@@ -232,13 +235,14 @@ class HubPlace(Place):
         if tagged is None:
             return False
         found = hub.tree(self._client(), tagged)
-        if not hub.is_same(found.get(MANIFEST), release.files[MANIFEST]):
+        wrong = hub.differences(found, release)
+        if MANIFEST in wrong:
             raise UserError(
                 f"{self.repo}: the tag {release.tag} is there, and the {MANIFEST} that it holds is another one",
                 hint="Tags never move. Look at the tag on the Hub; one that nobody needs is deleted there.",
             )
-        if wrong := hub.differences(found, release):
-            raise StageError(f"{self.repo}: the release {release.tag} is damaged on the Hub: {hub.some(wrong)}")
+        if wrong:
+            raise StageError(f"{self.repo}: the release {release.tag} is damaged on the Hub: {hub.some(wrong)} differs")
         return True
 
     def _opened(self, release: Release, repository: Repository) -> int | None:

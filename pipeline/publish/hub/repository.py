@@ -162,49 +162,41 @@ def tree(client: Client, revision: str) -> dict[str, Remote]:
     return client.call(f"read the files at {revision[:12]}", listed)
 
 
-def is_same(remote: Remote | None, file: File) -> bool:
-    """Whether the Hub holds these bytes under that name."""
-    if remote is None or remote.size != file.size:
+def differing(there: Tree, wanted: Mapping[str, File | Remote]) -> list[str]:
+    """Names of the files that the two do not share, sorted."""
+    return sorted(name for name in there.keys() | wanted.keys() if not _is_same(there.get(name), wanted.get(name)))
+
+
+def _is_same(one: Remote | None, other: File | Remote | None) -> bool:
+    """Whether two files have the same bytes; None is one that is not there."""
+    if one is None or other is None or one.size != other.size:
         return False
-    if remote.sha256 is not None:
-        return remote.sha256 == file.sha256
-    found = content(file)  # git's own hash, as git-hash-object(1) has it
-    return remote.blob == hashlib.sha1(b"blob %d\0" % len(found) + found, usedforsecurity=False).hexdigest()
+    if isinstance(other, Remote):
+        return one.content == other.content
+    if one.sha256 is not None:
+        return one.sha256 == other.sha256
+    found = content(other)  # git's own hash, as git-hash-object(1) has it
+    return one.blob == hashlib.sha1(b"blob %d\0" % len(found) + found, usedforsecurity=False).hexdigest()
 
 
-def differences(found: Tree, release: Release) -> tuple[str, ...]:
-    """What is missing, other or too much on the Hub, one phrase a file; whoever signed it, it is the same release."""
-    wrong = []
-    for name in sorted((found.keys() | release.files.keys()) - {SIGNATURE}):
-        if name not in found:
-            wrong.append(f"{name} is missing")
-        elif name not in release.files:
-            wrong.append(f"{name} is not in the release")
-        elif not is_same(found[name], release.files[name]):
-            wrong.append(f"{name} is not the same")
-    return tuple(wrong)
-
-
-def differing(one: Tree, other: Tree) -> list[str]:
-    """Names of the files that two trees do not share, sorted."""
-    names = sorted(one.keys() | other.keys())
-    return [name for name in names if name not in one or name not in other or one[name].content != other[name].content]
+def differences(there: Tree, release: Release) -> list[str]:
+    """Names that are missing, other or too much on the Hub; whoever signed it, it is the same release."""
+    return [name for name in differing(there, release.files) if name != SIGNATURE]
 
 
 def require_release(client: Client, revision: str, release: Release, what: str) -> None:
     """Raise `StageError` where the Hub does not hold exactly a release's files, by SHA-256 or git's hash."""
-    wrong = differences(tree(client, revision), release)
-    if wrong:
+    if other := differences(tree(client, revision), release):
         raise StageError(
-            f"{client.repo}: {what} {revision[:20]} does not hold what was sent: {some(wrong)}",
+            f"{client.repo}: {what} {revision[:20]} does not hold what was sent: {some(other)} differs",
             hint="Look at the files there, then run the same command again.",
         )
 
 
-def some(phrases: Sequence[str], shown: int = 3) -> str:
+def some(names: Sequence[str], shown: int = 3) -> str:
     """The first few of many."""
-    more = len(phrases) - shown
-    return "; ".join(phrases[:shown]) + (f"; and {more} more" if more > 0 else "")
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def content(file: File) -> bytes:
@@ -239,27 +231,6 @@ def download(client: Client, revision: str, into: Path | None, wanted: Wanted) -
             ),
         )
     )
-
-
-def read(client: Client, revision: str, name: str, start: int, stop: int) -> bytes:
-    """Bytes ``start`` to ``stop`` (not included) of a file; raises `StageError` where there are fewer."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-
-    url = hf_hub_url(client.repo, name, revision=revision, endpoint=client.api.endpoint)
-
-    def ask() -> bytes:
-        headers = build_hf_headers(headers={"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"})
-        answer = get_session().get(url, headers=headers, follow_redirects=True)
-        hf_raise_for_status(answer)
-        return bytes(answer.content)
-
-    if stop <= start:
-        return b""
-    found = client.call(f"read {name}", ask)
-    if len(found) != stop - start:
-        raise StageError(f"{client.repo}: {name} ends within the bytes {start} to {stop}")
-    return found
 
 
 def upload(client: Client, release: Release, branch: str, *, by_request: bool) -> list[Any]:

@@ -1,35 +1,28 @@
 """All checks of a release, one after the other; what one finds keeps no other from being made.
 
-Of a repository of the Hub the weights need not be fetched: the Hub tells the SHA-256 of each large file, and lets a
-reader have the first bytes of one. So a safetensors file is stood in for by its header in a file of the right size.
+Of a repository of the Hub the weights need not be fetched, since the Hub tells the SHA-256 of each large file: a file
+of the right size stands in for each.
 """
 
 from __future__ import annotations
 
-import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
 
 from pipeline.base.argument import classify
 from pipeline.base.errors import QuantmintError, UserError
 from pipeline.base.progress import Progress
 from pipeline.publish import manifest as manifests
+from pipeline.publish.place import Place
 from pipeline.publish.places import open_place
 from pipeline.publish.release import EVIDENCE, MANIFEST
 from pipeline.publish.signing import hashed
 from pipeline.publish.verify import checkpoint, files
 from pipeline.publish.verify.files import Trust
 from pipeline.publish.verify.subject import Check, Outcome, Subject, fails, listing, not_checked
-from pipeline.store.files import require_safe
-
-if TYPE_CHECKING:
-    from pipeline.publish.hub.client import Client
-    from pipeline.publish.hub.repository import Remote
-    from pipeline.publish.place import Place
 
 
 def verify(
@@ -42,8 +35,8 @@ def verify(
 ) -> tuple[Check, ...]:
     """Check a release that lies in ``folder``; nothing is written, no code of it is run, nothing of it is shown.
 
-    ``vouched`` are SHA-256 by name of files whose bytes were not fetched: in their place lie files of the right size
-    with a header. ``tag`` is that of the release which should be there. Raises `UserError` where there is no release at
+    ``vouched`` are SHA-256 by name of files whose bytes were not fetched: in their place lie others of the right size.
+    ``tag`` is that of the release which should be there. Raises `UserError` where there is no release at
     all.
     """
     root = folder.resolve()
@@ -106,13 +99,32 @@ def opened(subject: str, *, remote: bool, progress: Progress) -> Iterator[tuple[
     """
     named = classify(subject)
     if remote:
-        with looked_at(open_place(named.place), named.revision, progress) as (folder, vouched):
+        with tempfile.TemporaryDirectory(prefix="quantmint-verify-") as temporary:
+            folder, vouched = _without_weights(open_place(named.place), named.revision, Path(temporary), progress)
             yield folder, vouched, named.revision
     elif named.kind == "folder" and named.revision is None:
         yield Path(subject), {}, None
     else:
         place = open_place(named.place)
         yield place.fetch(None, tag=named.revision, progress=progress), {}, named.revision
+
+
+def _without_weights(place: Place, tag: str | None, into: Path, progress: Progress) -> tuple[Path, Mapping[str, str]]:
+    from pipeline.publish.hub.client import connect
+    from pipeline.publish.hub.place import HubPlace
+    from pipeline.publish.hub.repository import download, tree
+
+    if not isinstance(place, HubPlace):
+        raise UserError(f"--remote: found {place.address}, expected a repository of the Hub (org/name)")
+    client, revision = connect(place.repo, progress), place.revision_of(tag)
+    large = {name: one for name, one in tree(client, revision).items() if name.endswith(".safetensors") and one.sha256}
+    folder = download(client, revision, into / "release", lambda name: name not in large)
+    for name, one in large.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(one.size)
+    return folder, {name: str(one.sha256) for name, one in large.items()}
 
 
 def record_of(subject: str, progress: Progress) -> Path | None:
@@ -125,60 +137,3 @@ def record_of(subject: str, progress: Progress) -> Path | None:
         return name == MANIFEST or name.startswith(f"{EVIDENCE}/")
 
     return open_place(named.place).fetch(None, tag=named.revision, progress=progress, wanted=wanted) / EVIDENCE
-
-
-_WEIGHTS: Final = ".safetensors"
-_HEADER: Final = 100_000_000  # bytes; the format's own limit
-_FIRST: Final = 1 << 17  # bytes that are asked for at once: the header of most files
-
-
-@contextmanager
-def looked_at(target: Place, tag: str | None, progress: Progress) -> Iterator[tuple[Path, Mapping[str, str]]]:
-    """A temporary folder with a release whose weights are stand-ins, and the SHA-256 that the Hub says they have.
-
-    Raises `UserError` for what is no repository of the Hub, has no such tag, or has names that no release has.
-    """
-    from pipeline.publish.hub.client import connect
-    from pipeline.publish.hub.place import HubPlace
-    from pipeline.publish.hub.repository import read, tree
-
-    if not isinstance(target, HubPlace):
-        raise UserError(f"--remote: found {target.address}, expected a repository of the Hub (org/name)")
-    client = connect(target.repo, progress)
-    revision = target.revision_of(tag)
-    found = tree(client, revision)
-    try:
-        require_safe(found)
-    except ValueError as error:
-        raise UserError(f"{target.address}: {error}") from None
-    vouched = {
-        name: remote.sha256 for name, remote in found.items() if name.endswith(_WEIGHTS) and remote.sha256 is not None
-    }
-    rest = sum(remote.size for name, remote in found.items() if name not in vouched)
-    with tempfile.TemporaryDirectory(prefix="quantmint-verify-") as temporary:
-        folder = Path(temporary) / "release"
-        folder.mkdir()
-        progress.say(
-            f"fetching {rest:,} bytes, and of {len(vouched)} shards the header, from {target.address}@{revision[:12]}"
-        )
-        for name, remote in found.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if name in vouched:
-                _stand_in(client, revision, name, remote, path)
-            else:
-                path.write_bytes(read(client, revision, name, 0, remote.size))
-        yield folder, vouched
-
-
-def _stand_in(client: Client, revision: str, name: str, remote: Remote, path: Path) -> None:
-    """A file with the header of a safetensors file, as long as that is."""
-    from pipeline.publish.hub.repository import read
-
-    head = read(client, revision, name, 0, min(_FIRST, remote.size))
-    length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
-    end = min(8 + length, _HEADER, remote.size)
-    head += read(client, revision, name, len(head), end)
-    with path.open("wb") as file:
-        file.write(head[:end])
-        file.truncate(remote.size)

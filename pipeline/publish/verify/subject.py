@@ -150,7 +150,7 @@ class Subject:
     """What the checks look at.
 
     ``digests`` are the SHA-256 of all files by name, computed here but for those in ``vouched``: their bytes were not
-    fetched, the place that holds them says so (their files here have the right size and a header, nothing else).
+    fetched, the place that holds them says so (their files here have the right size, nothing else).
     ``tag`` is the release that a person asked for.
     """
 

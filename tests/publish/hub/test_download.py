@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.publish.hub.client import connect
-from pipeline.publish.hub.repository import read
+from pipeline.base.errors import UserError
 from pipeline.publish.release import Release
-from tests.publish.hub.conftest import REPO, Publisher
+from tests.publish.hub.conftest import Publisher
 
 MakeRelease = Callable[..., Release]
 
@@ -45,12 +43,6 @@ def test_a_part_of_one(publisher: Publisher, make_release: MakeRelease, tmp_path
     target = publisher.target()
     found = target.fetch(tmp_path / "a", tag=None, progress=publisher.told, wanted=lambda name: "/" in name)
     assert held(found) == {name: data for name, data in contents(release).items() if "/" in name}
-    client = connect(REPO)
-    for name, data in contents(release).items():
-        assert read(client, release.tag, name, 3, 20) == data[3:20]
-        with pytest.raises(StageError, match="ends within"):
-            read(client, release.tag, name, len(data) - 2, len(data) + 2)
-    assert read(client, release.tag, "config.json", 5, 5) == b""
 
 
 def test_what_is_not_there(publisher: Publisher, make_release: MakeRelease) -> None:
@@ -63,8 +55,6 @@ def test_what_is_not_there(publisher: Publisher, make_release: MakeRelease) -> N
         target.fetch(None, tag=None, progress=publisher.told)
     with pytest.raises(UserError, match=f'no release {release.tag[:-1]}x .did you mean "{release.tag}"'):
         target.fetch(None, tag=release.tag[:-1] + "x", progress=publisher.told)
-    with pytest.raises(UserError, match=r"cannot read none\.json: 404"):
-        read(connect(REPO), release.tag, "none.json", 0, 2)
 
 
 def test_names_that_lead_out_are_refused(publisher: Publisher, make_release: MakeRelease, tmp_path: Path) -> None:

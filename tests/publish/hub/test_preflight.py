@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.publish.hub.access import require_names
 from pipeline.publish.release import Release
 from tests.publish.hub.conftest import REPO, Publisher
 
@@ -92,25 +90,6 @@ def test_a_model_that_somebody_else_put_there(publisher: Publisher, make_release
     refused(publisher, make_release("one"), "holds a model that quantmint did not publish")
 
 
-def test_cards_that_the_hub_refuses(publisher: Publisher, make_release: MakeRelease) -> None:
-    wrong = 'cannot have the card\'s metadata accepted: 400: Invalid metadata; "base_model" with value "a/b/c"'
-    for text, sentence in (
-        (b"---\nlicense: [mit\n---\n", "README.md is no model card: while parsing a flow sequence"),
-        (b"---\nbase_model: a/b/c\n---\n", wrong),
-    ):
-        refused(publisher, make_release("one", files={"README.md": text}), sentence)
-
-
 def test_a_collection_that_is_not_there(publisher: Publisher, make_release: MakeRelease) -> None:
     slug = "my-org/quantized-" + "0" * 24
     refused(publisher, make_release("one"), f"cannot read the collection {slug}", collection=slug)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("../x", "relative path"), ("a\nb", "relative path")],
-)
-def test_names(make_release: MakeRelease, name: str, reason: str) -> None:
-    release = make_release("one")
-    with pytest.raises(UserError, match=re.escape(reason)):
-        require_names(REPO, replace(release, files={**release.files, name: release.files["config.json"]}))

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.base.errors import StageError, UserError
 from pipeline.publish.hub.client import connect
-from pipeline.publish.hub.repository import read, require_release
+from pipeline.publish.hub.repository import require_release
 from pipeline.publish.place import Operation
 from pipeline.publish.release import Release
 from tests.publish.hub.conftest import REPO, Publisher
@@ -29,8 +29,10 @@ def test_what_is_published(publisher: Publisher, make_release: MakeRelease) -> N
     assert publisher.api.model_info(REPO).private
     assert publisher.sent() == [release.files[SHARD].sha256]
     assert publisher.told.bars == [[release.size, release.size]]
+    (listed,) = publisher.target().releases()
     for name, file in release.files.items():
-        assert read(connect(REPO), release.tag, name, 0, file.size) == file.path.read_bytes()
+        assert publisher.target().read(listed, name) == file.path.read_bytes()
+    assert publisher.target().read(listed, "none.json") is None
 
 
 def test_the_next_release_replaces_all_files_and_sends_what_is_new(
@@ -66,10 +68,10 @@ def test_what_the_hub_holds_is_compared_file_by_file(publisher: Publisher, make_
     other = make_release("two")
     lacking = {name: file for name, file in release.files.items() if name != "config.json"}
     for files, wrong in (
-        ({**release.files, SHARD: other.files[SHARD]}, f"{SHARD} is not the same"),
-        ({**release.files, "config.json": other.files["config.json"]}, "config.json is not the same"),
-        ({**release.files, "new.json": other.files["config.json"]}, "new.json is missing"),
-        (lacking, "config.json is not in the release"),
+        ({**release.files, SHARD: other.files[SHARD]}, f"{SHARD} differs"),
+        ({**release.files, "config.json": other.files["config.json"]}, "config.json differs"),
+        ({**release.files, "new.json": other.files["config.json"]}, "new.json differs"),
+        (lacking, "config.json differs"),
     ):
         with pytest.raises(StageError, match=wrong):
             require_release(connect(REPO), release.tag, replace(release, files=files), "the tag")
