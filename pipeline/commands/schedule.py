@@ -30,16 +30,15 @@ _MISSED = {"run": "run once, later", "skip": "left out"}
 _HERE = ("systemd", "cron")
 # form: what is left to do by hand
 _FORMS = {
-    "systemd": "copy to ~/.config/systemd/user (with --run-as: /etc/systemd/system), then systemctl enable --now each "
-    "timer; docs/scheduling.md",
-    "cron": "`crontab FILE` replaces what the user's crontab had; with --run-as copy it to /etc/cron.d",
+    "systemd": "copy to ~/.config/systemd/user, then systemctl --user enable --now each timer; docs/scheduling.md",
+    "cron": "`crontab FILE` replaces what the user's crontab had",
     "kubernetes": "kubectl apply -f FILE; ./recipes and the store are those of the volume",
     "github_actions": "copy to .github/workflows of the default branch; make the secrets that it names",
 }
 # option: the forms that it belongs to, where that is not all
 _BELONGS = {
     "on": ("systemd", "cron", "kubernetes"),
-    **dict.fromkeys(("environment_file", "run_as"), _HERE),
+    "environment_file": _HERE,
     "machine_timezone": ("cron",),
     **dict.fromkeys(
         ("image", "namespace", "claims", "node_selector", "cpus", "memory", "pod_template"), ("kubernetes",)
@@ -183,7 +182,6 @@ class Log:
 @jobs_option
 @click.option("--env", "variables", metavar="NAME=VALUE", multiple=True, help="A variable that is no secret.")
 @click.option("--environment-file", metavar="PATH", help="File with NAME=VALUE lines there, such as tokens.")
-@click.option("--run-as", metavar="USER", help="For the machine (/etc/systemd/system, /etc/cron.d), as this user.")
 @click.option(
     "--machine-timezone", metavar="ZONE", help="Time zone of the machine with the cron (default: this one's)."
 )
@@ -268,9 +266,9 @@ def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[st
 
     if form == "cron":
         zone = given["machine_timezone"] or zone_of_machine()
-        return crontab(items, how, machine_zone=zone, run_as=given["run_as"])
+        return crontab(items, how, machine_zone=zone)
     if form == "systemd":
-        made = [units(item, how, run_as=given["run_as"]) for item in items]
+        made = [units(item, how) for item in items]
     elif form == "kubernetes":
         if given["image"] is None:
             raise UserError("found no image", hint="Name one that has quantmint and vLLM: --image NAME@sha256:...")

@@ -31,7 +31,7 @@ from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.base.errors import UserError
 from pipeline.base.transience import is_transient_status
-from pipeline.upkeep.due.state import RecipeState, all_states, is_gone, moment
+from pipeline.upkeep.due.state import RecipeState, all_states, moment
 from pipeline.upkeep.fleet.events import Event, State
 
 SCHEMA: Final = 1
@@ -209,8 +209,7 @@ class Metrics:
         from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
         registry = CollectorRegistry()
-        known = all_states(self._store, warn=self._tell)
-        states = {name: state for name, state in known.items() if not is_gone(state)}
+        states = all_states(self._store, warn=self._tell)
 
         def by_recipe(name: str, text: str, values: Mapping[str, float | None]) -> None:
             gauge = Gauge(f"quantmint_{name}", text, ["recipe"], registry=registry)

@@ -26,7 +26,7 @@ class RecipeState:
     ``last_attempt`` is when the last attempt ended; ``last_success`` when one last ended in PASS, with the
     release ``tag``, first seen at ``released``. ``last_exit`` is the code that a round counted, ``last_duration_s``
     the seconds of the last attempt that came to its end. ``attempts_failed`` counts rounds that failed since one did
-    not. ``file`` is where the recipe stood, an absolute path on the machine that attempted it.
+    not.
     """
 
     name: str
@@ -38,7 +38,6 @@ class RecipeState:
     attempts_failed: int = 0
     tag: str | None = None
     released: str | None = None
-    file: str | None = None
     reason: str = ""
 
 
@@ -84,12 +83,6 @@ def all_states(root: Path, *, warn: Callable[[str], None]) -> dict[str, RecipeSt
     """Every recipe's state by its name, sorted."""
     names = sorted(path.stem for path in folder_of(root).glob("*.json"))
     return {name: read_state(root, name, warn=warn) for name in names}
-
-
-def is_gone(state: RecipeState) -> bool:
-    """Whether the recipe was deleted or renamed: its file is not there, and its folder is, as on no other machine."""
-    file = None if state.file is None else Path(state.file)
-    return file is not None and file.parent.is_dir() and not file.exists()
 
 
 def moment(text: str | None) -> datetime | None:

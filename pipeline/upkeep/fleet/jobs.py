@@ -267,8 +267,7 @@ def _left(request: Request, due: Due, state: State, code: int, reason: str) -> E
 def state_after(job: Job, ended: Ended) -> RecipeState:
     """What is kept of a recipe after its last attempt of a round."""
     now, before = now_utc(), job.state
-    file = before.file if job.due.loaded is None else str(job.due.loaded.path.absolute())
-    common = replace(before, last_attempt=now, reason=ended.reason, file=file)
+    common = replace(before, last_attempt=now, reason=ended.reason)
     if ended.state in {"left", "interrupted"}:
         return common
     common = replace(common, last_exit=ended.exit_code, last_verdict=ended.verdict)

@@ -256,13 +256,7 @@ STOP_S: Final = 120
 """Seconds between SIGTERM and SIGKILL."""
 _WEEKDAYS: Final = ("Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_@%$+=:,./-]+")
-_USER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _HARDENING: Final = "NoNewPrivileges=yes\nLockPersonality=yes\nRestrictRealtime=yes\nRestrictSUIDSGID=yes\n"
-# A user's own manager may not make these.
-_HARDENING_OF_SYSTEM: Final = (
-    "ProtectSystem=full\nProtectControlGroups=yes\nProtectKernelLogs=yes\nProtectKernelModules=yes\n"
-    "ProtectKernelTunables=yes\n"
-)
 
 
 def on_calendar(expression: str, zone: str) -> tuple[str, ...]:
@@ -278,26 +272,22 @@ def on_calendar(expression: str, zone: str) -> tuple[str, ...]:
     return tuple(f"{date} {_set(sim.hours, 24)}:{_set(sim.minutes, 60)}:00 {zone}" for date in dates)
 
 
-def units(item: Scheduled, export: Export, *, run_as: str | None = None) -> dict[str, str]:
-    """``quantmint-NAME.service`` and ``.timer`` for a user's manager, or (``run_as``) the machine's. `UserError`."""
+def units(item: Scheduled, export: Export) -> dict[str, str]:
+    """``quantmint-NAME.service`` and ``.timer`` for a user's manager. UserError for what systemd cannot say."""
     classic_or_refuse(item, "systemd")
     service, timer = f"{PREFIX}{item.name}.service", f"{PREFIX}{item.name}.timer"
     return {
-        service: export.header(service) + _service(item, export, _user(run_as)),
+        service: export.header(service) + _service(item, export),
         timer: export.header(timer) + _timer(item),
     }
 
 
-def crontab(
-    items: Sequence[Scheduled], export: Export, *, machine_zone: str, run_as: str | None = None
-) -> dict[str, str]:
-    """One file for all: ``quantmint.crontab`` for `crontab FILE`, or with ``run_as`` ``quantmint`` for /etc/cron.d.
+def crontab(items: Sequence[Scheduled], export: Export, *, machine_zone: str) -> dict[str, str]:
+    """One file for all: ``quantmint.crontab``, for `crontab FILE`.
 
     UserError for what cron cannot say: `missed: run`, and another time zone than the machine's.
     """
-    user = _user(run_as)
-    # cron.d leaves out files whose names have a dot.
-    name = "quantmint.crontab" if user is None else "quantmint"
+    name = "quantmint.crontab"
     text = export.header(name, f"times are those of {machine_zone}, this machine's time zone when it was made")
     text += "SHELL=/bin/sh\n"
     for item in items:
@@ -305,9 +295,8 @@ def crontab(
         if item.zone != machine_zone and not {item.zone, machine_zone}.issubset(UTC_NAMES):
             what = f"cron only knows this machine's time zone, {machine_zone}"
             raise refusal(item, what, f"Write the schedule in {machine_zone}, or use --systemd, which knows zones.")
-        who = "" if user is None else f"{user} "
         times = classic_or_refuse(item, "cron")
-        text += f"\n# {item.name}: {item.words}\n{times} {who}{_cron_command(item, export)}\n"
+        text += f"\n# {item.name}: {item.words}\n{times} {_cron_command(item, export)}\n"
     return {name: text}
 
 
@@ -320,16 +309,14 @@ def zone_of_machine() -> str:
     return name
 
 
-def _service(item: Scheduled, export: Export, user: str | None) -> str:
+def _service(item: Scheduled, export: Export) -> str:
     environment = " ".join(_word(f"{name}={value}", command=False) for name, value in export.variables.items())
     lines = [
         "[Unit]",
         f"Description=quantmint: {item.name}, if it is due",
-        *([] if user is None else ["Wants=network-online.target", "After=network-online.target"]),
         "",
         "[Service]",
         "Type=oneshot",
-        *([] if user is None else [f"User={user}"]),
         *([] if export.directory is None else ["WorkingDirectory=" + export.directory.replace("%", "%%")]),
         *([f"Environment={environment}"] if environment else []),
         *([] if export.environment_file is None else ["EnvironmentFile=" + export.environment_file.replace("%", "%%")]),
@@ -339,7 +326,7 @@ def _service(item: Scheduled, export: Export, user: str | None) -> str:
         f"TimeoutStopSec={STOP_S}",
         "SuccessExitStatus=143",
     ]
-    return "\n".join(lines) + "\n" + _HARDENING + ("" if user is None else _HARDENING_OF_SYSTEM)
+    return "\n".join(lines) + "\n" + _HARDENING
 
 
 def _timer(item: Scheduled) -> str:
@@ -368,12 +355,6 @@ def _cron_command(item: Scheduled, export: Export) -> str:
     if export.directory is not None:
         parts.insert(0, f"cd {shlex.quote(export.directory)}")
     return " && ".join(parts).replace("%", "\\%")
-
-
-def _user(run_as: str | None) -> str | None:
-    if run_as is not None and not _USER.fullmatch(run_as):
-        raise UserError(f"--run-as: found {run_as!r}, expected the name of a user")
-    return run_as
 
 
 def _set(numbers: Collection[int], every: int) -> str:

@@ -96,18 +96,6 @@ def test_the_next_fire_goes_with_its_recipe(store: Path) -> None:
     assert fires == {("good",): EPOCH + 7}
 
 
-def test_a_recipe_that_was_deleted_is_shown_no_more(store: Path) -> None:
-    """Not so one whose folder is away, or of which nobody knows where it stood."""
-    folder = store / "recipes"
-    folder.mkdir()
-    for name in ("kept", "deleted"):
-        write_state(store, RecipeState(name=name, file=str(folder / f"{name}.yaml"), last_attempt=AT))
-    write_state(store, RecipeState(name="away", file=str(store / "not mounted" / "away.yaml"), last_attempt=AT))
-    (folder / "kept.yaml").touch()
-    metrics(store)
-    assert {key[1] for key in shown(store) if key[0] == "attempts_failed"} == {"good", "bad", "kept", "away"}
-
-
 def test_every_metric_is_documented_and_every_alert_uses_what_there_is(store: Path, event: Make) -> None:
     ours = metrics(store)
     ours.hear(event("queued", "bad"))

@@ -62,7 +62,8 @@ def test_the_recipe_is_named_as_it_is_found_there(
 def test_no_secret_goes_into_a_file(written: Written, schedule: Callable[..., Any]) -> None:
     written("0 3 * * 6", publish={"hub": {"repo": "org/name"}, "folder": None, "licence": {"id": "apache-2.0"}})
     for form, way in (("--systemd", "--environment-file"), ("--github-actions", "--secret")):
-        done = schedule("export", form, "--env", "HF_TOKEN=hf_private", "--runner=x" if "git" in form else "--run-as=q")
+        runner = ("--runner=x",) if "git" in form else ()
+        done = schedule("export", form, "--env", "HF_TOKEN=hf_private", *runner)
         assert (done.code, done.out) == (2, "")
         assert way in done.err
         assert "hf_private" not in done.err

@@ -85,14 +85,13 @@ def verified(paths: list[str], folder: Path, *options: str) -> subprocess.Comple
 
 
 @needs_systemd
-@pytest.mark.parametrize("system", [False, True])
-def test_systemd_verifies_the_units(written: Written, tmp_path: Path, system: bool) -> None:
+def test_systemd_verifies_the_units(written: Written, tmp_path: Path) -> None:
     item = written("0 3 1 * 6", BERLIN)
     more = {"directory": f"{tmp_path}/a b 5%", "environment_file": f"{tmp_path}/to ken", "store": "/srv/it's $HOME"}
     made = export(variables={"QUANTMINT_VLLM": '/opt/"v" $x 5%'}, **more)
-    files = units(item, made, run_as="root" if system else None)
+    files = units(item, made)
     paths = put(files, tmp_path)
-    done = verified(paths, tmp_path, "--system" if system else "--user")
+    done = verified(paths, tmp_path, "--user")
     told = [line for line in done.stderr.splitlines() if "quantmint-" in line]
     assert (done.returncode, told) == (0, [])
     # It would have said so.
@@ -226,12 +225,9 @@ def test_what_cannot_be_said_is_refused(written: Written) -> None:
         crontab([written("0 3 L * *", missed="skip")], export(), machine_zone="UTC")
     with pytest.raises(UserError, match="systemd knows no L, LW or #"):
         units(written("0 3 * * 5L"), export())
-    for user in ("no body", "a\nb"):
-        with pytest.raises(UserError, match="--run-as"):
-            units(written("0 3 * * 6"), export(), run_as=user)
 
 
-def test_the_machines_own_crontab(written: Written) -> None:
-    files = crontab([written("0 3 * * 6", missed="skip")], export(), machine_zone="UTC", run_as="quant")
-    assert list(files) == ["quantmint"], "cron.d leaves out names with a dot"
-    assert "\n0 3 * * 6 quant exec /bin/true requantize mine --due --no-wait\n" in files["quantmint"]
+def test_a_line_of_a_crontab(written: Written) -> None:
+    files = crontab([written("0 3 * * 6", missed="skip")], export(), machine_zone="UTC")
+    assert list(files) == ["quantmint.crontab"]
+    assert "\n0 3 * * 6 exec /bin/true requantize mine --due --no-wait\n" in files["quantmint.crontab"]
