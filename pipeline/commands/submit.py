@@ -11,7 +11,7 @@ from pipeline.clusters.submit.place import Place, State, Task, follow, task_for
 from pipeline.commands.options import emit, json_option, pod_of, pod_options, refuse_foreign, store_option
 
 _FOR = {
-    **dict.fromkeys(("partition", "account", "gres", "sbatch", "setup", "container", "mount"), ("slurm",)),
+    **dict.fromkeys(("partition", "sbatch", "setup", "container", "mount"), ("slurm",)),
     **dict.fromkeys(
         ("namespace", "image", "claims", "workdir", "secrets", "node_selector", "pod_template"), ("kubernetes",)
     ),
@@ -37,9 +37,7 @@ _FOR = {
 @click.option("--venv", metavar="FOLDER", help="Environment there (default: this one). Slurm, Ray.")
 @click.option("--env", metavar="NAME=VALUE", multiple=True, help="A plain variable. Kubernetes, Ray.")
 @click.option("--partition", help="Slurm.")
-@click.option("--account", help="Slurm.")
-@click.option("--gres", metavar="gpu[:TYPE]:N", help="Slurm: instead of --gpus-per-node.")
-@click.option("--sbatch", metavar="NAME[=VALUE]", multiple=True, help="Slurm: any other option, as in qos=high.")
+@click.option("--sbatch", metavar="NAME[=VALUE]", multiple=True, help="Slurm: any other option, as in account=team.")
 @click.option("--setup", metavar="COMMAND", multiple=True, help="Slurm: comes first, such as 'module load rocm'.")
 @click.option("--container", metavar="IMAGE", help="Slurm: an image (pyxis), or a .sif file (Apptainer).")
 @click.option(
@@ -62,7 +60,6 @@ _FOR = {
     help="Print exactly what would be sent; start nothing. Kubernetes: the API server says whether it would take it.",
 )
 @click.option("--status", metavar="ID", help="Say how a job is, instead of submitting one; with --follow its log.")
-@click.option("--cancel", metavar="ID", help="End a job. What it finished stays in the store.")
 @store_option
 @json_option
 @click.pass_context
@@ -77,10 +74,7 @@ def command(context: click.Context, /, **given: Any) -> int:
     name = given["place_name"] or "ray"
     refuse_foreign(context, name, _FOR)
     place = _place(name, given)
-    as_json, status, cancel = given["as_json"], given["status"], given["cancel"]
-    if cancel is not None:
-        place.cancel(cancel)
-        return _tell({"id": cancel, "place": name, "state": "cancelled"}, as_json)
+    as_json, status = given["as_json"], given["status"]
     if status is not None:
         if given["follow"]:
             return _follow(place, {"id": status, "place": name}, as_json)
@@ -121,7 +115,7 @@ def _place(name: str, given: dict[str, Any]) -> Place:
         from pipeline.clusters.submit import slurm
 
         options = slurm.Options(
-            **{key: given[key] for key in ("partition", "account", "gres", "venv", "container")},
+            **{key: given[key] for key in ("partition", "venv", "container")},
             sbatch=slurm.parse_options(given["sbatch"]),
             setup=given["setup"],
             mounts=tuple(map(slurm.parse_mount, given["mount"])),

@@ -77,12 +77,6 @@ class Kubernetes:
             if pod.status.phase in _STARTED:
                 show(self._logs[str(pod.metadata.uid)].new(self._log(pod.metadata.name)))
 
-    def cancel(self, identifier: str) -> None:
-        """Delete the Job with its pods, which get their time to end."""
-        require_job(identifier, *_NAME)
-        jobs, _, namespace = self._connect()
-        _told(jobs.delete_namespaced_job, identifier, namespace, propagation_policy="Background")
-
     def _manifest(self, task: Task) -> dict[str, Any]:
         if self._pod is None:
             raise UserError("--image is missing: a pod runs an image", hint="Best by its digest: NAME@sha256:...")

@@ -151,9 +151,6 @@ class Place(Protocol):
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
         """Give ``show`` what the job's log has grown by since the last call."""
 
-    def cancel(self, identifier: str) -> None:
-        """End it. What it finished stays in the store."""
-
 
 class Log:
     """What of a log is new, where the place gives all of it each time."""

@@ -36,8 +36,6 @@ GRACE_S = 120
 RETRIES = 3
 _NO_RETRY = (1, 2, 3, 4)
 """FAIL, a wrong recipe, INCONCLUSIVE, INVALID."""
-_PASSING = {"emptyDir", "ephemeral", "configMap", "secret", "downwardAPI", "projected", "image"}
-"""Kinds of volumes that end with their pod, or that nobody writes."""
 _DIGEST = re.compile(r".+@sha256:[0-9a-f]{64}")
 
 
@@ -102,7 +100,7 @@ def manifest(task: Task, pod: Pod) -> dict[str, Any]:
     needs = {name: getattr(task, name) for name in ("name", "kind", "gpus", "cpus", "memory_gb")}
     pod = replace(pod, command=task.words(CONTAINER), **needs)
     spec = job_spec(pod, hours=None if task.seconds is None else task.seconds / 3600)
-    require_lasting(spec["template"]["spec"], task.store)
+    require_lasting(pod, task.store)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -214,18 +212,13 @@ def read_template(path: Path) -> dict[str, Any]:
     return {"metadata": kept, "spec": spec}
 
 
-def require_lasting(spec: Mapping[str, Any], store: str) -> None:
-    """UserError unless the innermost volume that holds ``store`` is there when the pod is not, and can be written."""
-    container = next(item for item in spec["containers"] if item["name"] == CONTAINER)
-    volumes = {volume["name"]: volume for volume in spec["volumes"]}
-    folder = container.get("workingDir")
-    whole = None if folder is None else PurePosixPath(normpath(PurePosixPath(folder) / store))
-    mounts = {normpath(mount["mountPath"]): mount for mount in container["volumeMounts"]}
-    holding = max((path for path in mounts if whole and whole.is_relative_to(path)), key=len, default="")
-    volume = volumes.get(mounts[holding]["name"], {}) if holding else {}
-    if not set(volume) - {"name"} - _PASSING or mounts[holding].get("readOnly"):
+def require_lasting(pod: Pod, store: str) -> None:
+    """UserError for a store that is on no claim, and so ends with the pod; a template may have volumes of its own."""
+    folder = pod.folder or (pod.claims[0].path if pod.claims else "/")
+    whole = PurePosixPath(normpath(PurePosixPath(folder) / store))
+    if pod.given is None and not any(whole.is_relative_to(claim.path) for claim in pod.claims):
         raise UserError(
-            f"--store: found {whole or store}, which is on no volume that is there after its pod, and can be written",
+            f"--store: found {whole}, which is on no volume that is there after its pod",
             hint="--pvc CLAIM[:/path] mounts a PersistentVolumeClaim; --store is a path in the pod.",
         )
 

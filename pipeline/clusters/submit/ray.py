@@ -64,7 +64,7 @@ def description(task: Task, options: Options) -> dict[str, Any]:
     for name in options.variables:
         require_no_secret("--env", name, "Set it where the nodes of the cluster get their environment from.")
     if task.seconds is not None:
-        raise UserError("--time: Ray Jobs have no time limit", hint="Leave it out; --cancel ID ends a job.")
+        raise UserError("--time: Ray Jobs have no time limit", hint="Leave it out; `ray job stop ID` ends a job.")
     several = task.nodes > 1
     cpus = 1 if task.cpus is None and not task.gpus and not several else task.cpus
     # A shell that cannot go there would end as a run does that judged.
@@ -135,7 +135,6 @@ class RayJobs:
 
     def cancel(self, identifier: str) -> None:
         """SIGTERM, then SIGKILL, by Ray."""
-        self.job(identifier)
         client = self._connect()
         with _answers():
             client.stop_job(identifier)

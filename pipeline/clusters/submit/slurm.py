@@ -101,8 +101,6 @@ class Options:
     """
 
     partition: str | None = None
-    account: str | None = None
-    gres: str | None = None
     sbatch: Mapping[str, str | Literal[True]] = field(default_factory=dict)
     setup: tuple[str, ...] = ()
     venv: str | None = None
@@ -143,19 +141,19 @@ def parse_mount(text: str) -> str:
 
 def parameters(task: Task, options: Options, folder: Path, logs: Path) -> dict[str, Any]:
     """Arguments of submitit's `SlurmExecutor.update_parameters`."""
-    given = {name: getattr(options, name) for name in ("partition", "account", "gres")}
+    given = {} if options.partition is None else {"partition": options.partition}
     for name, value in [*given.items(), *options.sbatch.items(), ("the working folder", str(folder))]:
         if isinstance(value, str):
             require_plain(name, value)
             _no_secret(name, value)
     own = {name.replace("-", "_"): value for name, value in options.sbatch.items()}  # submitit's names, and so ours
     warning = WARNING_S if task.seconds is None else max(1, min(WARNING_S, int(task.seconds / 4)))
-    gpus = {} if not task.gpus or options.gres is not None else {"gpus_per_node": task.gpus}
+    gpus = {} if not task.gpus or "gres" in own else {"gpus_per_node": task.gpus}
     # Since Slurm 22.05 a step does not take the job's CPUs by itself.
     cpus = [] if task.cpus is None else [f"--cpus-per-task={task.cpus}"]
     return {
         "job_name": object_name("quantmint-", task.name),
-        **{name: value for name, value in given.items() if value is not None},
+        **given,
         "nodes": task.nodes,
         "ntasks_per_node": 1,
         **gpus,
@@ -286,7 +284,7 @@ class Slurm:
         return Submitted(str(job.job_id), str(job.paths.stdout))
 
     def state(self, identifier: str) -> State:
-        """What the controller knows; the accounting, where it has forgotten."""
+        """What the controller knows; what the run noted, where it has forgotten."""
         job = require_job(identifier, *_NUMBER)
         told = _run("scontrol", "--oneliner", "show", "job", job)
         if told.returncode == 0:
@@ -296,17 +294,13 @@ class Slurm:
             return self._of_the_run(state, job)
         if _UNREACHABLE.search(told.stderr):
             raise _failure("scontrol", told.stderr)
-        booked = _run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job)
-        if _UNREACHABLE.search(booked.stderr):
-            raise _failure("sacct", booked.stderr)
-        if booked.returncode != 0 or not booked.stdout.strip():
-            raise UserError(
-                f"Slurm knows no job {job}: {told.stderr.strip()}",
-                hint="The controller forgets finished jobs after some minutes, and there is no accounting of it. "
-                f"Its log is {self._log(job)}.",
-            )
-        word, _, code = booked.stdout.strip().splitlines()[-1].partition("|")
-        return self._of_the_run(_state(word, code), job)
+        noted = self._logs / f"{job}.code"
+        if noted.is_file():
+            return State("ENDED", int(noted.read_text(encoding="ascii")))
+        raise UserError(
+            f"Slurm knows no job {job}: {told.stderr.strip()}",
+            hint=f"The controller forgets finished jobs after some minutes. Its log is {self._log(job)}.",
+        )
 
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
         """What the log file has grown by."""
@@ -317,14 +311,6 @@ class Slurm:
                 piece = file.read()
             self._shown += len(piece)
             show(self._text.decode(piece))
-
-    def cancel(self, identifier: str) -> None:
-        """`scancel`, as submitit does it."""
-        job = require_job(identifier, *_NUMBER)
-        self.state(job)  # scancel says nothing of a job that it does not know
-        done = _run("scancel", job)
-        if done.returncode != 0:
-            raise _failure("scancel", done.stderr)
 
     def _of_the_run(self, state: State, job: str) -> State:
         """A job that ended with a status before its run did (see `script`) has said nothing of a checkpoint."""

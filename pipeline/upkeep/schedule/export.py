@@ -182,7 +182,7 @@ def cron_job(item: Scheduled, export: Export, pod: Pod, namespace: str | None = 
     pod = replace(pod, folder=export.directory, variables=export.variables)
     job = job_spec(pod, retries=_POD_RETRIES)
     if pod.claims:  # else the store is where the image has it
-        require_lasting(job["template"]["spec"], export.store or "store")
+        require_lasting(pod, export.store or "store")
     within = {"namespace": namespace} if namespace else {}
     deadline = {"startingDeadlineSeconds": int(LATE.total_seconds())} if item.skips_missed else {}
     manifest = {

@@ -38,13 +38,12 @@ GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
             task("llama70b-fp8kv", cpus=64, memory_gb=900, seconds=8 * 3600.0),
             venv=VENV,
             partition="mi300x",
-            account="models",
-            sbatch={"constraint": "xgmi&nvme", "comment": "it's ours; $(really)"},
+            sbatch={"account": "models", "constraint": "xgmi&nvme", "comment": "it's ours; $(really)"},
             setup=("module load rocm/6.4", "source '/opt/my env/activate'", "echo $(whoami)"),
         ),
-        "several.sh": lambda: script(task("llama405b-fp8kv", gpus=16, store="/big/store"), venv=VENV, gres=None),
+        "several.sh": lambda: script(task("llama405b-fp8kv", gpus=16, store="/big/store"), venv=VENV),
         "pyxis.sh": lambda: script(
-            task("llama70b-fp8kv", store="/big/store"), container=IMAGE, gres="gpu:mi300x:8", setup=()
+            task("llama70b-fp8kv", store="/big/store"), container=IMAGE, sbatch={"gres": "gpu:mi300x:8"}, setup=()
         ),
         "apptainer.sh": lambda: script(
             task("llama70b-ptpc", gpus=1),

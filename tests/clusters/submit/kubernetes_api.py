@@ -76,7 +76,6 @@ class Api:
     def __init__(self) -> None:
         self.tries: list[tuple[int | None, bytes]] = [(0, b"")]
         self.jobs: dict[str, Job] = {}
-        self.deleted: list[tuple[str, str | None]] = []
         self.fault: int | None = None
         self.faults: list[int | None] = []
         self.cuts: list[int] = []
@@ -168,12 +167,6 @@ def served(api: Api) -> Iterator[str]:
                 self._answer(200, {"items": api.pods(wanted)})
             else:
                 self._answer(404, {"message": f'jobs.batch "{path.rpartition("/")[2]}" not found'})
-
-        def do_DELETE(self) -> None:
-            found = _JOBS.fullmatch(urlsplit(self.path).path)
-            assert found is not None
-            api.deleted.append((found["name"], parse_qs(urlsplit(self.path).query).get("propagationPolicy", [None])[0]))
-            self._answer(200, {"status": "Success"})
 
         def _refused(self) -> bool:
             fault = api.faults.pop(0) if api.faults else api.fault

@@ -55,7 +55,7 @@ def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, capsys: pytest.Capt
         (("tiny-ptpc-fp8kv", "--ray", "x", "--time", "1h", "--dry-run"), "no time limit"),
         (("tiny-ptpc-fp8kv", "--ray", "x", "--env", "HF_TOKEN=x", "--dry-run"), "reads like the name of a secret"),
         (("--slurm", "--status", "one"), "the number that sbatch gave it"),
-        (("--ray", "head", "--cancel", ""), "the identifier that Ray gave it"),
+        (("--ray", "head", "--status", ""), "the identifier that Ray gave it"),
         (("tiny-ptpc-fp8kv", "--slurm", "--sbatch", "a b=c", "--dry-run"), "expected NAME=VALUE or NAME"),
     ],
 )

@@ -115,10 +115,8 @@ def test_an_api_that_is_away_for_a_while_ends_nothing(api: Api, capsys: pytest.C
 def test_what_no_job_is_called_is_not_asked_for(api: Api, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The API takes no name at all for every Job of the namespace."""
     place().submit(task("tiny-ptpc-fp8kv"))
-    for option in ("--cancel", "--status"):
-        assert ended("--kubernetes", option, name) == 2
-        assert "expected the name that Kubernetes gave it" in capsys.readouterr().err
-    assert api.deleted == []
+    assert ended("--kubernetes", "--status", name) == 2
+    assert "expected the name that Kubernetes gave it" in capsys.readouterr().err
 
 
 def test_the_command_follows_to_the_runs_own_end(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,8 +129,6 @@ def test_the_command_follows_to_the_runs_own_end(api: Api, capsys: pytest.Captur
     assert "some line\n" in err
     assert ended("--kubernetes", "--status", told["id"]) == 0
     assert capsys.readouterr().out == f"{told['id']}  Failed (PodFailurePolicy)  3\n"
-    assert ended("--kubernetes", "--cancel", told["id"]) == 0
-    assert api.deleted == [(told["id"], "Background")]
 
 
 def test_a_dry_run_asks_the_api_server(api: Api, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def test_a_recipe_runs_there(folder: Path, capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.slow
 @needs_slurm
 def test_a_verdict_is_the_jobs_exit_code(folder: Path) -> None:
-    there = place(folder, 'echo "gpus $ROCR_VISIBLE_DEVICES"; pwd; exit 3', gres="gpu:2")
+    there = place(folder, 'echo "gpus $ROCR_VISIBLE_DEVICES"; pwd; exit 3', sbatch={"gres": "gpu:2"})
     job = there.submit(task("tiny-ptpc-fp8kv", cpus=2)).identifier
     code, log = followed(there, job)
     assert log.startswith(f"gpus 0,1\n{folder}\n")
@@ -111,11 +111,11 @@ def test_a_job_is_ended_and_a_wrong_one_refused(folder: Path, capfd: pytest.Capt
     slurm.until(begun.exists, folder)
     shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
     assert "Comment=it's ours; $(really)" in shown
-    there.cancel(job)
+    subprocess.run(["scancel", job], check=True)
     slurm.until(lambda: there.state(job).exit_code is not None, folder)
     assert there.state(job).word == "CANCELLED"
     with pytest.raises(UserError, match="Slurm knows no job 999999"):
-        there.cancel("999999")
+        there.state("999999")
     wrong = Slurm(Options(partition="none"), folder=folder, logs=folder / "logs")
     with pytest.raises(UserError, match=r"sbatch refused: .*invalid partition"):
         wrong.submit(task("tiny-ptpc-fp8kv"))
@@ -167,4 +167,15 @@ def test_the_log_is_where_slurm_writes(tmp_path: Path, monkeypatch: pytest.Monke
     assert shown == ["a line\n", "another\n"]
     assert there.state("4711").exit_code == 5, "slurmd ends so what it could not start"
     (log.parent / "4711.code").write_text("3\n", encoding="utf-8")
+    assert there.state("4711").exit_code == 3
+
+
+def test_what_the_controller_has_forgotten_the_run_has_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n", encoding="utf-8")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    there = Slurm(Options(), folder=tmp_path, logs=tmp_path)
+    with pytest.raises(UserError, match=r"Slurm knows no job 4711: Invalid job id"):
+        there.state("4711")
+    (tmp_path / "4711.code").write_text("3\n", encoding="ascii")
     assert there.state("4711").exit_code == 3
