@@ -18,20 +18,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import PurePath
 from typing import Final, TypeAlias
 
 from pipeline.base.errors import StageError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-
-_DEEPEST = 100  # far below what the interpreter's stack bears, far above any recipe: deeper is a cycle
-_REASONS: tuple[tuple[type | tuple[type, ...], str], ...] = (
-    (PurePath, "a path is not content: pass the digest of what it points to"),
-    ((set, frozenset), "a set has no order: pass a sorted list"),
-    ((bytes, bytearray, memoryview), "pass its SHA-256 in hex"),
-    (object, "only None, bool, int, float, str, lists, mappings with string keys, and enums of these have one"),
-)
 
 
 class UnstableValueError(StageError):
@@ -62,7 +53,10 @@ def plain(value: object) -> Json:
 
     Raises `UnstableValueError`, as `canonical_json` does.
     """
-    return _plain(value, "$", 0)
+    try:
+        return _plain(value, "$")
+    except RecursionError:
+        raise UnstableValueError("a value is nested too deep: does it contain itself?") from None
 
 
 def canonical_json(value: object) -> bytes:
@@ -90,64 +84,27 @@ def difference(old: object, new: object) -> list[Change]:
     return changes
 
 
-def _plain(value: object, path: str, depth: int) -> Json:
-    if depth > _DEEPEST:
-        raise UnstableValueError(
-            f"{path[:80]}... is nested deeper than {_DEEPEST} levels: does the value contain itself?"
-        )
+def _plain(value: object, path: str) -> Json:
     if isinstance(value, Enum):
-        return _plain(value.value, path, depth + 1)
+        return _plain(value.value, path)
     if value is None or isinstance(value, bool):
         return value
     # The methods of the base class: a subclass may print itself otherwise, and its value is all that counts.
     if isinstance(value, int):
         return int.__index__(value)
-    if isinstance(value, float):
-        return _number(float.__float__(value), path)
+    if isinstance(value, float) and math.isfinite(value) and (value != 0 or math.copysign(1, value) > 0):
+        return float.__float__(value)
     if isinstance(value, str):
-        return _text(value, path)
+        text = str.__str__(value)
+        if text.isascii() or text.encode(errors="replace").decode() == text:  # no half of a character
+            return text
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        return _mapping(value, path, depth)
-    raise _unstable(value, path)
-
-
-def _number(value: float, path: str) -> float:
-    if not math.isfinite(value):
-        raise UnstableValueError(f"{path} is {value!r}: only finite numbers have a stable form")
-    if value == 0 and math.copysign(1, value) < 0:
-        raise UnstableValueError(f"{path} is -0.0, which equals 0.0 but is written otherwise: pass 0.0")
-    return value
-
-
-def _text(value: str, path: str) -> str:
-    text = str.__str__(value)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UnstableValueError(f"{path} is a str with a lone surrogate ({text!r}), which UTF-8 cannot hold") from None
-    return text
-
-
-def _mapping(value: Mapping[object, object], path: str, depth: int) -> dict[str, Json]:
-    result: dict[str, Json] = {}
-    for key, item in value.items():
-        if not isinstance(key, str):
-            raise UnstableValueError(f"{path} has the key {key!r} of type {_name(key)}: keys must be str")
-        name = _text(key, path)
-        result[name] = _plain(item, _below(path, name), depth + 1)
-    return result
-
-
-def _unstable(value: object, path: str) -> UnstableValueError:
-    reason = next(text for kind, text in _REASONS if isinstance(value, kind))
-    return UnstableValueError(f"{path} is a {_name(value)}, which has no stable form: {reason}")
-
-
-def _name(value: object) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        found = {str(_plain(key, path)): item for key, item in value.items()}
+        return {key: _plain(item, _below(path, key)) for key, item in found.items()}
+    shown = f" ({value!r})" if isinstance(value, str | float) else ""
+    raise UnstableValueError(f"{path} is a {type(value).__qualname__}{shown}, which has no stable form")
 
 
 def _below(path: str, key: str) -> str:

@@ -91,15 +91,15 @@ def test_subclasses_count_by_their_value() -> None:
 @pytest.mark.parametrize(
     ("bad", "word"),
     [
-        (math.nan, "finite"),
-        (-0.0, "-0.0"),
-        ("\ud800", "surrogate"),
-        ({1, 2}, "sorted list"),
-        (b"", "SHA-256"),
-        (pathlib.Path("model"), "digest"),
-        (object(), "object"),
-        ({1: "x"}, "keys must be str"),
-        ({"\ud800": 1}, "surrogate"),
+        (math.nan, "a float (nan)"),
+        (-0.0, "a float (-0.0)"),
+        ("\ud800", "a str ('\\ud800')"),
+        ({1, 2}, "a set"),
+        (b"", "a bytes"),
+        (pathlib.Path("model"), "Path"),
+        (object(), "a object"),
+        ({1: "x"}, "a dict"),
+        ({"\ud800": 1}, "a str"),
     ],
 )
 @given(keys=st.lists(st.sampled_from(["recipe", "gate", "a b"]), max_size=3))
