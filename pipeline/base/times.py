@@ -10,8 +10,7 @@ them is enough where neither does. An expression that names its hours and minute
 clocks do: a time that is skipped comes at the end of the gap, and one that occurs twice is the first. One whose minutes
 or hours begin with a star follows the clock: what is skipped is skipped, and what occurs twice runs twice.
 
-cronsim also takes the last day of a month (L), its last working day (LW), the last Friday (5L) and the second Monday
-(1#2), which other schedulers do not know.
+What cronsim takes beyond that (the last day of a month, the second Monday: L, LW, 1#2) no other scheduler knows.
 """
 
 from __future__ import annotations
@@ -48,10 +47,11 @@ def fault_of(expression: str) -> str | None:
     if len(expression.split()) != 5:
         return f"{len(expression.split())} fields"
     try:
-        parsed(expression)
+        sim = parsed(expression)
     except CronSimError as error:
         return str(error)
-    return None
+    classic = all(isinstance(day, int) and day >= 0 for day in (*sim.days, *sim.weekdays))
+    return None if classic else "L, LW and # are known to few schedulers"
 
 
 def parsed(expression: str) -> CronSim:
@@ -85,14 +85,8 @@ def words(expression: str, zone: str) -> str:
     return f"{parsed(expression).explain()}, {zone}"
 
 
-def is_classic(expression: str) -> bool:
-    """Whether every cron knows the expression: it has no L, LW or ``#``."""
-    sim = parsed(expression)
-    return all(isinstance(day, int) and day >= 0 for day in (*sim.days, *sim.weekdays))
-
-
 def classic(expression: str) -> str:
-    """A classic expression in numbers that every cron reads: ``*``, ``*/n``, ``a-b`` and lists; Sunday is 0.
+    """An expression in numbers that every cron reads: ``*``, ``*/n``, ``a-b`` and lists; Sunday is 0.
 
     Stars stay stars, because they say more than all numbers do.
     """
@@ -103,7 +97,7 @@ def classic(expression: str) -> str:
 
 
 def weekdays(sim: CronSim) -> set[int]:
-    """The days of the week of a classic expression; 0 is Sunday."""
+    """The days of the week of an expression; 0 is Sunday."""
     return {day % 7 for day in sim.weekdays if isinstance(day, int)}
 
 

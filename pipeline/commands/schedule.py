@@ -26,7 +26,6 @@ from pipeline.upkeep.fleet.events import Event, line_of, now_utc
 from pipeline.upkeep.schedule.export import EXAMPLE, Export, Scheduled, cron_job, needed_secrets, scheduled, workflow
 
 _SHOWN = 3
-_MISSED = {"run": "run once, later", "skip": "left out"}
 _HERE = ("systemd", "cron")
 # form: what is left to do by hand
 _FORMS = {
@@ -75,7 +74,6 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> None:
                     "schedule": item.expression,
                     "timezone": item.zone,
                     "words": item.words,
-                    "missed": item.recipe.refresh.missed,
                     "next": [
                         {"local": time.isoformat(), "utc": time.astimezone(UTC).isoformat()}
                         for time in times[item.name]
@@ -93,12 +91,11 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> None:
             item.name,
             "\n".join(time.strftime("%a %Y-%m-%d %H:%M %Z") for time in times[item.name]) or "never",
             "\n".join(time.astimezone(UTC).strftime("%a %Y-%m-%d %H:%M") for time in times[item.name]) or "never",
-            _MISSED[item.recipe.refresh.missed],
             f"{item.words}\n{item.expression}",
         )
         for item in found
     ]
-    terminal().print(table("recipe", "next", "UTC", "missed times", "schedule", rows=rows))
+    terminal().print(table("recipe", "next", "UTC", "schedule", rows=rows))
 
 
 @command.command()
@@ -114,10 +111,9 @@ def run(
 ) -> int:
     """Stay, and look at RECIPES at the times of their `refresh:` section (default: those of ./recipes that have one).
 
-    All are looked at when it starts, but those that say `missed: skip`. Recipes are read again when their files
-    change. SIGTERM and SIGINT end what runs; it goes on from its last commit when a scheduler runs again. Several may
-    run on one store. --json prints a JSON object a line. QUANTMINT_WEBHOOK names an address that is told how it goes;
-    docs/notices.md says what it is sent.
+    All are looked at when it starts. Recipes are read again when their files change. SIGTERM and SIGINT end what runs;
+    it goes on from its last commit when a scheduler runs again. Several may run on one store. --json prints a JSON
+    object a line. QUANTMINT_WEBHOOK names an address that is told how it goes; docs/notices.md says what it is sent.
     """
     from pipeline.clusters.ray.nodes import jobs_address_of
     from pipeline.upkeep.fleet.jobs import Options

@@ -302,9 +302,6 @@ class Refresh(Section):
     * * 6 (null: only when somebody asks)."""
     timezone: Annotated[str, AfterValidator(_zone)] = "UTC"
     """Time zone of the expression, by its IANA name: Europe/Berlin."""
-    missed: Literal["run", "skip"] = "run"
-    """A time at which no scheduler ran. run: once, when one runs again, however many were missed. skip: the next time
-    is waited for."""
     triggers: tuple[Cause, ...] = Field(default=CAUSES, strict=False, min_length=1)
     """What makes it due. base: a new commit of the model. dataset: of a calibration or evaluation set. recipe: the
     recipe itself. toolchain: quantmint or a library that shapes bytes or scores. serving: vLLM, its image or the launch

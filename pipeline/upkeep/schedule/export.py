@@ -18,14 +18,14 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 from zoneinfo import available_timezones
 
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import hardware
-from pipeline.base.times import classic, is_classic, next_times, parsed, ranges, weekdays, words
+from pipeline.base.times import classic, next_times, parsed, ranges, weekdays, words
 from pipeline.clusters.submit.pod import Pod, by_digest, job_spec, require_lasting
 from pipeline.recipe.load import find, load_recipe, recipe_names
 from pipeline.recipe.schema import Recipe
@@ -33,8 +33,6 @@ from pipeline.serving.render.containers import object_name
 from pipeline.serving.render.invocation import dump
 
 EXAMPLE: Final = "refresh: {schedule: 0 3 * * 6, timezone: Europe/Berlin}"
-LATE: Final = timedelta(minutes=5)
-"""A time that is seen later than this was missed: the machine slept, or no scheduler ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +52,6 @@ class Scheduled:
     def zone(self) -> str:
         """The time zone of the expression."""
         return self.recipe.refresh.timezone
-
-    @property
-    def skips_missed(self) -> bool:
-        """Whether a time at which nothing could run is left out."""
-        return self.recipe.refresh.missed == "skip"
 
     @property
     def words(self) -> str:
@@ -132,25 +125,13 @@ class Export:
         return "".join(f"# {line}\n" for line in (made, *lines))
 
 
-def classic_or_refuse(item: Scheduled, scheduler: str, *, either_day: bool = False) -> str:
-    """The expression as every cron reads it; UserError where ``scheduler`` cannot say it.
-
-    With ``either_day`` the scheduler takes one of day of month and day of week as enough wherever both are given.
-    """
-    if not is_classic(item.expression):
-        raise refusal(item, f"{scheduler} knows no L, LW or #", "Use `quantmint schedule run`, which does.")
+def either_day(item: Scheduled, scheduler: str) -> str:
+    """The expression for one who takes day of month or day of week as enough wherever both are given; UserError."""
     sim = parsed(item.expression)
-    if either_day and sim.day_and and len(sim.days) < 31 and len(weekdays(sim)) < 7:
+    if sim.day_and and len(sim.days) < 31 and len(weekdays(sim)) < 7:
         what = f"day of month and day of week both must hold, and one is enough for {scheduler}"
         raise refusal(item, what, "Use --systemd, or `quantmint schedule run`.")
     return classic(item.expression)
-
-
-def refuse_missed(item: Scheduled, scheduler: str) -> None:
-    """UserError for `missed: run` in a scheduler that forgets the times at which it did not run."""
-    if not item.skips_missed:
-        hint = "Say `missed: skip` in the recipe, or use --systemd or --kubernetes, which keep it."
-        raise refusal(item, f"refresh.missed: run cannot be kept: {scheduler} forgets what it missed", hint)
 
 
 def refusal(item: Scheduled, what: str, hint: str) -> UserError:
@@ -169,8 +150,8 @@ def cron_job(item: Scheduled, export: Export, pod: Pod, namespace: str | None = 
     """The text of ``quantmint-NAME.yaml``, a CronJob (batch/v1) of such pods.
 
     A pod starts in the folder of its volume, where the store, what was published and ./recipes lie. Jobs do not
-    overlap. Since 1.27, which `timeZone` needs, the newest missed time is begun however many were missed, unless a
-    deadline says otherwise. UserError for what a CronJob cannot say.
+    overlap. Since 1.27, which `timeZone` needs, the newest missed time is begun however many were missed. UserError for
+    what a CronJob cannot say.
     """
     target = item.recipe.target
     machine = hardware(target.hardware)
@@ -184,16 +165,14 @@ def cron_job(item: Scheduled, export: Export, pod: Pod, namespace: str | None = 
     if pod.claims:  # else the store is where the image has it
         require_lasting(pod, export.store or "store")
     within = {"namespace": namespace} if namespace else {}
-    deadline = {"startingDeadlineSeconds": int(LATE.total_seconds())} if item.skips_missed else {}
     manifest = {
         "apiVersion": "batch/v1",
         "kind": "CronJob",
         "metadata": {"name": object_name(PREFIX, item.name), **within, "labels": pod.labels},
         "spec": {
-            "schedule": classic_or_refuse(item, "Kubernetes", either_day=True),
+            "schedule": either_day(item, "Kubernetes"),
             "timeZone": item.zone,
             "concurrencyPolicy": "Forbid",
-            **deadline,
             "successfulJobsHistoryLimit": 3,
             "failedJobsHistoryLimit": 3,
             "jobTemplate": {"metadata": {"labels": pod.labels}, "spec": job},
@@ -218,8 +197,7 @@ def workflow(item: Scheduled, export: Export, *, runner: Sequence[str], secrets:
     command = shlex.join(export.command(item))
     if any("${{" in text for text in (command, export.directory or "", *export.variables.values())):
         raise UserError("found ${{ in what would run, which GitHub would replace", hint="Rename what holds it.")
-    refuse_missed(item, "GitHub, when it is busy or no runner is there,")
-    time = {"cron": classic_or_refuse(item, "GitHub", either_day=True)}
+    time = {"cron": either_day(item, "GitHub")}
     if item.zone not in UTC_NAMES:
         time["timezone"] = item.zone
     wanted = dict.fromkeys((*needed_secrets(item.recipe), *secrets))
@@ -273,8 +251,7 @@ def on_calendar(expression: str, zone: str) -> tuple[str, ...]:
 
 
 def units(item: Scheduled, export: Export) -> dict[str, str]:
-    """``quantmint-NAME.service`` and ``.timer`` for a user's manager. UserError for what systemd cannot say."""
-    classic_or_refuse(item, "systemd")
+    """``quantmint-NAME.service`` and ``.timer`` for a user's manager."""
     service, timer = f"{PREFIX}{item.name}.service", f"{PREFIX}{item.name}.timer"
     return {
         service: export.header(service) + _service(item, export),
@@ -285,18 +262,16 @@ def units(item: Scheduled, export: Export) -> dict[str, str]:
 def crontab(items: Sequence[Scheduled], export: Export, *, machine_zone: str) -> dict[str, str]:
     """One file for all: ``quantmint.crontab``, for `crontab FILE`.
 
-    UserError for what cron cannot say: `missed: run`, and another time zone than the machine's.
+    UserError for another time zone than the machine's, the only one that cron knows.
     """
     name = "quantmint.crontab"
     text = export.header(name, f"times are those of {machine_zone}, this machine's time zone when it was made")
     text += "SHELL=/bin/sh\n"
     for item in items:
-        refuse_missed(item, "cron")
         if item.zone != machine_zone and not {item.zone, machine_zone}.issubset(UTC_NAMES):
             what = f"cron only knows this machine's time zone, {machine_zone}"
             raise refusal(item, what, f"Write the schedule in {machine_zone}, or use --systemd, which knows zones.")
-        times = classic_or_refuse(item, "cron")
-        text += f"\n# {item.name}: {item.words}\n{times} {_cron_command(item, export)}\n"
+        text += f"\n# {item.name}: {item.words}\n{classic(item.expression)} {_cron_command(item, export)}\n"
     return {name: text}
 
 
@@ -336,7 +311,7 @@ def _timer(item: Scheduled) -> str:
         "",
         "[Timer]",
         *(f"OnCalendar={line}" for line in on_calendar(item.expression, item.zone)),
-        f"Persistent={'no' if item.skips_missed else 'yes'}",
+        "Persistent=yes",
         "",
         "[Install]",
         "WantedBy=timers.target",

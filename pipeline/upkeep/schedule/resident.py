@@ -24,7 +24,7 @@ from pipeline.base.processes import stop_signals
 from pipeline.upkeep.fleet.events import Event
 from pipeline.upkeep.fleet.jobs import Look, Options, Request
 from pipeline.upkeep.fleet.rounds import Fleet
-from pipeline.upkeep.schedule.export import EXAMPLE, LATE, Scheduled, here, load_scheduled
+from pipeline.upkeep.schedule.export import EXAMPLE, Scheduled, here, load_scheduled
 
 _LONGEST_SLEEP_S: Final = 30.0  # a sleeping machine's time does not pass for a wait, and files of recipes change
 
@@ -47,20 +47,15 @@ class Schedules:
         self.plans: dict[str, Scheduled] = {}
 
     def start(self, now: datetime) -> list[Scheduled]:
-        """All recipes but those that wait for their next time (``missed: skip``)."""
+        """All recipes."""
         self.read()
         self._upto = now
-        return [plan for plan in self.plans.values() if not plan.skips_missed]
+        return list(self.plans.values())
 
     def came(self, now: datetime) -> list[Scheduled]:
         """The recipes whose time has come since the last call, each once."""
-        found = []
-        for plan in self.plans.values():
-            after = max(self._upto, now - LATE) if plan.skips_missed else self._upto
-            if any(time <= now for time in plan.next_times(after, 1)):
-                found.append(plan)
-        self._upto = now
-        return found
+        since, self._upto = self._upto, now
+        return [plan for plan in self.plans.values() if any(time <= now for time in plan.next_times(since, 1))]
 
     def coming(self, now: datetime) -> dict[str, datetime]:
         """When each recipe comes next, in its own zone."""

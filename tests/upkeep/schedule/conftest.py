@@ -20,7 +20,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
     """``written("0 3 * * 6", zone, name=..., target={...})``: a recipe in ./recipes, with a schedule."""
     monkeypatch.chdir(tmp_path)
 
-    def write(expression: str, zone: str = "UTC", *, name: str = "mine", missed: str = "run", **more: Any) -> Scheduled:
+    def write(expression: str, zone: str = "UTC", *, name: str = "mine", **more: Any) -> Scheduled:
         path = tmp_path / "recipes" / f"{name}.yaml"
         path.parent.mkdir(exist_ok=True)
         recipe = {
@@ -28,7 +28,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
             "source": {"folder": "model"},
             "quantization": {"scheme": "ptpc_fp8"},
             "target": {"hardware": "mi300x", "gpus": 2},
-            "refresh": {"schedule": expression, "timezone": zone, "missed": missed},
+            "refresh": {"schedule": expression, "timezone": zone},
             "gate": {"throughput": {"min_ratio": None}},
             "publish": {"folder": "published", "licence": {"id": "apache-2.0"}},
         }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.times import classic, fault_of, is_classic, next_times, words
+from pipeline.base.times import classic, fault_of, next_times, words
 
 BERLIN = "Europe/Berlin"
 SPRING, AUTUMN = datetime(2027, 3, 28, 1, tzinfo=UTC), datetime(2027, 10, 31, 1, tzinfo=UTC)
@@ -47,7 +47,7 @@ def test_a_skipped_time_comes_when_the_gap_is_over_and_once() -> None:
     ],
 )
 def test_a_classic_expression_means_the_same(expression: str, plain: str) -> None:
-    assert is_classic(expression)
+    assert fault_of(expression) is None
     assert classic(expression) == plain
     after = datetime(2027, 1, 30, 12, 34, tzinfo=UTC)
     assert next_times(plain, "UTC", after, 20) == next_times(expression, "UTC", after, 20)
@@ -55,8 +55,7 @@ def test_a_classic_expression_means_the_same(expression: str, plain: str) -> Non
 
 @pytest.mark.parametrize("expression", ["0 0 L * *", "0 1 LW * *", "0 2 * * 5L", "15 3 * * 1#1,3#2", "0 4 1,L * *"])
 def test_what_only_cronsim_knows(expression: str) -> None:
-    assert fault_of(expression) is None
-    assert not is_classic(expression)
+    assert fault_of(expression) == "L, LW and # are known to few schedulers"
 
 
 def test_words_and_faults() -> None:
@@ -67,11 +66,11 @@ def test_words_and_faults() -> None:
 
 def test_the_list(written: Callable[..., object], schedule: Callable[..., Any]) -> None:
     written("0 3 * * 6", BERLIN)
-    written("0 4 * * *", name="other", missed="skip")
+    written("0 4 * * *", name="other")
     told = schedule("list", "--json").json
-    assert [(row["recipe"], row["words"], row["missed"]) for row in told] == [
-        ("mine", "At 03:00 on Saturday, Europe/Berlin", "run"),
-        ("other", "At 04:00 every day, UTC", "skip"),
+    assert [(row["recipe"], row["words"]) for row in told] == [
+        ("mine", "At 03:00 on Saturday, Europe/Berlin"),
+        ("other", "At 04:00 every day, UTC"),
     ]
     for row in told:
         assert len(row["next"]) == 3

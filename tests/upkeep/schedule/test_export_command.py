@@ -27,8 +27,8 @@ _FORMS = {
 
 @pytest.mark.parametrize("form", _FORMS)
 def test_files_are_what_is_printed(form: str, written: Written, schedule: Callable[..., Any], tmp_path: Path) -> None:
-    written("0 3 * * 6", missed="skip")
-    written("0 4 * * 6", name="two", missed="skip")
+    written("0 3 * * 6")
+    written("0 4 * * 6", name="two")
     done = schedule("export", *shlex.split(form), "--output", tmp_path / "out")
     assert done.code == 0, done.err
     assert [Path(line).name for line in done.out.splitlines()] == _FORMS[form]
@@ -86,7 +86,7 @@ def test_no_secret_goes_into_a_file(written: Written, schedule: Callable[..., An
         ("--systemd --directory '/a\n[Service]'", "line break"),
         ("--systemd unknown", "unknown"),
         ("--systemd tiny-ptpc-fp8kv", "tiny-ptpc-fp8kv has no schedule"),
-        ("--cron --machine-timezone UTC", "Say `missed: skip` in the recipe"),
+        ("--cron --machine-timezone Europe/Berlin", "cron only knows this machine's time zone"),
     ],
 )
 def test_what_is_wrong_is_said(written: Written, schedule: Callable[..., Any], line: str, said: str) -> None:

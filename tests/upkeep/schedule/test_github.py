@@ -40,7 +40,7 @@ def made(text: str) -> dict[str, Any]:
 
 
 def test_a_workflow(written: Written) -> None:
-    item = written("0 3 * * sat", "Asia/Kolkata", missed="skip")
+    item = written("0 3 * * sat", "Asia/Kolkata")
     ((file, text),) = workflow(item, export("/opt/q m/quantmint"), runner=RUNNER, secrets=["QUANTMINT_WEBHOOK"]).items()
     assert file == "quantmint-mine.yml"
     document = made(text)
@@ -61,40 +61,32 @@ def test_a_workflow(written: Written) -> None:
 
 def test_rights_and_secrets_are_those_that_it_needs(written: Written) -> None:
     publish = {"hub": {"repo": "org/name"}, "folder": None, "licence": {"id": "apache-2.0"}}
-    keyless = written("0 3 * * 6", missed="skip", publish={**publish, "sign": {"keyless": True}})
+    keyless = written("0 3 * * 6", publish={**publish, "sign": {"keyless": True}})
     assert "timezone" not in workflow(keyless, export(), runner=RUNNER)["quantmint-mine.yml"], "UTC needs none"
     document = made(*workflow(keyless, export(), runner=RUNNER).values())
     assert document["permissions"] == {"contents": "read", "id-token": "write"}
     step = document["jobs"]["requantize"]["steps"][-1]
     assert step["env"] == {"HF_TOKEN": "${{ secrets.HF_TOKEN }}"}
-    signed = written("0 3 * * 6", missed="skip", publish={**publish, "sign": {"key": "signing.pem"}})
+    signed = written("0 3 * * 6", publish={**publish, "sign": {"key": "signing.pem"}})
     document = made(*workflow(signed, export(), runner=RUNNER).values())
     assert document["permissions"] == {"contents": "read"}
     assert set(document["jobs"]["requantize"]["steps"][-1]["env"]) == {"HF_TOKEN", "QUANTMINT_SIGNING_PASSPHRASE"}
 
 
 def test_a_folder_of_the_runner_needs_no_action(written: Written) -> None:
-    (text,) = workflow(written("0 3 * * 6", missed="skip"), export(directory="/srv/models"), runner=RUNNER).values()
+    (text,) = workflow(written("0 3 * * 6"), export(directory="/srv/models"), runner=RUNNER).values()
     (step,) = made(text)["jobs"]["requantize"]["steps"]
     assert step["working-directory"] == "/srv/models"
     assert "uses" not in text
 
 
-@pytest.mark.parametrize(
-    ("expression", "missed", "said"),
-    [
-        ("0 3 * * 6", "run", "missed: run cannot be kept"),
-        ("0 3 L * *", "skip", "GitHub knows no L, LW or #"),
-        ("0 3 */2 * 1", "skip", "both must hold, and one is enough for GitHub"),
-    ],
-)
-def test_what_github_cannot_say(written: Written, expression: str, missed: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        workflow(written(expression, missed=missed), export(), runner=RUNNER)
+def test_what_github_cannot_say(written: Written) -> None:
+    with pytest.raises(UserError, match="both must hold, and one is enough for GitHub"):
+        workflow(written("0 3 */2 * 1"), export(), runner=RUNNER)
 
 
 def test_what_is_not_asked_for_is_refused(written: Written) -> None:
-    item = written("0 3 * * 6", missed="skip")
+    item = written("0 3 * * 6")
     with pytest.raises(UserError, match="--runner"):
         workflow(item, export(), runner=())
     with pytest.raises(UserError, match="name of a secret"):

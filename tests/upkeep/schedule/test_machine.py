@@ -147,10 +147,10 @@ def shown(line: str) -> list[str]:
 
 
 def test_a_units_mission(written: Written) -> None:
-    files = units(written("0 3 * * 6", BERLIN, missed="skip"), export(directory="/srv/models"))
+    files = units(written("0 3 * * 6", BERLIN), export(directory="/srv/models"))
     assert list(files) == ["quantmint-mine.service", "quantmint-mine.timer"]
     service, timer = files.values()
-    assert "Persistent=no\n" in timer
+    assert "Persistent=yes\n" in timer
     assert "OnCalendar=Sat *-*-* 03:00:00 Europe/Berlin\n" in timer
     assert "ExecStart=/bin/true requantize mine --due\n" in service
     assert "User=" not in service
@@ -164,7 +164,7 @@ def test_a_units_mission(written: Written) -> None:
         "PrivateTmp",
     ):
         assert directive not in service
-    assert files == units(written("0 3 * * 6", BERLIN, missed="skip"), export(directory="/srv/models"))
+    assert files == units(written("0 3 * * 6", BERLIN), export(directory="/srv/models"))
 
 
 def entries(text: str) -> list[tuple[str, str]]:
@@ -183,7 +183,7 @@ def test_debians_crontab_takes_it(written: Written) -> None:
     if (sound := checked("0 3 * * 6 /bin/true\n")).returncode:
         pytest.skip(f"this crontab cannot check: {sound.stderr.strip()}")
     items = [
-        written(expression, name=f"r{number}", missed="skip")
+        written(expression, name=f"r{number}")
         for number, expression in enumerate(("0 3 * * sat", "*/15 9-17 1,15 JAN-MAR mon-fri", "5/20 0 * * 7"))
     ]
     (text,) = crontab(items, export(directory="/srv/100%/a b"), machine_zone="UTC").values()
@@ -203,7 +203,7 @@ def test_the_shell_gets_the_words_that_were_meant(written: Written, tmp_path: Pa
         (sys.executable, "-c", script, str(seen), "$(exit 3)", "%n;", "a'b"),
         directory=str(folder), environment_file=str(folder / "tokens"), variables={"A": "5% $B"}, store="/srv/it's",
     )  # fmt: skip
-    (text,) = crontab([written("0 3 * * 6", missed="skip")], made, machine_zone="UTC").values()
+    (text,) = crontab([written("0 3 * * 6")], made, machine_zone="UTC").values()
     ((_, command),) = entries(text)
     assert re.search(r"(?<!\\)%", command) is None, "cron would cut it there"
     # cron takes away the backslash of an escaped percent sign, and nothing else.
@@ -217,17 +217,11 @@ def test_the_shell_gets_the_words_that_were_meant(written: Written, tmp_path: Pa
 def test_what_cannot_be_said_is_refused(written: Written) -> None:
     for zone, machine in ((BERLIN, "UTC"), ("UTC", BERLIN), ("Asia/Kolkata", "UTC")):
         with pytest.raises(UserError, match=f"only knows this machine's time zone, {machine}"):
-            crontab([written("0 3 * * 6", zone, missed="skip")], export(), machine_zone=machine)
-    assert crontab([written("0 3 * * 6", "Etc/UTC", missed="skip")], export(), machine_zone="UTC")
-    with pytest.raises(UserError, match="missed: run cannot be kept"):
-        crontab([written("0 3 * * 6")], export(), machine_zone="UTC")
-    with pytest.raises(UserError, match="cron knows no L, LW or #"):
-        crontab([written("0 3 L * *", missed="skip")], export(), machine_zone="UTC")
-    with pytest.raises(UserError, match="systemd knows no L, LW or #"):
-        units(written("0 3 * * 5L"), export())
+            crontab([written("0 3 * * 6", zone)], export(), machine_zone=machine)
+    assert crontab([written("0 3 * * 6", "Etc/UTC")], export(), machine_zone="UTC")
 
 
 def test_a_line_of_a_crontab(written: Written) -> None:
-    files = crontab([written("0 3 * * 6", missed="skip")], export(), machine_zone="UTC")
+    files = crontab([written("0 3 * * 6")], export(), machine_zone="UTC")
     assert list(files) == ["quantmint.crontab"]
     assert "\n0 3 * * 6 exec /bin/true requantize mine --due --no-wait\n" in files["quantmint.crontab"]

@@ -47,17 +47,15 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
 def test_everything_is_looked_at_at_the_start_and_at_its_times_once_each(scene: Scene) -> None:
     scene.recipe("a", **WEEKLY)
     scene.recipe("b", schedule="30 * * * *")
-    scene.recipe("waits", **WEEKLY, missed="skip")
     scene.recipe("never")
     assert scene.start() == ["a", "b"]
     assert {name: time.astimezone(UTC) for name, time in scene.schedules.coming(SATURDAY - HOUR).items()} == {
         "a": SATURDAY,
         "b": SATURDAY - HOUR / 2,
-        "waits": SATURDAY,
     }
     assert scene.came(SATURDAY - HOUR / 2) == ["b"]
     assert scene.came(SATURDAY - timedelta(seconds=1)) == []
-    assert scene.came(SATURDAY) == ["a", "waits"]
+    assert scene.came(SATURDAY) == ["a"]
     assert scene.came(SATURDAY + timedelta(seconds=20)) == []
     after = scene.schedules.coming(SATURDAY)["a"].astimezone(UTC)
     assert after == SATURDAY + 7 * DAY - HOUR  # an hour less passes until 03:00 by the summer's clock
@@ -72,12 +70,11 @@ def test_named_recipes_are_asked_for_as_they_were_named(scene: Scene, tmp_path: 
     assert scene.told == ["never"]
 
 
-@pytest.mark.parametrize(("missed", "came"), [("run", ["a"]), ("skip", [])])
-def test_a_machine_that_slept_looks_once_or_waits_for_the_next_time(scene: Scene, missed: str, came: list[str]) -> None:
-    scene.recipe("a", schedule="*/10 * * * *", missed=missed)
+def test_a_machine_that_slept_looks_once(scene: Scene) -> None:
+    scene.recipe("a", schedule="*/10 * * * *")
     scene.start()
     late = SATURDAY + 9 * HOUR + timedelta(minutes=7)
-    assert scene.came(late) == came
+    assert scene.came(late) == ["a"]
     assert scene.came(late + timedelta(minutes=3)) == ["a"]
 
 
