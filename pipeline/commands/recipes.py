@@ -37,8 +37,11 @@ def recipes(name: str | None, as_json: bool) -> None:
     if as_json:
         emit([{"name": recipe.name, "description": recipe.description} for recipe in found])
         return
+    from pipeline.commands.tables import paragraph, terminal
+
+    console = terminal()
     for recipe in found:
-        click.echo(f"{recipe.name:<22} {recipe.description}")
+        click.echo(paragraph(console, f"{recipe.name:<22} ", recipe.description))
 
 
 @click.command(name="init")

@@ -7,9 +7,12 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from eval.report.numbers import duration, size
 
@@ -42,9 +45,28 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
+class _Table(Table):
+    """Each row is a paragraph where a terminal is too narrow for the words of the columns."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        least = 3 * len(self.columns) - 1  # what stands between columns
+        for column in self.columns:
+            cells = [Text.from_markup(str(cell)).plain for cell in (column.header, *column.cells)]
+            least += max(map(cell_len, cells if column.no_wrap else " ".join(cells).split()), default=0)
+        if least <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        for head, *cells in zip(*(column.cells for column in self.columns), strict=True):
+            named = zip((f"{column.header}" for column in self.columns[1:]), cells, strict=True)
+            yield Text.from_markup(f"[bold]{head}[/]")
+            yield Padding(
+                "; ".join(f"[dim]{name}[/] {cell}".strip() for name, cell in named if cell), (0, 0, 0, 2), expand=False
+            )
+
+
 def table(*columns: str, right: Collection[str] = (), rows: Iterable[Iterable[str]] = ()) -> Table:
     """A table in the house's style; the cells of `rows` are markup."""
-    made = Table(box=box.SIMPLE, pad_edge=False)
+    made = _Table(box=box.SIMPLE, pad_edge=False)
     for number, column in enumerate(columns):
         # The first column is what people copy; the last one may be prose.
         prose = number == len(columns) - 1 and column not in right

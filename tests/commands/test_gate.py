@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from eval.report.numbers import percent, unit_of
-from pipeline.commands.tables import paragraph
+from pipeline.commands.tables import paragraph, table
 from tests.checkpoints import GOOD, run
 
 Quantmint = Callable[..., Any]
@@ -60,6 +61,18 @@ def test_prose_is_wrapped_at_a_terminals_edge_and_one_line_in_a_file() -> None:
     assert max(map(len, lines)) <= 40
     assert {line[:8] for line in lines} == {"  PASS  ", " " * 8}
     assert len(paragraph(Console(width=40, force_terminal=False), "x: ", "word " * 20).splitlines()) == 1
+
+
+def test_no_table_breaks_a_word() -> None:
+    rows = [("ptpc_fp8", "8", "FP8 per channel", "[green]llmcompressor[/], stream")]
+    words = {"ptpc_fp8", "8", "FP8", "per", "channel", "llmcompressor,", "stream"}
+    for width in (25, 51, 52, 80):
+        screen = Console(width=width, force_terminal=True, color_system=None, record=True, file=StringIO())
+        screen.print(table("scheme", "bits", "weights", "engines", right=("bits",), rows=rows))
+        told = screen.export_text()
+        assert max(map(len, told.splitlines())) <= width
+        assert words <= set(told.replace(";", "").split())
+        assert ("bits 8;" in told) == (width < 52)
 
 
 def test_the_first_screen(quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path) -> None:
