@@ -92,14 +92,6 @@ def open_device(path: Path) -> str | None:
     return None
 
 
-def owning_group(path: Path) -> int | None:
-    """The number of the group that owns a file; None where there is no such file."""
-    try:
-        return path.stat().st_gid
-    except OSError:
-        return None
-
-
 def bind_port(port: int) -> str | None:
     """Why a server could not listen on a TCP port of all addresses; None where it could."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
@@ -132,7 +124,6 @@ class Machine:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     run: Callable[[Sequence[str]], str | None] = run_command
     opens: Callable[[Path], str | None] = open_device
-    owned_by: Callable[[Path], int | None] = owning_group
     binds: Callable[[int], str | None] = bind_port
     space: Callable[[Path], Space | None] = file_system
 

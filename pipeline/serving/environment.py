@@ -35,9 +35,10 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True)
 class VllmEnvironment:
-    """A ``vllm`` command."""
+    """A ``vllm`` command; with ``planned`` none, but a version that is only planned for."""
 
     executable: Path
+    planned: str | None = None
 
     @property
     def python(self) -> Path:
@@ -57,19 +58,7 @@ class VllmEnvironment:
     @property
     def version(self) -> str:
         """vLLM's version, from the metadata of the distribution; ServingError where it has none."""
-        return _version(self, self.executable.stat().st_mtime_ns)
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedVersion(VllmEnvironment):
-    """No command: a version that is only planned for."""
-
-    planned: str
-
-    @property
-    def version(self) -> str:
-        """As it was named."""
-        return self.planned
+        return self.planned or _version(self, self.executable.stat().st_mtime_ns)
 
 
 def find_vllm(
@@ -130,9 +119,9 @@ def _version(environment: VllmEnvironment, _mtime_ns: int) -> str:
     return done.stdout.strip()
 
 
-def serving_image(environ: Mapping[str, str] | None = None) -> str | None:
+def serving_image() -> str | None:
     """The image as ``name@sha256:DIGEST``; None outside a container. Raises `UserError` for anything else."""
-    found = (os.environ if environ is None else environ).get(IMAGE_VARIABLE, "")
+    found = os.environ.get(IMAGE_VARIABLE, "")
     if not found:
         return None
     if _IMAGE.fullmatch(found) is None:

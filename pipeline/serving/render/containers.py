@@ -25,13 +25,11 @@ from pipeline.base.errors import UserError
 from pipeline.serving.plan import PORT, LaunchPlan, Process, processes
 from pipeline.serving.render.invocation import LOOPBACK, accelerator, arguments, comments, dump, image_of, variables
 
-_SINGLE = {"--network": "network_mode", "--ipc": "ipc"}
-_LISTED = {
-    "--group-add": "group_add",
-    "--cap-add": "cap_add",
-    "--security-opt": "security_opt",
-    "--device": "devices",
+_COMPOSED = {
+    **{"--network": "network_mode", "--ipc": "ipc"},
+    **{"--group-add": "group_add", "--cap-add": "cap_add", "--security-opt": "security_opt", "--device": "devices"},
 }
+"""What compose calls the options of `docker run` that the table of knobs has; some take several values."""
 _NGINX = "nginx:stable"
 _BALANCED = """\
 events {{}}
@@ -89,11 +87,10 @@ def docker_run(
     *,
     image: str | None = None,
     name: str | None = None,
-    host: str = LOOPBACK,
     more_env: tuple[tuple[str, str], ...] = (),
 ) -> tuple[str, ...]:
     """The command for one process's container, the model read-only where it lies; ``more_env`` beside the plan's."""
-    program, *rest = arguments(process, host=host)
+    program, *rest = arguments(process)
     env = {**variables(plan, process), **dict(more_env)}
     return (
         "docker",
@@ -114,7 +111,6 @@ def compose(
     processes: Sequence[Process],
     *,
     image: str | None = None,
-    host: str = LOOPBACK,
     balancer: int | None = None,
 ) -> str:
     """The file, with the warnings of the plan as comments at its top; ``balancer`` is the port of one before servers.
@@ -126,7 +122,7 @@ def compose(
     for process in processes:
         name = f"node-{process.node}" if several else "vllm"
         name += "" if sum(other.node == process.node for other in processes) == 1 else f"-{process.replica}"
-        services[name] = _composed(plan, process, image, host)
+        services[name] = _composed(plan, process, image)
         if several:
             services[name]["profiles"] = [f"node-{process.node}"]
         if process.replica % plan.layout.packed:  # as `waves` has it
@@ -146,13 +142,13 @@ def compose(
         "depends_on": {name: {"condition": "service_healthy"} for name in services},
         "restart": "unless-stopped",
     }
-    servers = "".join(f" server {host}:{process.port};" for process in processes)
-    config = _BALANCED.format(servers=servers, listen=f"{host}:{balancer}")
+    servers = "".join(f" server {LOOPBACK}:{process.port};" for process in processes)
+    config = _BALANCED.format(servers=servers, listen=f"{LOOPBACK}:{balancer}")
     return comments(plan) + dump({"services": services, "configs": {"balancer": {"content": config}}})
 
 
-def _composed(plan: LaunchPlan, process: Process, image: str | None, host: str) -> dict[str, Any]:
-    program, *rest = arguments(process, host=host)
+def _composed(plan: LaunchPlan, process: Process, image: str | None) -> dict[str, Any]:
+    program, *rest = arguments(process)
     service: dict[str, Any] = {
         "image": image_of(plan, image),
         "entrypoint": [program],
@@ -166,30 +162,18 @@ def _composed(plan: LaunchPlan, process: Process, image: str | None, host: str) 
         "stop_grace_period": "30s",
     }
     for option, value in options(plan):
-        if option in _LISTED:
-            service.setdefault(_LISTED[option], []).append(f"{value}:{value}" if option == "--device" else value)
-        elif option in _SINGLE:
-            service[_SINGLE[option]] = value
-        elif option == "--gpus":
+        if option == "--gpus":
             reserved = [{"driver": "nvidia", "count": value, "capabilities": ["gpu"]}]
             service["deploy"] = {"resources": {"reservations": {"devices": reserved}}}
+        elif option in ("--network", "--ipc"):
+            service[_COMPOSED[option]] = value
         else:
-            raise UserError(f"{option} of `docker run` has no form in a compose file")
-    if process.port is not None:
-        service["healthcheck"] = _health(process.port)
+            service.setdefault(_COMPOSED[option], []).append(f"{value}:{value}" if option == "--device" else value)
+    if process.port is not None:  # asked by Python, which an image with vLLM has; curl it may lack
+        ask = f"import urllib.request; urllib.request.urlopen('http://127.0.0.1:{process.port}/health', timeout=5)"
+        how = {"interval": "10s", "timeout": "10s", "retries": 3, "start_period": f"{START_PERIOD_S}s"}
+        service["healthcheck"] = {"test": ["CMD", "python3", "-c", ask], **how}
     return service
-
-
-def _health(port: int) -> Mapping[str, Any]:
-    """Asked by Python, which an image with vLLM has; curl it may lack."""
-    ask = f"import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}/health', timeout=5)"
-    return {
-        "test": ["CMD", "python3", "-c", ask],
-        "interval": "10s",
-        "timeout": "10s",
-        "retries": 3,
-        "start_period": f"{START_PERIOD_S}s",
-    }
 
 
 def _literal(text: str) -> str:

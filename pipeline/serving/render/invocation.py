@@ -64,8 +64,8 @@ def title(plan: LaunchPlan) -> str:
     return f"{plan.served_model_name} on {plan.target}, {plan.profile}, planned for vLLM {plan.vllm_version}"
 
 
-def script(plan: LaunchPlan, processes: Sequence[Process], *, host: str = LOOPBACK) -> str:
-    """The script, ending with a newline. Servers listen on ``host``."""
+def script(plan: LaunchPlan, processes: Sequence[Process]) -> str:
+    """The script, ending with a newline."""
     nodes = sorted({process.node for process in processes})
     lines = ["#!/usr/bin/env bash", f"# {title(plan)}", *(f"# note: {warning}" for warning in plan.warnings)]
     lines += ["set -euo pipefail", ""]
@@ -73,7 +73,7 @@ def script(plan: LaunchPlan, processes: Sequence[Process], *, host: str = LOOPBA
         lines += ["# vLLM selects by CUDA_VISIBLE_DEVICES and stops where the two differ.", "unset HIP_VISIBLE_DEVICES"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.env.items()]
     if len(nodes) == 1:
-        return "\n".join([*lines, "", *_node(waves(plan, processes), host), ""])
+        return "\n".join([*lines, "", *_node(waves(plan, processes)), ""])
     if any(process.env.get("VLLM_HOST_IP", "").startswith("NODE_") for process in processes):
         lines += ["", "# NODE_0_IP and so on stand for the nodes' addresses on their private network."]
     lines += ["", f'case "${{1:?which node: {" ".join(map(str, nodes))}}}" in']
@@ -82,19 +82,19 @@ def script(plan: LaunchPlan, processes: Sequence[Process], *, host: str = LOOPBA
         roles = ", ".join(dict.fromkeys(process.role for process in here))
         address = next((process.env["VLLM_HOST_IP"] for process in here if "VLLM_HOST_IP" in process.env), None)
         lines += [f"{node})", f"  # ---- node {node}{f' ({address})' if address else ''}: {roles}"]
-        lines += [f"  {line}" if line else "" for line in _node(waves(plan, here), host)]
+        lines += [f"  {line}" if line else "" for line in _node(waves(plan, here))]
         lines += ["  ;;"]
     return "\n".join([*lines, "*) echo 'no such node' >&2; exit 2 ;;", "esac", ""])
 
 
-def command(process: Process, *, host: str = LOOPBACK) -> str:
+def command(process: Process) -> str:
     """One process as a command that can be pasted: its own variables, then its arguments, an option a line."""
     words = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
-    words += [shlex.quote(word) for word in arguments(process, host=host)]
+    words += [shlex.quote(word) for word in arguments(process)]
     return " \\\n  ".join(_lines(words))
 
 
-def _node(turns: Sequence[Sequence[Process]], host: str) -> Iterator[str]:
+def _node(turns: Sequence[Sequence[Process]]) -> Iterator[str]:
     """What one node runs. One server replaces the shell; several run beside each other and end together.
 
     A shell without job control starts its background processes deaf to Ctrl-C, so the script tells them.
@@ -102,7 +102,7 @@ def _node(turns: Sequence[Sequence[Process]], host: str) -> Iterator[str]:
     (first, *others), *later = turns
     if not others and not later:
         assignments = "env " if first.env else ""  # `exec` takes a program
-        yield from f"exec {assignments}{command(first, host=host)}".splitlines()
+        yield from f"exec {assignments}{command(first)}".splitlines()
         return
     yield _TRAP
     before: Sequence[Process] = ()
@@ -112,13 +112,13 @@ def _node(turns: Sequence[Sequence[Process]], host: str) -> Iterator[str]:
             ports = " ".join(str(process.port) for process in before)
             yield "# Servers of one GPU load one after the other: each would be charged for what the others load."
             yield f"for port in {ports}; do"
-            yield f"  until (: </dev/tcp/{host}/$port) 2>/dev/null; do"
+            yield f"  until (: </dev/tcp/{LOOPBACK}/$port) 2>/dev/null; do"
             yield f'    test "$(jobs -rp | wc -l)" -eq {started}; sleep 2'
             yield "  done"
             yield "done"
         for process in turn:
             yield f"# replica {process.replica}, GPUs {', '.join(map(str, process.gpus)) or 'none'}"
-            yield from f"{command(process, host=host)} &".splitlines()
+            yield from f"{command(process)} &".splitlines()
         before, started = turn, started + len(turn)
     yield "wait -n  # the first that ends, ends the script, and the script the others"
 

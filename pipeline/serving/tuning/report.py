@@ -23,6 +23,7 @@ from pipeline.serving.tuning.space import (
     Value,
     change_label,
     device_name,
+    gated,
     label,
 )
 from pipeline.serving.tuning.sweep import Objective, Sweep, frontier
@@ -45,7 +46,6 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
     points = _points(sweep)
     numbers = {point: index for index, point in enumerate(sweep.by_point())}
     serve = None if best is None else serve_section(best, existing, tunableop)
-    gated = {axis.knob for axis in sweep.design.axes if axis.gated}
     return Report(
         name=subject.name,
         created=created,
@@ -68,7 +68,7 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
         points=points,
         best=None if best is None else numbers[best],
         verdict=_verdict(sweep, best),
-        gate_again=[change_label(knob, value) for knob, value in best or () if knob in gated],
+        gate_again=[change_label(knob, value) for knob, value in best or () if knob in gated()],
         not_tried=[label(point) for point in sweep.not_tried],
         refused={label(point): why for point, why in sweep.refused.items()},
         notes=_notes(sweep),
@@ -79,7 +79,6 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
 
 
 def _points(sweep: Sweep) -> list[dict[str, Any]]:
-    gated = {axis.knob for axis in sweep.design.axes if axis.gated}
     measured = sweep.points()
     found = []
     for number, (point, runs) in enumerate(sweep.by_point().items()):
@@ -91,7 +90,7 @@ def _points(sweep: Sweep) -> list[dict[str, Any]]:
                 "number": number,
                 "label": label(point),
                 "changes": [
-                    {"knob": knob, "value": value, "label": change_label(knob, value), "gated": knob in gated}
+                    {"knob": knob, "value": value, "label": change_label(knob, value), "gated": knob in gated()}
                     for knob, value in point
                 ],
                 "runs": len(sound),

@@ -38,11 +38,10 @@ _SWITCHES: Mapping[str, Value] = {"on": True, "true": True, "off": False, "false
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One knob with the values to try. ``gated`` knobs change what the model answers, not only how fast."""
+    """One knob with the values to try."""
 
     knob: str
     values: tuple[Value, ...]
-    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def without_base_values(
         before = value_in(base, knob)
         return not same(value, before) and not (before is False and same(value, default(knob)))
 
-    left = (Axis(a.knob, tuple(v for v in a.values if new(a.knob, v)), a.gated) for a in axes)
+    left = (Axis(a.knob, tuple(v for v in a.values if new(a.knob, v))) for a in axes)
     return tuple(axis for axis in left if axis.values)
 
 
@@ -139,7 +138,7 @@ def default_axes(
         if holds and knob.known(parse_version(version)):
             values = row.get("values") or knob.sweep
             found = dict.fromkeys(numbers.get(value, value) for value in values)
-            axes.append(Axis(knob.name, tuple(found), bool(row.get("gated", False))))
+            axes.append(Axis(knob.name, tuple(found)))
     return tuple(axes)
 
 
@@ -153,13 +152,13 @@ def given_axes(given: Sequence[tuple[str, tuple[Value, ...]]], *, version: str) 
         if not entry.known(parse_version(version)):
             raise UserError(f"--knob {knob}: vLLM {version} does not know it")
         earlier = axes[knob].values if knob in axes else ()
-        axes[knob] = Axis(knob, tuple(dict.fromkeys((*earlier, *values))), knob in gated())
+        axes[knob] = Axis(knob, tuple(dict.fromkeys((*earlier, *values))))
     return tuple(axes.values())
 
 
 @cache
 def gated() -> frozenset[str]:
-    """The knobs that change what a model answers: those of the file, and what decides number formats."""
+    """The knobs that change what a model answers and not only how fast: the file's, and what decides number formats."""
     listed = {row["knob"] for rows in beside(__file__, "sweeps.yaml").values() for row in rows if row.get("gated")}
     return frozenset(
         listed | {"--kv-cache-dtype", "--dtype", "--quantization", "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16"}

@@ -71,17 +71,6 @@ def test_device_files_that_are_closed(tmp_path: Path, finding):
     assert finding("/dev/dri", box).status == "ok"
 
 
-def test_the_group_that_owns_the_devices(tmp_path: Path, finding):
-    root = trees.instinct(tmp_path)
-    owned = machine(root, owned_by=lambda path: 109)
-    assert finding("group render", owned).status == "ok"
-    assert finding("group video", owned).status == "skipped"
-    closed = machine(root, owned_by=lambda path: 109, opens=lambda path: "Permission denied")
-    seen = finding("group render", closed)
-    assert (seen.status, seen.found) == ("fail", "not a member of render, which owns 9 devices")
-    assert seen.as_root == ("usermod -a -G render ann",)
-
-
 @pytest.mark.parametrize(
     ("environ", "status", "fix"),
     [

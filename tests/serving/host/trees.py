@@ -123,7 +123,6 @@ def machine(root: Path, environ: Mapping[str, str] | None = None, **changes: Any
         "environ": {"USER": "ann", "HOME": "/home/ann", **(environ or {})},
         "run": run,
         "opens": lambda path: None,
-        "owned_by": lambda path: 109,
         "binds": lambda port: None,
         "space": lambda path: Space(64 * GIB, 60 * GIB),
     }

@@ -76,9 +76,8 @@ def subject_in(folder: Path, *, base: dict[str, Value] | None = None, kind: str 
 def sweep_of(folder: Path, axes: dict[str, list[Value]], **options: Any) -> Sweep:
     """A sweep over axes; ``options`` are those of `Design`, ``objective`` and those of `subject_in`."""
     objective = options.pop("objective", Objective())
-    gated = options.pop("gated", ())
     design = {key: options.pop(key) for key in ("mode", "repeat") if key in options}
-    made = tuple(Axis(knob, tuple(values), knob in gated) for knob, values in axes.items())
+    made = tuple(Axis(knob, tuple(values)) for knob, values in axes.items())
     return Sweep(subject_in(folder, **options), Design(made, **design), objective)
 
 
