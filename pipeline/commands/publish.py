@@ -14,7 +14,7 @@ from pipeline.base.errors import UserError, shown_path
 from pipeline.base.progress import Reporter, reporter_for
 from pipeline.commands.options import emit, json_option, store_option, vllm_option
 from pipeline.commands.tables import printable, table, terminal
-from pipeline.publish.place import Operation, Published, outdated
+from pipeline.publish.place import Operation, Published
 from pipeline.publish.places import elsewhere, open_place, places_of, published_folder
 from pipeline.store.tree import Store
 
@@ -158,13 +158,13 @@ def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
     """Remove old releases from PLACE, never the current one or a candidate."""
 
     there = open_place(place)
-    tags = outdated(there.releases(), keep=keep)
-    done = there.remove(tags, dry_run=dry_run, progress=reporter_for(json=as_json)) if tags else ()
+    done = there.prune(keep=keep, dry_run=dry_run, progress=reporter_for(json=as_json))
     if as_json:
-        emit({"place": there.address, "removed": list(tags), "dry_run": dry_run, "operations": _as_json(done)})
+        removed = [one.what for one in done]
+        emit({"place": there.address, "removed": removed, "dry_run": dry_run, "operations": _as_json(done)})
         return
     _show(done)
-    if not tags:
+    if not done:
         click.echo(f"{_shown(there.address)} has no release to remove")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -214,8 +214,7 @@ def _decode(data: bytes, what: str) -> Pointer:
     try:
         return TypeAdapter(Pointer).validate_json(data)
     except ValidationError as error:
-        fault: Mapping[str, object] = error.errors(include_url=False)[0]
         raise DamagedError(
-            f"{what} is no pointer to a release: {fault['loc']}: {fault['msg']}",
+            f"{what} is no pointer to a release: {manifest.first_fault(error)}",
             hint="Was it written by something else than quantmint, or by a newer one?",
         ) from None

@@ -72,12 +72,6 @@ def link(text: str, address: str) -> Markdown:
     return Markdown(f"[{escaped(text)}]({address})")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Markdown:
-    """A table of text; cells are Markdown already, or are escaped."""
-    lines = [head, [":--"] * len(head), *[[escaped(cell) for cell in row] for row in rows]]
-    return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
-
-
 TYPES: Final = {"e4m3": "fp8", "e2m1": "mxfp4", "e2m3": "mxfp6", "e3m2": "mxfp6", "int8": "int8", "int4": "int4"}
 """Tag of a type of weights; of the schemes with groups and e4m3, mxfp8."""
 _TAG: Final = re.compile(r"\w[\w .+/-]{0,63}")  # with a colon are those that the Hub makes itself: region:us, arxiv:...
@@ -223,10 +217,7 @@ def render(facts: CardFacts) -> str:
         "day": facts.judged[:10],
         "not_passed": [Markdown(reason) for reason in markdown.not_passed(gate)],
         "notes": notes(report, gate),
-        "figures": table(
-            ("Measure", "Value", "Detail"),
-            [(caption, Markdown(f"**{escaped(figure)}**"), said) for caption, figure, said in tiles(report, gate)],
-        ),
+        "figures": tiles(report, gate),
         "accuracy": Markdown(markdown.accuracy(gate)),
         "throughput": Markdown(markdown.throughput(report, gate)),
         "size": Markdown(markdown.size(report)),

@@ -166,7 +166,7 @@ def decode(raw: bytes, *, what: str = "quantmint.json") -> Manifest:
         if listed:
             raise ValueError(f"files lists {listed[0]}, which cannot have a digest in it")
     except ValidationError as error:
-        raise ManifestError(f"{what}: {_first(error)}") from None
+        raise ManifestError(f"{what}: {first_fault(error)}") from None
     except ValueError as error:
         raise ManifestError(f"{what}: {error}") from None
     return manifest
@@ -271,7 +271,8 @@ def strict_object(raw: bytes) -> dict[str, Any]:
     return data
 
 
-def _first(error: ValidationError) -> str:
+def first_fault(error: ValidationError) -> str:
+    """The first thing that is wrong, with its place and what was found there, on one line."""
     fault = error.errors(include_url=False)[0]
     place = ".".join(map(str, fault["loc"])) or "the whole"
     shown = repr(fault.get("input"))

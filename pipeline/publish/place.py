@@ -17,7 +17,7 @@ What differs between places is a few primitives, the methods of `Place` that are
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -212,15 +212,10 @@ class Place(ABC):
                 )
             return self._switch(chosen, state, "Roll back to", dry_run=dry_run)
 
-    def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
-        """Remove releases; raises `UserError` where one is not there, is current or is a candidate."""
+    def prune(self, *, keep: int, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """Remove all but the newest releases, never the current one or a candidate; returns what was done."""
         with nullcontext() if dry_run else self.changing(progress):
-            there = self.state().releases
-            gone = [named(there, tag, self.address) for tag in dict.fromkeys(tags)]
-            for release in gone:
-                if release.current or release.candidate:
-                    which = "the current release" if release.current else "a candidate"
-                    raise UserError(f"{release.tag} is {which} of {self.address}, expected one that nobody is sent to")
+            gone = outdated(self.releases(), keep=keep)
             for release in () if dry_run else gone:
                 progress.say(f"removing {release.tag}")
                 self.drop(release)
@@ -328,10 +323,10 @@ def candidate_of(releases: Sequence[Listed], tag: str | None, place: str) -> Lis
     return candidates[0]
 
 
-def outdated(releases: Sequence[Listed], *, keep: int) -> tuple[str, ...]:
-    """Tags of the releases beyond the newest ``keep``, the newest first; never the current one or a candidate.
+def outdated(releases: Sequence[Listed], *, keep: int) -> tuple[Listed, ...]:
+    """The releases beyond the newest ``keep``, the newest first; never the current one or a candidate.
 
     A candidate is not one of those that are counted either, because nobody can go back to what readers never had.
     """
     counted = newest_first(release for release in releases if not release.candidate)
-    return tuple(release.tag for release in counted[keep:] if not release.current)
+    return tuple(release for release in counted[keep:] if not release.current)

@@ -173,12 +173,10 @@ def private_fingerprint(private: Path, word: str | None) -> str:
     try:
         # Its own message may quote what it was given, so none of it is passed on.
         key = load_pem_private_key(data, word.encode() if encrypted and word is not None else None)
-    except (ValueError, TypeError):
+    except Exception:  # of whichever class it says that an algorithm is unknown
         if encrypted:
             raise UserError(f"{private}: the passphrase in {PASSPHRASE} is wrong, or the file is damaged.") from None
         raise _no_key(private, "private", "something else") from None
-    except Exception as error:  # an algorithm that the library does not know, of whichever class it says so
-        raise _no_key(private, "private", type(error).__name__) from None
     return _fingerprint(private, "private", key.public_key())
 
 
@@ -251,7 +249,6 @@ def sign(
         with _sigstore():
             _by_identity(config)
     else:
-        private_fingerprint(key, passphrase)  # every fault of a key, in our words
         word = passphrase.encode() if passphrase is not None and is_encrypted(key.read_bytes()) else None
         # The library asks for a string and passes it on to where only bytes are taken.
         config.use_elliptic_key_signer(private_key=key, password=word)

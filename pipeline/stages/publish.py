@@ -18,7 +18,7 @@ from pipeline.base.errors import QuantmintError, StageError, UserError, shown_pa
 from pipeline.base.progress import Progress
 from pipeline.publish.folder import RELEASES
 from pipeline.publish.licences import TEXTS, refusal, terms
-from pipeline.publish.place import Place, Published, outdated
+from pipeline.publish.place import Place, Published
 from pipeline.publish.places import places_of, public_names, published_folder
 from pipeline.publish.release import MANIFEST, Release
 from pipeline.stages import package
@@ -165,8 +165,7 @@ def _shown(place: Place) -> str:
 def _retain(place: Place, keep: int, progress: Progress) -> None:
     """Remove what is beyond the newest releases; the new one is out, and a failure here must not hide that."""
     try:
-        tags = outdated(place.releases(), keep=keep)
-        for one in place.remove(tags, dry_run=False, progress=progress) if tags else ():
+        for one in place.prune(keep=keep, dry_run=False, progress=progress):
             progress.say(f"{_shown(place)}: {one.verb} {one.what}")
     except QuantmintError as error:
         progress.warn(

@@ -27,4 +27,4 @@ def made(day: int, *, current: bool = False, candidate: bool = False, zone: str 
     ],
 )
 def test_what_goes(releases: list[Listed], keep: int, gone: list[int]) -> None:
-    assert [int(tag[-2:]) for tag in outdated(releases, keep=keep)] == gone
+    assert [int(release.tag[-2:]) for release in outdated(releases, keep=keep)] == gone

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -45,11 +44,7 @@ class MovedError(StageError):
 
 
 class RefusedError(UserError):
-    """The Hub said no, and would again: ``status`` is HTTP's, None where the client library refused by itself."""
-
-    def __init__(self, message: str, *, status: int | None = None, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.status = status
+    """The Hub said no, or the client library by itself, and would again."""
 
 
 class MissingError(RefusedError):
@@ -58,12 +53,11 @@ class MissingError(RefusedError):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The client library for one repository; ``sleep`` takes seconds, ``tries`` is how often it is asked at most."""
+    """The client library for one repository; ``tries`` is how often it is asked at most."""
 
     repo: str
     api: Any
     progress: Progress | None = None
-    sleep: Callable[[float], None] = time.sleep
     tries: int = TRIES
 
     def call(self, what: str, action: Callable[[], _T]) -> _T:
@@ -80,7 +74,6 @@ class Client:
             wait=_wait,
             retry=retry_if_exception(_is_passing),
             before_sleep=lambda state: self._tell(what, state),
-            sleep=self.sleep,
             reraise=True,
         )
         try:
@@ -107,7 +100,7 @@ class Client:
         )
 
         text = f"{self.repo}: cannot {what}: {redact(_reason(error))}"
-        status = status_of(error)
+        status = _status_of(error)
         if isinstance(error, OfflineModeIsEnabled):
             return UserError(f"{self.repo}: cannot {what}: HF_HUB_OFFLINE is set.", hint="Unset it to publish.")
         if isinstance(error, LocalTokenNotFoundError):
@@ -121,15 +114,13 @@ class Client:
         if status == 412:
             return MovedError(text, hint="Nothing was changed. Run the same command again.")
         if status == 404 or isinstance(error, EntryNotFoundError | RepositoryNotFoundError):
-            return MissingError(text, status=404)
+            return MissingError(text)
         if status is not None or isinstance(error, ValueError):
-            return RefusedError(text, status=status, hint=_TOKENS if status in (401, 403) else None)
+            return RefusedError(text, hint=_TOKENS if status in (401, 403) else None)
         return StageError(text, hint=_KEPT)
 
 
-def connect(
-    repo: str, progress: Progress | None = None, *, sleep: Callable[[float], None] = time.sleep, tries: int = TRIES
-) -> Client:
+def connect(repo: str, progress: Progress | None = None, *, tries: int = TRIES) -> Client:
     """A client of the Hub, or of the server in HF_ENDPOINT; raises `UserError` where the library is not installed."""
     try:
         import tenacity  # noqa: F401
@@ -142,10 +133,10 @@ def connect(
         ) from None
     logging.getLogger(get_session.__module__).addFilter(_redacted)  # once, however often it is added
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="quantmint")
-    return Client(repo, api, progress, sleep, tries)
+    return Client(repo, api, progress, tries)
 
 
-def status_of(error: BaseException) -> int | None:
+def _status_of(error: BaseException) -> int | None:
     """HTTP's status behind an error, also where the library wrapped it; None where there was no answer."""
     response = _response(error)
     return None if response is None else int(response.status_code)
@@ -210,7 +201,7 @@ def _reason(error: BaseException) -> str:
     """What went wrong in one line: the first few of what the server said, where it said anything."""
     causes = list(_causes(error))
     said = next((str(text) for cause in causes if (text := getattr(cause, "server_message", None))), "")
-    status = status_of(error)
+    status = _status_of(error)
     if said.strip() and status is not None:
         lines = [line for line in map(str.strip, said.splitlines()) if line]
         return f"{status}: {'; '.join(lines[:_SAID])}"

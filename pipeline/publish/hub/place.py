@@ -13,8 +13,7 @@ Nothing is lost by any of it: what `main` was stays in its history, and the tags
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -35,10 +34,9 @@ from pipeline.store.files import Wanted
 class HubPlace(Place):
     """``section`` is what the recipe says of it; None where a person named it, and then no setting is touched."""
 
-    def __init__(self, repo: str, section: Hub | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, repo: str, section: Hub | None = None) -> None:
         self.repo = repo
         self.section = section
-        self._sleep = sleep
         self._progress: Progress | None = None
         self._by_request = section is not None and section.via == "pull-request"
 
@@ -79,9 +77,7 @@ class HubPlace(Place):
         if repository is None:
             return Difference(sorted(release.files))
         opened = self._opened(release, repository)
-        if self._require_own(release, repository) or (
-            opened and self._starts_from(repository.requests[opened][0], repository.head)
-        ):
+        if self._require_own(release, repository) or (opened and self._starts_from(opened, repository.head)):
             return Difference()
         there = hub.tree(self._client(), self._base(repository, candidate)[1])
         other = hub.differing(there, release.files) if hub.differences(there, release) else []
@@ -96,25 +92,17 @@ class HubPlace(Place):
         branch, parent = self._base(repository, candidate)
         opened = self._opened(release, repository)
         if not diff:
-            made = repository.requests[opened][0] if opened is not None else parent
-        elif self._by_request:
-            if opened is not None:
-                self._close(client, opened, f"`{MAIN}` has moved since this was opened; another one takes its place.")
-
-            def found() -> str | None:
-                now = self._require_repository(client)
-                number = self._opened(release, now)
-                return None if number is None else now.requests[number][0]
-
-            made = self._commit(client, release, MAIN, parent, found)
+            made = opened or parent
         else:
-            if candidate and branch != CANDIDATE:
+            if opened is not None:
+                self._close(client, repository, opened, f"`{MAIN}` has moved since: another one takes its place.")
+            if candidate and not self._by_request and branch != CANDIDATE:
                 client.call(
                     f"create the branch {CANDIDATE}",
                     lambda: client.api.create_branch(self.repo, branch=CANDIDATE, revision=parent, exist_ok=True),
                 )
-            target = CANDIDATE if candidate else MAIN
-            made = self._commit(client, release, target, parent, lambda: self._landed(client, release, target))
+            target = CANDIDATE if candidate and not self._by_request else MAIN
+            made = self._commit(client, release, target, parent)
         hub.require_release(client, made, release, "the commit")
         return made
 
@@ -131,9 +119,8 @@ class HubPlace(Place):
         if hub.differing(hub.tree(client, repository.head), wanted):
             self._give(client, repository, release, state, wanted, why)
             repository = self._require_repository(client)
-        number = repository.request_of(release.revision)
-        if number is not None:
-            self._close(client, number, f"Promoted by a commit on {MAIN}, which had moved since.")
+        if repository.request_of(release.revision) is not None:
+            self._close(client, repository, release.revision, f"Promoted by a commit on {MAIN}, which had moved since.")
         if repository.branches.get(CANDIDATE) == release.revision:
             with suppress(MissingError):
                 client.call(
@@ -207,7 +194,7 @@ class HubPlace(Place):
         return repository.head if tag is None else named(hub.releases(client, repository), tag, self.repo).revision
 
     def _client(self) -> Client:
-        return connect(self.repo, self._progress, sleep=self._sleep)
+        return connect(self.repo, self._progress)
 
     def _base(self, repository: Repository, candidate: bool) -> tuple[str, str]:
         branch = CANDIDATE if candidate and not self._by_request and CANDIDATE in repository.branches else MAIN
@@ -224,7 +211,6 @@ class HubPlace(Place):
         if (repository := hub.look(client)) is None:
             raise MissingError(
                 f"{self.repo}: there is no such repository, or this token may not see it",
-                status=404,
                 hint="Check the name; a private one needs HF_TOKEN or `hf auth login`.",
             )
         return repository
@@ -245,29 +231,28 @@ class HubPlace(Place):
             raise StageError(f"{self.repo}: the release {release.tag} is damaged on the Hub: {hub.some(wrong)} differs")
         return True
 
-    def _opened(self, release: Release, repository: Repository) -> int | None:
-        """The open pull request that an earlier attempt left, where it holds the release."""
-        if not self._by_request:
-            return None
-        known = repository.requests.items()
-        heads = {number: commit for number, (commit, title) in known if title == hub.title_of(release)}
-        trees = ((number, hub.tree(self._client(), commit)) for number, commit in heads.items())
-        return next((number for number, found in trees if not hub.differences(found, release)), None)
+    def _opened(self, release: Release, repository: Repository) -> str | None:
+        """The head of the open pull request that an earlier attempt left, where it holds the release."""
+        titled = (head for head, title in repository.requests.values() if title == hub.title_of(release))
+        return self._holding(titled, release) if self._by_request else None
 
-    def _landed(self, client: Client, release: Release, branch: str) -> str | None:
-        """The head of a branch, where it holds the release: the answer to its commit was lost."""
-        commit = self._require_repository(client).branches.get(branch)
-        return commit if commit is not None and not hub.differences(hub.tree(client, commit), release) else None
+    def _holding(self, commits: Iterable[str], release: Release) -> str | None:
+        """The first of these commits that has the release's files."""
+        client = self._client()
+        return next((one for one in commits if not hub.differences(hub.tree(client, one), release)), None)
 
     def _starts_from(self, commit: str, parent: str) -> bool:
         """Whether a commit is the next one after ``parent``, so that merging it gives exactly its files."""
         return [str(one.commit_id) for one in hub.history(self._client(), commit)[1:2]] == [parent]
 
-    def _commit(
-        self, client: Client, release: Release, branch: str, parent: str, found: Callable[[], str | None]
-    ) -> str:
+    def _commit(self, client: Client, release: Release, branch: str, parent: str) -> str:
         """The operations that make the parent's files those of the release, in one commit."""
         from huggingface_hub import CommitOperationDelete
+
+        def found() -> str | None:
+            now = self._require_repository(client)
+            heads = [now.branches[branch]] if branch in now.branches else []
+            return self._opened(release, now) if self._by_request else self._holding(heads, release)
 
         gone = sorted(hub.tree(client, parent).keys() - release.files.keys())
         operations = [
@@ -309,7 +294,8 @@ class HubPlace(Place):
             if hub.differing(hub.tree(client, MAIN), wanted):  # else it was merged, and the answer got lost
                 raise
 
-    def _close(self, client: Client, number: int, comment: str) -> None:
+    def _close(self, client: Client, repository: Repository, head: str, comment: str) -> None:
+        number = repository.request_of(head)
         client.call(
             f"close pull request {number}",
             lambda: client.api.change_discussion_status(self.repo, number, "closed", comment=comment),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -17,7 +16,6 @@ import yaml
 from pydantic import ValidationError
 
 from eval import suites
-from eval.errors import DefinitionError
 from eval.gate import GateReport, Policy, changes
 from eval.measurements import Launch, Measurements
 from eval.records import is_path
@@ -26,12 +24,14 @@ from eval.report.numbers import level
 from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.base.canonical import Change, difference, plain
+from pipeline.base.errors import UserError
 from pipeline.publish.allowed import SCORES
 from pipeline.publish.release import CARD, EVIDENCE, RECIPE
-from pipeline.publish.verify.subject import Check, Subject, UnknownModelError, fails, first, judged, not_checked
+from pipeline.publish.verify.subject import Check, Subject, fails, first, judged, not_checked
+from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.quantize.formats.layout import layout_of
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.structure import select
+from pipeline.quantize.model.structure import meta_model, read_structure
 from pipeline.recipe.json_schema import faults_of
 from pipeline.recipe.load import PROVEN_SUITE
 from pipeline.recipe.schema import Recipe
@@ -39,7 +39,7 @@ from pipeline.recipe.yaml_positions import parse
 
 
 def check_recipe(subject: Subject) -> Check:
-    """Read the recipe as a run would, and hold it against the manifest and the configuration."""
+    """Read the recipe as a run would, and hold it against the manifest."""
     try:
         document = parse(subject.text(RECIPE), RECIPE)
         recipe = Recipe.model_validate(document.data)
@@ -49,48 +49,26 @@ def check_recipe(subject: Subject) -> Check:
         f"{RECIPE}: {change.path[2:]} is {change.new!r}, quantmint.json says {change.old!r}"
         for change in difference(subject.manifest.recipe, document.data)
     ]
-    try:
-        faults += [] if subject.vouched else _against_config(subject, recipe)
-    except UnknownModelError as error:
-        if not faults:
-            return not_checked("recipe", f"what it asks for was not held against config.json: {error.message}")
     said = recipe.quantization
-    return judged("recipe", faults, f"{said.scheme}, KV cache {said.kv_cache}, {said.format}: what config.json says")
-
-
-def _against_config(subject: Subject, recipe: Recipe) -> list[str]:
-    """Where the layout, the schemes of the modules or the KV cache are not what was asked for."""
-    checkpoint, structure = subject.model
-    form = layout_of(checkpoint.config)
-    claims = form.claims(checkpoint.config["quantization_config"], [*structure.linear, *structure.kept])
-    # What the wishes are applied to is the model that was quantized, which has the same modules.
-    choice = select(replace(structure, quantized_by=None), recipe.quantization)
-    faults = []
-    if form.name != recipe.quantization.format:
-        faults.append(f"{RECIPE} asks for the format {recipe.quantization.format}, config.json says {form.name}")
-    if claims.kv_cache != choice.kv_cache:
-        caches = ("an FP8 KV cache", "a 16-bit KV cache")
-        asked, found = caches if choice.kv_cache else caches[::-1]
-        faults.append(f"{RECIPE} asks for {asked}, config.json says {found}")
-    other = [
-        f"{RECIPE} gives {module} {choice.schemes.get(module) or '16 bit'}, config.json says "
-        f"{claims.schemes.get(module) or claims.unknown.get(module) or '16 bit'}"
-        for module in structure.linear
-        if choice.schemes.get(module) != claims.schemes.get(module)
-    ]
-    return faults + first(other, "modules have another scheme")
+    return judged("recipe", faults, f"{said.scheme}, KV cache {said.kv_cache}, {said.format}: what quantmint.json says")
 
 
 def check_structure(subject: Subject) -> Check:
-    """Inspect the checkpoint as `quantmint inspect` does."""
+    """Inspect the checkpoint as `quantmint inspect` does; code of the repository is never run."""
     if subject.vouched:
         return not_checked("structure", "the weights were not fetched", "without --remote they are fetched and checked")
+    subject.object("config.json")
+    checkpoint = open_checkpoint(subject.folder)
     try:
-        checkpoint, structure = subject.model
-        with subject.progress.bar(checkpoint.nbytes, "B") as advance:
-            inspection = inspect_checkpoint(checkpoint, structure, advance=advance)
-    except UnknownModelError as error:
-        return not_checked("structure", error.message)
+        structure = read_structure(subject.folder, checkpoint.tensors)
+    except UserError:
+        try:
+            meta_model(subject.folder)
+        except UserError as error:  # nothing is said of the checkpoint where the model cannot be built here
+            return not_checked("structure", error.message)
+        raise
+    with subject.progress.bar(checkpoint.nbytes, "B") as advance:
+        inspection = inspect_checkpoint(checkpoint, structure, advance=advance)
     faults = [f"{finding.rule}: {finding.where}: {finding.message}" for finding in inspection.findings]
     return judged("structure", faults, f"{layout_of(checkpoint.config).name}: {inspection.summary()}")
 
@@ -121,30 +99,24 @@ def check_gate(subject: Subject) -> Check:
 def _promises(subject: Subject, recorded: GateReport) -> tuple[Change, ...]:
     """Limits that are not those of the recipe, which readers are shown.
 
-    Those that only a suite has are known of one that travels along, and of the suites of this version of quantmint.
+    Where they depend on a suite of another version of quantmint, those that the stage was given stand in for them.
     """
-    recipe = Recipe.model_validate(dict(subject.manifest.recipe))
-    named, same = recipe.evaluation.suite, subject.manifest.quantmint == __version__
+    manifest, recipe = subject.manifest, Recipe.model_validate(dict(subject.manifest.recipe))
+    named = recipe.evaluation.suite
     if is_path(named):
-        named, same = f"{PROVEN_SUITE}/{PurePosixPath(named).name}", True
-        subject.text(named)
-        named = str(subject.folder / named)
-    try:
-        suite = suites.load(named).judged_by(recipe.gate.accuracy.margins)
-    except DefinitionError:
-        if same:
-            raise
-        return ()
+        subject.text(name := f"{PROVEN_SUITE}/{PurePosixPath(named).name}")
+        named = str(subject.folder / name)
+    elif manifest.quantmint != __version__:
+        given: Any = manifest.stages["gate"].payload["settings"]
+        return _differing(given["policy"], recorded.policy)
+    suite = suites.load(named).judged_by(recipe.gate.accuracy.margins)
     policy = recipe.gate.policy(suite, recipe.target.hardware, recipe.quantization.schemes)
+    return _differing(policy.to_json(), recorded.policy)
+
+
+def _differing(asked: Mapping[str, Any], found: Policy) -> tuple[Change, ...]:
     # By way of the same reader: a number that JSON writes as 0 or 0.0 is one number.
-    asked: Any = plain(Policy.from_json(policy.to_json()).to_json())
-    found: Any = plain(recorded.policy.to_json())
-    if not same:
-        own = {task: asked["margins"].get(task) for task in recipe.gate.accuracy.margins}
-        asked["margins"] = found["margins"] | {task: margin for task, margin in own.items() if margin is not None}
-        if recipe.gate.accuracy.expected_flip_rate is None:
-            asked["expected_flip_rate"] = found["expected_flip_rate"]
-    return tuple(difference(asked, found))
+    return tuple(difference(plain(Policy.from_json(asked).to_json()), plain(found.to_json())))
 
 
 _LARGEST = 1 << 27  # bytes of report.json, which quotes answers, and models that reason write long ones
@@ -219,11 +191,12 @@ def _plain(text: str) -> str:
 
 
 def _metadata(subject: Subject) -> Iterator[str]:
-    data = subject.front_matter
+    found = re.match(r"---\n(.*?\n)---\n", subject.text(CARD), re.DOTALL)
+    data = parse(found[1], CARD).data if found else {}
     repo = subject.manifest.base.repo
-    found = data.get("base_model")
-    if ([found] if isinstance(found, str) else found) != ([repo] if repo else None):
-        yield f"{CARD}: base_model is {found}, quantmint.json says {repo}"
+    base = data.get("base_model")
+    if ([base] if isinstance(base, str) else base) != ([repo] if repo else None):
+        yield f"{CARD}: base_model is {base}, quantmint.json says {repo}"
     if repo and data.get("base_model_relation") != "quantized":
         yield f"{CARD}: base_model_relation is {data.get('base_model_relation')}, expected quantized"
 

@@ -95,7 +95,7 @@ class Trust:
 def check_signature(subject: Subject, trust: Trust) -> Check:
     """Verify the signature by the trusted key or identity, and hold what it covers against every file."""
     path, trusted = subject.folder / SIGNATURE, trust.key is not None or trust.identity is not None
-    if not subject.has(SIGNATURE):
+    if SIGNATURE not in subject.listing.files:
         lost = f"there is no {SIGNATURE}: nobody signed it, or the signature was taken away"
         return fails("signature", lost, _UNSIGNED) if trusted else _by_nobody(trust, "nobody signed it")
     faults: list[str] = []

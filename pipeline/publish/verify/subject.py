@@ -6,7 +6,6 @@ No key twice, nothing that lies elsewhere, no code that is run; and what several
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,12 +22,9 @@ from pipeline.base.errors import UserError
 from pipeline.publish.manifest import Manifest, strict_object
 from pipeline.publish.release import CARD, EVIDENCE, UNLISTED
 from pipeline.quantize.digest import NAMED_TEMPLATES, folder_digest
-from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.recipe.yaml_positions import parse
 
 if TYPE_CHECKING:
     from pipeline.base.progress import Progress
-    from pipeline.quantize.model.structure import Structure
 
 
 LARGEST: Final = 1 << 25
@@ -90,10 +86,6 @@ def exit_code(checks: Sequence[Check]) -> int:
 
 class UnreadableError(UserError):
     """A file is not there, too large, or not what its name says; the message names it."""
-
-
-class UnknownModelError(UserError):
-    """What is installed here cannot build the model: nothing is said of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,22 +154,12 @@ class Subject:
     vouched: Mapping[str, str] = field(default_factory=dict)
     tag: str | None = None
 
-    def has(self, name: str) -> bool:
-        """Whether a file of that name is there, and really in the folder."""
-        return name in self.listing.files
-
     def text(self, name: str, *, largest: int = LARGEST) -> str:
         """A file as UTF-8 text; `UnreadableError` where it is none, is not there, or is too large."""
         try:
             return self._bytes(name, largest).decode()
         except UnicodeDecodeError as error:
             raise UnreadableError(f"{name} is not UTF-8 at byte {error.start}") from None
-
-    @cached_property
-    def front_matter(self) -> dict[str, Any]:
-        """The card's metadata, empty where it has none; raises `UserError` for what is no YAML."""
-        found = re.match(r"---\n(.*?\n)---\n", self.text(CARD), re.DOTALL)
-        return parse(found[1], CARD).data if found else {}
 
     def object(self, name: str, *, largest: int = LARGEST) -> dict[str, Any]:
         """A file as one JSON object."""
@@ -188,7 +170,7 @@ class Subject:
             raise UnreadableError(f"{name} is not JSON: {error}") from None
 
     def _bytes(self, name: str, largest: int) -> bytes:
-        if not self.has(name):
+        if name not in self.listing.files:
             raise UnreadableError(f"{name} is not there")
         if self.listing.files[name] > largest:
             raise UnreadableError(f"{name} is larger than {largest:,} bytes")
@@ -217,22 +199,3 @@ class Subject:
             return measurements, recorded, judge(measurements, recorded.policy)
         except MeasurementError as error:
             raise UnreadableError(str(error)) from None
-
-    @cached_property
-    def model(self) -> tuple[Checkpoint, Structure]:
-        """The checkpoint by its headers and the modules of its configuration; code of the repository is never run.
-
-        Raises `UserError` where it contradicts itself, `UnknownModelError` where the model cannot be built here.
-        """
-        from pipeline.quantize.model.structure import meta_model, read_structure
-
-        self.object("config.json")
-        checkpoint = open_checkpoint(self.folder)
-        try:
-            return checkpoint, read_structure(self.folder, checkpoint.tensors)
-        except UserError:
-            try:
-                meta_model(self.folder)
-            except UserError as error:
-                raise UnknownModelError(error.message) from None
-            raise

@@ -52,7 +52,7 @@ class Publisher:
     waits: list[float] = field(default_factory=list)
 
     def target(self, repo: str = REPO, **section: object) -> HubPlace:
-        return HubPlace(repo, Hub.model_validate({"repo": repo, **section}), sleep=self.waits.append)
+        return HubPlace(repo, Hub.model_validate({"repo": repo, **section}))
 
     def publish(self, release: Release, *, candidate: bool = False, repo: str = REPO, **section: object) -> Published:
         return self.target(repo, **section).publish(release, candidate=candidate, progress=self.told)
@@ -92,8 +92,10 @@ class Publisher:
 def publisher(hub: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> Publisher:
     from huggingface_hub import HfApi
     from huggingface_hub.utils import _http
+    from tenacity import nap
 
     made = Publisher(hub, HfApi(endpoint=hub.url, token=hub.token))
-    # The library tries some requests again by itself, and sleeps in between.
+    # The library tries some requests again by itself, and sleeps in between, as we do.
     monkeypatch.setattr(_http, "time", types.SimpleNamespace(sleep=made.waits.append))
+    monkeypatch.setattr(nap, "time", types.SimpleNamespace(sleep=made.waits.append))
     return made

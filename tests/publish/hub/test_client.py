@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import types
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 import pytest
 from huggingface_hub import errors
+from tenacity import nap
 
 from pipeline.base.errors import StageError, UserError
 from pipeline.publish.hub.client import (
@@ -27,17 +29,18 @@ Fails = Callable[[Exception], tuple[Exception, list[float]]]
 
 
 @pytest.fixture
-def fails() -> Fails:
+def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
     """What comes of an action that always fails so, and the seconds that were waited in between."""
 
     def ask(error: Exception) -> tuple[Exception, list[float]]:
         waits: list[float] = []
+        monkeypatch.setattr(nap, "time", types.SimpleNamespace(sleep=waits.append))
 
         def action() -> None:
             raise error
 
         with pytest.raises(Exception, match="cannot ask") as raised:
-            Client("o/r", None, Told(), waits.append).call("ask", action)
+            Client("o/r", None, Told()).call("ask", action)
         return raised.value, waits
 
     return ask

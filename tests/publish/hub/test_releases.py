@@ -147,5 +147,5 @@ def test_an_answer_that_got_lost_is_no_failure(publisher: Publisher, three: tupl
     publisher.hub.faults.append(Fault("POST", "/merge", lost=True))
     promote(publisher)
     publisher.hub.faults.append(Fault("DELETE", "/tag/", lost=True))
-    publisher.target().remove([first.tag], dry_run=False, progress=Told())
+    publisher.target().prune(keep=2, dry_run=False, progress=Told())
     assert flags(publisher) == {third.tag: "current", second.tag: ""}
