@@ -1,18 +1,17 @@
 """Hidden states of all batches between two layers: in memory within a budget, the rest on disk.
 
     layer-00007/                the states that enter layer 7, with what is known of the layers before it: committed
-    layer-00009.partial/        states that were spilled, of no use to another process
+    layer-00009.1f3a.partial/   states that were spilled, of no use to another process
 
 A folder is committed by renaming it, when all that it holds has been synced. Whoever comes next goes on there.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import secrets
 import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from calibration.errors import CalibrationError
 from calibration.lazy import torch
 
 _COMMITTED = re.compile(r"layer-(\d{5})")
-_STATE, _TENSORS = "state.json", "ranges.safetensors"
+_STATE = "state.pt"
 
 
 class Activations:
@@ -39,18 +38,18 @@ class Activations:
         self._there: dict[int, Path] = {}
         self._next: dict[int, torch.Tensor | Path] = {}
         self._used = 0
-        self._lock = threading.Lock()
+        # Two attempts at once, of which one was taken for lost, never write the same file.
+        self._own = secrets.token_hex(4)
 
-    def start(self, layer: int = -1) -> None:
-        """Begin before the first layer is entered; what earlier attempts spilled and did not commit is removed."""
-        self.layer = layer
+    def start(self, layer: int = 0, count: int = 0) -> None:
+        """Begin before the first layer is entered, or with the ``count`` states of a committed one.
+
+        What earlier attempts spilled and did not commit is removed.
+        """
+        self.layer = layer or -1
         with _states(self.folder):
             for stale in self.folder.glob("*.partial"):
                 shutil.rmtree(stale)
-
-    def resume(self, layer: int, count: int) -> None:
-        """Begin with the states of a committed layer."""
-        self.start(layer)
         self._there = {number: _file(_committed(self.folder, layer), number) for number in range(count)}
 
     def get(self, number: int, device: str) -> torch.Tensor:
@@ -65,16 +64,13 @@ class Activations:
 
     def put(self, number: int, hidden: torch.Tensor) -> None:
         """Take the states of a batch that enter the next layer; those that it had are not needed any more."""
-        with self._lock:
-            gone = self._here.pop(number, None)
-            self._used += hidden.nbytes - (0 if gone is None else gone.nbytes)
-            fits = self._used <= self._budget
-            if not fits:
-                self._used -= hidden.nbytes
-        if fits:
+        gone = self._here.pop(number, None)
+        self._used -= 0 if gone is None else gone.nbytes
+        if self._used + hidden.nbytes <= self._budget:
+            self._used += hidden.nbytes
             self._next[number] = hidden if self._on_device else hidden.cpu()
         else:
-            self._next[number] = _write(_file(_partial(self.folder, self.layer + 1), number), hidden)
+            self._next[number] = _write(_file(self._partial(self.layer + 1), number), hidden)
 
     def spare(self, device: str) -> int:
         """Bytes of what a device makes that may lie beside the states, and stay where they are."""
@@ -86,30 +82,38 @@ class Activations:
         self._there = {number: value for number, value in self._next.items() if isinstance(value, Path)}
         self._next = {}
         with _states(self.folder):
-            shutil.rmtree(_partial(self.folder, self.layer), ignore_errors=True)
+            shutil.rmtree(self._partial(self.layer), ignore_errors=True)
         self.layer += 1
 
-    def commit(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make the states that enter the layer at hand a place to resume at, with what else is known there."""
-        from safetensors.torch import save_file
-
-        partial, committed = _partial(self.folder, self.layer), _committed(self.folder, self.layer)
+    def commit(self, identity: str, known: Any) -> None:
+        """Make the states that enter the layer at hand a place to resume at, with what else is ``known`` there."""
+        partial, committed = self._partial(self.layer), _committed(self.folder, self.layer)
         if committed.exists():
             return
         with _states(self.folder):
             partial.mkdir(parents=True, exist_ok=True)
             for number, hidden in self._here.items():
                 _write(_file(partial, number), hidden)
-            (partial / _STATE).write_text(json.dumps(facts), encoding="utf-8")
-            save_file(dict(tensors), partial / _TENSORS)
+            torch.save((identity, known), partial / _STATE)
             for path in (*partial.iterdir(), partial):
                 sync(path)
             partial.rename(committed)
             sync(self.folder)
             self._there = {number: _file(committed, number) for number in self._there}
             for layer in committed_layers(self.folder):
-                if layer != self.layer:
+                if layer < self.layer:
                     shutil.rmtree(_committed(self.folder, layer))
+
+    def last_commit(self, identity: str) -> tuple[int, Any]:
+        """The layer to go on at, with what was known there; 0 where none was committed with that identity."""
+        for layer in committed_layers(self.folder):
+            found, known = torch.load(_committed(self.folder, layer) / _STATE, weights_only=True)
+            if found == identity:
+                return layer, known
+        return 0, None
+
+    def _partial(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer:05}.{self._own}.partial"
 
 
 def committed_layers(folder: Path) -> list[int]:
@@ -118,24 +122,8 @@ def committed_layers(folder: Path) -> list[int]:
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
-def last_commit(folder: Path, identity: str) -> tuple[int, Mapping[str, Any], Mapping[str, torch.Tensor]]:
-    """The layer to go on at, with the facts and tensors that were committed there; 0 where none have that identity."""
-    from safetensors.torch import load_file
-
-    for layer in committed_layers(folder):
-        path = _committed(folder, layer)
-        facts: Mapping[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        if facts["identity"] == identity:
-            return layer, facts, load_file(path / _TENSORS)
-    return 0, {}, {}
-
-
 def _committed(folder: Path, layer: int) -> Path:
     return folder / f"layer-{layer:05}"
-
-
-def _partial(folder: Path, layer: int) -> Path:
-    return folder / f"layer-{layer:05}.partial"
 
 
 def _file(folder: Path, number: int) -> Path:
@@ -170,8 +158,15 @@ def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappin
     """Write a safetensors file that is there when it is whole, and on the disk for good. Raises `OSError`."""
     from safetensors.torch import save_file
 
-    partial = path.with_suffix(".partial")
-    save_file(dict(tensors), partial, metadata=dict(metadata))
+    with whole(path) as partial:
+        save_file(dict(tensors), partial, metadata=dict(metadata))
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file that is then at ``path``, on the disk for good. Raises `OSError`."""
+    partial = path.with_suffix(f".{secrets.token_hex(4)}.partial")
+    yield partial
     sync(partial)
     partial.replace(path)
     sync(path.parent)

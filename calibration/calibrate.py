@@ -12,26 +12,22 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from calibration.calls import layer_names
 from calibration.hooks import sentences
-from calibration.layers import Found, digest_of, on_each, run_layers
 from calibration.lazy import torch
-from calibration.measurement import Measurement, merged
+from calibration.measurement import Measurement
 from calibration.observers import Observation
-from calibration.ranges import Ranges, ranges_of, require_sound, run_resident
+from calibration.ranges import Ranges, ranges_of, require_sound
 from calibration.replica import Replica, experts_on_disk, replica, sources
-from calibration.room import Decision, Mode, activations_for, decide, free_bytes, measuring, need_of
-from calibration.shares import Order, Places, is_finished, joined, keep, prepared, recall
-
-COMMIT_SECONDS, RESIDENT_SECONDS = 60.0, 5.0
-"""Work after which it is made resumable, in layer mode, whose hidden states are large, and in resident mode."""
+from calibration.room import Decision, Mode, decide, free_bytes, host_bytes, measuring, need_of
+from calibration.shares import Order, Places, is_finished, joined, measured, prepared
 
 
 class Watcher(Protocol):
@@ -73,7 +69,7 @@ def calibrate(
 
     How batches are composed decides the last bit. Each of the ``devices`` has a copy of the model, or of its layer, and
     the copies share the batches; with ``elsewhere``, other machines, they only say what is computed on. ``work`` is a
-    folder for what an interrupted run is gone on with; it is removed at the end. The mode
+    folder for what an interrupted run, in layer mode or in shares, is gone on with; it is removed at the end. The mode
     "auto" takes what needs less memory (`calibration.room.decide`). ``activation_bytes`` of the host's memory are for
     hidden states in layer mode, the rest of which is spilled to ``work``; None takes a quarter of what is free.
 
@@ -97,60 +93,54 @@ def calibrate(
                 torch.get_num_threads() if elsewhere.device == "cpu" else 0,
             )
             found = _by_shares(elsewhere, order, batches, watcher)
-            require_sound(replicas[0], found.magnitudes)
-        elif decision.mode == "resident":
-            found = _resident(replicas, batches, observation, work, watcher)
         else:
-            activations = activations_for(replicas, need, activation_bytes, work)
-            layers = len(layer_names(replicas[0].model, replicas[0].attention.values()))
-            with watcher.bar(layers * sum(batch.shape[0] for batch in batches), "layer samples") as advance:
-                found = run_layers(
-                    replicas,
-                    batches,
-                    observation,
-                    activations,
-                    advance=_one_at_a_time(advance),
-                    commit_seconds=COMMIT_SECONDS,
-                )
+            host = host_bytes(activation_bytes) // len(devices)
+            states = work if decision.mode == "layer" else None
+            found = _here(replicas, batches, observation, states, host, watcher)
+        magnitudes = found.finish()
+        require_sound(replicas[0], magnitudes)
     shutil.rmtree(work, ignore_errors=True)
     warnings = _warnings(replicas[0], found, observation)
     for sentence in warnings:
         watcher.warn(sentence)
-    return Outcome(ranges_of(replicas[0], found.magnitudes), decision, warnings)
+    return Outcome(ranges_of(replicas[0], magnitudes), decision, warnings)
 
 
-def _resident(
-    replicas: Sequence[Replica], batches: Sequence[torch.Tensor], observation: Observation, work: Path, watcher: Watcher
-) -> Found:
+def _here(
+    replicas: Sequence[Replica],
+    batches: Sequence[torch.Tensor],
+    observation: Observation,
+    states: Path | None,
+    host: int,
+    watcher: Watcher,
+) -> Measurement:
+    """Measure on the devices of this process: each its share of the batches, by layers where there are ``states``."""
+    samples, lock = sum(batch.shape[0] for batch in batches), threading.Lock()
+    steps = 1 if states is None else len(layer_names(replicas[0].model, replicas[0].attention.values()))
+
     def run(turn: int) -> Measurement:
         one, mine = replicas[turn], batches[turn :: len(replicas)]
-        kept = work / "resident" / f"{digest_of([asdict(observation), sorted(one.owned.items())], mine)}.safetensors"
-        measurement = recall(kept, observation) if kept.is_file() else Measurement(observation)
-        committed, took = time.monotonic(), 0.0
+        if states is None:
+            one.weights.load(one.body)
+        return measured(one, mine, observation, states and states / f"{turn}", host, told)
 
-        def seen(samples: int) -> None:
-            nonlocal committed, took
-            told(samples)
-            began = time.monotonic()
-            if began - committed >= (RESIDENT_SECONDS and max(RESIDENT_SECONDS, 9 * took)):
-                keep(measurement, kept)
-                committed = time.monotonic()
-                took = committed - began
+    with watcher.bar(steps * samples, "samples" if states is None else "layer samples") as advance:
 
-        told(sum(batch.shape[0] for batch in mine[: measurement.batches]))
-        one.weights.load(one.body)
-        run_resident(one, mine[measurement.batches :], measurement, seen)
-        return measurement
+        def told(count: int) -> None:
+            with lock:
+                advance(count)
 
-    with watcher.bar(sum(batch.shape[0] for batch in batches), "samples") as advance:
-        told = _one_at_a_time(advance)
-        whole = merged(on_each(range(len(replicas)), run))
-    found = Found()
-    require_sound(replicas[0], found.add(whole))
+        turns = range(min(len(replicas), len(batches)))
+        if len(turns) == 1:  # in this thread, whose memory the C library gives back
+            return run(0)
+        found = Measurement(observation)
+        with ThreadPoolExecutor(len(turns)) as pool:
+            for each in pool.map(run, turns):
+                found.add(each)
     return found
 
 
-def _by_shares(elsewhere: Places, order: Order, batches: Sequence[torch.Tensor], watcher: Watcher) -> Found:
+def _by_shares(elsewhere: Places, order: Order, batches: Sequence[torch.Tensor], watcher: Watcher) -> Measurement:
     shares = prepared(order, batches, len(elsewhere.free))
     missing = [share for share in shares if not is_finished(order, share)]
     if len(missing) < len(shares):
@@ -162,19 +152,9 @@ def _by_shares(elsewhere: Places, order: Order, batches: Sequence[torch.Tensor],
     return joined(order, shares)
 
 
-def _one_at_a_time(advance: Callable[[int], None]) -> Callable[[int], None]:
-    lock = threading.Lock()
-
-    def told(count: int) -> None:
-        with lock:
-            advance(count)
-
-    return told
-
-
-def _warnings(first: Replica, found: Found, observation: Observation) -> tuple[str, ...]:
+def _warnings(first: Replica, found: Measurement, observation: Observation) -> tuple[str, ...]:
     named = experts_on_disk(sources(first.model, first.owned))
-    starved = {named.get(expert, expert): tokens for expert, tokens in found.starved.items()}
+    starved = {named.get(expert, expert): tokens for expert, tokens in found.starved().items()}
     layers = sorted({named.get(expert, expert).rpartition(".")[0] for expert in found.routed_only})
     only = tuple(f"{layer}: only the tokens that the router sends could be counted" for layer in layers)
     return (*only, *sentences(starved, observation.min_expert_tokens))

@@ -2,7 +2,7 @@
 
 The embedding part runs once (`calibration.calls`); then every layer is loaded, each batch takes one forward through it
 in which its ranges are taken too, and the layer is freed. The next layer's weights are read meanwhile, so two layers'
-are there at most. Several devices split the batches, and each loads the layer.
+are there at most.
 """
 
 from __future__ import annotations
@@ -10,146 +10,99 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
-from calibration.activations import Activations, last_commit
+from calibration.activations import Activations
 from calibration.calls import Call, layer_names, record
 from calibration.hooks import watching
 from calibration.lazy import torch
-from calibration.measurement import Key, Measurement, merged, recording_cache
+from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
-from calibration.ranges import require_sound
 from calibration.replica import Replica
 from calibration.weights import held
 
-
-@dataclass(slots=True)
-class Found:
-    """What is known of the layers that are done."""
-
-    magnitudes: dict[Key, torch.Tensor] = field(default_factory=dict)
-    starved: dict[str, int] = field(default_factory=dict)
-    routed_only: set[str] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Found:
-        """What `state` gave, which may be nothing."""
-        keys = {key: key.rpartition(".") for key in tensors}
-        magnitudes: dict[Any, torch.Tensor] = {(kind, name): tensors[key] for key, (name, _, kind) in keys.items()}
-        return cls(magnitudes, dict(facts.get("starved", {})), set(facts.get("routed_only", ())))
-
-    def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """All of it as plain facts and tensors."""
-        tensors = {f"{name}.{kind}": amax.clone() for (kind, name), amax in self.magnitudes.items()}
-        return {"starved": self.starved, "routed_only": sorted(self.routed_only)}, tensors
-
-    def add(self, measured: Measurement) -> dict[Key, torch.Tensor]:
-        """Take what follows from a measurement of all batches; returns its magnitudes."""
-        magnitudes = measured.finish()
-        self.magnitudes.update(magnitudes)
-        self.starved.update(measured.starved())
-        self.routed_only |= measured.routed_only
-        return magnitudes
+COMMIT_SECONDS = 60.0
+"""Work after which it is made resumable."""
 
 
 def run_layers(
-    replicas: Sequence[Replica],
+    replica: Replica,
     batches: Sequence[torch.Tensor],
     observation: Observation,
     activations: Activations,
-    *,
     advance: Callable[[int], None] = lambda _: None,
-    commit_seconds: float = 60.0,
-    kept: Callable[[int, Measurement], None] | None = None,
-) -> Found:
+) -> Measurement:
     """Measure a model layer by layer, going on at the last layer that an earlier attempt committed.
 
-    ``replicas`` are the model with nothing loaded, once a device; they take turns with the batches, int64 token ids of
-    [batch, sequence]. ``advance`` is told the number of samples after each batch of each layer, also of layers that
-    were done before. After ``commit_seconds`` of work the run is made resumable, which takes a tenth of the time at
-    most. ``kept`` takes the measurement of each layer, by its number, where it is a part of what others measure too: it
-    must be on the disk for good on return. Nothing follows from it here, and nothing is found.
+    ``replica`` is the model with nothing loaded, ``batches`` are int64 token ids of [batch, sequence]. ``advance`` is
+    told the number of samples after each batch of each layer, also of layers that were done before.
 
-    Raises `CalibrationError` where what was seen is not finite, weights are missing, or the disk is full, and
-    `NotReplayableError` where the layers cannot be run one at a time.
+    Raises `CalibrationError` where weights are missing or the disk is full, and `NotReplayableError` where the layers
+    cannot be run one at a time.
     """
-    layers = layer_names(replicas[0].model, replicas[0].attention.values())
-    identity = digest_of([asdict(observation), sorted(replicas[0].owned.items())], batches)
-    start, facts, tensors = last_commit(activations.folder, identity)
-    parts = [Part(replica, layers, range(turn, len(batches), len(replicas))) for turn, replica in enumerate(replicas)]
-    found = Found.of(facts, tensors)
-
-    def work(number: int) -> None:
-        given: dict[str, Any] = {"observation": observation, "activations": activations, "advance": advance}
-        measured = merged(on_each(parts, lambda part: part.run(number, **given)))
-        if kept is None:
-            require_sound(replicas[0], found.add(measured), f"{layers[number]}.")
-        else:
-            kept(number, measured)
-
-    walk(parts, batches, activations, (start, identity), work, found.state, advance, commit_seconds)
-    return found
+    walk = Walk(replica, batches, activations, [asdict(observation), sorted(replica.owned.items())], advance)
+    whole = Measurement.of(observation, walk.known) if walk.known else Measurement(observation)
+    walk.through(lambda layer: whole.add(walk.measured(layer, observation)), whole.state)
+    return whole
 
 
-def walk(
-    parts: Sequence[Part],
-    batches: Sequence[torch.Tensor],
-    activations: Activations,
-    since: tuple[int, str],
-    work: Callable[[int], None],
-    state: Callable[[], tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]],
-    advance: Callable[[int], None],
-    commit_seconds: float,
-) -> None:
-    """Go through the layers, from the one of `last_commit` and its identity on: ``work`` is called with each number.
+class Walk:
+    """A model a layer at a time: weights of the layer at hand and of the next one, and the states between layers.
 
-    ``state`` is what is committed beside the hidden states, ``commit_seconds`` of work after the last time.
+    It begins at the last layer that was committed with the same ``facts``, plain values, and batches; ``known`` is what
+    was committed there.
     """
-    start, identity = since
-    if start:
-        activations.resume(start, len(batches))
-    else:
-        activations.start()
-    committed, took = time.monotonic(), 0.0
-    try:
-        on_each(parts, lambda part: part.record(batches, activations, keep=not start))
-        if not start:
-            activations.advance()  # what the embedding part made enters the first layer
-        advance(start * sum(batch.shape[0] for batch in batches))
-        for number in range(start, count := len(parts[0].layers)):
-            work(number)
-            activations.advance()
-            began = time.monotonic()
-            if number + 1 < count and began - committed >= (commit_seconds and max(commit_seconds, 9 * took)):
-                facts, tensors = state()
-                activations.commit({"identity": identity, **facts}, tensors)
-                committed = time.monotonic()
-                took = committed - began
-    finally:
-        for part in parts:
-            part.close()
 
-
-class Part:
-    """A replica's share of the batches, and its weights: those of the layer at hand and of the next one."""
-
-    def __init__(self, replica: Replica, layers: list[str], numbers: Sequence[int]) -> None:
-        self.replica, self.layers, self.numbers = replica, layers, numbers
-        self.calls: dict[int, list[Call]] = {}
+    def __init__(
+        self,
+        replica: Replica,
+        batches: Sequence[torch.Tensor],
+        activations: Activations,
+        facts: Any,
+        advance: Callable[[int], None],
+    ) -> None:
+        self.replica, self.activations, self.advance = replica, activations, advance
+        self.layers = layer_names(replica.model, replica.attention.values())
+        self.calls: list[list[Call]] = []
+        self._batches, self._identity = batches, digest_of(facts, batches)
+        self._start, self.known = activations.last_commit(self._identity)
         self._ahead: Future[None] | None = None
         self._reader = ThreadPoolExecutor(1)
 
-    def record(self, batches: Sequence[torch.Tensor], activations: Activations, *, keep: bool) -> None:
+    def through(self, work: Callable[[int], None], state: Callable[[], Any] = lambda: None) -> None:
+        """Have ``work`` done with the number of each layer.
+
+        ``state`` gives what is committed beside the hidden states, which takes a tenth of the time at most.
+        """
+        start, samples = self._start, sum(batch.shape[0] for batch in self._batches)
+        self.activations.start(start, len(self._batches) if start else 0)
+        committed, took = time.monotonic(), 0.0
+        try:
+            self._record(keep=not start)
+            self.advance(start * samples)
+            for number in range(start, count := len(self.layers)):
+                work(number)
+                self.activations.advance()
+                began = time.monotonic()
+                if number + 1 < count and began - committed >= (COMMIT_SECONDS and max(COMMIT_SECONDS, 9 * took)):
+                    self.activations.commit(self._identity, state())
+                    committed = time.monotonic()
+                    took = committed - began
+        finally:
+            self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _record(self, *, keep: bool) -> None:
         """Learn how the layers are called, and ``keep`` what enters the first one."""
         with self.replica.around(self.layers):
-            recorded = record(self.replica, self.layers, (batches[number] for number in self.numbers))
-            for number, (hidden, calls) in zip(self.numbers, recorded, strict=True):
-                self.calls[number] = calls
+            for number, (hidden, calls) in enumerate(record(self.replica, self.layers, self._batches)):
+                self.calls.append(calls)
                 if keep:
-                    activations.put(number, hidden)
+                    self.activations.put(number, hidden)
+        if keep:
+            self.activations.advance()
 
     def enter(self, layer: int) -> Any:
         """A layer with its weights; those of the next one are read from now on."""
@@ -157,20 +110,21 @@ class Part:
         self._ahead = self._read(layer + 1) if layer + 1 < len(self.layers) else None
         return self.replica.model.get_submodule(self.layers[layer])
 
-    def run(
-        self, layer: int, observation: Observation, activations: Activations, advance: Callable[[int], None]
-    ) -> Measurement:
+    def leave(self, layer: int) -> None:
+        """Let go of a layer's weights."""
+        self.replica.weights.free(held(self.replica.model, self.layers[layer]))
+
+    def measured(self, layer: int, observation: Observation) -> Measurement:
         """Take all batches through a layer."""
-        replica, name, module = self.replica, self.layers[layer], self.enter(layer)
-        measurement = Measurement(observation)
-        with watching(replica.model, name, measurement), torch.inference_mode():
-            for number in self.numbers:
-                hidden = activations.get(number, replica.device)
+        replica, module, measurement = self.replica, self.enter(layer), Measurement(observation)
+        with watching(replica.model, self.layers[layer], measurement), torch.inference_mode():
+            for number, calls in enumerate(self.calls):
+                hidden = self.activations.get(number, replica.device)
                 cache = recording_cache(measurement, replica.attention)
-                activations.put(number, self.calls[number][layer].run(module, hidden, cache))
+                self.activations.put(number, calls[layer].run(module, hidden, cache))
                 measurement.end_batch()
-                advance(hidden.shape[0])
-        replica.weights.free(held(replica.model, name))
+                self.advance(hidden.shape[0])
+        self.leave(layer)
         return measurement
 
     def _read(self, layer: int) -> Future[None]:
@@ -181,23 +135,6 @@ class Part:
             self.replica.weights.touch(wanted)
 
         return self._reader.submit(load)
-
-    def close(self) -> None:
-        """Read no further."""
-        self._reader.shutdown(wait=True, cancel_futures=True)
-
-
-def on_each(parts: Sequence[Any], work: Callable[[Any], Any]) -> list[Any]:
-    """What work with each part gives, all at once."""
-    if len(parts) == 1:  # in this thread, whose memory the C library gives back
-        return [work(parts[0])]
-    # All are waited for, so that none still works when the first fault is reported; Ctrl-C waits for none.
-    with ThreadPoolExecutor(len(parts)) as pool:
-        running = [pool.submit(work, part) for part in parts]
-    faults = [fault for one in running if (fault := one.exception()) is not None]
-    if faults:
-        raise faults[0]
-    return [one.result() for one in running]
 
 
 def digest_of(facts: Any, batches: Sequence[torch.Tensor]) -> str:

@@ -5,7 +5,7 @@ Everything is kept under the model's own names, in the order in which a forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -28,12 +28,10 @@ class Measurement:
 
     def __init__(self, observation: Observation) -> None:
         self.observation = observation
-        self.summaries: dict[Key, Summary] = {}
-        self.every: dict[Key, Summary] = {}
+        self.summaries: dict[tuple[Tokens, Key], Summary] = {}
         self.expert_of: dict[Key, str] = {}
         self.tokens: dict[str, int] = {}
         self.routed_only: set[str] = set()
-        self.order: dict[Key, None] = {}
         self.batches = 0
         self._inputs = observer(observation.inputs, share=observation.percentile)
         self._cache = observer(observation.cache, share=observation.percentile)
@@ -52,16 +50,19 @@ class Measurement:
         # Q, K and V have the same input, likewise gate and up: it is summarised once.
         if self._last is None or self._last[0] is not tensor:
             self._last = tensor, self._inputs.summarise(tensor)
-        self.order[key] = None
-        _add(self.summaries if expert is None or self.is_routed else self.every, key, self._last[1], self._inputs)
+        self._add(("routed" if expert is None else self._running, key), self._last[1])
 
     def cached(self, name: str, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add what an attention module caches: K after the rotary embedding and V, [batch, H_kv, sequence, D]."""
-        kinds: tuple[tuple[Kind, torch.Tensor], ...] = (("k", keys), ("v", values))
-        for kind, states in kinds:
-            key: Key = (kind, name)
-            self.order[key] = None
-            _add(self.summaries, key, self._cache.summarise(states, per_head=True), self._cache)
+        self._add(("routed", ("k", name)), self._cache.summarise(keys, per_head=True))
+        self._add(("routed", ("v", name)), self._cache.summarise(values, per_head=True))
+
+    def _add(self, key: tuple[Tokens, Key], summary: Summary) -> None:
+        known = self.summaries.get(key)
+        self.summaries[key] = summary if known is None else self._how(key[1]).combine(known, summary)
+
+    def _how(self, key: Key) -> Observer:
+        return self._inputs if key[0] == "input" else self._cache
 
     def routed(self, expert: str, tokens: int) -> None:
         """Count the tokens that the router sent to an expert."""
@@ -106,32 +107,34 @@ class Measurement:
     def finish(self) -> dict[Key, torch.Tensor]:
         """The magnitudes, float32 [] or [H_kv], in the order of the forward."""
         found: dict[Key, torch.Tensor] = {}
-        for key in self.order:
-            kind, floor, expert = key[0], self.observation.kv_floor, self.expert_of.get(key)
-            whole = (self.every if expert is not None and self.wants_every_token(expert) else self.summaries)[key]
-            amax = (self._inputs if kind == "input" else self._cache).finish(whole)
-            found[key] = torch.maximum(amax, torch.tensor(floor)) if kind != "input" and floor is not None else amax
+        for key in dict.fromkeys(key for _, key in self.summaries):
+            floor, expert = self.observation.kv_floor, self.expert_of.get(key)
+            tokens: Tokens = "every" if expert is not None and self.wants_every_token(expert) else "routed"
+            amax = self._how(key).finish(self.summaries[tokens, key])
+            found[key] = torch.maximum(amax, torch.tensor(floor)) if key[0] != "input" and floor is not None else amax
         return found
 
-
-def merged(parts: Iterable[Measurement]) -> Measurement:
-    """Measurements of parts of the batches as one."""
-    first, *others = parts
-    whole = Measurement(first.observation)
-    for part in (first, *others):
-        for table, theirs in ((whole.summaries, part.summaries), (whole.every, part.every)):
-            for key, summary in theirs.items():
-                _add(table, key, summary, whole._inputs if key[0] == "input" else whole._cache)
-        whole.expert_of.update(part.expert_of)
-        whole.routed_only |= part.routed_only
-        whole.order.update(part.order)
+    def add(self, part: Measurement) -> None:
+        """Take what was seen of other batches, or of another part of the model."""
+        for key, summary in part.summaries.items():
+            self._add(key, summary)
+        self.expert_of.update(part.expert_of)
+        self.routed_only |= part.routed_only
         for expert, tokens in part.tokens.items():
-            whole.routed(expert, tokens)
-    return whole
+            self.routed(expert, tokens)
 
+    def state(self) -> dict[str, Any]:
+        """All of it as what `torch.save` keeps; histograms, which are mostly zeros, are sparse."""
+        seen = {key: (each.total.cpu().to_sparse(), each.dtype) for key, each in self.summaries.items()}
+        return {"seen": seen, "of": self.expert_of, "tokens": self.tokens, "routed_only": self.routed_only}
 
-def _add(table: dict[Key, Summary], key: Key, summary: Summary, how: Observer) -> None:
-    table[key] = how.combine(table[key], summary) if key in table else summary
+    @classmethod
+    def of(cls, observation: Observation, state: Mapping[str, Any]) -> Measurement:
+        """What gave that `state`."""
+        found = cls(observation)
+        found.summaries = {key: Summary(total.to_dense(), dtype) for key, (total, dtype) in state["seen"].items()}
+        found.expert_of, found.tokens, found.routed_only = state["of"], state["tokens"], state["routed_only"]
+        return found
 
 
 def recording_cache(measurement: Measurement, attention: Mapping[int, str]) -> Any:

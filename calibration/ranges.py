@@ -13,6 +13,7 @@ from calibration.errors import CalibrationError
 from calibration.hooks import watching
 from calibration.lazy import torch
 from calibration.measurement import Key, Measurement, recording_cache
+from calibration.observers import Observation
 from calibration.replica import Replica, on_disk, sources
 
 
@@ -85,9 +86,13 @@ def ranges_of(replica: Replica, found: Mapping[Key, torch.Tensor]) -> Ranges:
 
 
 def run_resident(
-    replica: Replica, batches: Iterable[torch.Tensor], measurement: Measurement, advance: Callable[[int], None]
-) -> None:
+    replica: Replica,
+    batches: Iterable[torch.Tensor],
+    observation: Observation,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Measurement:
     """Measure a loaded model; ``advance`` is told the number of samples after each batch."""
+    measurement = Measurement(observation)
     with watching(replica.model, "", measurement), torch.inference_mode():
         for batch in batches:
             replica.trunk(
@@ -97,3 +102,4 @@ def run_resident(
             )
             measurement.end_batch()
             advance(batch.shape[0])
+    return measurement

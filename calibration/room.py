@@ -124,19 +124,17 @@ def need_of(first: Replica, batches: Sequence[torch.Tensor]) -> tuple[Need, str 
     return Need(first.nbytes, largest, forward_bytes(config, batch, length), states), reason
 
 
-def activations_for(replicas: Sequence[Replica], need: Need, asked: int | None, folder: Path) -> Activations:
-    """Where the hidden states of layer mode are kept.
+def host_bytes(asked: int | None) -> int:
+    """Bytes of host memory that hidden states may take: those that were ``asked`` for, or a quarter of what is free."""
+    return free_bytes("cpu") // _STATES if asked is None else asked
 
-    ``asked`` are the bytes of host memory that they may take, the rest of which is spilled to ``folder``; None takes a
-    quarter of what is free. A GPU keeps the states of its batches where there is ample room.
-    """
-    states = need.states
-    gpus = [one.device for one in replicas if not one.device.startswith("cpu")]
-    # A GPU keeps the states of its batches beside two layers and a forward, and leaves half of the rest free.
-    room = min((free_bytes(device) - 2 * need.layer - need.forward for device in gpus), default=0)
-    on_device = bool(gpus) and states <= len(gpus) * room // 2
-    budget = len(gpus) * room // 2 if on_device else asked if asked is not None else free_bytes("cpu") // 4
-    return Activations(folder, budget, on_device=on_device)
+
+def activations_for(device: str, need: Need, host: int, folder: Path) -> Activations:
+    """Where the hidden states of layer mode are kept: on a GPU where that has ample room, or in ``host`` bytes of the
+    host's memory, the rest of which is spilled to ``folder``."""
+    # Beside two layers and a forward, and half of the rest is left free.
+    room = 0 if device.startswith("cpu") else (free_bytes(device) - 2 * need.layer - need.forward) // 2
+    return Activations(folder, room, on_device=True) if 0 < need.states <= room else Activations(folder, host)
 
 
 @contextmanager

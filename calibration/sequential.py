@@ -18,16 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from calibration.activations import Activations, last_commit
-from calibration.calls import layer_names
+from calibration.activations import Activations
 from calibration.hessians import Enough, Inputs, Kept, Rounding, Sums, Way
 from calibration.hooks import entering, following
-from calibration.layers import Part, digest_of, walk
+from calibration.layers import Walk
 from calibration.lazy import torch
 from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
 from calibration.replica import Replica
-from calibration.weights import held
 
 _ROWS = 1024  # of what is seen
 _ALIKE = 0.02  # share of what a layer adds that may be lost to the rounding of 16-bit sums
@@ -65,7 +63,6 @@ def run_sequential(
     fold: Fold | None = None,
     beside: bool = False,
     advance: Callable[[int], None] = lambda _: None,
-    commit_seconds: float = 60.0,
 ) -> None:
     """Give every layer new weights, going on at the last layer that an earlier attempt committed.
 
@@ -80,55 +77,38 @@ def run_sequential(
         fold: see `Fold`; called before anything of the layer is measured.
         beside: whether the 16-bit model runs along: then hidden states take twice the room.
         advance: told the number of samples after each batch of each layer, also of layers that were done before.
-        commit_seconds: work after which the run is made resumable.
 
     Raises:
         CalibrationError: weights are missing, or the disk is full.
         NotReplayableError: the layers cannot be run one at a time.
     """
-    layers = layer_names(replica.model, replica.attention.values())
-    identity = digest_of([facts, sorted(replica.owned.items())], batches)
-    start, *_ = last_commit(activations.folder, identity)
-    part = _Part(replica, layers, range(len(batches)), beside=beside)
-
-    def work(number: int) -> None:
-        part.renew(number, roundings, fold, solve, activations, advance)
-
-    walk([part], batches, activations, (start, identity), work, lambda: ({}, {}), advance, commit_seconds)
+    facts = [facts, sorted(replica.owned.items())]
+    walk = _Sequential(replica, batches, activations, facts, advance, roundings=roundings, beside=beside)
+    walk.through(lambda layer: walk.renew(layer, fold, solve))
 
 
-class _Part(Part):
-    """All batches, on one device."""
-
-    def __init__(self, replica: Replica, layers: list[str], numbers: Sequence[int], *, beside: bool) -> None:
-        super().__init__(replica, layers, numbers)
-        self._beside = beside
+class _Sequential(Walk):
+    def __init__(self, *given: Any, roundings: Mapping[str, Rounding], beside: bool) -> None:
+        super().__init__(*given)
+        self._roundings, self._beside = roundings, beside
         self._ways: dict[tuple[str, ...], tuple[str, Way]] = {}
 
-    def renew(
-        self,
-        layer: int,
-        roundings: Mapping[str, Rounding],
-        fold: Fold | None,
-        solve: Solve,
-        activations: Activations,
-        advance: Callable[[int], None],
-    ) -> None:
+    def renew(self, layer: int, fold: Fold | None, solve: Solve) -> None:
         """Give a layer its weights, and take all batches through it."""
         self.enter(layer)
         name = self.layers[layer]
         with torch.inference_mode():
             if fold is not None:
-                fold(layer, lambda inputs, outputs: self._seen(layer, activations, inputs, outputs))
-            linear = {each: how for each, how in roundings.items() if each.startswith(f"{name}.")}
+                fold(layer, lambda inputs, outputs: self._seen(layer, inputs, outputs))
+            linear = {each: how for each, how in self._roundings.items() if each.startswith(f"{name}.")}
             model = self.replica.model
             original = {each: model.get_submodule(each).weight for each in linear}
-            way = self._way(layer, activations, linear) if self._beside and linear else Way([list(linear)])
-            kept = Kept(way, activations.spare(self.replica.device))
+            way = self._way(layer, linear) if self._beside and linear else Way([list(linear)])
+            kept = Kept(way, self.activations.spare(self.replica.device))
             for turn in way.turns:
                 sums, last = Sums(way, turn, kept), turn is way.turns[-1]
-                for number in self.numbers:
-                    first, served = self._states(layer, number, activations)
+                for number in range(len(self.calls)):
+                    first, served = self._states(layer, number)
                     if self._beside:
                         watching = sums.watching_original(model, number, first, whole=last)
                         with _weights(model, original), watching:
@@ -140,8 +120,8 @@ class _Part(Part):
                     sums.end_batch()
                 solve(layer, sums.found(), last)
             sums = Sums(way, [], kept)
-            for number in self.numbers:
-                first, served = self._states(layer, number, activations)
+            for number in range(len(self.calls)):
+                first, served = self._states(layer, number)
                 with sums.rounding(model, number, served, linear):
                     found = self._run(layer, number, served)
                 sums.end_batch()
@@ -151,13 +131,13 @@ class _Part(Part):
                         with _weights(model, original):
                             beside = self._run(layer, number, first)
                     found = torch.stack([beside, found])
-                activations.put(number, found)
-                advance(served.shape[0])
-        self.replica.weights.free(held(model, name))
+                self.activations.put(number, found)
+                self.advance(served.shape[0])
+        self.leave(layer)
 
-    def _states(self, layer: int, number: int, activations: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+    def _states(self, layer: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What enters the layer: the 16-bit model's hidden states and those of the model that is made."""
-        hidden = activations.get(number, self.replica.device)
+        hidden = self.activations.get(number, self.replica.device)
         return (hidden[0], hidden[1]) if self._beside and layer else (hidden, hidden)
 
     def _run(self, layer: int, number: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -168,13 +148,13 @@ class _Part(Part):
         except Enough:
             return hidden
 
-    def _way(self, layer: int, activations: Activations, linear: Iterable[str]) -> Way:
+    def _way(self, layer: int, linear: Iterable[str]) -> Way:
         """How a forward goes through a layer's modules; of layers of a kind the first is asked.
 
         Experts of a layer that do the same have the same turn. Modules that add are known by what the layer makes:
         what entered it and what they made, and no more.
         """
-        name, model, number = self.layers[layer], self.replica.model, self.numbers[0]
+        name, model, number = self.layers[layer], self.replica.model, 0
         kind = repr(model.get_submodule(name)), *(each.removeprefix(name) for each in linear)
         if kind in self._ways:
             other, way = self._ways[kind]
@@ -200,7 +180,7 @@ class _Part(Part):
             if found.shape == hidden.shape:
                 made[name] = found
 
-        hidden, _ = self._states(layer, number, activations)
+        hidden, _ = self._states(layer, number)
         below = [f"{name}.{each}" for each, _ in model.get_submodule(name).named_modules() if each]
         with following(model, below, see):
             out = self._run(layer, number, hidden)
@@ -214,12 +194,10 @@ class _Part(Part):
         self._ways[kind] = name, Way(by_turn, frozenset(alone if adds else ()), ends)
         return self._ways[kind][1]
 
-    def _seen(
-        self, layer: int, activations: Activations, inputs: Sequence[str], outputs: Sequence[str]
-    ) -> dict[str, Seen]:
+    def _seen(self, layer: int, inputs: Sequence[str], outputs: Sequence[str]) -> dict[str, Seen]:
         rows: dict[str, list[torch.Tensor]] = {}
         largest: dict[str, torch.Tensor] = {}
-        count = -(-_ROWS // len(self.numbers))
+        count = -(-_ROWS // len(self.calls))
 
         def take(name: str, found: Any) -> None:
             found = found[0] if isinstance(found, tuple) else found
@@ -235,8 +213,8 @@ class _Part(Part):
             following(model, inputs, lambda name, args, kwargs, _: take(name, entering(args, kwargs))),
             following(model, outputs, lambda name, _args, _kwargs, found: take(name, found)),
         ):
-            for number in self.numbers:
-                self._run(layer, number, self._states(layer, number, activations)[0])
+            for number in range(len(self.calls)):
+                self._run(layer, number, self._states(layer, number)[0])
         return {name: Seen(torch.cat(parts), largest[name]) for name, parts in rows.items()}
 
 

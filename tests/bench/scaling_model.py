@@ -115,11 +115,12 @@ def _row(parts: Parts, model: str, gigabytes: float, files: int, samples: int, n
 
 def _calibration(result: Mapping[str, Any], source: Path) -> tuple[float, float, float]:
     """Seconds until the model is there, of one more sample, and of reading and joining a share's measurement."""
-    from calibration.measurement import Measurement, merged
+    import torch
+
+    from calibration.measurement import Measurement
     from calibration.observers import Observation
     from calibration.ranges import run_resident
     from calibration.replica import load_resident
-    from calibration.shares import keep, recall
     from tests.bench.scaling_child import batches
 
     observation, taken = Observation(), []
@@ -127,16 +128,17 @@ def _calibration(result: Mapping[str, Any], source: Path) -> tuple[float, float,
     began = time.perf_counter()
     one = load_resident(source, "cpu")
     loaded = time.perf_counter() - began
-    measurement = Measurement(observation)
+    whole = Measurement(observation)
     for batch in given:
         began = time.perf_counter()
-        run_resident(one, [batch], measurement, lambda _: None)
+        seen = run_resident(one, [batch], observation)
         taken.append(time.perf_counter() - began)
     sample = min(taken)
     with tempfile.TemporaryDirectory(dir=source.parent) as folder:
-        keep(measurement, Path(folder) / "whole")
+        torch.save(seen.state(), Path(folder) / "seen.pt")
         began = time.perf_counter()
-        merged([measurement, recall(Path(folder) / "whole", observation)]).finish()
+        whole.add(Measurement.of(observation, torch.load(Path(folder) / "seen.pt", weights_only=True)))
+        whole.finish()
         join = time.perf_counter() - began
     return loaded + taken[0] - sample, sample, join
 

@@ -24,7 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, conversion_mapping, core_model_loading  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 
-from calibration import calibrate as room
+from calibration import layers
+from calibration.calibrate import calibrate
 from calibration.observers import Observation
 
 
@@ -51,7 +52,7 @@ class Watcher:
 
 
 def run(folder: Path, tokens: Path, place: Path, name: str, last: int | None) -> None:
-    outcome = room.calibrate(
+    outcome = calibrate(
         folder,
         list(torch.load(tokens, weights_only=True).split(4)),
         Observation(),
@@ -80,7 +81,7 @@ def in_fork(folder: Path, tokens: Path, place: Path, name: str, last: int | None
 if __name__ == "__main__":
     model, blocks, root = map(Path, sys.argv[1:4])
     # Each layer is worth a commit: they take no time here.
-    room.COMMIT_SECONDS = 0.0
+    layers.COMMIT_SECONDS = 0.0
     codes = []
     for steps in sys.argv[4:]:
         (root / steps).mkdir()

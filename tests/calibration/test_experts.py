@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from calibration.hooks import sentences, watching
-from calibration.measurement import Measurement, merged
+from calibration.measurement import Measurement
 from calibration.observers import Observation
 from calibration.replica import Replica, experts_on_disk, load_resident, sources
 from tests.measuring import observe
@@ -115,10 +115,10 @@ def test_tokens_are_counted_as_the_router_sends_them(models: Models, blocks: tor
     from calibration.ranges import run_resident
 
     replica, batches = load_resident(models("mixtral"), "cpu"), list(blocks.split(4))
-    measurements = [Measurement(Observation(experts=experts, min_expert_tokens=600)) for _ in range(2)]
-    for measurement, part in zip(measurements, (batches[:1], batches[1:]), strict=True):
-        run_resident(replica, part, measurement, lambda _: None)
-    whole = merged(measurements)
+    observation = Observation(experts=experts, min_expert_tokens=600)
+    whole = Measurement(observation)
+    for part in (batches[:1], batches[1:]):
+        whole.add(run_resident(replica, part, observation))
     for layer, given in watch_calls(replica, batches).items():
         tokens = torch.stack([torch.bincount(index.flatten(), minlength=4) for _, index, _ in given]).sum(dim=0)
         assert [whole.tokens[f"{layer}.{expert}"] for expert in range(4)] == tokens.tolist()

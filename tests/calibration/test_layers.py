@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from calibration import layers
 from calibration.activations import Activations, committed_layers
 from calibration.errors import CalibrationError
 from calibration.layers import run_layers
@@ -30,8 +31,12 @@ class Interrupted(Exception):  # noqa: N818
 
 def measure(folder: Path, batches: list[torch.Tensor], work: Path, *, budget: int = 10**9, **more: Any) -> Ranges:
     one = replica(folder, "cpu")
-    found = run_layers([one], batches, Observation(), Activations(work, budget), **more)
-    return ranges_of(one, found.magnitudes)
+    return ranges_of(one, run_layers(one, batches, Observation(), Activations(work, budget), **more).finish())
+
+
+@pytest.fixture
+def each_layer_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
 
 
 def interrupt_at(step: int) -> Callable[[int], None]:
@@ -46,6 +51,7 @@ def interrupt_at(step: int) -> Callable[[int], None]:
     return advance
 
 
+@pytest.mark.usefixtures("each_layer_is_committed")
 @pytest.mark.parametrize("budget", [0, 20_000, 10**9])
 @pytest.mark.parametrize("step", [1, 5, 9, 21])
 def test_an_interrupted_run_goes_on_at_the_first_layer_that_is_not_committed(
@@ -55,28 +61,29 @@ def test_an_interrupted_run_goes_on_at_the_first_layer_that_is_not_committed(
     reference = observe(load_resident(deep, "cpu"), batches)
     with pytest.raises(Interrupted):
         # The first call tells what was done before.
-        measure(deep, batches, work, budget=budget, commit_seconds=0, advance=interrupt_at(step + 1))
+        measure(deep, batches, work, budget=budget, advance=interrupt_at(step + 1))
     finished = (step - 1) // 4
     assert committed_layers(work) == ([finished] if finished else [])
     told: list[int] = []
-    same(reference, measure(deep, batches, work, budget=budget, commit_seconds=0, advance=told.append))
+    same(reference, measure(deep, batches, work, budget=budget, advance=told.append))
     assert told == [16 * finished] + [4] * (4 * (6 - finished))
 
 
+@pytest.mark.usefixtures("each_layer_is_committed")
 @pytest.mark.parametrize("changed", ["tokens", "observation", "order"])
 def test_another_run_is_not_gone_on_with(
     deep: Path, blocks: torch.Tensor, tmp_path: Path, same: Same, changed: str
 ) -> None:
     batches, work = list(blocks[:, :16].split(4)), tmp_path / "work"
     with pytest.raises(Interrupted):
-        measure(deep, batches, work, commit_seconds=0, advance=interrupt_at(12))
+        measure(deep, batches, work, advance=interrupt_at(12))
     assert committed_layers(work)
     observation = Observation(cache="percentile", percentile=50.0) if changed == "observation" else Observation()
     other = {"tokens": [*batches[:3], batches[3] + 1], "observation": batches, "order": batches[::-1]}[changed]
     one, told = replica(deep, "cpu"), []
-    found = run_layers([one], other, observation, Activations(work, 10**9), advance=told.append)  # type: ignore[func-returns-value]
+    found = run_layers(one, other, observation, Activations(work, 10**9), advance=told.append)  # type: ignore[func-returns-value]
     assert told[0] == 0
-    same(observe(load_resident(deep, "cpu"), other, observation), ranges_of(one, found.magnitudes))
+    same(observe(load_resident(deep, "cpu"), other, observation), ranges_of(one, found.finish()))
 
 
 def test_nothing_is_committed_before_it_is_worth_it(deep: Path, blocks: torch.Tensor, tmp_path: Path) -> None:
@@ -122,18 +129,18 @@ def test_never_more_than_two_layers_are_there(
     deep: Path, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = replica(deep, "cpu")
-    layers = [f"model.layers.{number}" for number in range(6)]
+    names = [f"model.layers.{number}" for number in range(6)]
     state: dict[str, torch.nn.Parameter] = dict(one.model.named_parameters())
     assert all(parameter.is_meta for parameter in state.values())
     most, outside, threads = 0, set(), set()
     load, loads, calls = Weights.load, count(), count()
-    finished = [threading.Event() for _ in range(1 + len(layers))]  # the embedding part, and each layer
+    finished = [threading.Event() for _ in range(1 + len(names))]  # the embedding part, and each layer
 
     def counting(self: Weights, wanted: Any) -> None:
         nonlocal most
         load(self, wanted)
         there = {name for name, parameter in one.model.named_parameters() if not parameter.is_meta}
-        most = max(most, sum(any(name.startswith(f"{layer}.") for name in there) for layer in layers))
+        most = max(most, sum(any(name.startswith(f"{layer}.") for name in there) for layer in names))
         if most:
             outside.update(name for name in there if not name.startswith("model.layers."))
             threads.add(threading.current_thread().name)
@@ -142,12 +149,12 @@ def test_never_more_than_two_layers_are_there(
     def wait_for_the_next(_: int) -> None:
         """A layer whose forward is quick would be freed before the next one's weights are there."""
         layer = (next(calls) - 1) // 4  # told once before the first layer, then of its four batches
-        if 0 <= layer < len(layers) - 1:
+        if 0 <= layer < len(names) - 1:
             assert finished[layer + 2].wait(60)
 
     monkeypatch.setattr(Weights, "load", counting)
     activations = Activations(tmp_path, 10**9)
-    run_layers([one], list(blocks[:, :16].split(4)), Observation(), activations, advance=wait_for_the_next)
+    run_layers(one, list(blocks[:, :16].split(4)), Observation(), activations, advance=wait_for_the_next)
     assert most == 2
     assert not outside
     assert threading.current_thread().name not in threads

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from calibration import layers
 from calibration.activations import Activations, committed_layers
 from calibration.hessians import Inputs
 from calibration.replica import load_resident, replica
@@ -57,6 +58,11 @@ class Halving:
                     module.weight = torch.nn.Parameter(module.weight.detach() / 2, requires_grad=False)
 
 
+@pytest.fixture(autouse=True)
+def each_layer_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
+
+
 def renew(
     folder: Path,
     blocks: torch.Tensor,
@@ -76,7 +82,7 @@ def renew(
     activations = Activations(work, room)
     roundings = dict.fromkeys(names(), how)
     batches = list(torch.split(blocks[:, :16], 4))
-    run_sequential(one, batches, roundings, halving, activations, facts, commit_seconds=0, beside=beside)
+    run_sequential(one, batches, roundings, halving, activations, facts, beside=beside)
     return halving
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, field
@@ -12,12 +11,15 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from calibration import shares as room
+from calibration import layers
 from calibration.calibrate import calibrate
 from calibration.errors import CalibrationError
-from calibration.measurement import Measurement, merged
+from calibration.layers import Walk
+from calibration.measurement import Measurement
 from calibration.observers import Observation
-from calibration.shares import Order, Share, keep, measure_share, recall, split
+from calibration.ranges import run_resident
+from calibration.replica import load_resident
+from calibration.shares import Order, Share, is_finished, joined, measure_share, prepared, split
 
 HERE = {"one": 1 << 40, "another": 1 << 40}
 
@@ -44,7 +46,7 @@ class Silent:
 
 @dataclass
 class InTurn:
-    """Places of this process: the last share first, each by an attempt of its own."""
+    """Places of this process: the last share first, each apart."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     free: Mapping[str, int] = field(default_factory=lambda: dict(HERE))
@@ -55,7 +57,7 @@ class InTurn:
         for share in reversed(shares):
             if self.until is not None and len(self.measured) == self.until:
                 raise CalibrationError("lost")
-            measure_share(order, share, "cpu", f"attempt-{share.number}")
+            measure_share(order, share, "cpu")
             self.measured.append(share.number)
             yield share
 
@@ -108,9 +110,9 @@ def test_a_finished_share_is_not_measured_again(
         ranges(models("llama"), batches, observation, work, elsewhere=InTurn(until=3))
     # More places than before: the split stays, or nothing that is finished would fit.
     again = InTurn(free=HERE | {"third": 1 << 40})
-    joined = ranges(models("llama"), batches, observation, work, mode="layer", elsewhere=again)
+    found = ranges(models("llama"), batches, observation, work, mode="layer", elsewhere=again)
     assert again.measured == [4, 3, 2, 1, 0]
-    assert same(joined, ranges(models("llama"), batches, observation, tmp_path / "alone"))
+    assert same(found, ranges(models("llama"), batches, observation, tmp_path / "alone"))
 
 
 def test_what_is_measured_elsewhere_has_no_relative_path(
@@ -135,9 +137,9 @@ def test_a_share_that_cannot_be_seen_is_not_left_out(
     class Unseen(InTurn):
         def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
             yield from super().measure(order, shares)
-            shutil.rmtree(order.work / "share-00001")
+            (order.work / "share-00001.pt").unlink()
 
-    with pytest.raises(CalibrationError, match="share-00001 was measured elsewhere, and cannot be seen here"):
+    with pytest.raises(CalibrationError, match=r"share-00001\.pt was measured elsewhere, and cannot be seen here"):
         ranges(models("llama"), blocks[:, :16].split(4), Observation(), tmp_path / "work", elsewhere=Unseen())
 
 
@@ -151,93 +153,33 @@ def test_shares_of_other_threads_are_measured_again(
     assert len(again.measured) == 8
 
 
-@pytest.fixture
-def lost_at_layer_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[Order, Share], Path]:
-    """Measure the first of two layers of a share and lose the attempt; what it leaves."""
-
-    def call(order: Order, share: Share) -> Path:
-        run_layers = room.run_layers
-
-        def breaks(*given: Any, **options: Any) -> Any:
-            def store(layer: int, seen: Measurement) -> None:
-                if layer == 1:
-                    raise CalibrationError("lost")
-                options["kept"](layer, seen)
-
-            return run_layers(*given, **{**options, "kept": store, "commit_seconds": 0.0})
-
-        with monkeypatch.context() as patched:
-            patched.setattr(room, "run_layers", breaks)
-            with pytest.raises(CalibrationError, match="lost"):
-                measure_share(order, share, "cpu", "first")
-        return order.work / f"share-{share.number:05}.first"
-
-    return call
-
-
-def test_a_share_by_layers_is_taken_over_at_its_layer(
-    models: Callable[..., Path],
-    blocks: torch.Tensor,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lost_at_layer_one: Callable[..., Path],
-) -> None:
-    batches = list(blocks[:, :16].split(4))
-    observation, threads = Observation(cache="mse"), torch.get_num_threads()
-    order = Order(models("llama"), tmp_path / "work", observation, "layer", None, False, threads)
-    (share,) = room.prepared(order, batches, 1)
-    lost, run_layers, kept = lost_at_layer_one(order, share), room.run_layers, []
-    assert (lost / "layers" / "layer-00001").is_dir()
-
-    def counts(*given: Any, **options: Any) -> Any:
-        store = options["kept"]
-        return run_layers(*given, **{**options, "kept": lambda layer, seen: (kept.append(layer), store(layer, seen))})
-
-    monkeypatch.setattr(room, "run_layers", counts)
-    measure_share(order, share, "cpu", "second")
-    assert kept == [1]
-    assert not lost.exists()
-    assert room.is_finished(order, share)
-    found = room.joined(order, [share])
-    alone = Order(models("llama"), tmp_path / "alone", order.observation, "resident", None, False, order.threads)
-    (whole,) = room.prepared(alone, [torch.cat(batches)], 1)
-    measure_share(alone, whole, "cpu", "only")
-    assert found.magnitudes.keys() == room.joined(alone, [whole]).magnitudes.keys()
-
-
-def test_what_lacks_its_first_layers_is_not_gone_on_with(
-    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, lost_at_layer_one: Callable[..., Path]
-) -> None:
-    order = Order(models("llama"), tmp_path / "work", Observation(), "layer", None, False, torch.get_num_threads())
-    (share,) = room.prepared(order, [blocks[:2, :16]], 1)
-    lost = lost_at_layer_one(order, share)
-    # As of an attempt whose folder was taken over before, and which worked on.
-    for path in lost.glob("00000.*"):
-        path.unlink()
-    measure_share(order, share, "cpu", "second")
-    assert room.is_finished(order, share)
-    assert not lost.exists()
-
-
-def test_an_attempt_that_lost_its_folder_finishes_nothing(
+def test_a_share_by_layers_goes_on_at_its_layer(
     models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = Order(models("llama"), tmp_path / "work", Observation(), "layer", None, False, torch.get_num_threads())
-    (share,) = room.prepared(order, [blocks[:2, :16]], 1)
-    run_layers = room.run_layers
+    order = Order(models("llama"), tmp_path, Observation(cache="mse"), "layer", None, False, torch.get_num_threads())
+    (share,) = prepared(order, [blocks[:2, :16]], 1)
+    seen: list[int] = []
+    measured = Walk.measured
 
-    def robbed(*given: Any, **options: Any) -> Any:
-        def store(layer: int, seen: Measurement) -> None:
-            if layer == 1:
-                shutil.rmtree(order.work / "share-00000.slow")
-            options["kept"](layer, seen)
+    def breaks(walk: Walk, layer: int, observation: Observation) -> Measurement:
+        seen.append(layer)
+        if seen == [0, 1]:
+            raise CalibrationError("lost")
+        return measured(walk, layer, observation)
 
-        return run_layers(*given, **{**options, "kept": store})
-
-    monkeypatch.setattr(room, "run_layers", robbed)
-    with pytest.raises(CalibrationError, match="another attempt has taken over"):
-        measure_share(order, share, "cpu", "slow")
-    assert not room.is_finished(order, share)
+    monkeypatch.setattr(Walk, "measured", breaks)
+    monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
+    with pytest.raises(CalibrationError, match="lost"):
+        measure_share(order, share, "cpu")
+    assert not is_finished(order, share)
+    measure_share(order, share, "cpu")
+    assert seen == [0, 1, 1]
+    assert is_finished(order, share)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batches.safetensors", "share-00000.pt"]
+    alone = run_resident(load_resident(models("llama"), "cpu"), [blocks[:2, :16]], order.observation).finish()
+    found = joined(order, [share]).finish()
+    assert list(found) == list(alone)
+    assert all(torch.equal(amax, alone[key]) for key, amax in found.items())
 
 
 def test_every_batch_is_in_one_share() -> None:
@@ -255,8 +197,8 @@ def test_every_batch_is_in_one_share() -> None:
 def test_what_is_kept_is_what_was_seen(tmp_path: Path, name: Any) -> None:
     observation = Observation(inputs=name, cache=name, experts="routed", min_expert_tokens=5)
     generator = torch.Generator().manual_seed(2)
-    seen = []
-    for part in range(2):
+    again, whole = Measurement(observation), Measurement(observation)
+    for _ in range(2):
         one = Measurement(observation)
         entered = torch.randn(7, 16, generator=generator).bfloat16()
         one.input("a.q_proj", entered)
@@ -267,10 +209,9 @@ def test_what_is_kept_is_what_was_seen(tmp_path: Path, name: Any) -> None:
         with one.every_token():
             one.input("m.experts.0.up", entered, expert="m.experts.0")
         one.routed_only.add("n.experts.1")
-        keep(one, tmp_path / f"{part}.safetensors")
-        seen.append(one)
-    again = merged(recall(tmp_path / f"{part}.safetensors", observation) for part in range(2))
-    whole = merged(seen)
+        torch.save(one.state(), tmp_path / "state.pt")
+        again.add(Measurement.of(observation, torch.load(tmp_path / "state.pt", weights_only=True)))
+        whole.add(one)
     assert again.finish().keys() == whole.finish().keys()
     assert list(again.finish()) == list(whole.finish())
     assert all(torch.equal(amax, whole.finish()[key]) for key, amax in again.finish().items())

@@ -40,7 +40,7 @@ def test_layers_find_what_the_whole_model_finds(model: Path, tmp_path: Path) -> 
     reference = observe(load_resident(model, "cuda:0"), batches)
     one = replica(model, "cuda:0")
     activations = Activations(tmp_path, 10**9, on_device=True)
-    found = ranges_of(one, run_layers([one], batches, Observation(), activations).magnitudes)
+    found = ranges_of(one, run_layers(one, batches, Observation(), activations).finish())
     for mine, theirs in (
         (found.inputs, reference.inputs),
         (found.keys, reference.keys),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from calibration import calibrate as room
+from calibration import layers
 from calibration.ranges import load_ranges
 from pipeline.base.errors import UserError
 from pipeline.recipe.schema import Calibration
@@ -77,21 +77,19 @@ def test_the_file_is_the_same_by_layers(calibrate: Run, orchestra: Any) -> None:
 
 
 def test_a_run_that_broke_goes_on_at_its_layer(calibrate: Run, orchestra: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from calibration import layers
-
     expected = load_ranges(calibrate(", mode: resident, seed: 2").file(RANGES))
-    monkeypatch.setattr(room, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
     done: list[int] = []
-    run = layers.Part.run
+    measured = layers.Walk.measured
 
-    def broken(self: Any, layer: int, **more: Any) -> Any:
+    def broken(self: Any, layer: int, observation: Any) -> Any:
         if (layer, done) == (1, [0]):
             done.append(layer)
             raise OSError("the machine went away")
         done.append(layer)
-        return run(self, layer, **more)
+        return measured(self, layer, observation)
 
-    monkeypatch.setattr(layers.Part, "run", broken)
+    monkeypatch.setattr(layers.Walk, "measured", broken)
     with pytest.raises(Exception, match="the machine went away"):
         calibrate(", mode: layer, seed: 2, kv_floor: 0.001")
     done.append(-1)

@@ -79,7 +79,7 @@ def measure(order: ShareOrder, share: Share, device: str, versions: Mapping[str,
     require_versions(versions)
     if device == "cpu":
         torch.set_num_threads(order.threads)  # those of the process that asks, so that the bits are its own
-    measure_share(order, share, device, secrets.token_hex(4))
+    measure_share(order, share, device)
 
 
 def results(tasks: Mapping[Any, T], ask: Ask, say: Callable[[str], None]) -> Iterator[tuple[T, Any]]:

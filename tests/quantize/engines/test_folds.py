@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from calibration import layers
 from calibration.calls import layer_names
 from calibration.replica import replica
 from calibration.sequential import Seen
@@ -171,9 +172,10 @@ def test_a_killed_run_that_scales_makes_the_same_bytes(
         fold(layers, number, look)
 
     monkeypatch.setattr(layerwise._Layers, "fold", stops)
+    monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        killed.rounded(blocks, commit_seconds=0)
-    checkpoint = killed.written(killed.rounded(blocks, commit_seconds=0))
+        killed.rounded(blocks)
+    checkpoint = killed.written(killed.rounded(blocks))
     assert seen == [0, 1, 1]
     for name in ("config.json", *expected.shards):
         assert (checkpoint.folder / name).read_bytes() == (expected.folder / name).read_bytes()

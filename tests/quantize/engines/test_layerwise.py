@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from calibration import layers
 from pipeline.quantize.engines.algorithms import recorded_algorithms
 from pipeline.quantize.engines.stream import layerwise
 from pipeline.quantize.engines.stream.engine import write_checkpoint
@@ -133,9 +134,10 @@ def test_a_killed_run_makes_the_same_bytes(
         solve(layers, number, found, last)
 
     monkeypatch.setattr(layerwise._Layers, "solve", stops)
+    monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        made.rounded(blocks, commit_seconds=0)
-    checkpoint = made.written(made.rounded(blocks, commit_seconds=0).plans)
+        made.rounded(blocks)
+    checkpoint = made.written(made.rounded(blocks).plans)
     assert seen[:7] == [0, 0, 0, 0, 1, 1, 1]
     for shard in expected.shards:
         assert (checkpoint.folder / shard).read_bytes() == (expected.folder / shard).read_bytes()

@@ -24,7 +24,7 @@ from calibration.calls import layer_names
 from calibration.hessians import Inputs, Rounding
 from calibration.lazy import torch
 from calibration.replica import Replica, replica, sources
-from calibration.room import activations_for, measuring, need_of
+from calibration.room import activations_for, host_bytes, measuring, need_of
 from calibration.sequential import Look, run_sequential
 from pipeline.base.errors import StageError
 from pipeline.base.schemes import ActivationFormat, scheme
@@ -87,12 +87,11 @@ def round_layers(
     activation_bytes: int | None = None,
     trust_remote_code: bool = False,
     advance: Callable[[int], None] = lambda _: None,
-    commit_seconds: float = 60.0,
 ) -> Rounded:
     """Make the weights of a model's linear modules, going on at the last layer that an earlier attempt committed.
 
     ``ranges`` are those behind static scales of inputs, by their tensors' names. ``parameters`` are the recipe's.
-    ``advance`` is told samples, once a layer; after ``commit_seconds`` of work the run is made resumable.
+    ``advance`` is told samples, once a layer.
 
     Raises `CalibrationError` where the model cannot be run layer by layer, `StageError` for weights that are not
     finite.
@@ -112,12 +111,11 @@ def round_layers(
             batches,
             layers.roundings,
             layers.solve,
-            activations_for([one], need, activation_bytes, work / _STATES),
+            activations_for(device, need, host_bytes(activation_bytes), work / _STATES),
             layers.facts,
             fold=layers.fold if parameters.get("scaling") else None,
             beside=layers.strength > 0,
             advance=advance,
-            commit_seconds=commit_seconds,
         )
     files: dict[str, Path] = {}
     gains: dict[str, Gain] = {}
