@@ -32,17 +32,13 @@ class Call:
     def run(self, layer: Any, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
         """Call the layer and return its hidden states.
 
-        Raises `NotReplayableError` where it returns more than those.
+        Raises `NotReplayableError` where it returns anything else.
         """
 
         def fill(value: Any) -> Any:
             return hidden if value is _HIDDEN else cache if value is _CACHE else value
 
         found = layer(*map(fill, self.args), **{name: fill(value) for name, value in self.kwargs.items()})
-        if isinstance(found, tuple):
-            found, *rest = found
-            if any(one is not None for one in rest):
-                raise NotReplayableError("its layers return more than hidden states")
         if not isinstance(found, torch.Tensor):
             raise NotReplayableError(f"its layers return {type(found).__name__}, not hidden states")
         return found
@@ -101,23 +97,15 @@ def record(
 
     Raises `NotReplayableError` where the model does more between its layers than to hand on hidden states.
     """
-    pool, wrapped = Pool(), False
+    pool = Pool()
     for batch in batches:
         with torch.inference_mode():
-            try:
-                tape = _play(replica, layers, batch, pool, wrapped=wrapped)
-            except NotReplayableError:
-                if wrapped:
-                    raise
-                wrapped = True  # some architectures take the first of what a layer returns
-                tape = _play(replica, layers, batch, pool, wrapped=wrapped)
+            tape = _play(replica, layers, batch, pool)
         pool.end_batch()
         yield tape
 
 
-def _play(
-    replica: Replica, layers: list[str], batch: torch.Tensor, pool: Pool, *, wrapped: bool
-) -> tuple[torch.Tensor, list[Call]]:
+def _play(replica: Replica, layers: list[str], batch: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, list[Call]]:
     calls: list[Call] = []
     first: list[torch.Tensor] = []
     handed: list[Any] = []
@@ -145,7 +133,7 @@ def _play(
             calls.append(Call(tuple(map(keep, args)), {name: keep(value) for name, value in kwargs.items()}))
             # Another object each time, so that one that was kept from before cannot pass for it.
             handed.append(hidden.view_as(hidden))
-            return (handed[-1],) if wrapped else handed[-1]
+            return handed[-1]
 
         return forward
 

@@ -1,8 +1,6 @@
 """Hooks on all linear modules and experts of a model, or of a part of it, for as long as it is measured.
 
-The experts of a mixture are seen whether the model holds them stacked in 3-D parameters or one by one.
-
-Stacked experts are no modules that a hook could be put on. What multiplies a slice of their parameters is seen where
+Stacked experts are no modules that a hook could be put on: what multiplies a slice of their parameters is seen where
 the product is computed, so that neither the gate's activation nor an architecture's arithmetic is written down here.
 To count every token for every expert, the module is run again with a router's answer that sends all to one: its result
 is dropped, and what the model goes on with is its own.
@@ -10,12 +8,10 @@ is dropped, and what the model goes on with is its own.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from calibration.lazy import torch
@@ -35,33 +31,6 @@ def watch_stacked(
         return within_products(parameters, stack.see)
 
     yield from while_called(module, seen)
-
-
-def watch_listed(name: str, experts: Any, block: Any, measurement: Measurement) -> Iterator[Any]:
-    """Put hooks on a block whose experts are a list of modules; yields their handles.
-
-    Their linear modules are hooked like all others; here every token is sent through them, and tokens are counted.
-    """
-
-    def before(_block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = next(value for value in (*args, *kwargs.values()) if hasattr(value, "is_floating_point"))
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        for number, expert in enumerate(experts):
-            if measurement.is_routed and measurement.wants_every_token(f"{name}.{number}"):
-                with measurement.every_token():
-                    expert(flat)
-
-    def counting(number: int) -> Any:
-        def before_expert(_expert: Any, args: tuple[Any, ...]) -> None:
-            if measurement.is_routed:
-                measurement.routed(f"{name}.{number}", args[0].numel() // args[0].shape[-1])
-
-        return before_expert
-
-    for number, expert in enumerate(experts):
-        measurement.routed(f"{name}.{number}", 0)
-        yield expert.register_forward_pre_hook(counting(number))
-    yield block.register_forward_pre_hook(before, with_kwargs=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +166,6 @@ def sentences(starved: Mapping[str, int], floor: int, *, most: int = 8) -> tuple
     return tuple(found)
 
 
-_EXPERT = re.compile(r"((?:.+\.)?experts\.\d+)\..+")
-
-
 def watching(model: Any, part: str, measurement: Measurement) -> AbstractContextManager[None]:
     """Measure the inputs of every linear module below ``part`` ("" for all) but the output head."""
     return hooked(_hooks(model, part, measurement))
@@ -246,29 +212,13 @@ def entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _hooks(model: Any, part: str, measurement: Measurement) -> Iterator[Any]:
     head = model.get_output_embeddings()
-    below = list((model.get_submodule(part) if part else model).named_modules())
-    lists = {  # of experts, each a module with linear ones inside
-        f"{part}.{inner}" if part else inner
-        for inner, module in below
-        if inner.rpartition(".")[2] == "experts" and isinstance(module, torch.nn.ModuleList)
-    }
-    for inner, module in below:
+    for inner, module in (model.get_submodule(part) if part else model).named_modules():
         name = f"{part}.{inner}" if part and inner else part or inner
         if isinstance(module, torch.nn.Linear) and module is not head:
-            expert = _EXPERT.fullmatch(name)
-            known = expert[1] if expert and expert[1].rpartition(".")[0] in lists else None
-            take = partial(_take_input, measurement, name, known)
-            yield module.register_forward_pre_hook(take, with_kwargs=True)
-        elif name in lists:
-            block = model.get_submodule(name.rpartition(".")[0])
-            yield from watch_listed(name, module, block, measurement)
+            yield module.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: measurement.input(name, entering(args, kwargs)), with_kwargs=True
+            )
         elif type(module).__name__.endswith("Experts"):
             stacked = {key: one for key, one in module.named_parameters(recurse=False) if one.ndim == 3}
             if stacked:
                 yield from watch_stacked(name, module, stacked, measurement)
-
-
-def _take_input(
-    measurement: Measurement, name: str, expert: str | None, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    measurement.input(name, entering(args, kwargs), expert=expert)

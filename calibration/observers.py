@@ -118,46 +118,34 @@ class Summary:
     dtype: torch.dtype
 
 
-class _Amax:
-    """The largest magnitude: what llm-compressor calls static_minmax, for a symmetric scheme."""
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """A magnitude that follows by a ``rule`` from how often each one was seen; the largest one where there is none.
+
+    The largest is what llm-compressor calls static_minmax, for a symmetric scheme.
+    """
+
+    rule: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None
 
     def summarise(self, tensor: torch.Tensor, *, per_head: bool = False) -> Summary:
         """Summarise a tensor of any shape, or of [batch, heads, sequence, head_dim], then by head."""
+        if self.rule is not None:
+            return Summary(count(tensor, per_head=per_head), tensor.dtype)
         magnitude = tensor.detach().abs()
         return Summary((magnitude.amax(dim=(0, 2, 3)) if per_head else magnitude.amax()).float(), tensor.dtype)
 
     def combine(self, one: Summary, other: Summary) -> Summary:
         """The summary of both parts; on the device of the first."""
-        return Summary(torch.maximum(one.total, other.total.to(one.total.device)), one.dtype)
+        how = torch.maximum if self.rule is None else torch.add
+        return Summary(how(one.total, other.total.to(one.total.device)), one.dtype)
 
     def finish(self, whole: Summary) -> torch.Tensor:
         """The magnitude, float32 [] or [heads] on the CPU; NaN or infinite where something that was seen is."""
-        return whole.total.cpu()
-
-
-@dataclass(frozen=True, slots=True)
-class _FromHistogram:
-    """A magnitude that follows from how often each one was seen; methods as those of `_Amax`."""
-
-    rule: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
-
-    def summarise(self, tensor: torch.Tensor, *, per_head: bool = False) -> Summary:
-        return Summary(count(tensor, per_head=per_head), tensor.dtype)
-
-    def combine(self, one: Summary, other: Summary) -> Summary:
-        return Summary(one.total + other.total.to(one.total.device), one.dtype)
-
-    def finish(self, whole: Summary) -> torch.Tensor:
-        return self.rule(whole.total, whole.dtype)
-
-
-Observer = _Amax | _FromHistogram
+        return whole.total.cpu() if self.rule is None else self.rule(whole.total, whole.dtype)
 
 
 def observer(name: ObserverName, *, share: float = 99.99) -> Observer:
     """The observer of that name; ``share`` is the percentile's."""
     if name == "amax":
-        return _Amax()
-    if name == "mse":
-        return _FromHistogram(least_squares)
-    return _FromHistogram(lambda counts, dtype: percentile(counts, dtype, share))
+        return Observer()
+    return Observer(least_squares if name == "mse" else lambda counts, dtype: percentile(counts, dtype, share))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from calibration.weights import Shards, Weights, build, held, nbytes, settle_buffers, without_bars
+from calibration.weights import Shards, Weights, build, held, nbytes, settle_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,7 @@ def replica(folder: Path, device: str, *, trust_remote_code: bool = False) -> Re
 def load_resident(folder: Path, device: str, *, trust_remote_code: bool = False) -> Replica:
     """A model with all that calibration needs of it on one device."""
     made = replica(folder, device, trust_remote_code=trust_remote_code)
-    with without_bars():
-        made.weights.load(made.body)
+    made.weights.load(made.body)
     return made
 
 
@@ -160,9 +159,8 @@ def experts_on_disk(named: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for disk, own in named.items():
         prefix, _, last = own.rpartition(".")
-        # One of a stack is PREFIX.gate_up_proj.3, one of a list PREFIX.3.gate_proj.
-        expert = f"{prefix.rpartition('.')[0]}.{last}" if last.isdigit() else prefix
-        found[expert] = disk.rpartition(".")[0]
+        if last.isdigit():  # PREFIX.gate_up_proj.3
+            found[f"{prefix.rpartition('.')[0]}.{last}"] = disk.rpartition(".")[0]
     return found
 
 

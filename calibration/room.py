@@ -17,7 +17,7 @@ from calibration.calls import layer_names
 from calibration.errors import CalibrationError, NotReplayableError
 from calibration.lazy import torch
 from calibration.replica import Replica
-from calibration.weights import held, nbytes, without_bars
+from calibration.weights import held, nbytes
 
 Mode = Literal["auto", "resident", "layer"]
 
@@ -141,8 +141,7 @@ def activations_for(device: str, need: Need, host: int, folder: Path) -> Activat
 def measuring(folder: Path) -> Iterator[None]:
     """Word what a model or a device refuses in the block as `CalibrationError`, with what to do instead."""
     try:
-        with without_bars():
-            yield
+        yield
     except NotReplayableError as error:
         raise CalibrationError(
             f"{folder}: its layers cannot be run one at a time: {error}; "

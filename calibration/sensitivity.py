@@ -11,7 +11,6 @@ the layer makes up for it; of many together none does, and they cost about the s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibration.activations import save_whole, storing
+from calibration.activations import storing, whole
 from calibration.calls import Call, layer_names, record
 from calibration.hooks import entering, following, preceding, watching
 from calibration.layers import digest_of
@@ -86,19 +85,19 @@ def measure(
                 kept.write("states", start := 0, [hidden for hidden, _ in recorded])
             advance(start * len(samples))
             for number in range(start, len(layers)):
-                kept.write("states", number + 1, *sweep.through(number, kept.read("states", number)))
+                kept.write("states", number + 1, *sweep.through(number, kept.read("states", number)[0]))
                 advance(len(samples))
             back = len(layers)
-            kept.write("gradient", back, _of_predictions(replica, layers, batches, kept.read("states", back)))
+            kept.write("gradient", back, _of_predictions(replica, layers, batches, kept.read("states", back)[0]))
         else:
             advance((2 * len(layers) - back) * len(samples))
     for number in reversed(range(back)):
-        largest = {name: torch.tensor(value) for name, value in kept.facts("states", number + 1).items()}
-        states, gradient = kept.read("states", number), kept.read("gradient", number + 1)
+        largest = {name: torch.tensor(value) for name, value in kept.read("states", number + 1)[1].items()}
+        states, gradient = kept.read("states", number)[0], kept.read("gradient", number + 1)[0]
         kept.write("gradient", number, *sweep.back(number, states, gradient, changes, largest))
         kept.drop("states", number + 1)
         advance(len(samples))
-    return {name: cost for number in range(len(layers)) for name, cost in kept.facts("gradient", number).items()}
+    return {name: cost for number in range(len(layers)) for name, cost in kept.read("gradient", number)[1].items()}
 
 
 class _Sweep:
@@ -238,16 +237,13 @@ def _of_predictions(
 def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leaving: torch.Tensor) -> torch.Tensor:
     """What the model makes of the hidden states behind its last layer, [1, sequence, vocabulary]."""
     modules = [replica.model.get_submodule(name) for name in layers]
-    for wrapped in (False, True):  # some architectures take the first of what a layer returns
+    for module in modules:
+        module.forward = lambda *_, **__: leaving
+    try:
+        logits: torch.Tensor = replica.model(input_ids=batch, use_cache=False).logits
+    finally:
         for module in modules:
-            module.forward = lambda *_, wrapped=wrapped, **__: (leaving,) if wrapped else leaving
-        try:
-            logits: torch.Tensor = replica.model(input_ids=batch, use_cache=False).logits
-        finally:
-            for module in modules:
-                del module.forward
-        if logits.shape[:2] == batch.shape:
-            break
+            del module.forward
     return logits
 
 
@@ -271,28 +267,24 @@ class _Kept:
     """Tensors of all samples between two layers, with a few facts, in a file each that is there when it is whole."""
 
     def __init__(self, folder: Path, identity: str) -> None:
-        self._folder, self._identity = folder, identity
+        self._folder, self._suffix = folder, f".{identity[:16]}.pt"
         with storing("the hidden states", folder):
             folder.mkdir(parents=True, exist_ok=True)
             for path in folder.iterdir():
-                if path.suffix != ".safetensors" or self._metadata(path).get("identity") != identity:
+                if not path.name.endswith(self._suffix):
                     path.unlink()
 
     def write(self, kind: str, number: int, tensors: Sequence[torch.Tensor], facts: Any = None) -> None:
         path = self._path(kind, number)
+        with storing("the hidden states", path), whole(path) as partial:
+            torch.save(([tensor.float().cpu().contiguous() for tensor in tensors], facts), partial)
+
+    def read(self, kind: str, number: int) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """Tensors, of which nothing is in memory until it is used, and facts."""
+        path = self._path(kind, number)
         with storing("the hidden states", path):
-            named = {f"{index:05}": tensor.float().cpu().contiguous() for index, tensor in enumerate(tensors)}
-            save_whole(path, named, {"identity": self._identity, "facts": json.dumps(facts)})
-
-    def read(self, kind: str, number: int) -> list[torch.Tensor]:
-        from safetensors.torch import load_file
-
-        with storing("the hidden states", self._path(kind, number)):
-            return [tensor for _, tensor in sorted(load_file(self._path(kind, number)).items())]
-
-    def facts(self, kind: str, number: int) -> dict[str, float]:
-        found: dict[str, float] = json.loads(self._metadata(self._path(kind, number))["facts"])
-        return found
+            tensors, facts = torch.load(path, mmap=True, weights_only=True)
+            return tensors, facts
 
     def drop(self, kind: str, number: int) -> None:
         self._path(kind, number).unlink()
@@ -301,11 +293,4 @@ class _Kept:
         return next((number for number in numbers if self._path(kind, number).is_file()), None)
 
     def _path(self, kind: str, number: int) -> Path:
-        return self._folder / f"{kind}-{number:05}.safetensors"
-
-    @staticmethod
-    def _metadata(path: Path) -> Mapping[str, str]:
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as stored:
-            return stored.metadata() or {}
+        return self._folder / f"{kind}-{number:05}{self._suffix}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -206,7 +205,9 @@ class Weights:
 
     def __init__(self, model: Any, shards: Shards, owned: Mapping[str, str], device: str) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # there would be one for every part that is loaded
         self._model, self._shards, self._device = model, shards, device
         self._rules = get_model_conversion_mapping(model)
         self._by_owner: dict[str, list[str]] = {}
@@ -305,20 +306,6 @@ def nbytes(model: Any, names: Iterable[str]) -> int:
     """Bytes that parameters take on a device, by their shapes."""
     state = model.state_dict()
     return sum(state[name].numel() * state[name].element_size() for name in names)
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Keep transformers from drawing a bar for every part that is loaded."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _get(model: Any, name: str) -> Any:

@@ -65,20 +65,6 @@ def change_the_loop(replica: Replica, loop: Callable[[Any, torch.Tensor, dict[st
     inner.forward = forward
 
 
-def test_layers_that_return_tuples(loaded: Callable[[str], Replica], blocks: torch.Tensor) -> None:
-    def loop(layers: Any, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-        for layer in layers:
-            hidden = layer(hidden, **arguments)[0]
-        return hidden
-
-    replica = loaded("llama")
-    change_the_loop(replica, loop)
-    ((hidden, calls),) = record(replica, LAYERS, [blocks[:2]])
-    assert hidden.shape == (2, 64, 128)
-    returned = calls[0].run(lambda given, **_: (given + 1, None), hidden, None)
-    assert torch.equal(returned, hidden + 1)
-
-
 def scaled(layers: Any, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
     for layer in layers:
         hidden = layer(hidden, **arguments) * 2

@@ -127,57 +127,6 @@ def test_tokens_are_counted_as_the_router_sends_them(models: Models, blocks: tor
     assert named["model.layers.1.mlp.experts.3"] == "model.layers.1.block_sparse_moe.experts.3"
 
 
-class Expert(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up_proj, self.down_proj = torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 8, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.up_proj(tokens).relu())
-
-
-class Listed(torch.nn.Module):
-    """A mixture whose experts are a list of modules; the last one is never chosen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = torch.nn.ModuleList(Expert() for _ in range(3))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        first = hidden[..., :1] > 0
-        rows = hidden.reshape(-1, 8)
-        chosen = first.flatten()
-        out = torch.zeros_like(rows)
-        out[chosen] = self.experts[0](rows[chosen])
-        out[~chosen] = self.experts[1](rows[~chosen])
-        return out.view_as(hidden)
-
-    def get_output_embeddings(self) -> None:
-        return None
-
-
-@pytest.mark.parametrize("experts", ["all", "routed"])
-def test_experts_that_are_modules(experts: Any) -> None:
-    torch.manual_seed(0)
-    model, hidden = Listed(), torch.randn(2, 10, 8)
-    measurement = Measurement(Observation(experts=experts, min_expert_tokens=1))
-    with torch.inference_mode():
-        expected = model(hidden)
-        with watching(model, "", measurement):
-            assert torch.equal(model(hidden), expected)
-    found = measurement.finish()
-    chosen = hidden[..., 0] > 0
-    sent = {0: hidden[chosen], 1: hidden[~chosen], 2: hidden}
-    for number, tokens in sent.items():
-        shown = hidden if experts == "all" else tokens
-        assert found["input", f"experts.{number}.up_proj"] == shown.abs().amax()
-        inner = model.experts[number].up_proj(shown).relu()
-        torch.testing.assert_close(found["input", f"experts.{number}.down_proj"], inner.abs().amax().detach())
-    assert measurement.tokens == {"experts.0": len(sent[0]), "experts.1": len(sent[1]), "experts.2": 0}
-    assert list(measurement.starved()) == ["experts.2"]
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
 class UnknownExperts(torch.nn.Module):
     """Called in a way that nobody could imitate."""
 

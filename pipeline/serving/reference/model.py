@@ -13,7 +13,7 @@ from calibration.errors import CalibrationError
 from calibration.hooks import while_called, within_products
 from calibration.lazy import torch
 from calibration.replica import owners
-from calibration.weights import Shards, Weights, held, settle_buffers, without_bars
+from calibration.weights import Shards, Weights, held, settle_buffers
 from pipeline.base.errors import UserError
 from pipeline.base.machine import versions
 from pipeline.base.schemes import scheme as row_of
@@ -134,15 +134,14 @@ class Placing:
 
     def weights(self) -> None:
         """Put every weight onto the device; raises `UserError` where one is missing."""
-        with without_bars():
-            settle_buffers(self._model, self._device)
-            placed = {self._fill(module) for module in self._ours}
-            try:
-                shards = Shards(self._checkpoint.folder, only=self._rest())
-                weights = Weights(self._model, shards, owners(self._model, shards.names), self._device)
-                weights.load([name for name in held(self._model) if name not in placed])
-            except CalibrationError as error:
-                raise UserError(str(error)) from None
+        settle_buffers(self._model, self._device)
+        placed = {self._fill(module) for module in self._ours}
+        try:
+            shards = Shards(self._checkpoint.folder, only=self._rest())
+            weights = Weights(self._model, shards, owners(self._model, shards.names), self._device)
+            weights.load([name for name in held(self._model) if name not in placed])
+        except CalibrationError as error:
+            raise UserError(str(error)) from None
 
     def activations(self) -> None:
         """Round what enters each quantized layer as its scheme says."""
