@@ -33,7 +33,7 @@ def read_rows(chosen: CalibrationSet) -> Iterator[Row]:
         return _dataset(chosen)
     match chosen.file.suffix:
         case ".parquet":
-            return _parquet(chosen.file, chosen.columns)
+            return _parquet(chosen.file)
         case ".txt":
             return _plain(chosen.file, chosen.sample_by)
         case _:
@@ -82,21 +82,15 @@ def _pieces(path: Path, sample_by: str) -> Iterator[tuple[int, list[str]]]:
     yield began, held
 
 
-def _parquet(path: Path, columns: Iterable[str]) -> Iterator[Row]:
+def _parquet(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
-            known = table.schema_arrow.names
-            for column in columns:
-                if column not in known:
-                    raise CalibrationError(f"{path}: has no column {column!r}, only {', '.join(known)}")
-            number = 0
-            for batch in table.iter_batches(batch_size=256, columns=list(columns)):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"row {number} of {path}", row
+            rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield f"row {number} of {path}", row
     except (OSError, pyarrow.ArrowException) as error:
         raise CalibrationError(f"{path}: cannot be read: {error}") from error
 
@@ -297,18 +291,3 @@ def samples_digest(samples: Iterable[torch.Tensor]) -> str:
         digest.update(len(sample).to_bytes(8, "little"))
         digest.update(sample.numpy().astype("<i8").tobytes())
     return digest.hexdigest()
-
-
-def read_samples(
-    chosen: CalibrationSet, tokenizer: Any, *, samples: int, sequence_length: int, packing: bool, seed: int
-) -> tuple[torch.Tensor, ...]:
-    """Read as much of a set as it takes, and make samples of it; see `samples_of`. Raises `CalibrationError`."""
-    return samples_of(
-        read_texts(chosen, tokenizer),
-        tokenizer,
-        samples=samples,
-        sequence_length=sequence_length,
-        packing=packing,
-        seed=seed,
-        special_tokens=not rendered(chosen, tokenizer),
-    )

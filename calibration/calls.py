@@ -44,30 +44,6 @@ class Call:
         return found
 
 
-class Pool:
-    """Tensors that calls have in common, kept once: a mask is the same for all layers of a kind and all batches."""
-
-    def __init__(self) -> None:
-        self._known: list[torch.Tensor] = []
-        self._same: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The kept tensor that equals this one."""
-        if id(tensor) in self._same:
-            return self._same[id(tensor)][1]
-        for known in self._known:
-            if known.dtype == tensor.dtype and known.shape == tensor.shape and torch.equal(known, tensor):
-                break
-        else:
-            self._known.append(known := tensor)
-        self._same[id(tensor)] = tensor, known
-        return known
-
-    def end_batch(self) -> None:
-        """Forget which objects were seen: their numbers may be given to others."""
-        self._same.clear()
-
-
 def layer_names(model: Any, attention: Iterable[str]) -> list[str]:
     """Names of the decoder's layers, in order.
 
@@ -76,8 +52,6 @@ def layer_names(model: Any, attention: Iterable[str]) -> list[str]:
     config = model.config.get_text_config()
     if getattr(config, "num_kv_shared_layers", 0):
         raise NotReplayableError("its last layers use K and V of earlier ones")
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise NotReplayableError("it has an encoder beside its decoder")
     attention = list(attention)
     lists = [
         name
@@ -97,18 +71,21 @@ def record(
 
     Raises `NotReplayableError` where the model does more between its layers than to hand on hidden states.
     """
-    pool = Pool()
+    pool: list[torch.Tensor] = []
     for batch in batches:
         with torch.inference_mode():
             tape = _play(replica, layers, batch, pool)
-        pool.end_batch()
         yield tape
 
 
-def _play(replica: Replica, layers: list[str], batch: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, list[Call]]:
+def _play(
+    replica: Replica, layers: list[str], batch: torch.Tensor, pool: list[torch.Tensor]
+) -> tuple[torch.Tensor, list[Call]]:
+    """One batch; ``pool`` has each tensor of the calls once: masks of all layers of a kind and batches are the same."""
     calls: list[Call] = []
     first: list[torch.Tensor] = []
     handed: list[Any] = []
+    same: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     cache = recording_cache(Measurement(Observation()), replica.attention)
 
     def keep(value: Any) -> Any:
@@ -116,12 +93,21 @@ def _play(replica: Replica, layers: list[str], batch: torch.Tensor, pool: Pool) 
             return _CACHE
         if isinstance(value, torch.Tensor):
             latest = handed[-1] if handed else first[0]
-            return _HIDDEN if value is latest else pool.keep(value)
+            return _HIDDEN if value is latest else pooled(value)
         if isinstance(value, tuple):
             return tuple(map(keep, value))
         if not isinstance(value, _PLAIN):
             raise NotReplayableError(f"its layers are called with {type(value).__name__}, which they may change")
         return value
+
+    def pooled(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in same:
+            alike = (one for one in pool if one.dtype == tensor.dtype and one.shape == tensor.shape)
+            known = next((one for one in alike if torch.equal(one, tensor)), None)
+            if known is None:
+                pool.append(known := tensor)
+            same[id(tensor)] = tensor, known  # the first too: its number is not given to another meanwhile
+        return same[id(tensor)][1]
 
     def recorder(number: int) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:

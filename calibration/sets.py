@@ -127,11 +127,6 @@ class CalibrationSet:
         given = {name: getattr(self, name) for name in DEFAULTS}
         return {name: value for name, value in given.items() if value is not None}
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that are read."""
-        return (self.text or self.messages or "",) if not self.turns else tuple(column for _, column in self.turns)
-
 
 DEFAULTS = ("samples", "sequence_length", "packing", "seed")
 """Fields that only stand in for what a recipe leaves out; they say nothing about the texts."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from calibration.batches import at_commit, batched, read_samples, samples_digest
+from calibration.batches import at_commit, batched, read_texts, rendered, samples_digest, samples_of
 from calibration.calibrate import calibrate
 from calibration.errors import CalibrationError
 from calibration.lazy import torch
@@ -142,13 +142,15 @@ def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) 
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    samples: Sequence[torch.Tensor] = read_samples(
-        pinned_set(section),
+    chosen = pinned_set(section)
+    samples: Sequence[torch.Tensor] = samples_of(
+        read_texts(chosen, tokenizer),
         tokenizer,
         samples=section.samples,
         sequence_length=section.sequence_length,
         packing=section.packing,
         seed=section.seed,
+        special_tokens=not rendered(chosen, tokenizer),
     )
     return samples
 

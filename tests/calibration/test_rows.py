@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from calibration.batches import read_rows, read_samples
+from calibration.batches import read_rows, read_texts, samples_of
 from calibration.errors import CalibrationError
 from calibration.sets import CalibrationSet
 
@@ -106,7 +106,7 @@ def test_of_a_large_dataset_only_the_first_windows_are_read(letters: Any, monkey
     chosen = CalibrationSet(
         name="own", description="", repo="org/data", config="3.0.0", revision=commit, split="train", text="text"
     )
-    samples = read_samples(chosen, letters, samples=100, sequence_length=50, packing=True, seed=0)
+    samples = samples_of(read_texts(chosen, letters), letters, samples=100, sequence_length=50, packing=True, seed=0)
     assert [len(sample) for sample in samples] == [50] * 100
     assert taken == list(range(1024))
     assert asked == {"where": ("org/data", "3.0.0"), "split": "train", "revision": commit, "streaming": True}
@@ -120,8 +120,13 @@ def test_rows_of_all_kinds_make_the_same_samples(given: Given, tmp_path: Path, l
     made = [
         [
             sample.tolist()
-            for sample in read_samples(
-                given(f"a.{kind}", text="text"), letters, samples=8, sequence_length=16, packing=True, seed=3
+            for sample in samples_of(
+                read_texts(given(f"a.{kind}", text="text"), letters),
+                letters,
+                samples=8,
+                sequence_length=16,
+                packing=True,
+                seed=3,
             )
         ]
         for kind in ("txt", "jsonl", "parquet")
