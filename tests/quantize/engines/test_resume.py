@@ -227,3 +227,23 @@ def test_a_failing_write_anywhere_in_a_file_leaves_nothing_half_committed(
         done = {name: data for name, data in contents(work / "checkpoint").items() if name in small.shards}
         assert done == {name: undisturbed[name] for name in done}
         assert run(small, work) == undisturbed
+
+
+def test_a_bit_that_turns_between_kernel_and_disk_is_noticed(
+    run: Run, small: Checkpoint, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is read back before it is committed: neither the hash nor the error of a weight would know."""
+    original, count, work = os.pwrite, 0, tmp_path / "work"
+
+    def write(descriptor: int, data: Any, offset: int) -> int:
+        nonlocal count
+        count += 1
+        harmed = bytearray(data)
+        harmed[len(harmed) // 2] ^= 0x10 if count == 9 else 0
+        return original(descriptor, harmed, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write)
+        with pytest.raises(StageError, match="is not what was written"):
+            run(small, work)
+    assert run(small, work) == undisturbed

@@ -86,12 +86,11 @@ class _Schedule:
         self._waiting: Iterator[ShardPlan] = iter(order.plans)
         self._devices = workers
         self._limit = open_files(len(order.plans), len(self._devices))
-        # With a GPU at work the cores have time to copy; see `worker`.
-        self._on_cpu = all(map(_is_cpu, workers))
+        self._piece = CPU_PIECE if all(map(_is_cpu, workers)) else GPU_PIECE
         self._lock, self._telling, self._committing = Lock(), Lock(), Lock()
         self._open: list[OpenShard] = []
         self._busy: Counter[OpenShard] = Counter()
-        self._commits: list[tuple[WrittenShard, Sequence[Sum], Future[None]]] = []
+        self._commits: list[Future[None]] = []
         self._stopped = False
         self._seconds: dict[str, float] = defaultdict(float)
 
@@ -110,9 +109,8 @@ class _Schedule:
         for shard in self._open:
             shard.discard()
         faults = [fault for each in running if (fault := each.exception()) is not None]
-        for written, sums, commit in self._commits:
-            if commit.exception() is not None:
-                self._committed(written, sums)  # there may be room now
+        for commit in self._commits:
+            commit.result()
         for fault in sorted(faults, key=lambda fault: isinstance(fault, Stopped)):
             raise fault
         self._seconds["written"] = self._last - begin
@@ -161,8 +159,7 @@ class _Schedule:
             self._order.source,
             self._order.destination / (plan.name + self._suffix),
             self._order.scalars(plan),
-            piece=CPU_PIECE if self._on_cpu else GPU_PIECE,
-            direct=self._on_cpu,
+            piece=self._piece,
             advance=self._advance,
         )
         self._open.append(shard)
@@ -173,7 +170,7 @@ class _Schedule:
         with self._lock:
             self._open.remove(shard)
             self._last = time.perf_counter()
-            self._commits.append((written, shard.sums, committer.submit(self._committed, written, shard.sums)))
+            self._commits.append(committer.submit(self._committed, written, shard.sums))
 
     def _committed(self, shard: WrittenShard, sums: Sequence[Sum]) -> None:
         """Prove that the file holds what was hashed, while other files are made and flushed; then commit it."""

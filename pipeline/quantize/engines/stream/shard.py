@@ -45,7 +45,7 @@ from pipeline.quantize.engines.stream.plan import (
     cut,
     is_deferred,
 )
-from pipeline.quantize.engines.stream.worker import Worker, open_sink
+from pipeline.quantize.engines.stream.worker import Sink, Worker
 from pipeline.quantize.formats.checkpoint import Files, torch_dtype
 from pipeline.quantize.formats.layout import StoredTensor
 from pipeline.quantize.inspection.numbers import Error, dequantize
@@ -137,8 +137,8 @@ class OpenShard:
     """A file that is being made, and what its workers share.
 
     ``path`` is its name until it is whole and committed. ``scalars`` holds the tensors that no kernel makes, static
-    scales, by name. ``piece`` is the bytes that a worker takes at a time; ``direct`` the way of writing, see `worker`.
-    ``advance`` is told the bytes read. The file is not yet on the disk for good when it is whole. Raises `OSError`
+    scales, by name. ``piece`` is the bytes that a worker takes at a time. ``advance`` is told the bytes read. The file
+    is not yet on the disk for good when it is whole. Raises `OSError`
     where it cannot be made.
     """
 
@@ -150,13 +150,12 @@ class OpenShard:
         scalars: Mapping[str, torch.Tensor],
         *,
         piece: int,
-        direct: bool,
         advance: Callable[[int], None],
     ) -> None:
         self._plan, self._source, self._advance = plan, source, advance
         self._files = Files(source)
         self._path = path
-        self._sink = open_sink(self._path, plan.nbytes, direct=direct)
+        self._sink = Sink(self._path, plan.nbytes)
         pieces = cut(plan, piece)
         self._pieces: deque[Scan | Piece] = deque(pieces)
         self._left = len(pieces)
@@ -197,7 +196,6 @@ class OpenShard:
                 return None
         for stored in self._plan.deferred:
             self._append(self._plan.offsets[stored.name], _bytes(self._held[stored.name]))
-        self._sink.finish()
         return WrittenShard(self._plan.name, self._plan.nbytes, self._digest.hexdigest(), dict(self._errors))
 
     def stop(self) -> None:
@@ -286,7 +284,7 @@ class OpenShard:
         """Write ``main`` at its offset at once; hash it, and keep or write the rest, when all earlier pieces have."""
         if main is not None:
             with worker.clock("write"):
-                self._sink.early(main[0], _bytes(main[1]))
+                self._sink.write(main[0], _bytes(main[1]))
         with self._changed, worker.clock("wait"):
             self._changed.wait_for(lambda: self._stopped or self._turn == piece.number)
             if self._stopped:
@@ -295,8 +293,6 @@ class OpenShard:
         if main is not None:
             with worker.clock("hash"):
                 self._hash(main[0], _bytes(main[1]))
-            with worker.clock("write"):
-                self._sink.append(main[0], _bytes(main[1]))
         for stored, part in smalls:
             self._collect(piece, stored, part)
         if error is not None and piece.step.kernel is not None:
@@ -321,7 +317,7 @@ class OpenShard:
             self._append(self._plan.offsets[stored.name], _bytes(whole))
 
     def _append(self, offset: int, data: memoryview) -> None:
-        self._sink.append(offset, data)
+        self._sink.write(offset, data)
         self._hash(offset, data)
 
     def _hash(self, offset: int, data: memoryview) -> None:
