@@ -27,12 +27,12 @@ def rows_of(chosen: CalibrationSet) -> list[Any]:
     return [row for _, row in read_rows(chosen)]
 
 
-def test_parquet_gives_the_columns_that_the_set_names(given: Given, tmp_path: Path) -> None:
+def test_parquet_gives_its_rows(given: Given, tmp_path: Path) -> None:
     table = pa.table({"body": ["one", "two", "three"], "other": [1, 2, 3]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     chosen = given("a.parquet", text="body")
     assert list(read_rows(chosen)) == [
-        (f"row {number} of {tmp_path / 'a.parquet'}", {"body": text})
+        (f"row {number} of {tmp_path / 'a.parquet'}", {"body": text, "other": number})
         for number, text in enumerate(("one", "two", "three"), start=1)
     ]
 
@@ -43,10 +43,10 @@ def test_parquet_holds_conversations(given: Given, tmp_path: Path) -> None:
     assert rows_of(given("a.parquet", messages="messages")) == [{"messages": talk}, {"messages": talk[:1]}]
 
 
-def test_parquet_without_the_column_is_refused(given: Given, tmp_path: Path) -> None:
+def test_parquet_without_the_column_is_refused(given: Given, tmp_path: Path, letters: Any) -> None:
     pq.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "a.parquet")
-    with pytest.raises(CalibrationError, match=r"a\.parquet: has no column 'text', only a, b"):
-        rows_of(given("a.parquet", text="text"))
+    with pytest.raises(CalibrationError, match=r"row 1 of .*a\.parquet: has no column 'text', only a, b"):
+        list(read_texts(given("a.parquet", text="text"), letters))
 
 
 TEXT = "\n\none\r\ntwo \u2028 three\n\n \nfour\nfive"
