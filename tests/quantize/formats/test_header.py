@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.base.errors import UserError
@@ -86,37 +86,27 @@ def test_the_library_and_we_read_what_we_encode(
         assert bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) == data[name]
 
 
-def library_refuses(path: Path) -> bool:
-    try:
-        with safe_open(path, "pt"):
-            return False
-    except (SafetensorError, OSError):
-        return True
-
-
 GOOD = {"a": entry(0, 4), "b": entry(4, 6)}
-BROKEN: dict[str, tuple[object, bytes, str]] = {
-    "hole": ({"a": entry(0, 4), "b": entry(5, 7)}, bytes(7), "starts at byte .*, expected"),
-    "overlap": ({"a": entry(0, 4), "b": entry(2, 6)}, bytes(6), "starts at byte"),
-    "cut short": (GOOD, bytes(5), "describes .* bytes, the file has"),
-    "not JSON": (b'{"a": ', b"", "not JSON"),
-    "a list": ([1, 2], b"", "not a JSON object"),
-    "unknown dtype": ({"a": entry(0, 4, dtype="F7")}, bytes(4), "'a' is wrong: .*F7"),
-    "size against shape": ({"a": entry(0, 4, [3])}, bytes(4), "4 bytes for U8"),
-    "size against dtype": ({"a": entry(0, 4, [4], "F32")}, bytes(4), "4 bytes for F32"),
-    "negative shape": ({"a": entry(0, 4, [-2, -2])}, bytes(4), "'a' is wrong"),
-    "no offsets": ({"a": {"dtype": "U8", "shape": [4]}}, bytes(4), "'a' is wrong"),
+BROKEN: dict[str, tuple[object, bytes]] = {
+    "hole": ({"a": entry(0, 4), "b": entry(5, 7)}, bytes(7)),
+    "overlap": ({"a": entry(0, 4), "b": entry(2, 6)}, bytes(6)),
+    "cut short": (GOOD, bytes(5)),
+    "not JSON": (b'{"a": ', b""),
+    "a list": ([1, 2], b""),
+    "unknown dtype": ({"a": entry(0, 4, dtype="F7")}, bytes(4)),
+    "size against shape": ({"a": entry(0, 4, [3])}, bytes(4)),
+    "size against dtype": ({"a": entry(0, 4, [4], "F32")}, bytes(4)),
+    "negative shape": ({"a": entry(0, 4, [-2, -2])}, bytes(4)),
+    "no offsets": ({"a": {"dtype": "U8", "shape": [4]}}, bytes(4)),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_file_is_refused_by_us_and_by_the_library(tmp_path: Path, case: str) -> None:
-    table, data, words = BROKEN[case]
-    path = write(tmp_path / "a.safetensors", table, data)
-    with pytest.raises(UserError, match=words) as refused:
+def test_a_broken_file_is_refused(tmp_path: Path, case: str) -> None:
+    path = write(tmp_path / "a.safetensors", *BROKEN[case])
+    with pytest.raises(UserError, match="not a safetensors file, or not all of one") as refused:
         read_header(path)
     assert str(path) in str(refused.value)
-    assert library_refuses(path)
 
 
 @pytest.mark.parametrize(
