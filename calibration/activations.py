@@ -8,11 +8,14 @@ A folder is committed by renaming it, when all that it holds has been synced. Wh
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -160,6 +163,30 @@ def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappin
 
     with whole(path) as partial:
         save_file(dict(tensors), partial, metadata=dict(metadata))
+
+
+def digest_of(facts: Any, batches: Sequence[torch.Tensor]) -> str:
+    """SHA-256, hex, of plain values and of batches: what must be equal for a run to be gone on with."""
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for batch in batches:
+        digest.update(f"{list(batch.shape)}".encode())
+        digest.update(batch.numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Pace:
+    """Commits now and then: after ``least`` seconds of work, and in a tenth of the time at most."""
+
+    def __init__(self, least: float) -> None:
+        self._least, self._since, self._took = least, time.monotonic(), 0.0
+
+    def step(self, commit: Callable[[], None]) -> None:
+        """Call ``commit`` where it is time for it."""
+        began = time.monotonic()
+        if began - self._since >= (self._least and max(self._least, 9 * self._took)):
+            commit()
+            self._since = time.monotonic()
+            self._took = self._since - began
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from calibration.calls import layer_names
 from calibration.hooks import sentences
@@ -69,7 +69,7 @@ def calibrate(
 
     How batches are composed decides the last bit. Each of the ``devices`` has a copy of the model, or of its layer, and
     the copies share the batches; with ``elsewhere``, other machines, they only say what is computed on. ``work`` is a
-    folder for what an interrupted run, in layer mode or in shares, is gone on with; it is removed at the end. The mode
+    folder for what an interrupted run is gone on with; it is removed at the end. The mode
     "auto" takes what needs less memory (`calibration.room.decide`). ``activation_bytes`` of the host's memory are for
     hidden states in layer mode, the rest of which is spilled to ``work``; None takes a quarter of what is free.
 
@@ -95,8 +95,7 @@ def calibrate(
             found = _by_shares(elsewhere, order, batches, watcher)
         else:
             host = host_bytes(activation_bytes) // len(devices)
-            states = work if decision.mode == "layer" else None
-            found = _here(replicas, batches, observation, states, host, watcher)
+            found = _here(replicas, batches, observation, decision.mode, work, host, watcher)
         magnitudes = found.finish()
         require_sound(replicas[0], magnitudes)
     shutil.rmtree(work, ignore_errors=True)
@@ -110,21 +109,22 @@ def _here(
     replicas: Sequence[Replica],
     batches: Sequence[torch.Tensor],
     observation: Observation,
-    states: Path | None,
+    mode: Literal["resident", "layer"],
+    work: Path,
     host: int,
     watcher: Watcher,
 ) -> Measurement:
-    """Measure on the devices of this process: each its share of the batches, by layers where there are ``states``."""
+    """Measure on the devices of this process, each its share of the batches."""
     samples, lock = sum(batch.shape[0] for batch in batches), threading.Lock()
-    steps = 1 if states is None else len(layer_names(replicas[0].model, replicas[0].attention.values()))
+    steps = 1 if mode == "resident" else len(layer_names(replicas[0].model, replicas[0].attention.values()))
 
     def run(turn: int) -> Measurement:
         one, mine = replicas[turn], batches[turn :: len(replicas)]
-        if states is None:
+        if mode == "resident":
             one.weights.load(one.body)
-        return measured(one, mine, observation, states and states / f"{turn}", host, told)
+        return measured(one, mine, observation, mode, work / f"{turn}", host, told)
 
-    with watcher.bar(steps * samples, "samples" if states is None else "layer samples") as advance:
+    with watcher.bar(steps * samples, "samples" if mode == "resident" else "layer samples") as advance:
 
         def told(count: int) -> None:
             with lock:
@@ -134,9 +134,10 @@ def _here(
         if len(turns) == 1:  # in this thread, whose memory the C library gives back
             return run(0)
         found = Measurement(observation)
-        with ThreadPoolExecutor(len(turns)) as pool:
-            for each in pool.map(run, turns):
-                found.add(each)
+        with ThreadPoolExecutor(len(turns)) as pool:  # all are waited for, but by Ctrl-C, which waits for none
+            running = [pool.submit(run, turn) for turn in turns]
+        for each in running:
+            found.add(each.result())
     return found
 
 

@@ -7,15 +7,12 @@ are there at most.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from calibration.activations import Activations
+from calibration.activations import Activations, Pace, digest_of
 from calibration.calls import Call, layer_names, record
 from calibration.hooks import watching
 from calibration.lazy import torch
@@ -79,18 +76,15 @@ class Walk:
         """
         start, samples = self._start, sum(batch.shape[0] for batch in self._batches)
         self.activations.start(start, len(self._batches) if start else 0)
-        committed, took = time.monotonic(), 0.0
+        pace = Pace(COMMIT_SECONDS)
         try:
             self._record(keep=not start)
             self.advance(start * samples)
             for number in range(start, count := len(self.layers)):
                 work(number)
                 self.activations.advance()
-                began = time.monotonic()
-                if number + 1 < count and began - committed >= (COMMIT_SECONDS and max(COMMIT_SECONDS, 9 * took)):
-                    self.activations.commit(self._identity, state())
-                    committed = time.monotonic()
-                    took = committed - began
+                if number + 1 < count:
+                    pace.step(lambda: self.activations.commit(self._identity, state()))
         finally:
             self._reader.shutdown(wait=True, cancel_futures=True)
 
@@ -135,12 +129,3 @@ class Walk:
             self.replica.weights.touch(wanted)
 
         return self._reader.submit(load)
-
-
-def digest_of(facts: Any, batches: Sequence[torch.Tensor]) -> str:
-    """SHA-256, hex, of plain values and of batches: what must be equal for a run to be gone on with."""
-    digest = hashlib.sha256(json.dumps(facts).encode())
-    for batch in batches:
-        digest.update(f"{list(batch.shape)}".encode())
-        digest.update(batch.numpy().tobytes())
-    return digest.hexdigest()

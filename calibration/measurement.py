@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
+from calibration.activations import storing, whole
 from calibration.lazy import torch
 from calibration.observers import Observation, Observer, Summary, observer
 
@@ -16,6 +18,9 @@ Kind = Literal["input", "k", "v"]
 Tokens = Literal["routed", "every"]
 """Which tokens an expert's input is made of: those that the router sends there, or every token of the layer."""
 Key = tuple[Kind, str]
+
+
+_PLAIN = ("expert_of", "tokens", "routed_only", "batches")
 
 
 class Measurement:
@@ -126,15 +131,29 @@ class Measurement:
     def state(self) -> dict[str, Any]:
         """All of it as what `torch.save` keeps; histograms, which are mostly zeros, are sparse."""
         seen = {key: (each.total.cpu().to_sparse(), each.dtype) for key, each in self.summaries.items()}
-        return {"seen": seen, "of": self.expert_of, "tokens": self.tokens, "routed_only": self.routed_only}
+        return {"summaries": seen, **{name: getattr(self, name) for name in _PLAIN}}
 
     @classmethod
     def of(cls, observation: Observation, state: Mapping[str, Any]) -> Measurement:
         """What gave that `state`."""
         found = cls(observation)
-        found.summaries = {key: Summary(total.to_dense(), dtype) for key, (total, dtype) in state["seen"].items()}
-        found.expert_of, found.tokens, found.routed_only = state["of"], state["tokens"], state["routed_only"]
+        found.summaries = {key: Summary(total.to_dense(), kind) for key, (total, kind) in state["summaries"].items()}
+        for name in _PLAIN:
+            setattr(found, name, state[name])
         return found
+
+    def save(self, path: Path) -> None:
+        """Keep it in a file, for good. Raises `CalibrationError` where it cannot be kept."""
+        with storing("the measurement", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole(path) as partial:
+                torch.save(self.state(), partial)
+
+    @classmethod
+    def load(cls, observation: Observation, path: Path) -> Measurement:
+        """What was kept; raises `CalibrationError` where it cannot be read."""
+        with storing("the measurement", path):
+            return cls.of(observation, torch.load(path, weights_only=True))
 
 
 def recording_cache(measurement: Measurement, attention: Mapping[int, str]) -> Any:

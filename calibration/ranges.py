@@ -5,10 +5,12 @@ Ranges meet by maximum, which no order of batches, devices or machines can chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
+from calibration.activations import Pace, digest_of
 from calibration.errors import CalibrationError
 from calibration.hooks import watching
 from calibration.lazy import torch
@@ -85,16 +87,30 @@ def ranges_of(replica: Replica, found: Mapping[Key, torch.Tensor]) -> Ranges:
     )
 
 
+RESIDENT_SECONDS = 5.0
+"""Work in resident mode after which it is made resumable."""
+
+
 def run_resident(
     replica: Replica,
-    batches: Iterable[torch.Tensor],
+    batches: Sequence[torch.Tensor],
     observation: Observation,
+    work: Path | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Measurement:
-    """Measure a loaded model; ``advance`` is told the number of samples after each batch."""
-    measurement = Measurement(observation)
+    """Measure a loaded model, going on with what an earlier attempt kept in ``work`` (None: there is nothing to keep).
+
+    ``advance`` is told the number of samples after each batch, first of those that were seen before.
+    """
+    measurement, pace = Measurement(observation), Pace(RESIDENT_SECONDS)
+    facts = [asdict(observation), sorted(replica.owned.items())]
+    kept = None if work is None else work / f"{digest_of(facts, batches)}.pt"
+    if kept is not None and kept.is_file():
+        measurement = Measurement.load(observation, kept)
+    advance(sum(batch.shape[0] for batch in batches[: measurement.batches]))
+
     with watching(replica.model, "", measurement), torch.inference_mode():
-        for batch in batches:
+        for batch in batches[measurement.batches :]:
             replica.trunk(
                 input_ids=batch.to(replica.device),
                 past_key_values=recording_cache(measurement, replica.attention),
@@ -102,4 +118,6 @@ def run_resident(
             )
             measurement.end_batch()
             advance(batch.shape[0])
+            if kept is not None:
+                pace.step(partial(measurement.save, kept))
     return measurement

@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibration.activations import storing, whole
+from calibration.activations import digest_of, storing, whole
 from calibration.calls import Call, layer_names, record
 from calibration.hooks import entering, following, preceding, watching
-from calibration.layers import digest_of
 from calibration.lazy import torch
 from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation

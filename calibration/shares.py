@@ -21,9 +21,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Protocol
 
-from calibration.activations import save_whole, storing, whole
+from calibration.activations import digest_of, save_whole, storing
 from calibration.errors import CalibrationError
-from calibration.layers import digest_of, run_layers
+from calibration.layers import run_layers
 from calibration.lazy import torch
 from calibration.measurement import Measurement
 from calibration.observers import Observation
@@ -129,33 +129,33 @@ def measure_share(order: Order, share: Share, device: str) -> None:
 
     if is_finished(order, share):
         return
-    layers = order.work / f"layers-{share.number:05}"
+    own = order.work / f"work-{share.number:05}"
     with measuring(order.folder), storing("the shares", order.work):
         with safe_open(order.work / _BATCHES, framework="pt") as stored:
             batches: list[torch.Tensor] = [stored.get_tensor(f"{number}") for number in share.batches]
-        if order.mode == "resident":
-            one, states = _loaded(order.folder, device, order.trust_remote_code), None
-        else:
-            one, states = replica(order.folder, device, trust_remote_code=order.trust_remote_code), layers
-        seen = measured(one, batches, order.observation, states, host_bytes(order.activation_bytes))
-        with whole(_final(order, share)) as partial:
-            torch.save(seen.state(), partial)
-    shutil.rmtree(layers, ignore_errors=True)
+        made = _loaded if order.mode == "resident" else replica
+        one = made(order.folder, device, trust_remote_code=order.trust_remote_code)
+        host = host_bytes(order.activation_bytes)
+        measured(one, batches, order.observation, order.mode, own, host).save(_final(order, share))
+    shutil.rmtree(own, ignore_errors=True)
 
 
 def measured(
     one: Replica,
     batches: Sequence[torch.Tensor],
     observation: Observation,
-    states: Path | None,
+    mode: Literal["resident", "layer"],
+    work: Path,
     host: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Measurement:
-    """Measure a model on one device: a loaded one, or by layers where there is a folder for hidden ``states``, those
-    that ``host`` bytes of memory do not hold."""
-    if states is None:
-        return run_resident(one, batches, observation, advance)
-    activations = activations_for(one.device, need_of(one, batches)[0], host, states)
+    """Measure a model on one device, in resident mode a loaded one, going on with what lies in ``work``.
+
+    In layer mode hidden states lie there too, those that ``host`` bytes of memory do not hold.
+    """
+    if mode == "resident":
+        return run_resident(one, batches, observation, work, advance)
+    activations = activations_for(one.device, need_of(one, batches)[0], host, work)
     return run_layers(one, batches, observation, activations, advance)
 
 
@@ -166,13 +166,12 @@ def joined(order: Order, shares: Sequence[Share]) -> Measurement:
         path = _final(order, share)
         if not is_finished(order, share):
             raise CalibrationError(f"{path} was measured elsewhere, and cannot be seen here")
-        with storing("the measurement", path):
-            found.add(Measurement.of(order.observation, torch.load(path, weights_only=True)))
+        found.add(Measurement.load(order.observation, path))
     return found
 
 
 @lru_cache(maxsize=1)
-def _loaded(folder: Path, device: str, trust_remote_code: bool) -> Replica:
+def _loaded(folder: Path, device: str, *, trust_remote_code: bool) -> Replica:
     return load_resident(folder, device, trust_remote_code=trust_remote_code)
 
 

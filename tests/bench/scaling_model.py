@@ -115,8 +115,6 @@ def _row(parts: Parts, model: str, gigabytes: float, files: int, samples: int, n
 
 def _calibration(result: Mapping[str, Any], source: Path) -> tuple[float, float, float]:
     """Seconds until the model is there, of one more sample, and of reading and joining a share's measurement."""
-    import torch
-
     from calibration.measurement import Measurement
     from calibration.observers import Observation
     from calibration.ranges import run_resident
@@ -135,9 +133,9 @@ def _calibration(result: Mapping[str, Any], source: Path) -> tuple[float, float,
         taken.append(time.perf_counter() - began)
     sample = min(taken)
     with tempfile.TemporaryDirectory(dir=source.parent) as folder:
-        torch.save(seen.state(), Path(folder) / "seen.pt")
+        seen.save(Path(folder) / "seen.pt")
         began = time.perf_counter()
-        whole.add(Measurement.of(observation, torch.load(Path(folder) / "seen.pt", weights_only=True)))
+        whole.add(Measurement.load(observation, Path(folder) / "seen.pt"))
         whole.finish()
         join = time.perf_counter() - began
     return loaded + taken[0] - sample, sample, join

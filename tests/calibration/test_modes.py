@@ -83,7 +83,7 @@ def test_resident_mode_keeps_what_it_has_when_it_is_interrupted(
 ) -> None:
     folder, batches = models("qwen3-moe"), list(blocks.split(4))
     counts = OBSERVATIONS["routed percentile"]  # which would be others if a batch were counted twice
-    monkeypatch.setattr("calibration.calibrate.RESIDENT_SECONDS", 0.0)
+    monkeypatch.setattr("calibration.ranges.RESIDENT_SECONDS", 0.0)
     advances: list[int] = []
     advance = listener.advance
 

@@ -209,8 +209,8 @@ def test_what_is_kept_is_what_was_seen(tmp_path: Path, name: Any) -> None:
         with one.every_token():
             one.input("m.experts.0.up", entered, expert="m.experts.0")
         one.routed_only.add("n.experts.1")
-        torch.save(one.state(), tmp_path / "state.pt")
-        again.add(Measurement.of(observation, torch.load(tmp_path / "state.pt", weights_only=True)))
+        one.save(tmp_path / "kept.pt")
+        again.add(Measurement.load(observation, tmp_path / "kept.pt"))
         whole.add(one)
     assert again.finish().keys() == whole.finish().keys()
     assert list(again.finish()) == list(whole.finish())
