@@ -77,7 +77,7 @@ def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float |
     lower, upper = found.bounds(bound_confidence)
     interval_low, interval_high = found.bounds((1 + confidence) / 2)
     baseline, candidate = found.levels
-    left = paired.recovery(found, confidence)
+    recovery, recovery_low, recovery_high = paired.recovery(found, confidence)
     return Accuracy(
         task=pairs.task,
         metric=pairs.metric,
@@ -98,9 +98,9 @@ def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float |
         gains=found.gains,
         losses=found.losses,
         mcnemar_p=mcnemar(found.gains, found.losses) if found.kind == "binary" else None,
-        recovery=left.value,
-        recovery_low=left.low,
-        recovery_high=left.high,
+        recovery=recovery,
+        recovery_low=recovery_low,
+        recovery_high=recovery_high,
         method=found.method,
     )
 

@@ -234,8 +234,7 @@ class Session:
         if what == "open":
             self._harness = Harness(given, tell, self._model)
             return {}
-        if self._harness is None:
-            raise ValueError(f"{what!r} before 'open'")
+        assert self._harness is not None  # noqa: S101 - "open" is the first message
         if what == "load":
             return self._harness.load(SuiteTask.from_json(given["task"]), given["commits"])
         return self._harness.ask(given["task"], given["documents"], Path(given["destination"]))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from statistics import median
+from typing import Any, Literal, get_args
 
 from eval.canary import Canary
 from eval.errors import MeasurementError
@@ -250,6 +251,12 @@ class Measurements(Record):
     chance: Mapping[str, float] = field(default_factory=dict)
     stopped: str | None = None
     faults: tuple[str, ...] = ()
+
+    @property
+    def kv_tokens(self) -> dict[Side, float]:
+        """The tokens that a side's KV cache holds, the median of its launches; none where no log tells."""
+        said = {side: [launch.kv_tokens for launch in self.launches if launch.side == side] for side in get_args(Side)}
+        return {side: median(known) for side, found in said.items() if (known := [*filter(None, found)])}
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping of everything but samples and control, which are kept in files of their own."""

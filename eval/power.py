@@ -23,6 +23,7 @@ Of a mean that is not of 0/1 scores, such as a perplexity's, the deviation betwe
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -108,15 +109,8 @@ def mean_items_needed(
     """Number of items that make a margin testable in `detectable_mean`; ValueError unless the margin is above 0."""
     if margin <= 0:
         raise ValueError(f"the margin must be above 0, found {margin}")
-    items = 2
-    while detectable_mean(items, deviation, confidence, power, looks) > margin:
-        items *= 2
-    low = items // 2
-    while items - low > 1:
-        middle = (low + items) // 2
-        enough = detectable_mean(middle, deviation, confidence, power, looks) <= margin
-        low, items = (low, middle) if enough else (middle, items)
-    return items
+    enough = range(2, 1 << 40)
+    return enough[bisect_left(enough, -margin, key=lambda n: -detectable_mean(n, deviation, confidence, power, looks))]
 
 
 def more_items(

@@ -64,11 +64,6 @@ def _read(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
         raise DefinitionError(f"{path}:{number}: {error}") from error
 
 
-def names(folder: Path = FOLDER) -> tuple[str, ...]:
-    """Names of the sets in a folder, sorted."""
-    return records.names(folder, "jsonl")
-
-
 def load(name: str, folder: Path = FOLDER) -> tuple[Prompt, ...]:
     """Load a set by its name.
 

@@ -110,8 +110,7 @@ class Pairs:
     """The scores of both models on the same items, in the same order.
 
     `baseline`, `candidate`, `weights`, `clusters` and `looks` have one value an item; see `Sample`. An item that shares
-    no passage is a cluster of its own. `planned` and `planned_looks` are those of the sets. Left out, they say:
-    independent items of weight 1, all asked in one look.
+    no passage is a cluster of its own. Left out, they say: independent items of weight 1, all asked in one look.
     """
 
     task: str
@@ -123,7 +122,6 @@ class Pairs:
     clusters: tuple[str, ...] = ()
     looks: tuple[int, ...] = ()
     planned: int = 0
-    planned_looks: int = 1
 
     def __post_init__(self) -> None:
         items = len(self.baseline)
@@ -186,7 +184,6 @@ def pair(baseline: SampleSet, candidate: SampleSet) -> Pairs:
         tuple(left[key].cluster or "#".join(map(str, key)) for key in keys),
         tuple(left[key].look for key in keys),
         baseline.planned,
-        baseline.looks,
     )
 
 

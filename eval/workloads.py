@@ -198,17 +198,12 @@ class Workload:
         return max(cell.in_flight for cell in self.cells)
 
 
-def names(folder: Path = FOLDER) -> tuple[str, ...]:
-    """Names of the workloads in a folder, sorted."""
-    return records.names(folder)
-
-
-def load(name: str, folder: Path = FOLDER) -> Workload:
+def load(name: str) -> Workload:
     """Load a workload by its name, or by the path of a YAML file.
 
     Raises `DefinitionError` with the nearest existing name, or with file, line and key of what is wrong in it.
     """
-    return parse(Path(name) if records.is_path(name) else records.file_of("workload", name, folder))
+    return parse(Path(name) if records.is_path(name) else records.file_of("workload", name, FOLDER))
 
 
 def parse(path: Path) -> Workload:

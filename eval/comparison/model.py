@@ -275,20 +275,13 @@ def _warnings(lettered: Sequence[tuple[str, Report]], groups: Sequence[Group]) -
         )
     places: dict[Place, list[str]] = {}
     for name, contender in lettered:
-        if contender.gate.throughput:
-            places.setdefault(contender.place, []).append(name)
+        places.setdefault(contender.place, []).append(name)
     if len(places) > 1:
         parts = "; ".join(f"{', '.join(names)} on {where(place)}" for place, names in places.items())
         yield (
-            f"Throughput was measured in {len(places)} places: {parts}. Figures of different hardware or software are "
-            "never compared: each place has a table of its own."
+            f"These were measured in {len(places)} places: {parts}. Throughputs of different hardware or software are "
+            "never compared: each place has a table of its own. Kernels that round differently move a few answers too."
         )
-    same: dict[str, list[str]] = {}
-    for name, contender in lettered:
-        same.setdefault(contender.gate.artefact, []).append(name)
-    for names in same.values():
-        if len(names) > 1:
-            yield f"{' and '.join(names)} are the same checkpoint, byte for byte."
     for name, contender in lettered:
         if contender.gate.verdict is Verdict.INVALID:
             yield f"{name} ({contender.name}) is INVALID: its figures are shown, but mean nothing."
@@ -297,16 +290,8 @@ def _warnings(lettered: Sequence[tuple[str, Report]], groups: Sequence[Group]) -
 def _notes(marks: Sequence[Mark], shared: frozenset[tuple[str, str]]) -> Iterable[str]:
     if not shared and any(mark.contender.gate.accuracy for mark in marks):
         yield "No gated task was asked of all of them, so nothing ranks them by accuracy."
-    runtimes = dict.fromkeys(mark.contender.place for mark in marks)
-    if len(runtimes) > 1:
-        parts = "; ".join(
-            f"{', '.join(m.letter for m in marks if m.contender.place == place)} on {where(place)}"
-            for place in runtimes
-        )
-        yield f"Not all were asked through the same server: {parts}. Kernels that round differently move a few answers."
-    silent = [mark for mark in marks if mark.contender.unread]
-    if len(marks) > 1:
-        for mark in silent:
+    for mark in marks if len(marks) > 1 else ():
+        if mark.contender.unread:
             yield f"{mark.letter} has no part in the direct comparison: {mark.contender.unread}."
 
 

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib import resources
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -33,9 +32,6 @@ from eval.measurements import Measurements
 from eval.statistics.sequential import Look
 from eval.throughput import Throughput
 from eval.verdict import Verdict
-
-if TYPE_CHECKING:
-    from eval.measurements import Launch, Measurements, Side
 
 
 def claims(*, weights: str, kv_cache: str) -> dict[str, float]:
@@ -76,16 +72,11 @@ def _measured(what: str, measurements: Measurements, throughput: Sequence[Throug
             before, after = measurements.weights
             return before / after if before and after else None
         case "kv_tokens":
-            room = [_kv_tokens(measurements.launches, side) for side in ("baseline", "candidate")]
-            return room[1] / room[0] if room[0] and room[1] else None
+            room = measurements.kv_tokens
+            return room["candidate"] / room["baseline"] if len(room) == 2 else None
         case "throughput":
             return max((cell.ratio for cell in throughput), default=None)
     raise ValueError(f"eval/headlines.yaml: nothing measures {what!r}")
-
-
-def _kv_tokens(launches: Sequence[Launch], side: Side) -> float | None:
-    found = [launch.kv_tokens for launch in launches if launch.side == side and launch.kv_tokens is not None]
-    return median(found) if found else None
 
 
 @cache

@@ -178,14 +178,8 @@ def changes(recorded: GateReport, found: GateReport) -> tuple[str, ...]:
         sentences.append(f"The artefact is {found.artefact}, the record says {recorded.artefact}.")
     if recorded.verdict is not found.verdict:
         sentences.append(f"The numbers lead to {found.verdict.value}, the record says {recorded.verdict.value}.")
-    before, after = ({(f.kind, f.subject, f.reason): f for f in report.findings} for report in (recorded, found))
-    sentences += [f"Only the record says: {_told(before[key])}" for key in before if key not in after]
-    sentences += [f"The record does not say: {_told(after[key])}" for key in after if key not in before]
-    sentences += [
-        f"The record says {before[key].verdict.value} of: {_told(after[key])}"
-        for key in after
-        if key in before and before[key] != after[key]
-    ]
+    sentences += [f"Only the record says: {_told(f)}" for f in recorded.findings if f not in found.findings]
+    sentences += [f"The record does not say: {_told(f)}" for f in found.findings if f not in recorded.findings]
     old, new = recorded.to_json(), found.to_json()
     fields = [name for name in new if name not in ("artefact", "verdict", "findings") and old.get(name) != new[name]]
     if fields:

@@ -165,19 +165,14 @@ def check_launches(measurements: Measurements) -> Iterator[Finding]:
         return
     yield from _series(launches)
     yield from _results(launches)
-    promised = {
-        "baseline": measurements.baseline.promised_kv_cache,
-        "candidate": measurements.candidate.promised_kv_cache,
-    }
     for launch in launches:
-        faults = [*launch.faults, kv_cache_fault(promised[launch.side], launch.kv_cache_dtype)]
-        for fault in filter(None, faults):
-            yield Finding.invalid(launch.side, f"Launch {launch.number} of the {launch.side}: {fault}")
-    served = {"baseline": measurements.baseline.device, "candidate": measurements.candidate.device}
-    for launch in launches:
-        if launch.device not in (None, served[launch.side]):
-            elsewhere = f"ran on {launch.device}, where the {launch.side} was served on {served[launch.side]}"
-            yield Finding.invalid(launch.side, f"Launch {launch.number} of the {launch.side} {elsewhere}")
+        server = measurements.baseline if launch.side == "baseline" else measurements.candidate
+        faults = [*launch.faults, kv_cache_fault(server.promised_kv_cache, launch.kv_cache_dtype)]
+        told = [f": {fault}" for fault in filter(None, faults)]
+        if launch.device not in (None, server.device):
+            told.append(f" ran on {launch.device}, where the {launch.side} was served on {server.device}")
+        for fault in told:
+            yield Finding.invalid(launch.side, f"Launch {launch.number} of the {launch.side}{fault}")
     for subject, limit, used, measured in _ALONE:
         shares = [getattr(launch, f"{subject}_cpu") or 0.0 for launch in launches]
         if busy := [launch for launch, share in zip(launches, shares, strict=True) if share > limit]:

@@ -148,7 +148,6 @@ class Grid:
     right: int = 12
     top: int = 30
     bottom: int = 42
-    head: int = 0
 
     @property
     def rows(self) -> int:
@@ -158,14 +157,14 @@ class Grid:
     @property
     def height(self) -> int:
         """Height of the whole figure."""
-        return self.head + self.rows * (self.top + self.panel_height + self.bottom)
+        return self.rows * (self.top + self.panel_height + self.bottom)
 
     def place(self, axes: Sequence[Any]) -> list[Any]:
         """Put the axes where the panels are; axes without a panel are hidden. Returns those that have one."""
         cell = self.width / self.columns
         for number, axis in enumerate(axes):
             row, column = divmod(number, self.columns)
-            low = self.height - self.head - row * (self.top + self.panel_height + self.bottom)
+            low = self.height - row * (self.top + self.panel_height + self.bottom)
             low -= self.top + self.panel_height
             box = (column * cell + self.left, low, cell - self.left - self.right, self.panel_height)
             sides = (self.width, self.height) * 2
@@ -292,7 +291,6 @@ def forest(
     label: str,
     width: int,
     name: str,
-    neutral: float = 0.0,
     more_is_worse: bool = False,
     least_span: float = 0.4,
 ) -> str:
@@ -304,7 +302,7 @@ def forest(
     row, top, bottom = 58, 6, 44
     height = top + bottom + row * len(rows)
     with figure(width, height, (0, 0, top, bottom)) as (drawing, axis):
-        low, high = _limits(rows, neutral, least_span)
+        low, high = _limits(rows, least_span)
         axis.set_xlim(low, high)
         axis.set_ylim(len(rows), 0)
         edge = high if more_is_worse else low
@@ -312,7 +310,7 @@ def forest(
             y, band = index + 0.66, [index + 0.42, index + 0.94]
             ink = colour(item.tone)
             # In the band alone: through the row's name it would be read as a letter.
-            axis.plot([neutral] * 2, band, color=colour("muted"), linewidth=1)
+            axis.plot([0, 0], band, color=colour("muted"), linewidth=1)
             if item.limit is not None:
                 axis.fill_betweenx(band, edge, item.limit, color=colour("fail"), alpha=0.1, linewidth=0)
                 axis.plot([item.limit] * 2, band, color=colour("fail"), linewidth=1.5)
@@ -330,8 +328,8 @@ def forest(
         return inline(drawing, name=name, label=label)
 
 
-def _limits(rows: Sequence[Row], neutral: float, least: float) -> Span:
-    values = [neutral - least / 2, neutral + least / 2]
+def _limits(rows: Sequence[Row], least: float) -> Span:
+    values = [-least / 2, least / 2]
     for item in rows:
         spans = [item.interval, item.bounds]
         values += [end for span in spans if span is not None for end in span]

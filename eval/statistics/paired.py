@@ -33,7 +33,7 @@ Johnson's correction (JASA 73, 536-544, 1978) makes up for it, `_TAIL` says how 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -191,16 +191,7 @@ def totals(values: NDArray[np.float64], clusters: NDArray[Any]) -> NDArray[np.fl
     """Sum of `values` in each cluster, shape (clusters,), for cluster numbers 0, 1, ..."""
     import numpy as np
 
-    summed: NDArray[np.float64] = np.bincount(clusters, weights=values)  # type: ignore[assignment]
-    return summed
-
-
-def numbered(clusters: Sequence[str]) -> NDArray[np.int64]:
-    """The number of each item's cluster, counted in the order of their first items."""
-    import numpy as np
-
-    numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters], dtype=np.int64)
+    return np.bincount(clusters, weights=values)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +284,7 @@ def change(pairs: Pairs) -> Change:
     items = len(baseline)
     perplexity = pairs.kind == "perplexity"
     weights = np.asarray(pairs.weights, dtype=np.float64) if perplexity else np.ones(items)
-    clusters = numbered(pairs.clusters)
+    clusters = np.unique(pairs.clusters, return_inverse=True)[1]
     units = Units(*(totals(values, clusters) for values in (baseline, candidate, weights)))
     if items < 2 or len(units.weights) < 2:
         what = f"{items} items" if items < 2 else f"{items} items of one passage"
@@ -360,20 +351,10 @@ def design_effect(sums: NDArray[np.float64], squares: NDArray[np.float64], sizes
     return DesignEffect(1 + correlation * (size - 1), max(1.0, satterthwaite(sizes * (1 + correlation * (sizes - 1)))))
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """candidate / baseline (of perplexities: baseline / candidate), None where the baseline scores 0.
+def recovery(change: Change, confidence: float) -> tuple[float | None, float | None, float | None]:
+    """candidate / baseline (of perplexities: baseline / candidate), with a two-sided interval at `confidence`.
 
-    The bounds are None where they are not finite: a baseline that cannot be told from 0.
-    """
-
-    value: float | None
-    low: float | None
-    high: float | None
-
-
-def recovery(change: Change, confidence: float) -> Recovery:
-    """The share that is left, with a two-sided interval at `confidence`.
+    None where the baseline scores 0; without bounds where these are not finite: a baseline that cannot be told from 0.
 
     Of scores it is Fieller's interval (JRSS B 16, 175-185, 1954) of a ratio of two means measured on the same units:
     the ratios r for which the mean of candidate - r * baseline is within t standard errors of 0. Unlike the delta
@@ -387,12 +368,13 @@ def recovery(change: Change, confidence: float) -> Recovery:
     low, high = change.bounds((1 + confidence) / 2)
     if change.kind == "perplexity":
         # Two documents can have bounds beyond what a float holds.
-        return Recovery(*(math.exp(min(value, 700.0)) for value in (change.difference, low, high)))
+        left, least, most = (math.exp(min(value, 700.0)) for value in (change.difference, low, high))
+        return left, least, most
     units, items = change.units, change.items
     count = len(units.weights)
     mean = float(np.sum(units.baseline)) / items
     if mean == 0:
-        return Recovery(None, None, None)
+        return None, None, None
     t = float(stdtrit(count - 1, (1 + confidence) / 2))
     moved = units.candidate - units.baseline - change.difference * units.weights
     level = units.baseline - mean * units.weights
@@ -406,6 +388,6 @@ def recovery(change: Change, confidence: float) -> Recovery:
     c = change.difference**2 - t**2 * moved_variance
     value = 1 + change.difference / mean
     if a <= 0 or b * b < a * c:
-        return Recovery(value, None, None)
+        return value, None, None
     root = math.sqrt(b * b - a * c)
-    return Recovery(value, 1 + (b - root) / a, 1 + (b + root) / a)
+    return value, 1 + (b - root) / a, 1 + (b + root) / a

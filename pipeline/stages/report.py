@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from statistics import median
 
 from eval import prompts, record
 from eval.gate import GateReport
@@ -155,10 +154,8 @@ def _scheme(job: Job) -> str:
 def _kv_tokens(measured: Measurements, inputs: Mapping[str, Entry]) -> dict[str, int]:
     found: dict[str, int] = {}
     for side in SIDES:
-        said = [launch.kv_tokens for launch in measured.launches if launch.side == side and launch.kv_tokens]
         log = read_json(inputs[f"serve-{side}"].file(LAUNCH)).get("log") or {}
-        tokens = median(said) if said else log.get("kv_tokens")
-        if tokens:
+        if tokens := measured.kv_tokens.get(side) or log.get("kv_tokens"):
             found[side] = round(tokens)
     return found
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri, stdtrit
 
-from eval import suites
+from eval import records, suites
 from eval.measurements import order
 from eval.power import outcome
 from eval.statistics.paired import (
@@ -338,7 +338,7 @@ def main(runs: int) -> None:
         "\n| lossless, a suite's scored tasks | tasks | forecast PASS | simulated | items, forecast | simulated |"
     )
     click.echo("|---|--:|--:|--:|--:|--:|")
-    for name in suites.names():
+    for name in records.names(suites.FOLDER):
         scored = [task for task in suites.load(name).tasks if task.gated and task.expected_spread is None]
         forecasts = [outcome(task.items, 4, task.margin or 0.01, task.expected_flip_rate) for task in scored]
         seen = [evaluated(np.random.default_rng(n), task, runs) for n, task in enumerate(scored)]

@@ -108,9 +108,10 @@ def test_findings_and_figures_that_were_edited_are_named(
     path.write_text(json.dumps(record))
     differences = quantmint("gate", path, "--json").json["differences"]
     assert differences[0] == "Only the record says: PASS, accuracy: All is well."
-    assert differences[1].startswith("The record does not say: PASS, accuracy: -0.10 points on t")
-    assert differences[2].startswith("The record says FAIL of: PASS, canary: ")
-    assert differences[3:] == ["Other figures than recorded: accuracy."]
+    assert differences[1].startswith("Only the record says: FAIL, canary: ")
+    assert differences[2].startswith("The record does not say: PASS, accuracy: -0.10 points on t")
+    assert differences[3].startswith("The record does not say: PASS, canary: ")
+    assert differences[4:] == ["Other figures than recorded: accuracy."]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eval import harness, suites, workloads
+from eval import harness, records, suites, workloads
 from eval.errors import DefinitionError
 
 SUITE = """\
@@ -37,7 +37,7 @@ cells:
 """
 
 
-@pytest.mark.parametrize("name", suites.names())
+@pytest.mark.parametrize("name", records.names(suites.FOLDER))
 def test_shipped_suites_can_test_a_margin_of_one_point(name: str) -> None:
     assert suites.untestable(suites.load(name), margin=0.01) == ()
 
@@ -56,7 +56,7 @@ def test_shipped_suites_name_tasks_metrics_and_filters_of_lm_eval() -> None:
         tagged = [other for other, found in index.items() if name in found.tags and found.kind.name == "TASK"]
         return [leaf for child in (tagged or entry.cfg["task"]) for leaf in leaves(child)]
 
-    shipped = [suites.load(name) for name in suites.names() if name != "tiny"]
+    shipped = [suites.load(name) for name in records.names(suites.FOLDER) if name != "tiny"]
     counts = {}
     for task in (task for suite in shipped for task in suite.tasks):
         found = leaves(task.task)
@@ -80,7 +80,7 @@ def test_shipped_suites_name_tasks_metrics_and_filters_of_lm_eval() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", workloads.names())
+@pytest.mark.parametrize("name", records.names(workloads.FOLDER))
 def test_shipped_workloads_fill_their_concurrency(name: str) -> None:
     workload = workloads.load(name)
     assert all(cell.num_prompts >= 2 * cell.in_flight or cell.concurrency is None for cell in workload.cells)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import prompts, suites
+from eval import prompts, records, suites
 from eval.errors import DefinitionError
 from recipes.tiny.tasks import calibration_lines, canary_prompts
 from recipes.tiny.world import build_world
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_suite_names_prompts_that_there_are() -> None:
-    for name in suites.names():
+    for name in records.names(suites.FOLDER):
         assert len(prompts.load(suites.load(name).canary)) >= 48
 
 

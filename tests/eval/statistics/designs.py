@@ -67,7 +67,6 @@ def asked(
         () if weights is None else tuple(weights.tolist()),
         tuple(map(str, numbers)),
         tuple(np.searchsorted(seen, numbers, side="right").tolist()),
-        planned_looks=len(seen),
     )
 
 

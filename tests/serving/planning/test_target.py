@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from eval import workloads
+from eval import records, workloads
 from pipeline.base.errors import UserError
 from pipeline.serving.planning.target import Target, parse_target, profile, profiles
 
 
 def test_workloads_and_plans_call_profiles_by_the_same_names():
     assert set(workloads.PROFILES) == set(profiles())
-    assert {workloads.load(name).profile for name in workloads.names()} <= set(profiles())
+    assert {workloads.load(name).profile for name in records.names(workloads.FOLDER)} <= set(profiles())
 
 
 def test_a_profile_with_its_load():
