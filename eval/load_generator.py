@@ -102,7 +102,7 @@ def read(result: Path, cell: Cell, *, gpus: int = 1, log: Path | None = None) ->
     if cell.output_tokens is not None and not cell.output_tokens[0] <= (tokens or 0) <= cell.output_tokens[1]:
         expected = " to ".join(map(str, dict.fromkeys(cell.output_tokens)))
         raise MeasurementError(f"{result}: cell {cell.name}: {tokens} tokens came back, expected {expected}")
-    peak, goodput = data.get("max_concurrent_requests"), data.get("request_goodput") if cell.goodput else None
+    goodput = data.get("request_goodput") if cell.goodput else None
     if cell.goodput and goodput is None:
         raise MeasurementError(f"{result}: no 'request_goodput'")
     try:
@@ -120,7 +120,6 @@ def read(result: Path, cell: Cell, *, gpus: int = 1, log: Path | None = None) ->
                 "request_rate": cell.rate,
                 "requests_per_second": data.get("request_throughput"),
                 "goodput": goodput,
-                "peak_concurrency": None if peak is None else int(peak),
                 "peak_output_throughput": data.get("max_output_tokens_per_s"),
             }
         )

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from eval.canary import Canary
 from eval.errors import MeasurementError
-from eval.records import Record
+from eval.records import Part, Record
 from eval.samples import SampleSet
 from eval.verdict import Verdict
 
@@ -17,7 +17,7 @@ Side = Literal["baseline", "candidate"]
 
 
 @dataclass(frozen=True, slots=True)
-class CellResult(Record):
+class CellResult(Part):  # earlier records have the most requests in flight, too
     """One cell on one launch of a server.
 
     `duration` is in seconds, throughputs in tokens per second over all requests, latencies in milliseconds: time to
@@ -26,8 +26,7 @@ class CellResult(Record):
     `gpus` shared the work. `concurrency` and `request_rate` (requests per second) are the cell's limits, None without
     one: a cell with a rate offers that load whatever the server could do, so that its throughput says nothing about
     speed, only its latencies do. `goodput` counts the requests per second that met the cell's latency goals, None
-    where it has none. `peak_concurrency` and `peak_output_throughput` are vLLM's: requests that were in flight at any
-    time of a second, which may be more than were at once, and tokens of a second, each the largest of all seconds.
+    where it has none. `peak_output_throughput` is vLLM's: the most tokens of any second.
     """
 
     cell: str
@@ -49,7 +48,6 @@ class CellResult(Record):
     request_rate: float | None = None
     requests_per_second: float | None = None
     goodput: float | None = None
-    peak_concurrency: int | None = None
     peak_output_throughput: float | None = None
 
 

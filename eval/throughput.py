@@ -13,7 +13,7 @@ from statistics import mean, median, stdev
 
 from eval.errors import MeasurementError
 from eval.measurements import CellResult
-from eval.records import Record
+from eval.records import Part
 from eval.statistics.ranks import rank_test, ratio_interval
 
 LATENCY_FIELDS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99")
@@ -22,7 +22,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Throughput(Record):
+class Throughput(Part):  # earlier records have the most requests in flight, too
     """One cell on both sides, medians over launches.
 
     `baseline` and `candidate` are output tokens per second on `gpus` GPUs, `values_baseline` and `values_candidate`
@@ -33,8 +33,8 @@ class Throughput(Record):
     is faster than `promise` times the baseline, `p_short` that it is slower than that (None without a promise).
 
     `latency` maps a field of `CellResult`, such as `ttft_p50`, to (baseline, candidate) in milliseconds, and
-    `latency_intervals` to the ranges of both over launches. `goodput` (requests per second that met their limits) and
-    `peak_concurrency` (requests) are (baseline, candidate), None where a launch did not report them.
+    `latency_intervals` to the ranges of both over launches. `goodput` (requests per second that met their limits)
+    is (baseline, candidate), None where a launch did not report it.
     """
 
     cell: str
@@ -57,7 +57,6 @@ class Throughput(Record):
     latency: Mapping[str, tuple[float, float]]
     latency_intervals: Mapping[str, tuple[Interval, Interval]]
     goodput: tuple[float, float] | None
-    peak_concurrency: tuple[float, float] | None
 
     @property
     def repeated(self) -> bool:
@@ -110,9 +109,6 @@ def compare(
         before, after = values(name)
         return float(median(before)), float(median(after))
 
-    def reported(name: str) -> tuple[float, float] | None:
-        return None if None in (*values(name)[0], *values(name)[1]) else medians(name)
-
     before, after = values("output_throughput")
     if min(*before, *after) <= 0:
         raise MeasurementError(f"cell {cell}: a launch put out {min(*before, *after)} tokens per second")
@@ -144,6 +140,5 @@ def compare(
             for name in LATENCY_FIELDS
             for before, after in [values(name)]
         },
-        goodput=reported("goodput"),
-        peak_concurrency=reported("peak_concurrency"),
+        goodput=None if None in (result.goodput for result in results) else medians("goodput"),
     )

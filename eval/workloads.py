@@ -38,10 +38,8 @@ from eval.records import Document, Place, Record, read
 
 FOLDER = Path(__file__).parent / "workloads"
 
-PROFILES = ("latency", "streaming", "throughput", "offline")
+Profile = Literal["latency", "streaming", "throughput", "offline"]
 """What a server may be for. Whoever plans one has a row for each of these names."""
-GOALS = ("ttft", "tpot", "e2el")
-"""What a request's latency may be bound by: time to first token, time per token after it, the whole request."""
 
 WAVES = 10
 """Prompts for each that is in flight: with fewer, filling and emptying the batch is a large part of a measurement."""
@@ -55,7 +53,7 @@ _SHORT = 10  # tokens: what is shorter has no room to vary
 
 @dataclass(frozen=True, slots=True)
 class _Goals(Record):
-    """Latencies in ms."""
+    """Latencies in ms: time to first token, time per token after it, the whole request."""
 
     ttft: _Above | None = None
     tpot: _Above | None = None
@@ -93,7 +91,7 @@ class _Workload(Record):
 
     name: str
     description: str
-    profile: Literal["latency", "streaming", "throughput", "offline"]
+    profile: Profile
     cells: Annotated[tuple[_Cell, ...], Field(min_length=1)]
     dataset: _Dataset | Literal["random"] | None = None
     goodput: _Goals | None = None
@@ -261,7 +259,7 @@ def _cell(document: Document, whole: _Workload, entry: _Cell, at: Place) -> Cell
         rate=None if entry.rate == "inf" else entry.rate,
         file=file,
         ignore_eos=file is None if entry.ignore_eos is None else entry.ignore_eos,
-        goodput=() if goals is None else tuple((n, limit) for n in GOALS if (limit := getattr(goals, n)) is not None),
+        goodput=() if goals is None else tuple((n, limit) for n, limit in goals.to_json().items() if limit is not None),
     )
 
 

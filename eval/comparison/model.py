@@ -268,7 +268,8 @@ def _slowest(contenders: Sequence[Report]) -> list[Throughput | None]:
 
 def _warnings(lettered: Sequence[tuple[str, Report]], groups: Sequence[Group]) -> Iterable[str]:
     if len(groups) > 1:
-        parts = "; ".join(f"{_names(g.marks)} against {g.model} ({g.baseline[:20]})" for g in groups)
+        members = [", ".join(mark.letter for mark in group.marks) for group in groups]
+        parts = "; ".join(f"{n} against {g.model} ({g.baseline[:20]})" for n, g in zip(members, groups, strict=True))
         yield (
             f"These checkpoints have {len(groups)} different baselines: {parts}. A change from one baseline says "
             "nothing beside a change from another, so each group stands alone."
@@ -299,10 +300,6 @@ def where(place: Place) -> str:
     """A place in words."""
     hardware, device, engine = place
     return f"{hardware} ({device}) by {engine}" if device else f"{hardware} by {engine}"
-
-
-def _names(marks: Iterable[Mark]) -> str:
-    return ", ".join(mark.letter for mark in marks)
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 from eval.accuracy import better
 from eval.comparison.model import Comparison, Group, Mark, where
 from eval.report.accuracy import changes
-from eval.report.numbers import level, unit_of
 from eval.report.page import environment
 from eval.report.plots import Spot, drawn, plane
 
@@ -20,7 +19,7 @@ WIDE = 912
 def render(comparison: Comparison) -> str:
     """Render the page."""
     made = environment(FOLDER)
-    made.globals |= {"unit_of": unit_of, "level": level, "better": better, "where": where}
+    made.globals |= {"better": better, "where": where}
     return made.get_template("page.html.j2").render(
         comparison=comparison,
         marks=[mark for group in comparison.groups for mark in group.marks],

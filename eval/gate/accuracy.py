@@ -52,7 +52,7 @@ def judge(
     size = f"{promised:.2%}" if result.kind == "perplexity" else f"{100 * promised:.2f} points"
     limit = f"the margin of {size} at {policy.confidence:.0%} confidence"
     no_worse, no_better = _beyond(result, result.lower, better=True), _beyond(result, result.upper, better=False)
-    if _implausible(result, margin, floor):
+    if result.lower > margin and (floor is None or result.flip_rate > floor.high):
         reason = (
             f"{_change(result)}; the true change is {no_worse}, a gain of more than {limit}. Quantization does not "
             f"improve a model, so something else differs between the sides.{_flips(result, floor)}"
@@ -104,10 +104,6 @@ def unmeasured(measurements: Measurements, policy: Policy, *, broken: bool) -> I
         elif not broken:
             reason = f"{task} was not measured: the {measurements.stopped} ended the run by limits that were stricter."
             yield Finding("accuracy", task, Verdict.INCONCLUSIVE, reason)
-
-
-def _implausible(result: Accuracy, margin: float, floor: Control | None) -> bool:
-    return result.lower > margin and (floor is None or result.flip_rate > floor.high)
 
 
 def _more(result: Accuracy, margin: float, looks: int, policy: Policy) -> str:

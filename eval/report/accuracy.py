@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.accuracy import Accuracy
 from eval.gate import GateReport
-from eval.report.numbers import DASH, level, percent, tone, unit_of
+from eval.report.numbers import tone, unit_of
 from eval.report.plots import (
     LETTER,
     Grid,
@@ -39,7 +39,6 @@ def view(gate: GateReport) -> dict[str, Any] | None:
     perplexed = [result for result in gate.accuracy if result.kind == "perplexity"]
     sequential = [path for result in gate.accuracy if (path := _path(gate, result)) is not None]
     return {
-        "rows": [_row(gate, result) for result in gate.accuracy],
         "forests": [
             drawn(partial(changes, [(result, "", gate) for result in results]), name)
             for name, results in (("accuracy-scores", scored), ("accuracy-perplexity", perplexed))
@@ -48,27 +47,6 @@ def view(gate: GateReport) -> dict[str, Any] | None:
         "looks": drawn(partial(paths, sequential), "looks") if sequential else None,
         "saved": sum(result.planned - result.items for result in gate.accuracy),
         "planned": sum(result.planned for result in gate.accuracy),
-    }
-
-
-def _row(gate: GateReport, result: Accuracy) -> dict[str, Any]:
-    unit, margin = unit_of(result.kind), gate.policy.margins.get(result.task)
-    recovery = None if result.recovery_low is None or result.recovery_high is None else (
-        f"{100 * result.recovery_low:.1f} \N{HORIZONTAL ELLIPSIS} {percent(result.recovery_high)}"
-    )  # fmt: skip
-    return {
-        "result": result,
-        "verdict": gate.verdict_of("accuracy", result.task),
-        "change": unit.words(result.difference),
-        "margin": DASH if margin is None else unit.margin_words(margin),
-        "bounds": unit.interval(result.lower, result.upper),
-        "interval": unit.interval(result.interval_low, result.interval_high),
-        "error": f"{100 * result.standard_error:.2f} {'%' if unit.perplexity else 'pt'}",
-        "baseline": level(result, result.baseline),
-        "candidate": level(result, result.candidate),
-        "recovery": percent(result.recovery),
-        "recovery_interval": recovery,
-        "saved": result.planned - result.items,
     }
 
 

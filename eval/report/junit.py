@@ -25,8 +25,9 @@ _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 def render(report: Report) -> str:
     """The XML text: a suite for each kind of check, with what was measured where among its properties."""
     gate = GateReport.from_json(report["gate"])
-    total = _counts(gate.findings)
-    root = ET.Element("testsuites", {"name": _clean(report["name"]), **total})
+    told = {name: str(report[name]) for name in ("model", "scheme")} | {"verdict": gate.verdict.value}
+    told |= {name: getattr(gate, name) for name in ("artefact", "runtime", "hardware", "device")}
+    root = ET.Element("testsuites", {"name": _clean(report["name"]), **_counts(gate.findings)})
     for kind in get_args(Kind):
         findings = [finding for finding in gate.findings if finding.kind == kind]
         if findings:
@@ -35,48 +36,28 @@ def render(report: Report) -> str:
                 "timestamp": report["created"][:19],
             })  # fmt: skip
             properties = ET.SubElement(suite, "properties")
-            for name, value in _properties(report, gate).items():
+            for name, value in told.items():
                 ET.SubElement(properties, "property", {"name": name, "value": _clean(value)})
-            names: Counter[str] = Counter()
+            names: Counter[str] = Counter()  # readers keep one result of each name
             for finding in findings:
                 names[finding.subject] += 1
                 again = f" ({names[finding.subject]})" if names[finding.subject] > 1 else ""
-                _case(suite, report["name"], f"{finding.subject}{again}", finding)
+                named = {"classname": f"{report['name']}.{kind}", "name": f"{finding.subject}{again}", "time": "0"}
+                case = ET.SubElement(suite, "testcase", {name: _clean(value) for name, value in named.items()})
+                if finding.verdict is Verdict.PASS:
+                    ET.SubElement(case, "system-out").text = _clean(finding.reason)
+                    continue
+                tag = "error" if finding.verdict is Verdict.INVALID else "failure"
+                said = {"type": finding.label or finding.verdict.value, "message": _clean(finding.reason)}
+                ET.SubElement(case, tag, said).text = _clean(finding.reason)
     ET.indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(root, encoding="unicode")}\n'
-
-
-def _case(suite: ET.Element, report: str, name: str, finding: Finding) -> None:
-    """A test case. Its name is its own: readers keep one result of each."""
-    case = ET.SubElement(
-        suite,
-        "testcase",
-        {"classname": _clean(f"{report}.{finding.kind}"), "name": _clean(name), "time": "0"},
-    )
-    reason = _clean(finding.reason)
-    if finding.verdict is Verdict.PASS:
-        ET.SubElement(case, "system-out").text = reason
-        return
-    tag = "error" if finding.verdict is Verdict.INVALID else "failure"
-    ET.SubElement(case, tag, {"type": finding.label or finding.verdict.value, "message": reason}).text = reason
 
 
 def _counts(findings: tuple[Finding, ...] | list[Finding]) -> dict[str, str]:
     errors = sum(finding.verdict is Verdict.INVALID for finding in findings)
     failures = sum(finding.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE) for finding in findings)
     return {"tests": str(len(findings)), "failures": str(failures), "errors": str(errors)}
-
-
-def _properties(report: Report, gate: GateReport) -> dict[str, str]:
-    return {
-        "verdict": gate.verdict.value,
-        "model": report["model"],
-        "scheme": report["scheme"],
-        "artefact": gate.artefact,
-        "runtime": gate.runtime,
-        "hardware": gate.hardware,
-        "device": gate.device,
-    }
 
 
 def _clean(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from eval.gate import GateReport
 from eval.report import accuracy, flips, junit, layers, markdown, run, summary, throughput
 from eval.report.model import CARD, DATA, JUNIT, PAGE, Report
-from eval.report.numbers import FILTERS
+from eval.report.numbers import FILTERS, level, unit_of
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -36,6 +36,7 @@ def environment(folder: Path = FOLDER) -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= FILTERS
+    made.globals |= {"unit_of": unit_of, "level": level}
     sheets = [sheet for place in dict.fromkeys((FOLDER, folder)) if (sheet := place / "page.css").is_file()]
     made.globals["style"] = Markup("".join(sheet.read_text(encoding="utf-8") for sheet in sheets))  # noqa: S704 - our own files
     return made

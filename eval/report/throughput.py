@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from eval.gate import GateReport
-from eval.measurements import CellResult, Launch
+from eval.measurements import Launch
 from eval.report.model import Report
 from eval.report.numbers import signed, tone
 from eval.report.plots import (
@@ -62,50 +62,25 @@ def view(report: Report, gate: GateReport) -> dict[str, Any] | None:
         "unit": unit,
         "curves": drawn(partial(_speeds, _groups(racing), unit=unit), "speed") if racing else None,
         "ratios": drawn(partial(_ratios, gate, [item.cell for item in racing]), "ratio") if racing else None,
-        "rows": [
-            {
-                "item": item,
-                "verdict": gate.verdict_of("throughput", item.cell.cell),
-                "shown": item.rate,
-                "p": _p_value(item.cell),
-            }
-            for item in cells
+        "cells": cells,
+        "latencies": [
+            (group, drawn(partial(_latencies, group, unit=unit), f"latency-{at}"))
+            for at, group in enumerate(_groups(cells))
         ],
-        "latencies": [_latency(group, unit, f"latency-{index}") for index, group in enumerate(_groups(cells))],
-        "backing": gate.throughput[0].backing,
         "fields": [("ttft", "First token"), ("tpot", "Per further token"), ("itl", "Between tokens"),
                    ("e2el", "Whole request")],
         "goodput": any(cell.goodput for cell in gate.throughput),
-        "peaks": any(cell.peak_concurrency for cell in gate.throughput),
         "launches": launches,
         "machine": any(launch.machine.samples for launch in launches),
     }  # fmt: skip
 
 
-def _p_value(cell: Throughput) -> float | None:
-    """That the candidate is faster than promised; without a promise, that it is faster."""
-    return cell.p_faster if cell.promise is None else cell.p_promise
-
-
-def _latency(group: Sequence[Measured], unit: str, name: str) -> dict[str, Any]:
-    """The latencies of one shape of request over its loads."""
-    x_title = "requests/s offered" if group[0].rate else unit
-    return {
-        "shape": group[0].shape,
-        "loads": [f"{item.load:g}" for item in group],
-        "rate": group[0].rate,
-        "plot": drawn(partial(_latencies, group, unit=x_title), name),
-    }
-
-
 def _measured(cell: Throughput, launches: Sequence[Launch]) -> Measured:
-    found: CellResult | None = next((launch.cells[cell.cell] for launch in launches if cell.cell in launch.cells), None)
+    found = next(launch.cells[cell.cell] for launch in launches if cell.cell in launch.cells)
     shape = _LOAD.sub("", cell.cell)
-    if found is not None and found.request_rate is not None:
+    if found.request_rate is not None:
         return Measured(cell, shape, found.request_rate, True)
-    if found is not None and found.concurrency is None:  # all at once
-        return Measured(cell, shape, float(found.completed), False)
-    return Measured(cell, shape, float(found.concurrency or 1) if found is not None else 1.0, False)
+    return Measured(cell, shape, float(found.concurrency or found.completed), False)  # all at once, or so many
 
 
 def _groups(cells: Sequence[Measured]) -> list[list[Measured]]:
@@ -176,7 +151,7 @@ def _latencies(group: Sequence[Measured], *, unit: str, width: int, name: str) -
     with panels(width, grid.height, grid.rows, grid.columns) as (drawing, axes):
         for axis, (field, words) in zip(grid.place(axes), LATENCIES.items(), strict=False):
             _panel(axis, group, field)
-            axis.set_xlabel(unit)
+            axis.set_xlabel("requests/s offered" if group[0].rate else unit)
             title(axis, words, left=grid.left)
             ends = [
                 ", ".join("{:.3g} to {:.3g}".format(*item.cell.latency[f"{field}_{which}"]) for item in group)

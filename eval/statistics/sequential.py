@@ -74,6 +74,10 @@ def _boundary(information: tuple[float, ...], confidence: float) -> tuple[float,
     levels: list[float] = []
     walk = Walk.start()
     before = 0.0
+
+    def missing(z: float, walk: Walk, step: float, root: float, due: float) -> float:
+        return walk.beyond(step, z * root, 1) - due
+
     for number, fraction in enumerate(information):
         due = max(spent(fraction, alpha) - before, _LEAST)
         before += due
@@ -81,7 +85,7 @@ def _boundary(information: tuple[float, ...], confidence: float) -> tuple[float,
         if not levels:
             z = _NORMAL.inv_cdf(1 - due)
         else:
-            z = float(brentq(lambda z: walk.above(step, z * math.sqrt(fraction)) - due, -_REACH, _REACH, xtol=1e-12))  # noqa: B023
+            z = float(brentq(missing, -_REACH, _REACH, args=(walk, step, math.sqrt(fraction), due), xtol=1e-12))
         levels.append(confidence if fraction >= 1 and not levels else _NORMAL.cdf(z))
         following = information[number + 1] - fraction if number + 1 < len(information) else step
         walk = walk.step(step, -_REACH * math.sqrt(fraction), z * math.sqrt(fraction), following)
@@ -110,7 +114,7 @@ def crossing(
         step = fraction - walk.fraction
         limit = spread * _NORMAL.inv_cdf(level) * math.sqrt(fraction)
         low, high = -limit - steps[1], limit + steps[0]
-        chances.append((walk.above(step, high), walk.below(step, low)))
+        chances.append((walk.beyond(step, high, 1), walk.beyond(step, low, -1)))
         following = information[number + 1] - fraction if number + 1 < len(information) else step
         walk = walk.step(step, low, high, following)
     return tuple(chances)
@@ -135,19 +139,12 @@ class Walk:
 
         return cls(0.0, drift, np.zeros(1), np.ones(1))
 
-    def above(self, step: float, limit: float) -> float:
-        """Probability of being above `limit` after `step` more information."""
+    def beyond(self, step: float, limit: float, side: int) -> float:
+        """Probability of being above `limit` (`side` 1) or below it (-1) after `step` more information."""
         import numpy as np
         from scipy.special import ndtr
 
-        return float(np.sum(self.mass * ndtr((self.nodes + self.drift * step - limit) / math.sqrt(step))))
-
-    def below(self, step: float, limit: float) -> float:
-        """Probability of being below `limit` after `step` more information."""
-        import numpy as np
-        from scipy.special import ndtr
-
-        return float(np.sum(self.mass * ndtr((limit - self.nodes - self.drift * step) / math.sqrt(step))))
+        return float(np.sum(self.mass * ndtr(side * (self.nodes + self.drift * step - limit) / math.sqrt(step))))
 
     def step(self, step: float, low: float, high: float, following: float) -> Walk:
         """The walk after `step` more information, where it lies between `low` and `high`.

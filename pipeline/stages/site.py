@@ -25,7 +25,6 @@ from eval.comparison.model import Report, read
 from eval.errors import MeasurementError
 from eval.records import Record
 from eval.report.model import DATA, PAGE
-from eval.report.numbers import unit_of
 from eval.report.page import environment
 from pipeline.base.errors import UserError
 from pipeline.stages.finished import of_run
@@ -156,7 +155,7 @@ def judgement(found: Report, page: str) -> Judged:
 def render(rows: Sequence[Row], at_hand: Collection[str]) -> str:
     """Render the index of runs, which come newest first; `at_hand` are the folders of reports that can be linked."""
     made = environment(Path(__file__).parent)
-    made.globals |= {"unit_of": unit_of, "OPEN": OPEN}
+    made.globals |= {"OPEN": OPEN}
     recipes: list[dict[str, Any]] = []
     for number, name in enumerate(dict.fromkeys(row.recipe for row in rows)):
         runs = [row for row in rows if row.recipe == name]

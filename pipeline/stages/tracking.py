@@ -25,6 +25,7 @@ from eval.comparison.model import Report, from_report
 from eval.errors import MeasurementError
 from eval.gate import GateReport
 from eval.report.model import DATA
+from eval.throughput import LATENCY_FIELDS
 from pipeline.base.errors import QuantmintError, UserError, first_line, redact
 from pipeline.stages.finished import Finished, beside
 
@@ -38,7 +39,6 @@ FINGERPRINT = "quantmint.fingerprint"
 """Tag that tells whether a run is there already: the SHA-256 of its report.json, wherever that lies."""
 _LONGEST_VALUE, _LONGEST_KEY = 5000, 250  # characters that every MLflow of the last years takes
 
-_LATENCIES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99")
 _QUIET: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # seven, which is the default, keep a finished run waiting for minutes
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
@@ -136,7 +136,7 @@ def _figures(found: Report, gate: GateReport) -> Iterator[tuple[str, float | Non
         repeated = ("ratio_low", "ratio_high", "p_faster") if cell.repeated else ()  # one launch has no interval
         for field in ("ratio", "baseline", "candidate", *repeated):
             yield f"{at}/{field}", getattr(cell, field)
-        for field in _LATENCIES:
+        for field in LATENCY_FIELDS:
             before, after = cell.latency.get(field, (None, None))
             yield f"{at}/{field}_ms", after
             yield f"{at}/{field}_ms_baseline", before

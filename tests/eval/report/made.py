@@ -109,7 +109,7 @@ def launches(ratio: float = 1.31, each: int = 4) -> tuple[Launch, ...]:
                 960 * concurrency / speed / gain, 1900 * concurrency / speed / gain,
                 512e3 * concurrency / speed / gain, 590e3 * concurrency / speed / gain,
                 concurrency=concurrency, requests_per_second=speed * gain / 512, goodput=0.94 * speed * gain / 512,
-                peak_concurrency=concurrency + 3, peak_output_throughput=1.1 * speed * gain,
+                peak_output_throughput=1.1 * speed * gain,
             )  # fmt: skip
         tokens, kind = (2_524_704, "fp8") if side == "candidate" else (1_262_352, "auto")
         machine = Machine(2088.0 + number, 2040.0 - number, 71.0, 640.0 + number, (), 180)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from eval import records, workloads
@@ -10,7 +12,7 @@ from pipeline.serving.planning.target import Target, parse_target, profile, prof
 
 
 def test_workloads_and_plans_call_profiles_by_the_same_names():
-    assert set(workloads.PROFILES) == set(profiles())
+    assert set(get_args(workloads.Profile)) == set(profiles())
     assert {workloads.load(name).profile for name in records.names(workloads.FOLDER)} <= set(profiles())
 
 
