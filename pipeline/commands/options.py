@@ -99,7 +99,6 @@ pod_options = _together(
     click.option(
         "--pvc", "claims", metavar="CLAIM[:/PATH]", multiple=True, help="Kubernetes: volume; the first is /work."
     ),
-    click.option("--node-selector", metavar="LABEL=VALUE", multiple=True, help="Kubernetes."),
     click.option(
         "--pod-template",
         type=FILE,
@@ -118,13 +117,12 @@ pod_options = _together(
 
 def pod_of(given: Mapping[str, Any], **more: Any) -> Pod:
     """The pod that `pod_options` describe; ``more`` are fields of it."""
-    from pipeline.clusters.submit.pod import Pod, parse_claim, parse_pairs, parse_reference, read_template
+    from pipeline.clusters.submit.pod import Pod, parse_claim, parse_reference, read_template
 
     return Pod(
         image=given["image"],
         claims=tuple(map(parse_claim, given["claims"])),
         secrets=tuple(map(parse_reference, given["secrets"])),
-        selector=parse_pairs("--node-selector", given["node_selector"]),
         given=None if given["pod_template"] is None else read_template(given["pod_template"]),
         **more,
     )

@@ -39,9 +39,7 @@ _BELONGS = {
     "on": ("systemd", "cron", "kubernetes"),
     "environment_file": _HERE,
     "machine_timezone": ("cron",),
-    **dict.fromkeys(
-        ("image", "namespace", "claims", "node_selector", "cpus", "memory", "pod_template"), ("kubernetes",)
-    ),
+    **dict.fromkeys(("image", "namespace", "claims", "cpus", "memory", "pod_template"), ("kubernetes",)),
     "secrets": ("kubernetes", "github_actions"),
     "runner": ("github_actions",),
 }

@@ -12,9 +12,7 @@ from pipeline.commands.options import emit, json_option, pod_of, pod_options, re
 
 _FOR = {
     **dict.fromkeys(("partition", "sbatch", "setup", "container", "mount"), ("slurm",)),
-    **dict.fromkeys(
-        ("namespace", "image", "claims", "workdir", "secrets", "node_selector", "pod_template"), ("kubernetes",)
-    ),
+    **dict.fromkeys(("namespace", "image", "claims", "workdir", "secrets", "pod_template"), ("kubernetes",)),
     "attached": ("ray",),
     "venv": ("slurm", "ray"),
     "env": ("kubernetes", "ray"),

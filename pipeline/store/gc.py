@@ -1,9 +1,8 @@
 """Past runs, and what a store no longer needs after them: first a plan, then its removal.
 
 Kept are the entries that the newest runs of each recipe refer to, whatever is younger than a grace period, and
-whatever a living process holds the lock of. Of what is known of recipes between rounds (``refresh/``) only old logs
-and what dead processes left is removed. Removal renames first and deletes then, so that a kill leaves nothing
-that looks finished.
+whatever a living process holds the lock of. What is known of recipes between rounds (``refresh/``) is small and stays.
+Removal renames first and deletes then, so that a kill leaves nothing that looks finished.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pipeline.base.canonical import Json
 from pipeline.store.disk import disk_errors, write_atomic
 from pipeline.store.entries import FINGERPRINT, RECORD, check_result, timestamp
 from pipeline.store.locks import Lock, is_held, runs_still, this_process
-from pipeline.store.tree import QUARANTINE, REFRESH, RESERVED, RUNS, STAGE, TRASH, Store
+from pipeline.store.tree import QUARANTINE, RESERVED, RUNS, STAGE, TRASH, Store
 
 RUN_SCHEMA: Final = 1
 _RUNS: Final = "runs"
@@ -136,7 +135,6 @@ def _read(path: Path) -> Run | None:
 
 GRACE_S: Final = 3600.0
 QUARANTINE_S: Final = 7 * 86400.0
-LOG_S: Final = 30 * 86400.0
 UNFINISHED_S: Final = 7 * 86400.0  # a run of another machine without an end: nobody quantizes for longer than this
 
 _AGES: Final = {  # kind -> (seconds for which it is kept anyway, why it is removed then)
@@ -145,7 +143,6 @@ _AGES: Final = {  # kind -> (seconds for which it is kept anyway, why it is remo
     "work": (GRACE_S, "left by a stage that broke, and nobody goes on with it"),
     "lock": (GRACE_S, "lock of a dead process"),
     "scrap": (GRACE_S, "temporary file of a dead process"),
-    "log": (LOG_S, "log of more than a month ago"),
     "quarantine": (QUARANTINE_S, "in quarantine for more than a week"),
     "trash": (0.0, "left by an interrupted removal"),
 }
@@ -275,28 +272,12 @@ def _survey(root: Path, now: float) -> Iterator[_Thing]:
             yield from (_found(path, "scrap") for path in _children(folder) if path.suffix == ".tmp")
         elif folder.name in {QUARANTINE, TRASH}:
             yield from (_found(path, folder.name) for path in _children(folder))
-        elif folder.name == REFRESH:
-            yield from _survey_refresh(folder, now)
-        elif STAGE.fullmatch(folder.name):
+        elif STAGE.fullmatch(folder.name) and folder.name not in RESERVED:
             for path in _children(folder):
                 kind = _kind(path)
                 if kind is not None:
                     lock = path.with_name(f"{path.name[:64]}.lock")
                     yield _found(path, kind, held=is_held(lock, stale_after=GRACE_S, now=now))
-
-
-def _survey_refresh(folder: Path, now: float) -> Iterator[_Thing]:
-    """Locks, logs and scraps; states are small, few, and nobody's but the recipe's."""
-    for place in (folder, folder / "devices"):
-        for path in _children(place):
-            if path.suffix == ".lock":
-                yield _found(path, "lock", held=is_held(path, stale_after=GRACE_S, now=now))
-            elif path.suffix == ".tmp" or ".lock." in path.name:
-                yield _found(path, "scrap")
-    for recipe in _children(folder / "logs"):
-        held = is_held(folder / f"{recipe.name}.lock", stale_after=GRACE_S, now=now)
-        for path in _children(recipe):
-            yield _found(path, "log" if path.suffix == ".log" else "scrap", held=held)
 
 
 def _children(folder: Path) -> list[Path]:

@@ -153,7 +153,6 @@ def _told(error: Exception, timeout_s: float) -> str:
 
 SUFFIX: Final = ".prom"
 _DONE: Final[frozenset[State]] = frozenset({"ran", "current", "held"})
-_STILL_DUE: Final[frozenset[State]] = frozenset({"elsewhere", "left"})
 
 
 class Metrics:
@@ -171,7 +170,6 @@ class Metrics:
         self._path, self._store, self._warn = path, store, warn
         self._lock = threading.Lock()
         self._queued = self._running = 0
-        self._due: dict[str, bool] = {}
         self._damaged: dict[str, bool] = {}
         self._next: dict[str, float] = {}
         self._told: set[str] = set()
@@ -185,12 +183,6 @@ class Metrics:
             self._queued, self._running = event.queued, event.running
             if event.state == "damaged" or event.state in _DONE:
                 self._damaged[event.recipe] = event.state == "damaged"
-            if event.state in ("broken", "unknown", "damaged"):
-                self._due.pop(event.recipe, None)
-            elif event.state in _DONE:
-                self._due[event.recipe] = False
-            elif event.kind in ("queued", "started") or event.state in _STILL_DUE:
-                self._due[event.recipe] = True
             self._renew()
 
     def plan(self, fires: Mapping[str, float]) -> None:
@@ -229,7 +221,6 @@ class Metrics:
         for recipe, state in states.items():
             for verdict in Verdict:
                 verdicts.labels(recipe, verdict.value).set(state.last_verdict == verdict.value)
-        by_recipe("due", "1 where it was due when last looked at, and is not done.", self._due)
         by_recipe("release_damaged", "1 where its release could not be read when last looked at.", self._damaged)
         if self._next:
             by_recipe("next_fire_timestamp_seconds", "When its schedule comes next.", self._next)

@@ -60,7 +60,7 @@ class Reference:
 class Pod:
     """``command`` in ``image``, word by word, started in ``folder`` with ``gpus`` accelerators of ``kind``.
 
-    ``selector`` are labels that the node must have, ``variables`` plain ones of the environment: nothing secret.
+    ``variables`` are plain ones of the environment: nothing secret.
     ``cpus`` and ``memory_gb`` are what is kept free for it; it may use more where the node has more. ``given`` is what
     the cluster wants of every pod, see `read_template`.
     """
@@ -76,7 +76,6 @@ class Pod:
     cpus: int | None = None
     memory_gb: int | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
-    selector: Mapping[str, str] = field(default_factory=dict)
     given: Mapping[str, Any] | None = None
 
     @property
@@ -157,8 +156,7 @@ def template(pod: Pod) -> dict[str, Any]:
         "volumeMounts": [SHARED_MOUNT],
     }
     spec = {"restartPolicy": "Never", "containers": [needed], "volumes": volumes}
-    selector = {"nodeSelector": dict(pod.selector)} if pod.selector else {}
-    required = {"metadata": {"labels": pod.labels}, "spec": {**spec, **selector}}
+    required = {"metadata": {"labels": pod.labels}, "spec": spec}
     ours = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -192,10 +190,9 @@ def merged(base: Any, over: Any) -> Any:
 
 
 def read_template(path: Path) -> dict[str, Any]:
-    """A YAML file's PodTemplateSpec, Pod, PodTemplate or spec; `RecipeError` for others, and for a secret's value."""
+    """A YAML file's PodTemplateSpec, Pod, or spec alone; `RecipeError` for others, and for a secret's value."""
     file = shown_path(path)
     data = parse(text_of(path), file).data
-    data = data.get("template", data) if isinstance(data, dict) else {}
     data = data if "spec" in data or "metadata" in data else {"spec": data}
     spec, metadata = data.get("spec") or {}, data.get("metadata") or {}
     if not isinstance(spec, dict) or not isinstance(metadata, dict):

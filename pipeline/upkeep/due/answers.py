@@ -77,10 +77,6 @@ class UnaskedError(QuantmintError):
     """Nobody could be asked what a plan needs to know."""
 
 
-class NoAnswerError(Exception):
-    """Nobody answered in time."""
-
-
 @dataclass(frozen=True, slots=True)
 class Base:
     """A model's commit, and the folder with its config.json: all of it that a plan reads."""
@@ -162,7 +158,7 @@ def ask(recipes: Sequence[LoadedRecipe], home: Path) -> Answers:
 
 
 def ask_all(questions: Mapping[K, Callable[[], V]], *, patience: float = PATIENCE_S) -> dict[K, V | Exception]:
-    """The value of each question, or the exception that came instead; `NoAnswerError` where nothing came.
+    """The value of each question, or the exception that came instead; `TimeoutError` where nothing came.
 
     ``patience`` is in seconds since the last answer: places that all hang cost it once, and not once each.
     """
@@ -182,7 +178,7 @@ def ask_all(questions: Mapping[K, Callable[[], V]], *, patience: float = PATIENC
         while len(found) < len(questions):
             key, answer = done.get(timeout=patience)
             found[key] = answer
-    return {key: found.get(key, NoAnswerError(f"no answer within {patience:.0f} s")) for key in questions}
+    return {key: found.get(key, TimeoutError(f"no answer within {patience:.0f} s")) for key in questions}
 
 
 def _told(what: str, answer: object) -> str:

@@ -57,7 +57,6 @@ GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
             folder="/work/team",
             secrets=(Reference("HF_TOKEN", "hub", "token"),),
             variables={"NOTE": "$(HOME) stays"},
-            selector={"amd.com/gpu.product-name": "MI300X"},
             given=read_template(TEMPLATE),
         ),
     }

@@ -67,7 +67,6 @@ def test_what_only_the_template_says_is_kept() -> None:
         "priorityClassName: batch\n",
         "metadata: {name: any}\nspec: {priorityClassName: batch}\n",
         "apiVersion: v1\nkind: Pod\nspec: {priorityClassName: batch}\nstatus: {phase: Running}\n",
-        "apiVersion: v1\nkind: PodTemplate\ntemplate: {spec: {priorityClassName: batch}}\n",
     ],
 )
 def test_forms_of_a_file(text: str, tmp_path: Path) -> None:
