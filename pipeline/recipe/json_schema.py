@@ -20,21 +20,12 @@ from pipeline.recipe.faults import Fault, Place, YamlPath, shown
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.yaml_positions import Document
 
-#: Sections whose fields can be inherited one by one.
-_MERGED = {"Quantization": "quantization", "Calibration": "calibration"}
-
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of one recipe file."""
+    """The JSON Schema (draft 2020-12) of one recipe file, which may extend another: nothing in it is required."""
     made = _unbroken(Recipe.model_json_schema())
-    definitions = made["$defs"]
-    whole: dict[str, Any] = {"required": [field for field in made.pop("required") if field != "name"], "properties": {}}
-    for definition, section in _MERGED.items():
-        whole["properties"][section] = {"required": definitions[definition].pop("required")}
-    whole["properties"]["calibration"] = {
-        "if": {"type": "object"},
-        "then": whole["properties"]["calibration"],
-    }
+    for section in ("Quantization", "Calibration"):
+        del made["$defs"][section]["required"]
     extends = {
         "type": "string",
         "minLength": 1,
@@ -49,10 +40,7 @@ def schema() -> dict[str, Any]:
         "type": "object",
         "additionalProperties": False,
         "properties": {"name": properties.pop("name"), "extends": extends, **properties},
-        # A file without a name is only there to be extended.
-        "if": {"required": ["name"], "not": {"required": ["extends"]}},
-        "then": whole,
-        "$defs": definitions,
+        "$defs": made["$defs"],
     }
 
 

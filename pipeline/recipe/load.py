@@ -12,7 +12,7 @@ never inherited.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -43,16 +43,20 @@ PROVEN_SUITE = "quantmint/suite"
 class LoadedRecipe:
     """A valid recipe, with where it came from.
 
-    `path` is the file that was named, `positions` the place of every value that is written in it or in what it extends,
-    `text_resolved` the recipe with everything inherited and every default written out. `source_folder` is absolute and
-    follows from the file that names it, which may be an extended one; None where the source is a repo.
+    `path` is the file that was named, `positions` the place of every value that is written in it or in what it extends.
+    `source_folder` is absolute and follows from the file that names it, which may be an extended one; None where the
+    source is a repo.
     """
 
     recipe: Recipe
     path: Path
     positions: Document
-    text_resolved: str
     source_folder: Path | None
+
+    @property
+    def text_resolved(self) -> str:
+        """The recipe as YAML with everything inherited and every default written out."""
+        return _yaml(self.recipe.model_dump(mode="json"))
 
     @cached_property
     def text_proven(self) -> str:
@@ -61,7 +65,7 @@ class LoadedRecipe:
         Others read it. A file that lies beside the recipe keeps its relative path; of one that lies elsewhere the name
         is kept, as its place says nothing of the content and much of a machine and its user.
         """
-        data = _plain(self.recipe, ("tracking", "publish", "refresh"))
+        data = self.recipe.model_dump(mode="json", exclude={"tracking", "publish", "refresh"})
         for section, name in _PLACES:
             if data[section] is not None and data[section][name] is not None:
                 data[section][name] = without_place(data[section][name])
@@ -142,7 +146,7 @@ def _loaded(document: Document, path: Path, faults: Sequence[Fault] = ()) -> Loa
     refuse(faults)
     folder = recipe.source.folder
     source = None if folder is None else _beside(("source", "folder"), folder, document)
-    return LoadedRecipe(recipe, path, document, resolved_yaml(recipe), source)
+    return LoadedRecipe(recipe, path, document, source)
 
 
 def _beside(at: YamlPath, relative: str, document: Document) -> Path:
@@ -150,22 +154,10 @@ def _beside(at: YamlPath, relative: str, document: Document) -> Path:
     return (Path(place_of(at, document).file).absolute().parent / relative).resolve()
 
 
-def resolved_yaml(recipe: Recipe, without: Collection[str] = ()) -> str:
-    """The recipe as YAML with every default written out; the same recipe always gives the same text.
-
-    ``without`` names sections that are left out.
-    """
-    return _yaml(_plain(recipe, without))
-
-
 def choice_yaml(quantization: Quantization) -> str:
     """Which scheme each module gets, as a block that stands in a recipe."""
     said = quantization.model_dump(mode="json", include={"scheme", "overrides"})
     return _yaml({"quantization": said})
-
-
-def _plain(recipe: Recipe, without: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in recipe.model_dump(mode="json").items() if name not in without}
 
 
 def _yaml(data: Mapping[str, Any]) -> str:

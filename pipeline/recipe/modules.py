@@ -24,6 +24,10 @@ FUSED = (
 )
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+")
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+_EXPERTS = {"mlp.experts": _MLP, "block_sparse_moe.experts": ("w1", "w3", "w2")}
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -98,19 +102,10 @@ def expected_names(config: Mapping[str, Any]) -> Iterator[str]:
     """
     text = text_config(config)
     experts = next((int(text[key]) for key in _EXPERT_KEYS if text.get(key)), 0)
-    mixtral = text.get("model_type") == "mixtral"
-    latent = text.get("kv_lora_rank") is not None
-    attention = (
-        ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj") if latent else ("q_proj", "k_proj", "v_proj")
-    )
-    mlp = ("gate_proj", "up_proj", "down_proj")
+    attention: tuple[str, ...] = _ATTENTION if text.get("kv_lora_rank") is None else _LATENT
+    parents = {"self_attn": attention, "mlp": _MLP, "mlp.shared_experts": _MLP}
     for layer in range(int(text.get("num_hidden_layers") or 0)):
         prefix = f"model.layers.{layer}"
-        yield from (f"{prefix}.self_attn.{part}" for part in (*attention, "o_proj"))
-        if not experts or layer < int(text.get("first_k_dense_replace") or 0):
-            yield from (f"{prefix}.mlp.{part}" for part in mlp)
-            continue
-        room, parts = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", mlp)
-        yield from (f"{prefix}.{room}.experts.{expert}.{part}" for expert in range(experts) for part in parts)
-        if text.get("n_shared_experts"):
-            yield from (f"{prefix}.mlp.shared_experts.{part}" for part in mlp)
+        yield from (f"{prefix}.{room}.{part}" for room, parts in parents.items() for part in parts)
+        for room, parts in _EXPERTS.items():
+            yield from (f"{prefix}.{room}.{expert}.{part}" for expert in range(experts) for part in parts)

@@ -20,7 +20,7 @@ from pipeline.base.errors import RecipeError
 from pipeline.base.progress import Reporter
 from pipeline.base.schemes import scheme, table
 from pipeline.quantize.budget import Group, Point, overrides, spend, tries
-from pipeline.recipe.load import LoadedRecipe, reread, resolved_yaml
+from pipeline.recipe.load import LoadedRecipe, reread
 from pipeline.recipe.modules import override_of
 from pipeline.recipe.schema import AUTO, BUDGET, Recipe
 from pipeline.stages.advice import choices
@@ -57,7 +57,7 @@ def _with(written: LoadedRecipe, default: str, made: list[dict[str, Any]]) -> Lo
     data["gate"]["accuracy"]["confidence"] = round(written.recipe.confidence, 6)
     data.pop("search", None)
     recipe = Recipe.model_validate(data)
-    return replace(written, recipe=recipe, text_resolved=resolved_yaml(recipe))
+    return replace(written, recipe=recipe)
 
 
 def stand_in(setting: Setting) -> Setting:

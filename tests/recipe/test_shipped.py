@@ -85,13 +85,10 @@ def test_files_follow_the_schema(validator: Any, path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "name: r",
-        "name: r\nsource: {repo: o/m}\nquantization: {}",
         "name: r\nsource: {repo: o/m}\nquantization: {scheme: fp7}",
         "name: r\nextends: a\nquantisation: {}",
         "name: r\nextends: a\ntarget: {gpus: 0}",
         "name: r\nextends: a\nquantization: {overrides: [{scheme: fp8}]}",
-        "name: r\nsource: {repo: o/m}\nquantization: {scheme: fp8}\ncalibration: {samples: 3}",
         "name: R\nextends: a",
     ],
 )

@@ -82,7 +82,6 @@ _ENDED = re.compile(
     "BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|LAUNCH_FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|REVOKED|TIMEOUT"
 )
 _WAITS = ("PENDING", "REQUEUE_HOLD", "SPECIAL_EXIT")
-_WRITES = re.compile(r" StdOut=(/.*?)(?= [A-Z][A-Za-z/:]*=|\n|$)")
 _SIGNALS = range(1, 32)
 _NUMBER = (r"\d{1,12}", "the number that sbatch gave it")
 _UNREACHABLE = re.compile(
@@ -314,14 +313,10 @@ class Slurm:
 
     def _of_the_run(self, state: State, job: str) -> State:
         """A job that ended with a status before its run did (see `script`) has said nothing of a checkpoint."""
-        logs = self._log(job).parent if state.word == "FAILED" else None
-        noted = logs is None or not logs.is_dir() or (logs / f"{job}.code").is_file()
-        return state if noted else State(state.word, BROKEN)
+        silent = state.word == "FAILED" and self._logs.is_dir() and not (self._logs / f"{job}.code").is_file()
+        return State(state.word, BROKEN) if silent else state
 
     def _log(self, job: str) -> Path:
-        """Where Slurm says that it writes, wherever we were started; our folder's, once it has forgotten."""
-        if told := _WRITES.search(_run("scontrol", "--oneliner", "show", "job", job).stdout):
-            return Path(told[1])
         from submitit.core.utils import JobPaths
 
         return Path(JobPaths(self._logs, job_id=job, task_id=0).stdout)

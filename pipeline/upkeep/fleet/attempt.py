@@ -110,7 +110,7 @@ def attempt(
     elif "error" in answer:
         error = quotable(str(answer["error"]), environment)
     else:
-        said = last_line(log, environment)
+        said = last_line(child.log(_TAIL), environment)
         how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
         error = f"ended by {how}" + (f": {said}" if said else "")
     return Attempted(code, answer, seconds, log, cut, error)
@@ -132,15 +132,9 @@ def quotable(text: str, environment: Mapping[str, str]) -> str:
     return redact(" ".join(CONTROL.sub("", text).split()), environment)[:_LONGEST]
 
 
-def last_line(log: Path, environment: Mapping[str, str]) -> str:
+def last_line(log: str, environment: Mapping[str, str]) -> str:
     """The last line of a log that says something, fit to be quoted; "" for none."""
-    try:
-        with log.open("rb") as stream:
-            stream.seek(max(0, log.stat().st_size - _TAIL))
-            text = stream.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-    lines = [line for line in map(str.strip, CONTROL.sub("", text.replace("\r", "\n")).splitlines()) if line]
+    lines = [line for line in map(str.strip, CONTROL.sub("", log.replace("\r", "\n")).splitlines()) if line]
     return quotable(lines[-1], environment) if lines else ""
 
 

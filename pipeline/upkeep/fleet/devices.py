@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -83,27 +84,16 @@ def free_of(root: Path, numbers: Iterable[int]) -> tuple[int, ...]:
         return ()
 
 
-def take(root: Path, numbers: Iterable[int]) -> tuple[Lock, ...] | None:
-    """The locks of these devices in the order of their names; None, and none, where one is taken. `StoreError`."""
-    held: list[Lock] = []
-    try:
+def take(root: Path, numbers: Iterable[int]) -> ExitStack | None:
+    """What gives these devices back, whose locks are ours; None, and none is, where one is taken. `StoreError`."""
+    with ExitStack() as held:
         for path in sorted(_lock_path(root, number) for number in numbers):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = Lock(path)
             if not try_lock(lock):
-                give_back(held)
                 return None
-            held.append(lock)
-    except BaseException:
-        give_back(held)
-        raise
-    return tuple(held)
-
-
-def give_back(locks: Iterable[Lock]) -> None:
-    """Release locks."""
-    for lock in locks:
-        lock.release()
+            held.callback(lock.release)
+        return held.pop_all()
 
 
 def try_lock(lock: Lock) -> bool:

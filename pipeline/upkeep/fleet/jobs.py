@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -100,7 +101,7 @@ class Job:
 
     ``needs`` is how many devices it takes: none are asked for on a machine without any, where a run says so itself.
     ``failed`` counts attempts that ended by a fault that passes. ``lock`` is the recipe's while it is ours, ``held``
-    those of its ``devices`` while it runs. ``thread`` has its child, and ``stop`` ends that, for the reason ``why``.
+    gives its ``devices`` back. ``thread`` has its child, and ``stop`` ends that, for the reason ``why``.
     """
 
     request: Request
@@ -115,7 +116,7 @@ class Job:
     last: Attempted | None = None
     lock: Lock | None = None
     devices: tuple[int, ...] = ()
-    held: tuple[Lock, ...] = ()
+    held: ExitStack = field(default_factory=ExitStack)
     thread: threading.Thread | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     why: Literal["time", "signal"] | None = None

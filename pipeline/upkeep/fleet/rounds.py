@@ -35,7 +35,7 @@ from pipeline.store.locks import Lock
 from pipeline.upkeep.due.state import folder_of, read_state, write_state
 from pipeline.upkeep.fleet import jobs
 from pipeline.upkeep.fleet.attempt import Attempted, attempt, new_log, quotable
-from pipeline.upkeep.fleet.devices import NONE, devices_of, free_of, give_back, take, try_lock
+from pipeline.upkeep.fleet.devices import NONE, devices_of, free_of, take, try_lock
 from pipeline.upkeep.fleet.events import Ended, Event, Kind, State, Summary, now_utc
 from pipeline.upkeep.fleet.jobs import Job, Look, Options, Request, Room
 
@@ -226,8 +226,7 @@ class Fleet:
             self._close_job(job, jobs.ran(job, attempted, self._stopped_by), keep=True)
             return
         del self._running[job.name]
-        self._give_back(job, *job.held)
-        job.held, job.devices = (), ()
+        self._give_back(job)
         self._waiting[job.name] = job  # its lock stays ours: nobody else tries in between
         told = {"exit_code": attempted.exit_code, "reason": attempted.error, "log": str(attempted.log)}
         self._tell("retrying", job, wait_s=round(pause, 1), **told)
@@ -330,15 +329,18 @@ class Fleet:
         self._end(ended)
 
     def _free(self, job: Job) -> None:
-        self._give_back(job, *job.held, *(() if job.lock is None else (job.lock,)))
-        job.held, job.devices, job.lock = (), (), None
+        if job.lock is not None:
+            job.held.callback(job.lock.release)
+        self._give_back(job)
+        job.lock = None
 
-    def _give_back(self, job: Job, *locks: Lock) -> None:
+    def _give_back(self, job: Job) -> None:
         try:
             with disk_errors(self._options.store):
-                give_back(locks)
+                job.held.close()
         except QuantmintError as error:
             self._warn(f"{job.name}: {error.message}")
+        job.devices = ()
 
     def _abandon(self) -> None:
         """Leave nothing behind, however ``run`` ends: no child, no lock."""

