@@ -176,7 +176,14 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     from pipeline.stages.cost import forecast
     from pipeline.stages.gate import policy_of
     from pipeline.stages.planning import build_plan, foreseen, missing_stages
-    from pipeline.stages.preflight import disk_needed, model_for, predict, require_disk, require_room_to_publish
+    from pipeline.stages.preflight import (
+        disk_needed,
+        model_for,
+        predict,
+        require_disk,
+        require_room_to_publish,
+        require_tokens,
+    )
     from pipeline.stages.search import stand_in
     from pipeline.stages.session import open_setting
     from pipeline.stages.source import config_folder as fetched
@@ -188,6 +195,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
         require_tokenizer(setting.source.folder)
     plan = foreseen(build_plan(setting), setting)
     missing = missing_stages(plan, setting)
+    require_tokens(setting, missing)
     model = model_for(setting, config_folder or fetched(setting.source))
     prediction = predict(*model, setting.recipe)
     needed = disk_needed(prediction, missing, setting, plan)

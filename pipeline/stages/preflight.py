@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from calibration.errors import CalibrationError
+from calibration.sets import load_set
 from eval.report.numbers import size
 from pipeline.base.errors import UserError
 from pipeline.publish.places import published_folder
@@ -21,8 +23,10 @@ from pipeline.quantize.engines.libraries.job import require_memory as require_li
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.model.structure import Structure, imagine, read_structure, select
+from pipeline.recipe.faults import refuse
 from pipeline.recipe.schema import Recipe
-from pipeline.stages.calibrate import pinned_set
+from pipeline.stages.by_library import calibrated
+from pipeline.stages.calibrate import pinned_set, read_tokens
 from pipeline.stages.package import require_signer
 from pipeline.stages.planning import foreseen, known_unsound, missing_stages
 from pipeline.stages.publish import require_admission
@@ -32,6 +36,7 @@ from pipeline.stages.source import config_folder
 from pipeline.stages.stage import Planned, Setting
 from pipeline.store.disk import free_bytes
 
+_TOKEN_BYTES = 8  # a token of prose has four
 _OVERHEAD = 64 << 20  # bytes beside the weights: tokenizer, logs, samples, report
 _PACKAGES = (
     ("calibrate", ("torch", "transformers"), "quantize"),
@@ -121,6 +126,25 @@ def require_room_to_publish(setting: Setting, prediction: Prediction, missing: C
     folder = published_folder(setting.recipe, setting.home)
     if folder is not None and "publish" in missing:
         require_disk({"published copy": prediction.checkpoint}, free_bytes(folder), f"publish.folder: {folder}")
+
+
+def require_tokens(setting: Setting, missing: Collection[str]) -> None:
+    """Raise `RecipeError` where texts that lie beside a recipe make fewer tokens than its samples take.
+
+    A large file is not counted, and neither is one whose model lies elsewhere.
+    """
+    section, folder = setting.recipe.calibration, setting.source.folder
+    if section is None or folder is None or not calibrated(setting.recipe.quantization) or "quantize" not in missing:
+        return
+    file = load_set(section.set).file
+    if file is None or file.stat().st_size > _TOKEN_BYTES * section.samples * section.sequence_length:
+        return
+    try:
+        read_tokens(section, folder, trust_remote_code=setting.recipe.trust_remote_code)
+    except CalibrationError as error:
+        refuse([setting.loaded.fault(("calibration", "samples"), str(error))])
+    except Exception:
+        return
 
 
 def _kv_bytes(config: Mapping[str, Any], width: int) -> int | None:

@@ -161,6 +161,19 @@ def test_what_is_not_done_costs_nothing(quantmint: Quantmint, project: Path) -> 
         assert ("calibrate" in stages, "calibrate" in plan["costs"]["stages"]) == (calibrated, calibrated)
 
 
+def test_texts_that_make_too_few_tokens_are_told_of(quantmint: Quantmint, models: Callable[..., Path]) -> None:
+    Path("words.txt").write_text("w5 w6 w7 w8\n" * 20)
+    Path("words.yaml").write_text("name: words\ndescription: Words.\nfile: words.txt\n")
+    Path("r.yaml").write_text(
+        f"name: r\nsource: {{folder: {models('llama')}}}\nquantization: {{scheme: ptpc_fp8, kv_cache: fp8}}\n"
+        "calibration: {set: words.yaml, samples: 4, sequence_length: 64}\n"
+        "target: {max_model_len: 512, workload: tiny}\nevaluation: {suite: tiny}\ngate: {accuracy: {margin: 0.02}}\n"
+    )
+    ended = quantmint("plan", "r.yaml")
+    assert ended.code == 2
+    assert "r.yaml:4:41: calibration.samples: the calibration texts make 100 tokens" in ended.err
+
+
 @pytest.mark.usefixtures("large_disk")
 def test_brackets_are_text(quantmint: Quantmint, project: Path) -> None:
     recipe = project / "r.yaml"
