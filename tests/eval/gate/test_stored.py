@@ -9,13 +9,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eval import record
-from eval.gate import GateReport, changes
+from eval.gate import GateReport, changes, judge
 from eval.verdict import Verdict
 
 FOLDER = Path(__file__).parents[2] / "assets" / "gate"
@@ -24,8 +25,6 @@ ROOT = Path(__file__).parents[3]
 CASES = {
     "pass": (Verdict.PASS, "accuracy", "Decided after 1,500 of 2,000 items, which saves 500."),
     "fail": (Verdict.FAIL, "accuracy", "-8.20 points on tiny_facts (500 items)"),
-    "inconclusive": (Verdict.INCONCLUSIVE, "accuracy", "300 of the planned ones were not asked."),
-    "invalid": (Verdict.INVALID, "validity", "Chat template differs: none for the baseline"),
     "stopped": (Verdict.FAIL, "canary", "Agreement below 75.0%, KL above 0.3 nats"),
 }
 
@@ -65,6 +64,17 @@ def test_the_verdict_follows_from_the_numbers(case: str) -> None:
     stored = json.loads(path.read_text(encoding="utf-8"))["measurements"]
     written = record.read(path)[0].to_json() | {name: stored[name] for name in ("samples", "control")}
     assert json.dumps(written, indent=1) == json.dumps(stored, indent=1)
+
+
+def test_an_evaluation_that_ended_after_its_first_look_is_undecided() -> None:
+    measurements, recorded = record.read(FOLDER / "pass.json")
+    baseline, candidate = measurements.samples["tiny_arithmetic"]
+    first = tuple(sample for sample in candidate.samples if sample.look == 0)
+    cut = {"tiny_arithmetic": (baseline, replace(candidate, samples=first))}
+    (finding,) = (f for f in judge(replace(measurements, samples=cut), recorded.policy).findings
+                  if (f.kind, f.subject) == ("accuracy", "tiny_arithmetic"))  # fmt: skip
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "300 of the planned ones were not asked." in finding.reason
 
 
 @pytest.mark.slow

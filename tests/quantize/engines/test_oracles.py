@@ -163,7 +163,7 @@ def test_llmcompressor_still_writes_the_golden_configuration(
 
 @pytest.mark.parametrize(
     "name",
-    ["ptpc_fp8-kv", "fp8-kv", "mxfp4", "mxfp4_weight_only", "mxfp4_fp8", "file-fp8", "file-ptpc_fp8"],
+    ["fp8-kv", "mxfp4", "mxfp4_weight_only", "mxfp4_fp8", "file-fp8", "file-ptpc_fp8"],
 )
 def test_quark_still_writes_the_golden_configuration(
     by_quark: Callable[[str], Path], golden: Callable[[str], dict[str, Any]], name: str

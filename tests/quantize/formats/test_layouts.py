@@ -37,7 +37,6 @@ LIBRARIES = [
     ("llmcompressor-int8_w8a8", "int8_w8a8", False),
     ("llmcompressor-mxfp8", "mxfp8", False),
     ("llmcompressor-w4a16", "w4a16", False),
-    ("quark-ptpc_fp8-kv", "ptpc_fp8", True),
     ("quark-fp8-kv", "fp8", True),
     ("quark-mxfp4", "mxfp4", False),
     ("quark-mxfp4_weight_only", "mxfp4_weight_only", False),
@@ -91,7 +90,7 @@ def test_what_is_written_is_read_back_module_by_module(
     assert claims.kv_cache is kv_cache
 
 
-@pytest.mark.parametrize("name", ["llmcompressor-ptpc_fp8-kv", "quark-ptpc_fp8-kv"])
+@pytest.mark.parametrize("name", ["llmcompressor-ptpc_fp8-kv", "quark-fp8-kv"])
 def test_a_setting_that_is_in_no_table_is_unknown_and_not_guessed(golden: Golden, name: str) -> None:
     config = copy.deepcopy(golden(name))
     if name.startswith("quark"):
@@ -115,7 +114,7 @@ def test_compressed_tensors_ignores_by_name_by_pattern_and_by_class(
 
 @pytest.mark.parametrize(("exclude", "kept"), [(None, 0), (["re:.*mlp.*"], 6), ([LINEAR[3]], 1), (["*o_proj"], 2)])
 def test_quark_excludes_by_name_and_by_pattern(golden: Golden, exclude: list[str] | None, kept: int) -> None:
-    config = {**golden("quark-ptpc_fp8-kv"), "exclude": exclude}
+    config = {**golden("quark-fp8-kv"), "exclude": exclude}
     assert list(layout("quark").claims(config, LINEAR).schemes.values()).count(None) == kept
 
 

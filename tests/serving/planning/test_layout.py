@@ -73,8 +73,8 @@ def test_between_the_guides_limits_the_profile_decides(name, concurrency, expect
         ("Llama-3.1-8B-Instruct", Layout(1, 33), "32 layers do not fill 33 stages"),
         ("Llama-3.1-8B-Instruct", Layout(2, expert=True), "no experts to spread"),
         ("Mixtral-8x7B-Instruct-v0.1", Layout(8, data=2, expert=True), "8 experts do not fill 16"),
-        ("DeepSeek-V3", Layout(8, data=4), "cannot be split over 32 GPUs in whole groups of 128"),
-        ("DeepSeek-V3", Layout(8, data=4, expert=True), None),
+        ("DeepSeek-R1-0528", Layout(8, data=4), "cannot be split over 32 GPUs in whole groups of 128"),
+        ("DeepSeek-R1-0528", Layout(8, data=4, expert=True), None),
         ("gpt-oss-120b", Layout(8), None),  # 360 columns each: its loader pads
     ],
 )

@@ -43,8 +43,8 @@ def on(facts: ModelFacts, layout: Layout, machine: str = "mi300x", **changes: An
         ("Llama-3.1-70B-Instruct", 8, "fp8", "rocm", 20 << 10),
         ("Llama-3.1-70B-Instruct", 8, "float32", "cpu", 80 << 10),
         ("Llama-3.1-70B-Instruct", 16, "auto", "rocm", 40 << 10),  # never less than one KV head a rank
-        ("DeepSeek-V3", 1, "auto", "rocm", 70272),
-        ("DeepSeek-V3", 8, "auto", "rocm", 70272),  # the latent is the same on every rank
+        ("DeepSeek-R1-0528", 1, "auto", "rocm", 70272),
+        ("DeepSeek-R1-0528", 8, "auto", "rocm", 70272),  # the latent is the same on every rank
         ("DeepSeek-V3.2", 8, "auto", "rocm", 70272 + 61 * 132),
         ("DeepSeek-V3.2", 8, "fp8", "cuda", 61 * (656 + 132)),
         ("gpt-oss-120b", 1, "auto", "rocm", 18 * 2 * 8 * 64 * 2),
@@ -59,7 +59,7 @@ def test_bytes_of_a_token(name: str, tensor: int, dtype: str, kind: str, expecte
 def test_one_rank_holds_every_byte_but_the_folded_projections() -> None:
     dense = facts_of("Llama-3.1-8B-Instruct")
     assert stage_bytes(dense, Layout()) == dense.weights == 2 * 8030261248
-    latent = facts_of("DeepSeek-V3")
+    latent = facts_of("DeepSeek-R1-0528")
     folded = 61 * 512 * 128 * (128 + 128) * 2
     assert stage_bytes(latent, Layout()) == pytest.approx(latent.weights + folded, abs=61)
 
