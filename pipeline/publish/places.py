@@ -104,19 +104,16 @@ def elsewhere(
 
     They replace all of the section's; what it says of a place of the same kind goes for the one that takes its part.
     """
+    old = section.model_dump()
     changes: dict[str, Any] = {} if to is None else {"to": to}
     if (hub, folder, storage) != (None, None, None):
         changes |= {
-            "hub": None if hub is None else {**(section.hub.model_dump() if section.hub else {}), "repo": hub},
+            "hub": None if hub is None else {**(old["hub"] or {}), "repo": hub},
             "folder": folder,
-            "storage": None
-            if storage is None
-            else {**(section.storage.model_dump() if section.storage else {}), "url": storage},
+            "storage": None if storage is None else {**(old["storage"] or {}), "url": storage},
         }
-    if not changes:
-        return section
     try:
-        return Publish.model_validate({**section.model_dump(), **changes})
+        return Publish.model_validate({**old, **changes})
     except ValidationError as error:
         fault = error.errors()[0]
         option = str(fault["loc"][0])

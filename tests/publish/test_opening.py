@@ -119,7 +119,7 @@ def test_the_places_of_a_recipe(tmp_path: Path) -> None:
 
 def test_other_places_than_the_recipe_names() -> None:
     section = recipe(folder="out", hub=HUB, storage=STORAGE, to="candidate", keep=2).publish
-    assert elsewhere(section) is section
+    assert elsewhere(section) == section
     assert elsewhere(section, to="release") == section.model_copy(update={"to": "release"})
     there: Any = elsewhere(section, hub="my-org/other", folder="mine")
     assert (there.hub.repo, there.hub.gated, there.folder, there.storage) == ("my-org/other", "manual", "mine", None)

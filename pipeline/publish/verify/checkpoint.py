@@ -1,5 +1,5 @@
-"""Whether tensors, config.json and recipe.yaml agree, whether the verdict on them follows from the numbers,
-and whether the report and the card show those: data against the evidence, tables against the record.
+"""Whether the recipe is the manifest's and the checkpoint sound, whether the verdict follows from the numbers, and
+whether the report and the card show those: data against the evidence, tables against the record.
 
 The page of the report is drawn from its data by whoever made the release: its bytes are in the manifest, and it is
 never opened here.

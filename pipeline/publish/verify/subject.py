@@ -154,10 +154,10 @@ class Subject:
     vouched: Mapping[str, str] = field(default_factory=dict)
     tag: str | None = None
 
-    def text(self, name: str, *, largest: int = LARGEST) -> str:
+    def text(self, name: str) -> str:
         """A file as UTF-8 text; `UnreadableError` where it is none, is not there, or is too large."""
         try:
-            return self._bytes(name, largest).decode()
+            return self._bytes(name, LARGEST).decode()
         except UnicodeDecodeError as error:
             raise UnreadableError(f"{name} is not UTF-8 at byte {error.start}") from None
 

@@ -15,7 +15,6 @@ from eval import record, suites
 from eval.gate import Policy, judge
 from eval.measurements import Measurements
 from eval.report import page as report_files
-from eval.report.flips import flips
 from eval.report.model import DATA, Report
 from pipeline import __version__
 from pipeline.base.canonical import fingerprint
@@ -29,7 +28,6 @@ from pipeline.publish.provenance import encode, sbom, statement
 from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED
 from pipeline.quantize.digest import folder_digest
 from pipeline.quantize.inspection.findings import INSPECTION, Inspection
-from pipeline.quantize.inspection.inspect import layer_errors
 from pipeline.recipe.load import PROVEN_SUITE
 from pipeline.recipe.schema import Recipe
 from pipeline.store.files import File
@@ -108,14 +106,13 @@ def _payloads(commit: str, policy: Policy, recipe: Mapping[str, Any]) -> dict[st
 
 def report_of(folder: Path, measured: Measurements, gate: Mapping[str, Any], stages: Mapping[str, Made]) -> Report:
     """What the report's stage gathers."""
-    layers = json.loads((folder / EVIDENCE / INSPECTION).read_text())["layers"]
     servers = {"baseline": measured.baseline, "candidate": measured.candidate}
     return Report(
         name="llama-ptpc", model="org/llama", scheme="ptpc_fp8 with an FP8 KV cache, compressed-tensors",
         created="2026-03-14T09:27:01+00:00", notes=[], stopped=None, gate=dict(gate),
         size={"baseline_bytes": measured.weights[0], "candidate_bytes": measured.weights[1], "parts": []},
-        kv_tokens={}, layers=layer_errors(layers), kv_scales=[],
-        flips=[flips(before, after, {}, {}) for before, after in measured.samples.values()], prompts={},
+        kv_tokens={}, layers=[], kv_scales=[],
+        flips=[], prompts={},
         launches=[launch.to_json() for launch in measured.launches],
         stages=[
             {"name": key, "started": made.started, "seconds": 1.0, "cached": False, "fingerprint": made.fingerprint}
