@@ -1,4 +1,4 @@
-"""What can be asked of a machine: its files, variables, devices, ports, file systems and commands.
+"""What can be asked of a machine: its files, variables, devices, file systems and commands.
 
     >>> Machine(root=tmp).text("proc/sys/kernel/numa_balancing")
     '1'
@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -92,19 +91,6 @@ def open_device(path: Path) -> str | None:
     return None
 
 
-def bind_port(port: int) -> str | None:
-    """Why a server could not listen on a TCP port of all addresses; None where it could."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        # What vLLM sets before it binds: connections that still linger do not count.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-            listener.listen(1)
-        except OSError as error:
-            return error.strerror or str(error)
-    return None
-
-
 def file_system(path: Path) -> Space | None:
     """The file system that holds a path, or will hold it once it is made; None where none can be asked."""
     for place in (path, *path.parents):
@@ -124,7 +110,6 @@ class Machine:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     run: Callable[[Sequence[str]], str | None] = run_command
     opens: Callable[[Path], str | None] = open_device
-    binds: Callable[[int], str | None] = bind_port
     space: Callable[[Path], Space | None] = file_system
 
     def path(self, at: str) -> Path:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.base.errors import UserError
 from pipeline.base.progress import reporter_for
 from pipeline.commands.options import MODEL_FOLDER, emit, json_option, store_option, vllm_option
 
@@ -44,11 +43,10 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 @click.option(
     "--external-lb",
     is_flag=True,
-    help="Leave --port to a balancer, which --compose adds; data parallel engines get a port each, from the next on.",
+    help="Leave --port to a balancer, which --compose adds; servers get ports from the next on.",
 )
 @click.option("--launcher", type=click.Choice(["local", "docker", "endpoint"]), default="local", show_default=True)
 @click.option("--endpoint", metavar="URL", help="A server that runs already, for --launcher endpoint.")
-@click.option("--api-key-variable", metavar="NAME", help="Variable that holds the endpoint's key.")
 @click.option("--image", help="Container image (default: vLLM's own of the version).")
 @click.option("--volume-claim", metavar="NAME", help="PersistentVolumeClaim with the model, for --kubernetes.")
 @click.option("--host-ip", metavar="A,B,...", help="Addresses of several nodes on their private network, in order.")
@@ -81,7 +79,7 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
     if dry_run or forms:
         _show(request, forms[0] if forms else "", given)
         return 0
-    own = {name: given[name] for name in ("image", "endpoint", "api_key_variable", "node_rank")}
+    own = {name: given[name] for name in ("image", "endpoint", "node_rank")}
     logs = given["store_path"] / "logs"
     return serve_until_stopped(request, given["launcher"], logs=logs, startup_timeout=startup_timeout, **own)
 
@@ -154,8 +152,6 @@ def _show(request: Request, form: str, given: dict[str, Any]) -> None:
         balancer = request.port if request.external else None
         click.echo(compose(plan, processes, image=given["image"], balancer=balancer), nl=False)
     elif form == "kubernetes":
-        if request.external and plan.layout.data > 1:
-            raise UserError("--external-lb: found --kubernetes and data parallel engines, expected one of the two")
         click.echo(manifests(plan, image=given["image"], claim=given["volume_claim"]), nl=False)
     else:
         installed = None if request.environment is None else request.environment.version
@@ -179,14 +175,12 @@ def _facts(facts: ModelFacts) -> dict[str, Any]:
 @click.option(
     "--target", help="NAME:GPUS, as in mi300x:8, or auto for what this machine is (default: the recipe's, else auto)."
 )
-@click.option("--port", type=click.IntRange(1, 65535), help="Port that a server is to listen on.")
 @click.option("--model", help="Checkpoint's folder, or a recipe: what its scheme needs is checked too.")
 @vllm_option
 @json_option
 @click.option("--fix-script", is_flag=True, help="Print a bash script of the fixes that need root; nothing is run.")
 def doctor(
     target: str | None,
-    port: int | None,
     model: str | None,
     vllm: str | None,
     as_json: bool,
@@ -205,7 +199,7 @@ def doctor(
         raise click.UsageError("--json and --fix-script both print on standard output: give one of them")
     wanted, meant = (None, None) if model is None else wanted_of(model)
     asked = meant if target is None else None if target == "auto" else parse_target(target)
-    subject = look(Machine(), target=asked, vllm=vllm, port=port, wanted=wanted)
+    subject = look(Machine(), target=asked, vllm=vllm, wanted=wanted)
     findings = examine(subject)
     failed = any(finding.status == "fail" for finding in findings)
     if as_json:

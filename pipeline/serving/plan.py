@@ -156,15 +156,12 @@ DATA_PORT = 13345
 """Where the engines of other nodes find the first one."""
 
 
-def processes(
-    plan: LaunchPlan, *, port: int = PORT, host_ips: Sequence[str] = (), external: bool = False
-) -> tuple[Process, ...]:
+def processes(plan: LaunchPlan, *, port: int = PORT, host_ips: Sequence[str] = ()) -> tuple[Process, ...]:
     """Every process, in the order in which they start.
 
     Servers get the ports from ``port`` on. ``host_ips`` are the nodes' addresses on a private network, the first that
     of the head, where one server spans nodes; without them, names in capitals stand in their places.
-    ``external`` makes a server of each data parallel engine, for a balancer that is none of vLLM's. UserError for fewer
-    addresses than nodes.
+    UserError for fewer addresses than nodes.
     """
     layout = plan.layout
     addresses: tuple[str, ...] = ()
@@ -172,8 +169,6 @@ def processes(
         if host_ips and len(host_ips) < layout.nodes:
             raise UserError(f"{len(host_ips)} addresses for {layout.nodes} nodes: expected one for each")
         addresses = tuple(host_ips[: layout.nodes]) or tuple(f"NODE_{node}_IP" for node in range(layout.nodes))
-    if external and layout.data > 1:
-        return tuple(_ranks(plan, port, addresses))
     if addresses:
         return tuple(_spanning(plan, port, addresses))
     return tuple(_servers(plan, port))
@@ -199,20 +194,6 @@ def _servers(plan: LaunchPlan, port: int) -> Iterator[Process]:
         gpus = () if target.accelerator.kind == "cpu" else tuple(range(start, start + layout.gpus))
         env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
         yield Process(group // per_node, "server", number, gpus, port + number, env, plan.argv)
-
-
-def _ranks(plan: LaunchPlan, port: int, addresses: Sequence[str]) -> Iterator[Process]:
-    """A server for each data parallel engine, which still meet for the experts (vLLM 0.32 engine/arg_utils.py)."""
-    layout = plan.layout
-    size, local = layout.tensor * layout.pipeline, layout.data // layout.nodes
-    for number in range(layout.replicas * layout.data):
-        rank, (node, place) = number % layout.data, divmod(number, local)
-        gpus = tuple(range(place * size, (place + 1) * size))
-        own = ["--data-parallel-rank", str(rank), "--data-parallel-rpc-port", str(DATA_PORT)]
-        own += ["--data-parallel-address", addresses[0] if addresses else "127.0.0.1"]
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-        env |= {"VLLM_HOST_IP": addresses[node]} if addresses else {}
-        yield Process(node, "server", number, gpus, port + place, env, (*plan.argv, *own))
 
 
 def _spanning(plan: LaunchPlan, port: int, addresses: Sequence[str]) -> Iterator[Process]:

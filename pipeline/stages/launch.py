@@ -208,7 +208,7 @@ def vllm_for(text: str | None, *, elsewhere: bool) -> tuple[str, VllmEnvironment
 class Request:
     """One launch: ``how`` is `plan_serving` with what was asked; ``hosts`` are addresses of the nodes, in order.
 
-    ``external`` leaves ``port`` to a balancer, and gives each data parallel engine one of those behind it.
+    ``external`` leaves ``port`` to a balancer.
     """
 
     model: ServedModel
@@ -225,13 +225,7 @@ class Request:
             plan = replace(plan, argv=(*plan.argv, "--revision", self.model.revision))
         if self.model.missing is not None:
             plan = replace(plan, warnings=(f"only planned: {self.model.missing.message}", *plan.warnings))
-        if self.external and plan.layout.data > 1 and not self.model.facts.experts:
-            raise UserError(
-                "vLLM balances the engines of a dense model itself, or knows nothing of them",
-                hint="Leave --data-parallel-size out: independent servers are what a balancer outside is for.",
-            )
-        first = self.port + self.external
-        return plan, processes(plan, port=first, host_ips=self.hosts, external=self.external)
+        return plan, processes(plan, port=self.port + self.external, host_ips=self.hosts)
 
 
 def target_for(text: str | None, recipe: Recipe | None) -> Target:
@@ -308,7 +302,6 @@ def serve(
     startup_timeout: float,
     image: str | None,
     endpoint: str | None,
-    api_key_variable: str | None,
     node_rank: int,
 ) -> int:
     """Serve until somebody asks for the end, which is exit code 0; 130 where that was before a server answered.
@@ -325,7 +318,7 @@ def serve(
     if kind == "endpoint":
         if endpoint is None:
             raise UserError("--launcher endpoint: found no --endpoint URL, expected the address of the server")
-        launcher = EndpointLauncher(endpoint, api_key_variable=api_key_variable)
+        launcher = EndpointLauncher(endpoint)
     else:
         nodes = plan.layout.nodes
         if nodes > 1 and len(request.hosts) < nodes:

@@ -135,7 +135,7 @@ def open_harness(
         assert server.talk is not None  # noqa: S101 - it answered
         yield Harness(job, server.talk)
         return
-    env = {**server.client_environment(), "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"} | (
+    env = {"OPENAI_API_KEY": "unused", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"} | (
         {"HF_HUB_OFFLINE": "1"} if local else {}
     )
     try:

@@ -173,7 +173,7 @@ def over_nodes(setting: Setting, vllm: VllmEnvironment, plan: LaunchPlan) -> Clu
             f"the launch is over {plan.layout.nodes} nodes, and this run is on one.",
             hint="`--on ray` runs on a Ray cluster's nodes; `quantmint submit` takes a run to several.",
         )
-    return ClusterLauncher(vllm, setting.spread.cluster())
+    return ClusterLauncher(vllm.executable, setting.spread.cluster())
 
 
 def keep_log(server: Server, destination: Path) -> LogScan:

@@ -177,11 +177,6 @@ def test_a_port_may_be_left_to_a_balancer(quantmint: Quantmint) -> None:
     assert set(whole["services"]) == {"vllm-0", "vllm-1", "vllm-2", "vllm-3", "balancer"}
     assert "listen 127.0.0.1:9000;" in whole["configs"]["balancer"]["content"]
     assert "server 127.0.0.1:9004;" in whole["configs"]["balancer"]["content"]
-    assert "knows nothing of them" in quantmint(*dense, "--set", "data-parallel-size=4", "--json").err
-    mixed = ("serve", CONFIGS / "DeepSeek-R1-0528", "--target", "mi355x:8", "--vllm", "0.33.0", "--external-lb")
-    made = quantmint(*mixed, "--json").json["processes"]
-    assert [one["argv"][one["argv"].index("--data-parallel-rank") + 1] for one in made] == list("01234567")
-    assert quantmint(*mixed, "--kubernetes").code == 2
 
 
 def test_forms_exclude_each_other(quantmint: Quantmint) -> None:

@@ -19,7 +19,6 @@ from pipeline.serving.host.detect import CUDA, HIP
 from pipeline.serving.host.subject import Finding, Outcome, Status, Subject, Wanted, look, target_of
 from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.running.deployment import listener
 
 _DOCKER = "docker run --device /dev/kfd --device /dev/dri --group-add=video"
 _NOISE = 1 << 30  # what a driver and a desktop may hold of an idle GPU
@@ -156,18 +155,6 @@ def _shared_memory(subject: Subject) -> Outcome:
     return Outcome("ok" if space.total >= _SHARED else "warn", found)
 
 
-def _port(subject: Subject) -> Outcome:
-    values = {"port": subject.port}
-    if subject.port is None:
-        return Outcome("skipped", "no --port was given", values)
-    reason = subject.machine.binds(subject.port)
-    if reason is None:
-        return Outcome("ok", f"{subject.port} is free", values)
-    holder = listener(subject.port)
-    why = f"is not free: {reason}" if holder is None else f"is held by {holder}"
-    return Outcome("fail", f"{subject.port} {why}", values)
-
-
 def _rdma(subject: Subject) -> Outcome:
     machine = subject.machine
     if subject.target.nodes == 1:
@@ -272,7 +259,6 @@ LOOKS: Mapping[str, Callable[[Subject], Outcome]] = {
     "iommu": _iommu,
     "/dev/shm": _shared_memory,  # noqa: S108 - the name of a check
     "ibstat": _rdma,
-    "port": _port,
     "vllm": _vllm,
     "rocm": _rocm_version,
     "aiter": _aiter_version,

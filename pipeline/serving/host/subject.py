@@ -94,7 +94,6 @@ class Subject:
     unknown: str = ""
     installed: Installed | None = None
     missing: str = ""
-    port: int | None = None
     wanted: Wanted | None = None
     utilization: float = 0.92  # vLLM's own since 0.20
 
@@ -114,7 +113,6 @@ def look(
     *,
     target: Target | None = None,
     vllm: str | Path | None = None,
-    port: int | None = None,
     wanted: Wanted | None = None,
     utilization: float = 0.92,
 ) -> Subject:
@@ -130,7 +128,7 @@ def look(
         assert detected is not None  # noqa: S101 - detect() either returned or raised
         target = Target(detected.hardware, detected.gpus, hbm_bytes=detected.hbm_bytes)
     installed, missing = _environment(machine, vllm)
-    return Subject(machine, target, detected, unknown, installed, missing, port, wanted, utilization)
+    return Subject(machine, target, detected, unknown, installed, missing, wanted, utilization)
 
 
 def target_of(plan: LaunchPlan) -> Target:

@@ -8,7 +8,6 @@ name, also when our own end was SIGKILL.
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
@@ -23,20 +22,20 @@ from urllib.parse import urlsplit
 
 from pipeline.base.errors import ServingError, UserError
 from pipeline.base.processes import OFFLINE, Child, child_environment
-from pipeline.serving.environment import VllmEnvironment, parse_version
+from pipeline.serving.environment import parse_version
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.containers import docker_run
 from pipeline.serving.render.invocation import image_of
 from pipeline.serving.running.deployment import Deployment, Say, on_node, require_model, starting
-from pipeline.serving.running.server import HOST, Server, fetch
+from pipeline.serving.running.server import HOST, Server
 
 
+@dataclass(frozen=True, kw_only=True)
 class Launcher:
     """Starts this machine's processes of a plan. ``stop_grace`` is seconds between SIGTERM and SIGKILL."""
 
-    def __init__(self, *, node_rank: int = 0, stop_grace: float = 15.0) -> None:
-        self.node_rank = node_rank
-        self.stop_grace = stop_grace
+    node_rank: int = 0
+    stop_grace: float = 15.0
 
     @contextmanager
     def deploy(
@@ -65,12 +64,11 @@ class Launcher:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
 class LocalLauncher(Launcher):
     """Runs ``vllm serve`` on this machine."""
 
-    def __init__(self, vllm_executable: Path | str, *, node_rank: int = 0, stop_grace: float = 15.0) -> None:
-        super().__init__(node_rank=node_rank, stop_grace=stop_grace)
-        self.executable = Path(vllm_executable)
+    executable: Path | str
 
     @contextmanager
     def launch(self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0) -> Iterator[Server]:
@@ -144,12 +142,11 @@ def reference_environment(plan: LaunchPlan) -> dict[str, str]:
 _CLIENT = re.compile(r"DOCKER_(HOST|CONTEXT|CONFIG|CERT_PATH|TLS_VERIFY|API_VERSION)|XDG_RUNTIME_DIR|SSH_AUTH_SOCK")
 
 
+@dataclass(frozen=True)
 class DockerLauncher(Launcher):
     """Runs containers; ``image`` overrides the plan's. One that is not here is pulled, which counts as starting."""
 
-    def __init__(self, image: str | None = None, *, node_rank: int = 0, stop_grace: float = 15.0) -> None:
-        super().__init__(node_rank=node_rank, stop_grace=stop_grace)
-        self.image = image
+    image: str | None = None
 
     def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
         docker = shutil.which("docker")
@@ -180,12 +177,11 @@ class Cluster:
     own: str
 
 
+@dataclass(frozen=True)
 class ClusterLauncher(LocalLauncher):
-    """One server here whose engine has the cluster's nodes; ``vllm`` has the cluster's own version of Ray."""
+    """One server here whose engine has the cluster's nodes; vLLM's environment has the cluster's own version of Ray."""
 
-    def __init__(self, vllm: VllmEnvironment, cluster: Cluster, *, stop_grace: float = 15.0) -> None:
-        super().__init__(vllm.executable, stop_grace=stop_grace)
-        self.cluster = cluster
+    cluster: Cluster
 
     def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
         self.require(plan)
@@ -215,44 +211,21 @@ class ClusterLauncher(LocalLauncher):
 class EndpointLauncher:
     """Takes a server that already runs: looks whether it is the right one, and never stops it.
 
-    The key is read from a variable at every request and goes into the header of that request, nowhere else. HTTP tells
-    a name, a folder and a version, never the weights: on this machine the folder is proof; elsewhere a server
-    can be shown to be the wrong one, never the right, which is said.
+    HTTP tells a name, a folder and a version, never the weights: on this machine the folder is proof; elsewhere a
+    server can be shown to be the wrong one, never the right, which is said.
     """
 
-    def __init__(self, url: str, *, api_key_variable: str | None = None) -> None:
+    def __init__(self, url: str) -> None:
         self.url = endpoint_url(url)
-        if api_key_variable is not None and not os.environ.get(api_key_variable):  # not repeated: it may be the key
-            raise UserError("--api-key-variable: expected the name of a variable that is set and holds the key")
-        self.api_key_variable = api_key_variable
 
     @contextmanager
-    def deploy(
-        self,
-        plan: LaunchPlan,
-        processes: Sequence[Process],
-        logs: Path,
-        *,
-        startup_timeout: float = 3600.0,
-        say: Say = print,
-    ) -> Iterator[Deployment]:
+    def deploy(self, plan: LaunchPlan, *_: object, say: Say = print, **__: object) -> Iterator[Deployment]:
         """The server while the block runs; the plan's processes, logs and timeout have no part in it.
 
         Raises ServingError where nobody answers, or another model does.
         """
-        key = None if self.api_key_variable is None else os.environ[self.api_key_variable]
-        if key is not None and self.url.startswith("http:") and not _is_local(self.url):
-            say(f"warning: {self.url} is not https: the key in {self.api_key_variable} travels readable")
-        try:
-            status, _ = fetch(self.url, "/health", timeout=30, key=key)
-        except (OSError, http.client.HTTPException) as error:
-            raise ServingError(f"nobody answers at {self.url}: {error}", transient=True) from error
-        if status != 200:
-            hint = "Name the key's variable." if status in {401, 403} else None
-            raise ServingError(
-                f"{self.url} answers /health with {status}, expected 200", hint=hint, transient=status >= 500
-            )
-        server = Server(plan.served_model_name, self.url, None, 0.0, api_key_variable=self.api_key_variable)
+        server = Server(plan.served_model_name, self.url, None, 0.0)
+        server.get("/health")
         yield _Attached(replace(server, model_name=str(_card(server, plan, say)["id"])))
 
 
@@ -279,7 +252,7 @@ def endpoint_url(text: str) -> str:
     if not valid or parts.query or parts.fragment:
         raise UserError("--endpoint is not the address of a server: expected something like http://gpu7:8000")
     if parts.username is not None or parts.password is not None:
-        raise UserError("the address holds a name or password", hint="Put a key into a variable and name that one.")
+        raise UserError("the address holds a name or password, which would stand in the process list")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 

@@ -1,14 +1,12 @@
 """A running vLLM server, as seen over HTTP.
 
-Plain `http.client`: a proxy that the environment names must not see, or answer, what we ask our own machine, and no
-redirection carries a key to another.
+Plain `http.client`: a proxy that the environment names must not see, or answer, what we ask our own machine.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,23 +24,14 @@ class Server:
     """A server that answered. `started_seconds` is the time from its start to the first healthy answer.
 
     `base_url` is its address without a path of the API: ``http://127.0.0.1:PORT``. A server that somebody else started
-    has no log here. `api_key_variable` names the variable that holds its key, which is kept nowhere. `pid` is the
-    process of this machine that the server is below, None where it is below none.
+    has no log here. `pid` is the process of this machine that the server is below, None where it is below none.
     """
 
     model_name: str
     base_url: str
     log_path: Path | None
     started_seconds: float
-    api_key_variable: str | None = None
     pid: int | None = None
-
-    def client_environment(self) -> dict[str, str]:
-        """The key as OpenAI's clients read it; lm-eval's insists on one also where the server asks for none."""
-        return {"OPENAI_API_KEY": self._key() or "unused"}
-
-    def _key(self) -> str | None:
-        return None if self.api_key_variable is None else os.environ.get(self.api_key_variable)
 
     def version(self) -> str:
         """vLLM's version as the server tells it."""
@@ -61,7 +50,7 @@ class Server:
         """The same of a POST of JSON."""
         where = f"its log: {self.log_path}" if self.log_path is not None else f"it was asked at {self.base_url}"
         try:
-            status, answer = fetch(self.base_url, path, body=body, key=self._key(), timeout=timeout)
+            status, answer = fetch(self.base_url, path, body=body, timeout=timeout)
         except (OSError, http.client.HTTPException) as error:
             raise ServingError(f"the server does not answer {path}: {error}", hint=where, transient=True) from error
         if status != 200:
@@ -72,20 +61,15 @@ class Server:
         return answer
 
 
-def fetch(
-    base_url: str, path: str, *, timeout: float, body: Mapping[str, object] | None = None, key: str | None = None
-) -> tuple[int, str]:
-    """Status and body of one request: a GET, or a POST of ``body`` as JSON. ``key`` goes into its header alone."""
+def fetch(base_url: str, path: str, *, timeout: float, body: Mapping[str, object] | None = None) -> tuple[int, str]:
+    """Status and body of one request: a GET, or a POST of ``body`` as JSON."""
     address = urlsplit(base_url)
     kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    method, content = "GET", None
-    if body is not None:
-        method, content = "POST", json.dumps(body)
-        headers["Content-Type"] = "application/json"
+    content = None if body is None else json.dumps(body)
     connection = kind(address.hostname or HOST, address.port, timeout=timeout)
     try:
-        connection.request(method, address.path + path, content, headers)
+        method = "GET" if content is None else "POST"
+        connection.request(method, address.path + path, content, {"Content-Type": "application/json"})
         response = connection.getresponse()
         return response.status, response.read().decode("utf-8", errors="replace")
     finally:

@@ -24,7 +24,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finding(vllm: Path) -> Callable[..., Finding]:
-    """Look at a machine for one check: ``finding("port", machine, target="mi300x:8", port=8000)``."""
+    """Look at a machine for one check: ``finding("iommu", machine, target="mi300x:8")``."""
     from pipeline.serving.host.checks import checks
     from pipeline.serving.host.subject import look
     from pipeline.serving.planning.target import parse_target

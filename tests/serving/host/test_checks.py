@@ -56,7 +56,7 @@ def test_what_a_plan_demands_is_looked_at():
 
 
 def test_a_healthy_machine_has_nothing_to_mend(tmp_path: Path, vllm: Path):
-    found = examine(look(machine(trees.instinct(tmp_path)), vllm=vllm, port=8000))
+    found = examine(look(machine(trees.instinct(tmp_path)), vllm=vllm))
     assert {finding.status for finding in found} == {"ok", "skipped"}
     assert not any(finding.fix or finding.as_root for finding in found)
     assert script(found).endswith("# nothing to fix as root\n")
@@ -74,11 +74,10 @@ def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Pa
         root,
         {"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
         opens=lambda path: "Permission denied",
-        binds=lambda port: "Address already in use",
         space=lambda path: None if path.name == "shm" else trees.Space(GIB, 1),
         installed={"vllm": "0.10.0"},
     )
-    found = examine(look(box, target=parse_target("mi355x:16"), vllm=vllm, port=8000))
+    found = examine(look(box, target=parse_target("mi355x:16"), vllm=vllm))
     bad = {finding.name for finding in found if finding.status in ("warn", "fail")}
     assert bad == {name for name, check in checks().items() if "rocm" in check.kinds} - {
         "partition",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 
 import pytest
 
-from pipeline.base.machine import Machine, Space, bind_port, file_system, open_device, run_command
+from pipeline.base.machine import Space, file_system, open_device, run_command
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, machine
 
@@ -50,17 +48,6 @@ def test_shared_memory(tmp_path: Path, finding, space: Space | None, status: str
     box = machine(trees.instinct(tmp_path, count=2), space=lambda path: space)
     assert finding("/dev/shm", box).status == status
     assert finding("/dev/shm", box, target="mi300x:1").status == "skipped"
-
-
-def test_a_port_that_is_really_held(finding):
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        held.listen()
-        port = held.getsockname()[1]
-        assert bind_port(port) == "Address already in use"
-        seen = finding("port", Machine(), target="cpu", port=port)
-        assert f"pid {os.getpid()}" in seen.found
-    assert bind_port(port) is None
 
 
 def test_rdma(tmp_path: Path, finding):

@@ -123,7 +123,6 @@ def machine(root: Path, environ: Mapping[str, str] | None = None, **changes: Any
         "environ": {"USER": "ann", "HOME": "/home/ann", **(environ or {})},
         "run": run,
         "opens": lambda path: None,
-        "binds": lambda port: None,
         "space": lambda path: Space(64 * GIB, 60 * GIB),
     }
     return Machine(root=root, **given | changes)

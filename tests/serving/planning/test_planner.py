@@ -366,23 +366,6 @@ def test_nodes_run_a_process_each():
         processes(spread, host_ips=("10.0.0.1",))
 
 
-def test_each_engine_may_be_a_server_for_a_balancer_outside():
-    many = plan(facts("DeepSeek-R1-0528"), "mi355x:8", for_="throughput", concurrency=512, vllm_version="0.33.0")
-    made = processes(many, port=8001, external=True)
-    assert [(one.role, one.port, one.gpus) for one in made] == [("server", 8001 + rank, (rank,)) for rank in range(8)]
-    meeting = ("--data-parallel-rpc-port", "13345", "--data-parallel-address", "127.0.0.1")
-    assert [one.argv for one in made] == [(*many.argv, "--data-parallel-rank", str(n), *meeting) for n in range(8)]
-    spread = plan(facts("Kimi-K2-Instruct"), "mi300x:4x2", for_="throughput", concurrency=512)
-    there = processes(spread, host_ips=("10.0.0.1", "10.0.0.2"), external=True)
-    assert [(one.node, one.port, one.env["VLLM_HOST_IP"]) for one in there[3:5]] == [
-        (0, 8003, "10.0.0.1"),
-        (1, 8000, "10.0.0.2"),
-    ]
-    assert {one.argv[-1] for one in there} == {"10.0.0.1"}
-    alone = plan(target="mi300x:8", for_="throughput", concurrency=512)
-    assert processes(alone, external=True) == processes(alone), "independent servers know nothing of each other"
-
-
 def test_a_size_that_does_not_divide_takes_stages_or_leaves_some_idle():
     idle = plan(facts(LLAMA_70B), "mi300x:6")
     assert (idle.layout.tensor, idle.layout.replicas) == (4, 1)

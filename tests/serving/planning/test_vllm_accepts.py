@@ -25,7 +25,7 @@ def launches_of(plan: LaunchPlan, model: Path) -> list[dict[str, object]]:
     """What each process of a plan runs; with a model that is there, because the parser looks at it."""
     return [
         {"argv": ["vllm", "serve", str(model), *process.argv[3:]], "env": {**plan.env, **process.env}}
-        for process in (*processes(plan), *processes(plan, external=True))
+        for process in processes(plan)
         if process.argv[0] == "vllm"
     ]
 

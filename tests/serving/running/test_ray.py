@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.plan import LaunchPlan, Layout
 from pipeline.serving.running.launchers import Cluster, ClusterLauncher
 
@@ -30,7 +29,7 @@ def plan_of(model: Path) -> LaunchPlan:
 
 @pytest.fixture
 def launcher(fake_vllm: Path) -> ClusterLauncher:
-    return ClusterLauncher(VllmEnvironment(fake_vllm), HERE, stop_grace=1)
+    return ClusterLauncher(fake_vllm, HERE, stop_grace=1)
 
 
 def test_the_engine_gets_its_gpus_from_the_cluster(
