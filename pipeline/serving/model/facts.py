@@ -103,12 +103,13 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
     shape = read_shape(config)
     pieces = count_pieces(config, shape)
     linear = {piece.name: piece.parameters for piece in pieces if piece.linear}
-    declared = _declared(declared_quantization(config), tuple(linear))
+    quantization = declared_quantization(config) or {}
+    schemes, cached = _declared(quantization, tuple(linear)) if quantization else (dict.fromkeys(linear), False)
     weights: Counter[str] = Counter()
-    for module, scheme in declared.schemes.items():
+    for module, scheme in schemes.items():
         if scheme is not None:
             weights[scheme] += linear[module]
-    pieces = tuple(piece.stored(declared.schemes[piece.name]) if piece.linear else piece for piece in pieces)
+    pieces = tuple(piece.stored(schemes[piece.name]) if piece.linear else piece for piece in pieces)
     kinds = shape.kinds
     attends = {"full", "sliding", "chunked"} & set(kinds)
     attention: Attention = "mha" if attends else "none"
@@ -130,9 +131,9 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
         linear_layers=recurrent,
         context=_context(shape),
         quantization=next(iter(weights.most_common(1)), ("none", 0))[0],
-        checkpoint_format=declared.method,
-        group=declared.group,
-        kv_cache_scheme=declared.kv_cache,
+        checkpoint_format=str(quantization.get("quant_method") or "unknown") if quantization else "none",
+        group=max(filter(None, (_group(scheme, quantization) for scheme in weights)), default=None),
+        kv_cache_scheme="fp8" if cached else None,
         weights=_bytes(pieces),
         counted=True,
         pieces=pieces,
@@ -204,40 +205,24 @@ def _context(shape: Shape) -> int:
     return int(length)
 
 
-@dataclass(frozen=True, slots=True)
-class _Declared:
-    """``schemes`` has an entry, None for 16 bit, for each module that was asked about."""
-
-    method: str
-    schemes: Mapping[str, str | None]
-    group: int | None
-    kv_cache: Literal["fp8"] | None
-
-
-def _declared(quantization: Mapping[str, Any] | None, modules: Sequence[str]) -> _Declared:
-    """Read a ``quantization_config`` for these linear modules; a missing one leaves them all in 16 bit."""
-    if not quantization:
-        return _Declared("none", dict.fromkeys(modules), None, None)
+def _declared(quantization: Mapping[str, Any], modules: Sequence[str]) -> tuple[Mapping[str, str | None], bool]:
+    """The scheme of each of these linear modules, None for 16 bit, and whether there are scales for an FP8 cache."""
     method = str(quantization.get("quant_method") or "unknown")
     if method in _OURS:
         claims = layout_of_method(method).claims(quantization, modules)
         # The bytes of a spec that no table has are measured where there are shards.
         schemes = {module: "fp8" if module in claims.unknown else scheme for module, scheme in claims.schemes.items()}
-        cached = claims.kv_cache or bool(quantization.get("kv_cache_quant_config"))
-    else:
-        kept = [str(pattern) for key in _KEPT for pattern in quantization.get(key) or ()]
-        scheme = _scheme(method, quantization)
-        # gpt-oss keeps everything but its experts in 16 bit, whether or not it lists them.
-        schemes = {
-            module: None
-            if any(_named(module, pattern) for pattern in kept) or (method == "mxfp4" and ".experts." not in module)
-            else scheme
-            for module in modules
-        }
-        cached = str(quantization.get("kv_cache_quant_algo") or "").upper() == "FP8" or _kv_scales(quantization)
-    used = {scheme for scheme in schemes.values() if scheme is not None}
-    groups = [_group(scheme, quantization) for scheme in used]
-    return _Declared(method, schemes, max(filter(None, groups), default=None), "fp8" if cached else None)
+        return schemes, claims.kv_cache or bool(quantization.get("kv_cache_quant_config"))
+    kept = [str(pattern) for key in _KEPT for pattern in quantization.get(key) or ()]
+    scheme = _scheme(method, quantization)
+    # gpt-oss keeps everything but its experts in 16 bit, whether or not it lists them.
+    named = {
+        module: None
+        if any(_named(module, pattern) for pattern in kept) or (method == "mxfp4" and ".experts." not in module)
+        else scheme
+        for module in modules
+    }
+    return named, str(quantization.get("kv_cache_quant_algo") or "").upper() == "FP8" or _kv_scales(quantization)
 
 
 def _kv_scales(quantization: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
@@ -208,32 +209,38 @@ def manifests(plan: LaunchPlan, *, image: str | None = None, claim: str | None =
             f"{plan.layout.packed} servers on one GPU: Kubernetes gives a GPU to one container",
             hint="Plan with --pack 1, or use --compose.",
         )
-    several = plan.layout.nodes > 1
-    workload = _group(plan, image, claim) if several else _deployment(plan, image, claim)
+    name = object_name("serve-", plan.served_model_name.rstrip("/").rpartition("/")[2])
+    labels, nodes = {"app.kubernetes.io/name": name}, plan.layout.nodes
+    pod = partial(_pod, plan, labels, image, claim)
+    leader, *others = processes(plan, host_ips=[_LEADER] * nodes)
+    spec: dict[str, Any] = {"replicas": plan.layout.replicas}
+    if nodes == 1:
+        api, kind, note, role = "apps/v1", "Deployment", "", {}
+        # No GPU is free for a second pod beside the one that it replaces.
+        spec["strategy"] = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+        spec |= {"selector": {"matchLabels": labels}, "template": pod(leader, {})}
+    else:
+        api, kind, role = "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", {"role": "leader"}
+        note = "# RDMA: add the resource of your cluster's device plugin to both templates, such as rdma/hca: 1\n"
+        spec["leaderWorkerTemplate"] = {
+            "size": nodes,
+            "restartPolicy": "RecreateGroupOnPodRestart",
+            "leaderTemplate": pod(leader, role),
+            "workerTemplate": pod(_worker(others), {"role": "worker"}),
+        }
     service = {
-        "selector": {**_labels(plan), **({"role": "leader"} if several else {})},
+        "selector": {**labels, **role},
         "ports": [{"name": "http", "port": PORT, "targetPort": "http"}],
     }
-    text = dump(workload, _object(plan, "v1", "Service", service))
-    note = "# RDMA: add the resource of your cluster's device plugin to both templates, such as rdma/hca: 1\n"
-    return comments(plan) + (note if several else "") + text
+    documents = [
+        {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
+        for api, kind, spec in ((api, kind, spec), ("v1", "Service", service))
+    ]
+    return comments(plan) + note + dump(*documents)
 
 
-def _deployment(plan: LaunchPlan, image: str | None, claim: str | None) -> dict[str, Any]:
-    process, labels = processes(plan)[0], _labels(plan)
-    spec = {
-        "replicas": plan.layout.replicas,
-        # No GPU is free for a second pod beside the one that it replaces.
-        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
-        "selector": {"matchLabels": labels},
-        "template": _pod(plan, process, labels, {}, plan.layout.gpus, image, claim),
-    }
-    return _object(plan, "apps/v1", "Deployment", spec)
-
-
-def _group(plan: LaunchPlan, image: str | None, claim: str | None) -> dict[str, Any]:
-    leader, *workers = processes(plan, host_ips=[_LEADER] * plan.layout.nodes)
-    # The cluster tells each pod which of them it is.
+def _worker(workers: Sequence[Process]) -> Process:
+    """What all of them run: the cluster tells each pod which of them it is."""
     commands = {
         tuple(_RANK if before == "--node-rank" else word for before, word in pairwise(("", *worker.argv)))
         for worker in workers
@@ -243,57 +250,53 @@ def _group(plan: LaunchPlan, image: str | None, claim: str | None) -> dict[str, 
             f"the {len(workers)} worker nodes run different commands, and a LeaderWorkerSet has one template for them",
             hint="Use --shell or --compose, which have a section for each node.",
         )
-    worker = replace(workers[0], argv=commands.pop())
-    labels, gpus = _labels(plan), plan.layout.gpus // plan.layout.nodes
-    template = {
-        "size": plan.layout.nodes,
-        "restartPolicy": "RecreateGroupOnPodRestart",
-        "leaderTemplate": _pod(plan, leader, labels, {"role": "leader"}, gpus, image, claim),
-        "workerTemplate": _pod(plan, worker, labels, {"role": "worker"}, gpus, image, claim),
-    }
-    spec = {"replicas": plan.layout.replicas, "leaderWorkerTemplate": template}
-    return _object(plan, "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", spec)
+    return replace(workers[0], argv=commands.pop())
 
 
 def _pod(
     plan: LaunchPlan,
-    process: Process,
     labels: Mapping[str, str],
-    role: Mapping[str, str],
-    gpus: int,
     image: str | None,
     claim: str | None,
+    process: Process,
+    role: Mapping[str, str],
 ) -> dict[str, Any]:
-    kind, several = accelerator(plan).kind, plan.layout.nodes > 1
-    argv = arguments(process, host=_ANYWHERE)
+    kind, nodes = accelerator(plan).kind, plan.layout.nodes
+    program, *rest = arguments(process, host=_ANYWHERE)
     capabilities = [value for option, value in options(plan) if option == "--cap-add"]
     own = {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     passed = {name: value for name, value in variables(plan, process).items() if name not in _OURS}
+    volumes: list[dict[str, Any]] = [SHARED_VOLUME]
+    mounts: list[dict[str, Any]] = [SHARED_MOUNT]
+    for number, path in enumerate(mounted(plan)):
+        name = f"model-{number}" if number else "model"
+        claimed = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        volumes.append({"name": name, **({"hostPath": {"path": path}} if claim is None or number else claimed)})
+        mounts.append({"name": name, "mountPath": path, "readOnly": True})
     container: dict[str, Any] = {
         "name": "vllm",
         "image": image_of(plan, image),
-        "command": list(argv[:1]),
-        "args": list(argv[1:]),
-        "env": [*([own] if several else []), *plain_variables(passed)],
+        "command": [program],
+        "args": rest,
+        "env": [*([own] if nodes > 1 else []), *plain_variables(passed)],
+        "volumeMounts": mounts,
     }
     if kind != "cpu":
-        count = {RESOURCES[kind]: str(gpus)}
+        count = {RESOURCES[kind]: str(plan.layout.gpus // nodes)}
         container["resources"] = {"requests": count, "limits": dict(count)}
     if capabilities:
         container["securityContext"] = {"capabilities": {"add": capabilities}}
     if ("--security-opt", "seccomp=unconfined") in options(plan):
         container.setdefault("securityContext", {})["seccompProfile"] = {"type": "Unconfined"}
     if process.port is not None:
-        container["ports"] = [{"name": "http", "containerPort": PORT}]
-        container |= _PROBES
-    volumes, mounts = _volumes(plan, claim)
+        container |= {"ports": [{"name": "http", "containerPort": PORT}], **_PROBES}
     return {
         "metadata": {"labels": {**labels, **role}},
         "spec": {
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": 60,
-            "containers": [{**container, "volumeMounts": mounts}],
+            "containers": [container],
             "volumes": volumes,
         },
     }
@@ -304,37 +307,7 @@ def plain_variables(values: Mapping[str, str]) -> list[dict[str, Any]]:
     return [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]
 
 
-def _volumes(plan: LaunchPlan, claim: str | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    volumes: list[dict[str, Any]] = [SHARED_VOLUME]
-    mounts: list[dict[str, Any]] = [SHARED_MOUNT]
-    for number, path in enumerate(mounted(plan)):
-        name = f"model-{number}" if number else "model"
-        if claim is not None and not number:
-            volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
-        else:
-            volumes.append({"name": name, "hostPath": {"path": path}})
-        mounts.append({"name": name, "mountPath": path, "readOnly": True})
-    return volumes, mounts
-
-
-def _object(plan: LaunchPlan, api: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "apiVersion": api,
-        "kind": kind,
-        "metadata": {"name": _name(plan), "labels": _labels(plan)},
-        "spec": spec,
-    }
-
-
-def _name(plan: LaunchPlan) -> str:
-    return object_name("serve-", plan.served_model_name.rstrip("/").rpartition("/")[2])
-
-
 def object_name(prefix: str, text: str) -> str:
     """A name that Kubernetes takes, with room for what it adds: at most 52 lower-case letters, digits and dashes."""
     word = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return f"{prefix}{word}"[:52].rstrip("-")
-
-
-def _labels(plan: LaunchPlan) -> dict[str, str]:
-    return {"app.kubernetes.io/name": _name(plan)}
