@@ -16,7 +16,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Activations:
         What earlier attempts spilled and did not commit is removed.
         """
         self.layer = layer or -1
-        with _states(self.folder):
+        with storing("the hidden states", self.folder):
             for stale in self.folder.glob("*.partial"):
                 shutil.rmtree(stale)
         self._there = {number: _file(_committed(self.folder, layer), number) for number in range(count)}
@@ -61,7 +61,7 @@ class Activations:
 
         if number in self._here:
             return self._here[number].to(device)
-        with _states(self._there[number]):
+        with storing("the hidden states", self._there[number]):
             hidden: torch.Tensor = load_file(self._there[number])["hidden"]
             return hidden.to(device)
 
@@ -84,7 +84,7 @@ class Activations:
         self._here = {number: value for number, value in self._next.items() if not isinstance(value, Path)}
         self._there = {number: value for number, value in self._next.items() if isinstance(value, Path)}
         self._next = {}
-        with _states(self.folder):
+        with storing("the hidden states", self.folder):
             shutil.rmtree(self._partial(self.layer), ignore_errors=True)
         self.layer += 1
 
@@ -93,7 +93,7 @@ class Activations:
         partial, committed = self._partial(self.layer), _committed(self.folder, self.layer)
         if committed.exists():
             return
-        with _states(self.folder):
+        with storing("the hidden states", self.folder):
             partial.mkdir(parents=True, exist_ok=True)
             for number, hidden in self._here.items():
                 _write(_file(partial, number), hidden)
@@ -136,14 +136,10 @@ def _file(folder: Path, number: int) -> Path:
 def _write(path: Path, hidden: torch.Tensor) -> Path:
     from safetensors.torch import save_file
 
-    with _states(path):
+    with storing("the hidden states", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({"hidden": hidden.cpu().contiguous()}, path)
     return path
-
-
-def _states(path: Path) -> AbstractContextManager[None]:
-    return storing("the hidden states", path)
 
 
 @contextmanager

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from calibration.calls import layer_names
-from calibration.hooks import sentences
 from calibration.lazy import torch
 from calibration.measurement import Measurement
 from calibration.observers import Observation
 from calibration.ranges import Ranges, ranges_of, require_sound
-from calibration.replica import Replica, experts_on_disk, replica, sources
+from calibration.replica import Replica, replica
 from calibration.room import Decision, Mode, decide, free_bytes, host_bytes, measuring, need_of
 from calibration.shares import Order, Places, is_finished, joined, measured, prepared
 
@@ -99,7 +98,7 @@ def calibrate(
         magnitudes = found.finish()
         require_sound(replicas[0], magnitudes)
     shutil.rmtree(work, ignore_errors=True)
-    warnings = _warnings(replicas[0], found, observation)
+    warnings = found.warnings()
     for sentence in warnings:
         watcher.warn(sentence)
     return Outcome(ranges_of(replicas[0], magnitudes), decision, warnings)
@@ -151,11 +150,3 @@ def _by_shares(elsewhere: Places, order: Order, batches: Sequence[torch.Tensor],
         for share in elsewhere.measure(order, missing):
             advance(share.samples)
     return joined(order, shares)
-
-
-def _warnings(first: Replica, found: Measurement, observation: Observation) -> tuple[str, ...]:
-    named = experts_on_disk(sources(first.model, first.owned))
-    starved = {named.get(expert, expert): tokens for expert, tokens in found.starved().items()}
-    layers = sorted({named.get(expert, expert).rpartition(".")[0] for expert in found.routed_only})
-    only = tuple(f"{layer}: only the tokens that the router sends could be counted" for layer in layers)
-    return (*only, *sentences(starved, observation.min_expert_tokens))

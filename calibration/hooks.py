@@ -8,7 +8,6 @@ is dropped, and what the model goes on with is its own.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -147,23 +146,6 @@ def while_called(module: Any, context: Callable[..., AbstractContextManager[Any]
 
     handle = module.register_forward_pre_hook(before, with_kwargs=True)
     return handle, module.register_forward_hook(after, always_call=True)
-
-
-def sentences(starved: Mapping[str, int], floor: int, *, most: int = 8) -> tuple[str, ...]:
-    """One sentence a layer about the experts that the router sent fewer than ``floor`` tokens, for people.
-
-    ``starved`` has their tokens by name, ``LAYER.experts.NUMBER``.
-    """
-    by_layer: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-    for expert, tokens in starved.items():
-        layer, _, number = expert.rpartition(".")
-        by_layer[layer].append((int(number), tokens))
-    found = []
-    for layer, experts in by_layer.items():
-        named = ", ".join(f"{number} ({tokens:,})" for number, tokens in sorted(experts)[:most])
-        more = f" and {len(experts) - most} more" if len(experts) > most else ""
-        found.append(f"{layer}: fewer than {floor:,} tokens were sent to expert {named}{more}")
-    return tuple(found)
 
 
 def watching(model: Any, part: str, measurement: Measurement) -> AbstractContextManager[None]:

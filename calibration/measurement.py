@@ -109,6 +109,19 @@ class Measurement:
         floor = self.observation.min_expert_tokens
         return {expert: tokens for expert, tokens in self.tokens.items() if tokens < floor}
 
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences about experts that few tokens reached, and those that cannot be given any."""
+        found, starved = [], self.starved()
+        if starved:
+            least = min(starved, key=starved.__getitem__)
+            found.append(
+                f"{len(starved):,} of {len(self.tokens):,} experts were sent fewer than "
+                f"{self.observation.min_expert_tokens:,} tokens, {least} {starved[least]:,}"
+            )
+        if self.routed_only:
+            found.append(f"of {len(self.routed_only):,} experts only the tokens that the router sends could be counted")
+        return tuple(found)
+
     def finish(self) -> dict[Key, torch.Tensor]:
         """The magnitudes, float32 [] or [H_kv], in the order of the forward."""
         found: dict[Key, torch.Tensor] = {}

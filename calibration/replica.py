@@ -154,16 +154,6 @@ def on_disk(own: str, owned: Mapping[str, str]) -> str:
     return own
 
 
-def experts_on_disk(named: Mapping[str, str]) -> dict[str, str]:
-    """Single experts by the model's own name (``LAYER.experts.3``), with theirs on disk; from `sources`."""
-    found: dict[str, str] = {}
-    for disk, own in named.items():
-        prefix, _, last = own.rpartition(".")
-        if last.isdigit():  # PREFIX.gate_up_proj.3
-            found[f"{prefix.rpartition('.')[0]}.{last}"] = disk.rpartition(".")[0]
-    return found
-
-
 def attention_by_layer(model: Any) -> dict[int, str]:
     """The attention modules of a model's language part, by the number of their layer."""
     decoder = model.get_decoder()

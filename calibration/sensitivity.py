@@ -55,17 +55,12 @@ def measure(
 ) -> dict[str, float]:
     """The cost of every change, nats a token, going on at the last layer that an earlier attempt was done with.
 
-    Args:
-        replica: the model with nothing loaded.
-        samples: int64 token ids of [sequence].
-        changes: see `Changes`.
-        work: a folder for what enters the layers, which is as large as the hidden states of all layers.
-        facts: plain values that must be the same for an attempt to be gone on with.
-        advance: told the number of samples after each layer, twice: on the way through and on the way back.
+    ``replica`` has nothing loaded; ``samples`` are int64 token ids of [sequence]. ``work`` is a folder for what enters
+    the layers, as large as the hidden states of all layers; ``facts`` are plain values that must be the same for an
+    attempt to be gone on with. ``advance`` is told samples after each layer, on the way through and on the way back.
 
-    Raises:
-        CalibrationError: what was seen is not finite, weights are missing, or the disk is full.
-        NotReplayableError: the layers cannot be run one at a time.
+    Raises `CalibrationError` where what was seen is not finite, weights are missing or the disk is full, and
+    `NotReplayableError` where the layers cannot be run one at a time.
     """
     layers = layer_names(replica.model, replica.attention.values())
     batches = [sample.unsqueeze(0) for sample in samples]

@@ -66,21 +66,14 @@ def run_sequential(
 ) -> None:
     """Give every layer new weights, going on at the last layer that an earlier attempt committed.
 
-    Args:
-        replica: the model with nothing loaded.
-        batches: int64 token ids of [batch, sequence].
-        roundings: of the inputs of the linear modules that get new weights, by the model's own names. Modules with the
-            same input and the very same function have one Hessian.
-        solve: see `Solve`.
-        activations: where hidden states are kept.
-        facts: plain values that must be the same for a run to be gone on with.
-        fold: see `Fold`; called before anything of the layer is measured.
-        beside: whether the 16-bit model runs along: then hidden states take twice the room.
-        advance: told the number of samples after each batch of each layer, also of layers that were done before.
+    ``replica`` has nothing loaded; ``batches`` are int64 token ids of [batch, sequence]. ``roundings`` are those of the
+    inputs of the linear modules that get new weights, by the model's own names: modules with the same input and the
+    very same function have one Hessian. ``facts`` are plain values that must be the same for a run to be gone on with.
+    ``fold`` is called before anything of the layer is measured. ``beside`` has the 16-bit model run along: then hidden
+    states take twice the room. ``advance`` is told samples as by `calibration.layers.run_layers`.
 
-    Raises:
-        CalibrationError: weights are missing, or the disk is full.
-        NotReplayableError: the layers cannot be run one at a time.
+    Raises `CalibrationError` where weights are missing or the disk is full, and `NotReplayableError` where the layers
+    cannot be run one at a time.
     """
     facts = [facts, sorted(replica.owned.items())]
     walk = _Sequential(replica, batches, activations, facts, advance, roundings=roundings, beside=beside)

@@ -47,36 +47,25 @@ class SetFile:
 
 
 def _read(path: Path) -> SetFile:
-    """Read a set's file; raise `CalibrationError` where it is no mapping, or where a key stands twice."""
+    """Read a set's file; raise `CalibrationError` where it is no mapping."""
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = 1 if mark is None else mark.line + 1
-        raise CalibrationError(f"{path}:{line}: not a YAML file: {error.problem}") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise CalibrationError(f"{path}: not a YAML file: {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        place = path if mark is None else f"{path}:{mark.line + 1}"
+        raise CalibrationError(f"{place}: not a YAML file: {getattr(error, 'problem', None) or error}") from error
     if not isinstance(root, yaml.MappingNode):
         raise CalibrationError(f"{path}: expected a mapping")
-    lines = dict(_lines(path, root, ()))
     values = yaml.constructor.SafeConstructor().construct_document(root)
-    return SetFile(path, {str(key): value for key, value in values.items()}, lines)
+    return SetFile(path, {str(key): value for key, value in values.items()}, dict(_lines(root, ())))
 
 
-def _lines(path: Path, node: yaml.MappingNode, parent: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], int]]:
-    seen: dict[str, int] = {}
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            raise CalibrationError(f"{path}:{line}: expected a word as key")
-        if key.value in seen:
-            raise CalibrationError(f"{path}:{line}: {key.value}: stands in line {seen[key.value]} already")
-        seen[key.value] = line
-        yield (*parent, key.value), line
-        if isinstance(value, yaml.MappingNode):
-            yield from _lines(path, value, (*parent, key.value))
+def _lines(node: yaml.Node, parent: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], int]]:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        yield (*parent, str(key.value)), key.start_mark.line + 1
+        yield from _lines(value, (*parent, str(key.value)))
 
 
 FOLDER = Path(__file__).parent / "sets"

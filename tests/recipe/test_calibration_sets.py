@@ -66,7 +66,6 @@ A = "file: a.jsonl\n"
         (HEAD + A + "turns:\n  userr: x\n", r'm\.yaml:5: turns.userr: found an unknown .* \(did you mean "user"\?\)'),
         (HEAD + A + "text: t\nsamples: 0\n", r"m\.yaml:5: samples: found 0, expected a whole number of at least 1"),
         (HEAD + A + "text: t\nsample_by: line\n", r"m\.yaml:5: sample_by: found it beside a.jsonl, expected .* \.txt"),
-        (HEAD + A + "text: t\ntext: u\n", r"m\.yaml:5: text: stands in line 4 already"),
         ("name: n\ndescription: d\n" + A + "text: t\n", r'm\.yaml:1: name: found "n", expected the name of its file'),
         ("a: [\n", r"m\.yaml:2: not a YAML file"),
     ],
