@@ -10,12 +10,14 @@ is the same. A first run is reckoned by rates of such machines and by what items
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from eval import prompts
-from eval.suites import Suite, SuiteTask
+from eval.suites import Suite, SuiteTask, definition
 from pipeline.stages.bench import START_S, TOKEN_S
 from pipeline.stages.cost import known
 from pipeline.stages.evaluate import EvaluateStage
@@ -24,7 +26,8 @@ from pipeline.stages.stage import Planned, Setting
 from pipeline.store.gc import list_runs
 
 _WEIGHTS: Final = ("sensitivity", "calibrate", "quantize")
-_CPU_START_S: Final = 20.0
+_CPU_START_S, _HARNESS_S = 20.0, 5.0
+"""Of a server on a CPU, and of lm-eval, which is imported once in a run."""
 _REQUEST_S, _READ_S = 0.001, 0.1
 """Of a server's own work for each request, and for one of which each position is told, as the canary's are."""
 _BUSY, _CPU_BUSY = 0.5, 0.15
@@ -126,12 +129,12 @@ def reckoned(
     return {
         "source": size.source / rates["hash"],
         **own,
-        "inspect": own.get("quantize", size.source / rates["load"]),
+        "inspect": size.checkpoint / rates["hash"] if "quantize" in own else size.source / rates["load"],
         "serve-baseline": start,
         "serve-candidate": 0.0 if on_cpu else start,  # a CPU that has the room starts both at once
         "canary-baseline": canary,
         "canary-candidate": canary,
-        "evaluate-baseline": answers,
+        "evaluate-baseline": _HARNESS_S + answers,
         "control": sum(count * each[name] for name, count in _again(setting).items()),
         "evaluate-candidate": candidate,
         **({} if bench_s is None else {"bench": bench_s}),
@@ -145,13 +148,30 @@ def reckoned(
 
 def _item_s(task: SuiteTask, suite: Suite, token_s: float, out_s: float) -> float:
     """Seconds of one item: the prompts of its choices, a text, or a prompt and an answer."""
-    own = sum(file.stat().st_size for file in suite.files(task)[1:]) / _TOKEN_BYTES / task.items
+    own = sum(map(_prose, suite.files(task)[1:])) / _TOKEN_BYTES / task.items
     prompt = (own or _ITEM) + _SHOT * (task.num_fewshot or 0)
     if task.kind == "perplexity":
         return _REQUEST_S + (own or _PAGE) * token_s
     if task.metric.startswith("acc"):
         return _CHOICES * (_REQUEST_S + prompt * token_s)
-    return _REQUEST_S + prompt * token_s + min(task.max_gen_tokens or _ANSWER, 2 * _ANSWER) * out_s
+    defined = definition(suite.own_tasks, task.task)
+    generation: Any = {} if defined is None else defined.data.get("generation_kwargs") or {}
+    longest = task.max_gen_tokens or generation.get("max_gen_toks", _ANSWER)
+    return _REQUEST_S + prompt * token_s + min(longest, 2 * _ANSWER) * out_s
+
+
+def _prose(file: Path) -> float:
+    """Characters of a task's data that prompts hold: no keys, and of choices one."""
+    if file.suffix != ".jsonl":
+        return file.stat().st_size
+    found = 0.0
+    for line in file.read_text(encoding="utf-8").split("\n"):
+        try:
+            values = tuple(json.loads(line).values())
+        except (ValueError, AttributeError):  # an empty one, and what lm-eval will not take
+            values = (line,)
+        found += sum(len(f"{value}") / (len(value) if isinstance(value, list) and value else 1) for value in values)
+    return found
 
 
 def _again(setting: Setting) -> Mapping[str, int]:
