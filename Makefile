@@ -26,7 +26,7 @@ TEST_ENV  := $(VENV)/.quantmint-test
 BESIDE    := $(MAKE) --no-print-directory -j 3
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan docs test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-fleet gate-simulations soak report clean distclean serving browser
+.PHONY: help quantize plan docs test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling gate-simulations soak report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
@@ -73,9 +73,6 @@ bench-quality: $(TEST_ENV)  ## KL, agreement, perplexity, bits, seconds and memo
 
 bench-scaling: $(TEST_ENV)  ## one process beside Ray nodes of this machine, and a model of more; ARGS="--nodes 1,2,4,8"
 	@$(BIN)/python -m tests.bench.scaling --json docs/bench-scaling.json --plot docs/bench-scaling.svg $(ARGS)
-
-bench-fleet: $(TEST_ENV)  ## seconds of `quantmint due` and of a round without work, for seven recipes
-	@$(BIN)/python -m tests.bench.fleet $(ARGS)
 
 gate-simulations: $(TEST_ENV)  ## how often the gate errs where the truth is known, in minutes; ARGS="--runs 1000"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.gate $(ARGS)

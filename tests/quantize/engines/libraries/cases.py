@@ -37,6 +37,11 @@ class Case:
         return Quantization.model_validate(values)
 
 
+KV = {"kv_cache": "fp8"}
+OVERRIDES = [{"modules": [r"re:.*self_attn\..*"], "scheme": "fp8"}]
+MIXED = Case("llama", "mxfp4", {**KV, "overrides": OVERRIDES, "exclude": [r"re:.*layers\.1\.mlp\..*"]})
+
+
 @dataclass(frozen=True)
 class Adopted:
     """What became of a case: the checkpoint under the source's names, and where it is not what was asked for."""

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from pipeline.quantize.engines.libraries.job import checkpoint_bytes
-from tests.quantize.engines.libraries.cases import Adopted, Case, Make, assert_as_asked, tensors
+from tests.quantize.engines.libraries.cases import KV, MIXED, Adopted, Case, Make, assert_as_asked, tensors
 
 pytestmark = pytest.mark.slow
 
-KV = {"kv_cache": "fp8"}
 CASES: Mapping[str, Case] = {
     "ptpc_fp8-kv": Case("llama", "ptpc_fp8", KV),
     "fp8-kv": Case("llama", "fp8", KV),
@@ -31,15 +30,7 @@ CASES: Mapping[str, Case] = {
     "smoothquant-strong": Case("llama", "int8_w8a8", {"algorithm": "smoothquant", "smoothquant": {"strength": 0.9}}),
     "rotation-tied": Case("qwen3", "mxfp4", {"algorithm": "rotation"}, calibrated=False),
     "autoround": Case("llama", "w4a16", {"algorithm": "autoround", "autoround": {"iterations": 2}}),
-    "mixed": Case(
-        "llama",
-        "mxfp4",
-        {
-            **KV,
-            "overrides": [{"modules": [r"re:.*self_attn\..*"], "scheme": "fp8"}],
-            "exclude": [r"re:.*layers\.1\.mlp\..*"],
-        },
-    ),
+    "mixed": MIXED,
 }
 
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from pipeline.quantize.engines.libraries.job import checkpoint_bytes
-from tests.quantize.engines.libraries.cases import Adopted, Case, Make, assert_as_asked
+from tests.quantize.engines.libraries.cases import KV, MIXED, Adopted, Case, Make, assert_as_asked
 
 pytestmark = pytest.mark.slow
 
-KV = {"kv_cache": "fp8"}
 CASES: Mapping[str, Case] = {
     "ptpc_fp8-kv": Case("llama", "ptpc_fp8", KV),
     "fp8-kv": Case("llama", "fp8", KV),
@@ -27,15 +26,7 @@ CASES: Mapping[str, Case] = {
     "smoothquant": Case("llama", "int8_w8a8", {"algorithm": "smoothquant"}),
     "rotation": Case("llama", "mxfp4", {"algorithm": "rotation", **KV}),
     "kv-kept": Case("llama", "mxfp4", {**KV, "exclude": [r"re:.*layers\.1\.self_attn\..*"]}),
-    "mixed": Case(
-        "llama",
-        "mxfp4",
-        {
-            **KV,
-            "overrides": [{"modules": [r"re:.*self_attn\..*"], "scheme": "fp8"}],
-            "exclude": [r"re:.*layers\.1\.mlp\..*"],
-        },
-    ),
+    "mixed": MIXED,
 }
 
 
