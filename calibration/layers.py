@@ -122,10 +122,4 @@ class Walk:
         return measurement
 
     def _read(self, layer: int) -> Future[None]:
-        wanted = held(self.replica.model, self.layers[layer])
-
-        def load() -> None:
-            self.replica.weights.load(wanted)
-            self.replica.weights.touch(wanted)
-
-        return self._reader.submit(load)
+        return self._reader.submit(self.replica.weights.load, held(self.replica.model, self.layers[layer]))

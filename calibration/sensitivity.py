@@ -131,7 +131,7 @@ class _Sweep:
                 with _seen(self._replica.model, names) as calls:
                     leaving = self._run(number, index, module, entering, None)
                 slopes = torch.autograd.grad(
-                    leaving, [entering, *(call.out for call in calls.values())], gradient[index].to(leaving.device)
+                    leaving, [entering, *(out for *_, out in calls.values())], gradient[index].to(leaving.device)
                 )
                 found.append(slopes[0])
                 at = dict(zip(calls, slopes[1:], strict=True))
@@ -160,8 +160,8 @@ class _Sweep:
     def _cost(self, changed: Sequence[tuple[_Call, torch.Tensor, str]]) -> float:
         """The sum of (g d)^2 over the tokens, of modules that see the same ones."""
         moved = [
-            ((self._replica.model.get_submodule(name)(*call.args, **call.kwargs) - call.out) * slope).flatten(0, -2)
-            for call, slope, name in changed
+            ((self._replica.model.get_submodule(name)(*args, **kwargs) - out) * slope).flatten(0, -2)
+            for (args, kwargs, out), slope, name in changed
         ]
         products = sum(one.sum(dim=-1).double() for one in moved)
         return float(products.square().sum())
@@ -188,13 +188,8 @@ class _Sweep:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What a module was called with, apart from all gradients, and what it returned."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    out: torch.Tensor
+_Call = tuple[tuple[Any, ...], Mapping[str, Any], "torch.Tensor"]
+"""What a module was called with, apart from all gradients, and what it returned."""
 
 
 @contextmanager
@@ -206,7 +201,7 @@ def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
         return value.detach() if isinstance(value, torch.Tensor) else value
 
     def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
-        found[name] = _Call(tuple(map(plain, args)), {key: plain(value) for key, value in kwargs.items()}, out)
+        found[name] = tuple(map(plain, args)), {key: plain(value) for key, value in kwargs.items()}, out
 
     with following(model, sorted(names), see):
         yield found

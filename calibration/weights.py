@@ -21,7 +21,6 @@ _SINGLE = "model.safetensors"
 _SCALE = "_scale_inv"
 _PART = 1 << 30  # bytes that are made parameters of at a time
 _PIECE = 16 << 20  # bytes: what a thread reads for a GPU at a time
-_PAGE = 4096
 
 
 def build(folder: Path, *, stored: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
@@ -272,12 +271,6 @@ class Weights:
             )
         for name, reason in found.conversion_errors.items():
             raise CalibrationError(f"{self._shards.folder}: {name} cannot be loaded: {reason}")
-
-    def touch(self, names: Iterable[str]) -> None:
-        """Have parameters on a CPU in memory by the time that they are used: read a byte of each page."""
-        if self._device.startswith("cpu"):
-            for name in names:
-                _get(self._model, name).detach().flatten().view(torch.uint8)[::_PAGE].sum()
 
     def free(self, names: Iterable[str]) -> None:
         """Let go of parameters and persistent buffers; the model keeps their shapes."""

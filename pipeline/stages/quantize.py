@@ -112,12 +112,8 @@ class QuantizeStage(Stage):
             )
         if spread is not None:
             spread.release()  # what follows may want the GPUs of this machine
-        errors = {  # signal to noise in dB of the rows that were compared on the way, and elements that were clipped
-            module: {
-                "sqnr_db": error.sqnr_db if math.isfinite(error.sqnr_db) else None,
-                "clipped": error.clipped,
-                "compared": error.count,
-            }
+        errors = {  # signal to noise in dB of the rows that were compared on the way
+            module: {"sqnr_db": error.sqnr_db if math.isfinite(error.sqnr_db) else None, "compared": error.count}
             for module, error in sorted(written.errors.items())
         }
         write_json(job.path / ERRORS, errors)

@@ -226,23 +226,21 @@ def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
 class Kernel:
     """A kernel with the number of rows that share a scale: the least that it can compute apart from all others.
 
-    ``whole`` is for a kernel whose scale needs the largest magnitude of the whole weight, its second argument;
-    ``limit`` is the largest magnitude of a stored element.
+    ``whole`` is for a kernel whose scale needs the largest magnitude of the whole weight, its second argument.
     """
 
     compute: Callable[[torch.Tensor, torch.Tensor | None], Parts]
     rows: int
-    limit: float
     whole: bool = False
 
 
 KERNELS: Mapping[str, Kernel] = {
-    "ptpc_fp8": Kernel(ptpc_fp8, rows=1, limit=FP8_MAX),
-    "fp8": Kernel(fp8, rows=1, limit=FP8_MAX, whole=True),
-    "fp8_block": Kernel(fp8_block, rows=BLOCK, limit=FP8_MAX),
-    "mxfp4": Kernel(mxfp4, rows=1, limit=E2M1_MAX),
-    "mxfp4_unsigned_zero": Kernel(mxfp4_unsigned_zero, rows=1, limit=E2M1_MAX),
-    "w4a16": Kernel(w4a16, rows=1, limit=INT4_MAX),
+    "ptpc_fp8": Kernel(ptpc_fp8, rows=1),
+    "fp8": Kernel(fp8, rows=1, whole=True),
+    "fp8_block": Kernel(fp8_block, rows=BLOCK),
+    "mxfp4": Kernel(mxfp4, rows=1),
+    "mxfp4_unsigned_zero": Kernel(mxfp4_unsigned_zero, rows=1),
+    "w4a16": Kernel(w4a16, rows=1),
 }
 
 

@@ -195,7 +195,7 @@ class _Made:
     def add(self, step: Step, weight: torch.Tensor, parts: Parts) -> None:
         """Take what was made of a weight."""
         self.tensors.update({f"{step.name}.{role}": part.cpu() for role, part in parts.items()})
-        self.errors[step.name] = error_of(weight, parts, KERNELS[str(step.kernel)].limit)
+        self.errors[step.name] = error_of(weight, parts, str(step.kernel))
 
 
 class _Layers:

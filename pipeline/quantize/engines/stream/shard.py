@@ -23,17 +23,7 @@ from typing import NamedTuple
 
 from calibration.lazy import torch
 from pipeline.base.errors import StageError
-from pipeline.quantize.engines.stream.kernels import (
-    BLOCK,
-    E2M1_MAX,
-    FP8_MAX,
-    INT4_GROUP,
-    INT4_MAX,
-    KERNELS,
-    MX_GROUP,
-    Parts,
-    amax,
-)
+from pipeline.quantize.engines.stream.kernels import BLOCK, KERNELS, Parts, amax
 from pipeline.quantize.engines.stream.plan import (
     NUMBERS,
     STATIC_ROLES,
@@ -51,37 +41,25 @@ from pipeline.quantize.formats.layout import StoredTensor
 from pipeline.quantize.inspection.numbers import Error, dequantize
 
 _STRIDE = 64
-# Beyond the largest value by more than half of the last step: further than rounding moves anything.
-_CLIPPED = {FP8_MAX: 464.0, E2M1_MAX: 7.0, INT4_MAX: 8.0}
 
 
-def error_of(weight: torch.Tensor, made: Parts, limit: float) -> Error:
-    """Compare rows of a weight [O, I] with what was made of them: all where the bus is what is waited for."""
+def error_of(weight: torch.Tensor, made: Parts, kernel: str) -> Error:
+    """Compare rows of a weight [O, I] with what a kernel made of them: all where the bus is what is waited for."""
     stride = _STRIDE if weight.device.type == "cpu" else 1
-    source = weight[::stride].float()
-    scale = made["weight_scale"]
-    if limit in (E2M1_MAX, INT4_MAX):
-        packed = "weight_packed" if "weight_packed" in made else "weight"
-        parts = {"weight_packed": made[packed][::stride], "weight_scale": scale[::stride]}
-        restored = dequantize("mxfp4" if limit == E2M1_MAX else "w4a16", parts)
-        steps, group = parts["weight_scale"], INT4_GROUP
-        if limit == E2M1_MAX:
-            exponents = steps.int() - 127
-            steps, group = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents), MX_GROUP
-        step = steps.float().repeat_interleave(group, dim=1)
+    source, scale = weight[::stride].float(), made["weight_scale"]
+    if "fp8" not in kernel:
+        parts = {role: part[::stride] for role, part in made.items()}
+        restored = dequantize("mxfp4" if kernel.startswith("mxfp4") else kernel, parts)
     else:
+        step = scale[::stride].unsqueeze(1) if scale.ndim == 1 else scale
         if scale.ndim == 2:  # of blocks
-            step = scale.repeat_interleave(BLOCK // stride, 0)[: source.shape[0]].repeat_interleave(BLOCK, 1)
-            step = step[:, : source.shape[1]].float()
-        else:
-            step = (scale[::stride].unsqueeze(1) if scale.ndim else scale).float()
-        restored = made["weight"][::stride].float() * step
-    clipped = source.abs() > _CLIPPED[limit] * step
-    error = source - restored
-    # By rows in float32 and over rows in float64; one wait for a GPU, not three.
-    sums = (source.square().sum(1).double().sum(), error.square().sum(1).double().sum(), clipped.sum().double())
-    signal, noise, count = torch.stack(sums).tolist()
-    return Error(signal, noise, int(count), source.numel())
+            step = scale.repeat_interleave(BLOCK // stride, 0)[: len(source)].repeat_interleave(BLOCK, 1)
+            step = step[:, : source.shape[1]]
+        restored = made["weight"][::stride].float() * step.float()
+    # By rows in float32 and over rows in float64; one wait for a GPU, not two.
+    sums = [each.square().sum(1).double().sum() for each in (source, source - restored)]
+    signal, noise = torch.stack(sums).tolist()
+    return Error(signal, noise, source.numel())
 
 
 PARTIAL_SUFFIX = ".partial"
@@ -263,7 +241,7 @@ class OpenShard:
         # A scale that is a number was made from finite ones; an exponent does not tell.
         scale = parts["weight_scale"]
         self._require_finite(step.origin, scale if scale.is_floating_point() else amax(weight))
-        return parts, error if step.made is not None else error_of(weight, parts, kernel.limit)
+        return parts, error if step.made is not None else error_of(weight, parts, step.kernel)
 
     def _largest_of(self, worker: Worker, step: Step) -> torch.Tensor:
         with self._changed, worker.clock("wait"):
