@@ -172,11 +172,11 @@ def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> S
     def warn(message: str) -> None:
         say(f"warning: {message}")
 
-    with outlets(options.store, warn=warn, metrics_file=metrics_file) as told:
+    with outlets(options.store, warn=warn, metrics_file=metrics_file) as (notify, _):
 
         def hear(event: Event) -> None:
             say(line_of(event))
-            told.hear(event)
+            notify(event)
 
         fleet = Fleet(options, on_event=hear, warn=warn)
         fleet.add(Request(recipe) for recipe in named)

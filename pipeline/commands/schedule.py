@@ -116,20 +116,17 @@ def run(
     from pipeline.clusters.ray.nodes import jobs_address_of
     from pipeline.upkeep.fleet.jobs import Options
     from pipeline.upkeep.notices import outlets
-    from pipeline.upkeep.schedule.resident import Resident
+    from pipeline.upkeep.schedule.resident import stay
 
     options = Options(store=store_path, on=jobs_address_of(on), **given)
     log = Log(as_json)
-    with outlets(store_path, warn=log.warn, metrics_file=metrics_file) as told:
+    with outlets(store_path, warn=log.warn, metrics_file=metrics_file) as (notify, plan):
 
         def hear(event: Event) -> None:
             log.hear(event)
-            told.hear(event)
+            notify(event)
 
-        def planned(fires: Mapping[str, Any]) -> None:
-            told.plan({name: time.timestamp() for name, time in fires.items()})
-
-        return Resident(options, recipes, tell=log.tell, hear=hear, planned=planned).run()
+        return stay(options, recipes, tell=log.tell, hear=hear, planned=plan)
 
 
 class Log:
@@ -243,7 +240,7 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
     jobs_address_of(given["on"])  # a fault is told now, not at night
     if form == "kubernetes" and given["on"] == "ray" and "RAY_ADDRESS" not in variables:
         raise UserError("--on: found ray, and a pod is no node of a Ray cluster", hint="--on http://HEAD:8265")
-    here = program_here(None) if form in _HERE else ("quantmint",)
+    here = program_here() if form in _HERE else ("quantmint",)
     return Export(
         program=tuple(shlex.split(given["program"])) if given["program"] else here,
         made_by=f"quantmint schedule export --{form.replace('_', '-')}",

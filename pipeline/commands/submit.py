@@ -14,7 +14,6 @@ _FOR = {
     **dict.fromkeys(("partition", "sbatch", "setup", "container", "mount"), ("slurm",)),
     **dict.fromkeys(("namespace", "image", "claims", "workdir", "secrets", "pod_template"), ("kubernetes",)),
     "attached": ("ray",),
-    "venv": ("slurm", "ray"),
     "env": ("kubernetes", "ray"),
 }
 
@@ -32,7 +31,6 @@ _FOR = {
 @click.option("--cpus", type=click.IntRange(min=1), help="CPU cores of a node (default: the cluster's).")
 @click.option("--memory", type=click.IntRange(min=1), metavar="GB", help="Host memory of a node.")
 @click.option("--time", "limit", metavar="DURATION", help="Time limit, such as 8h or 90m.")
-@click.option("--venv", metavar="FOLDER", help="Environment there (default: this one). Slurm, Ray.")
 @click.option("--env", metavar="NAME=VALUE", multiple=True, help="A plain variable. Kubernetes, Ray.")
 @click.option("--partition", help="Slurm.")
 @click.option("--sbatch", metavar="NAME[=VALUE]", multiple=True, help="Slurm: any other option, as in account=team.")
@@ -113,7 +111,7 @@ def _place(name: str, given: dict[str, Any]) -> Place:
         from pipeline.clusters.submit import slurm
 
         options = slurm.Options(
-            **{key: given[key] for key in ("partition", "venv", "container")},
+            **{key: given[key] for key in ("partition", "container")},
             sbatch=slurm.parse_options(given["sbatch"]),
             setup=given["setup"],
             mounts=tuple(map(slurm.parse_mount, given["mount"])),
@@ -127,7 +125,7 @@ def _place(name: str, given: dict[str, Any]) -> Place:
         return Kubernetes(pod if given["image"] else None, namespace=given["namespace"])
     from pipeline.clusters.submit import ray
 
-    return ray.RayJobs(given["ray_address"], ray.Options(Path.cwd(), given["venv"], variables))
+    return ray.RayJobs(given["ray_address"], Path.cwd(), variables)
 
 
 def _task(given: dict[str, Any]) -> Task:

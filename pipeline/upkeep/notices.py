@@ -20,9 +20,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -185,10 +186,10 @@ class Metrics:
                 self._damaged[event.recipe] = event.state == "damaged"
             self._renew()
 
-    def plan(self, fires: Mapping[str, float]) -> None:
-        """Take over when each recipe is looked at next (seconds since the epoch), in place of all that was known."""
+    def plan(self, fires: Mapping[str, datetime]) -> None:
+        """Take over when each recipe is looked at next, in place of all that was known."""
         with self._lock:
-            self._next = dict(fires)
+            self._next = {name: time.timestamp() for name, time in fires.items()}
             self._renew()
 
     def _renew(self) -> None:
@@ -243,13 +244,6 @@ def _seconds(text: str | None) -> float | None:
     return None if found is None else found.timestamp()
 
 
-class Outlets(NamedTuple):
-    """Who takes events, and when each recipe's schedule comes next (seconds since the epoch). Neither raises."""
-
-    hear: Callable[[Event], None]
-    plan: Callable[[Mapping[str, float]], None]
-
-
 @contextmanager
 def outlets(
     store: Path,
@@ -257,8 +251,9 @@ def outlets(
     warn: Callable[[str], None],
     metrics_file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> Iterator[Outlets]:
-    """Everything that is wanted; at the exit, what is still to be sent has a few seconds.
+) -> Iterator[tuple[Callable[[Event], None], Callable[[Mapping[str, datetime]], None]]]:
+    """Who takes events, and when each recipe's schedule comes next; neither raises. At the exit, what is still to be
+    sent has a few seconds.
 
     QUANTMINT_WEBHOOK, and ..._SECRET for its signature, name the webhook. `UserError` for what cannot be used.
     """
@@ -275,7 +270,7 @@ def outlets(
             metrics.hear(event)
 
     try:
-        yield Outlets(hear, (lambda _: None) if metrics is None else metrics.plan)
+        yield hear, (lambda _: None) if metrics is None else metrics.plan
     finally:
         if hook is not None:
             hook.close()

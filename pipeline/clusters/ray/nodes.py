@@ -4,8 +4,8 @@ What we ran there ends with the connection. Ray is not told to ship anything: ne
 cluster that asks for a token gets the one of RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, which Ray reads itself.
 
 Ray places tasks by what it was told that a node has, so nothing here chooses a node. Before a node is given anything it
-is asked whether it has the same code and libraries, and the same files under the same names. It writes a file that is
-read here: two folders of one name on two disks are found, also where both are empty.
+is asked whether it has the same code and libraries, and the same files under the same names, one of which was just
+written here: two folders of one name on two disks are found, also where both are empty.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import hashlib
 import os
 import platform
 import re
+import secrets
 import signal
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -197,21 +198,23 @@ def ask_for(nodes: Sequence[Node], device: str, *, most_cores: int | None = None
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a node is: versions by name, digests of folders that are read, its processor, its free host memory."""
+    """What a node is: versions by name, digests of folders that are read, its processor, its free host memory.
+
+    ``unseen`` are folders in which it does not see what was written elsewhere.
+    """
 
     versions: Mapping[str, str]
     folders: Mapping[str, str | None]
+    unseen: tuple[str, ...]
     processor: str
     free: int
 
 
-def facts_here(folders: Sequence[Path], written: Sequence[Path] = (), mark: str = "") -> Facts:
-    """What this machine is, with digests of ``folders``; a file with ``mark`` is put into each of ``written``."""
-    for folder in written:
-        with suppress(OSError):  # whoever asked will miss it
-            _probe(folder, mark).touch()
+def facts_here(folders: Sequence[Path], probes: Sequence[Path] = ()) -> Facts:
+    """What this machine is, with digests of ``folders``; ``probes`` are files that were written elsewhere."""
     known = {str(folder): _digest(folder) for folder in folders}
-    return Facts(versions_here(), known, cpu_name(Machine()), free_bytes("cpu"))
+    unseen = tuple(str(probe.parent) for probe in probes if not probe.exists())
+    return Facts(versions_here(), known, unseen, cpu_name(Machine()), free_bytes("cpu"))
 
 
 @lru_cache(maxsize=1)
@@ -235,28 +238,28 @@ def require_versions(
             raise UserError(f"{node or socket.gethostname()}: {name} {told}: its bytes might be others.", hint=HINT)
 
 
-def require_same(node: str, there: Facts, here: Facts, written: Sequence[Path], mark: str) -> None:
-    """Raise `UserError` for a node that differs, with what differs first, and where what it wrote is not seen."""
+def require_same(node: str, there: Facts, here: Facts) -> None:
+    """Raise `UserError` for a node that differs, with what differs first."""
     require_versions(here.versions, node, there.versions)
     for folder, digest in here.folders.items():
         if (found := there.folders[folder]) != digest:
             what = "is not there" if found is None else "holds other files there"
             raise UserError(f"{node}: {folder} {what}.", hint=HINT)
-    for place in written:
-        if not _probe(place, mark).exists():
-            raise UserError(f"{node}: what it writes to {place} is not seen here.", hint=HINT)
+    for folder in there.unseen:
+        raise UserError(f"{node}: what is written to {folder} here is not seen there.", hint=HINT)
 
 
-def remove_probes(written: Sequence[Path], mark: str) -> None:
-    """Remove what nodes wrote whose marks begin with ``mark``."""
-    for folder in written:
-        for probe in folder.glob(f"{_PROBE}-{mark}*"):
+@contextmanager
+def probing(folders: Sequence[Path]) -> Iterator[list[Path]]:
+    """A new file in each folder, for the time of the block; named as a partial one, which no checkpoint has."""
+    probes = [folder / f"{_PROBE}-{secrets.token_hex(8)}{PARTIAL_SUFFIX}" for folder in folders]
+    try:
+        for probe in probes:
+            probe.touch()
+        yield probes
+    finally:
+        for probe in probes:
             probe.unlink(missing_ok=True)
-
-
-def _probe(folder: Path, mark: str) -> Path:
-    """Named as a partial file: it becomes no part of a checkpoint where nobody came to remove it."""
-    return folder / f"{_PROBE}-{mark}{PARTIAL_SUFFIX}"
 
 
 def _digest(folder: Path) -> str | None:

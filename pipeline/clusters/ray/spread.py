@@ -13,7 +13,6 @@ by this process: one manifest, in which a run without a cluster finds the same.
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from pipeline.clusters.ray.nodes import (
     connect,
     facts_here,
     nodes_of,
-    remove_probes,
+    probing,
     require_same,
     versions_here,
 )
@@ -101,20 +100,14 @@ class RaySpread:
         if not new:
             return
         gone = {node.id for node in new}
-        written, mark = [folder.resolve() for folder in written], secrets.token_hex(8)
         here = facts_here(folders)
-        try:
-            asked = {
-                _on(node, tasks.facts, Ask("cpu", 0, 0)).remote(folders, written, f"{mark}-{node.id}"): node
-                for node in new
-            }
+        with probing([folder.resolve() for folder in written]) as probes:
+            asked = {_on(node, tasks.facts, Ask("cpu", 0, 0)).remote(folders, probes): node for node in new}
             for node, there in answers(asked):
-                require_same(node.name, there, here, written, f"{mark}-{node.id}")
+                require_same(node.name, there, here)
                 gone.discard(node.id)
                 self._facts[node.id] = there
                 self._alike |= {(node.id, folder) for folder in folders}
-        finally:
-            remove_probes(written, mark)
         # A node that has just gone is in Ray's table for a while.
         self.nodes = tuple(node for node in self.nodes if node.id not in gone)
         self._ask()

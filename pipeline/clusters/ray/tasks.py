@@ -32,10 +32,10 @@ _LOOK_S = 2.0
 _LOGS = "The logs of Ray on its nodes say why; the same command goes on with what is missing."
 
 
-def facts(folders: Sequence[Path], written: Sequence[Path], mark: str) -> Facts:
+def facts(folders: Sequence[Path], probes: Sequence[Path]) -> Facts:
     """See `nodes`."""
     forget_secrets()
-    return facts_here(folders, written, mark)
+    return facts_here(folders, probes)
 
 
 def free(device: str) -> int:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from pipeline.base.errors import SECRET, StageError, UserError
@@ -89,13 +89,8 @@ def task_for(
     return Task(recipe.name, named, store, kind, each, count, cpus, memory_gb, seconds, arguments)
 
 
-def program_here(venv: str | None) -> tuple[str, ...]:
-    """This `quantmint` by its absolute path, or that of another virtual environment on the shared filesystem."""
-    if venv is not None:
-        require_plain("--venv", venv)
-        if not PurePosixPath(venv).is_absolute():
-            raise UserError(f"--venv: found {venv!r}, expected an absolute path: it is looked for on another machine")
-        return (str(PurePosixPath(venv) / "bin" / "quantmint"),)
+def program_here() -> tuple[str, ...]:
+    """This `quantmint` by its absolute path, which the nodes have too."""
     script = Path(sys.executable).parent / "quantmint"
     return (str(script),) if script.is_file() else (sys.executable, "-m", "pipeline")
 

@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,34 +44,25 @@ _GRACE = {"RAY_JOB_STOP_WAIT_TIME_S": "20"}
 _TAIL = 1 << 20  # characters of a log, of which the run's own object is the last
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """``folder`` is where the run starts, on the filesystem that the nodes share; ``venv`` an environment there."""
-
-    folder: Path
-    venv: str | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
-
-
-def description(task: Task, options: Options) -> dict[str, Any]:
-    """Arguments of `JobSubmissionClient.submit_job`.
+def description(task: Task, folder: Path, variables: Mapping[str, str] = {}) -> dict[str, Any]:
+    """Arguments of `JobSubmissionClient.submit_job`; the run starts in ``folder``, which the nodes share.
 
     On one node the run itself holds the GPUs, or a core where it needs none: Ray begins what asks for nothing at once,
     on its head. On several the run is spread by Ray, and holds none.
     """
-    require_plain("the working folder", str(options.folder))
-    for name in options.variables:
+    require_plain("the working folder", str(folder))
+    for name in variables:
         require_no_secret("--env", name, "Set it where the nodes of the cluster get their environment from.")
     if task.seconds is not None:
         raise UserError("--time: Ray Jobs have no time limit", hint="Leave it out; `ray job stop ID` ends a job.")
     several = task.nodes > 1
     cpus = 1 if task.cpus is None and not task.gpus and not several else task.cpus
     # A shell that cannot go there would end as a run does that judged.
-    line = f"cd {shlex.quote(str(options.folder))} || exit {BROKEN}; exec "
+    line = f"cd {shlex.quote(str(folder))} || exit {BROKEN}; exec "
     return {
-        "entrypoint": line + shlex.join(task.words(*program_here(options.venv))),
+        "entrypoint": line + shlex.join(task.words(*program_here())),
         "metadata": {"quantmint": task.name},
-        "runtime_env": {"env_vars": {**_GRACE, **options.variables}},
+        "runtime_env": {"env_vars": {**_GRACE, **variables}},
         **({} if cpus is None else {"entrypoint_num_cpus": cpus}),
         **({} if several or not task.gpus else {"entrypoint_num_gpus": task.gpus}),
         **({} if task.memory_gb is None else {"entrypoint_memory": task.memory_gb * 10**9}),
@@ -80,26 +70,29 @@ def description(task: Task, options: Options) -> dict[str, Any]:
 
 
 class RayJobs:
-    """The cluster with its dashboard at ``address``, such as http://head:8265; ``auto`` is what Ray finds here."""
+    """The cluster with its dashboard at ``address``, such as http://head:8265; ``auto`` is what Ray finds here.
 
-    def __init__(self, address: str, options: Options) -> None:
+    A run starts in ``folder``, with ``variables`` besides those that the nodes have.
+    """
+
+    def __init__(self, address: str, folder: Path, variables: Mapping[str, str] = {}) -> None:
         if address.startswith("ray://"):
             raise UserError(
                 f"--ray: found {address}, the address of Ray's client, and jobs go to the dashboard",
                 hint="http://HEAD:8265 where nothing else was set.",
             )
         self._address = None if address == "auto" else address if "://" in address else f"http://{address}"
-        self._options = options
+        self._how = folder, variables
         self._log = Log()
         self._waits = False
 
     def text(self, task: Task) -> str:
         """What the client is called with, as JSON."""
-        return json.dumps(description(task, self._options), indent=1) + "\n"
+        return json.dumps(description(task, *self._how), indent=1) + "\n"
 
     def submit(self, task: Task) -> Submitted:
         """Send it."""
-        described = description(task, self._options)
+        described = description(task, *self._how)
         client = self._connect()
         with _answers():
             identifier = str(client.submit_job(**described))

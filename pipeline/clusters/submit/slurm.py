@@ -94,15 +94,14 @@ class Options:
     """What a cluster wants to know; None and empty leave it to the cluster.
 
     ``sbatch`` are further options by their long names, True for one that has no value, and count before ours.
-    ``setup`` are commands that come first, each read as words. ``venv`` is an environment on the shared filesystem,
-    ``container`` an image for the cluster's container plugin (pyxis), or a ``.sif`` file for Apptainer, with ``mounts``
-    ("/path:/path-inside") besides the working folder, the store, the recipe's folder and ``hub``, the Hub's cache.
+    ``setup`` are commands of the script that come first. ``container`` is an image for the cluster's container plugin
+    (pyxis), or a ``.sif`` file for Apptainer, with ``mounts`` ("/path:/path-inside") besides the working folder, the
+    store, the recipe's folder and ``hub``, the Hub's cache.
     """
 
     partition: str | None = None
     sbatch: Mapping[str, str | Literal[True]] = field(default_factory=dict)
     setup: tuple[str, ...] = ()
-    venv: str | None = None
     container: str | None = None
     mounts: tuple[str, ...] = ()
     hub: Path | None = None
@@ -141,7 +140,8 @@ def parse_mount(text: str) -> str:
 def parameters(task: Task, options: Options, folder: Path, logs: Path) -> dict[str, Any]:
     """Arguments of submitit's `SlurmExecutor.update_parameters`."""
     given = {} if options.partition is None else {"partition": options.partition}
-    for name, value in [*given.items(), *options.sbatch.items(), ("the working folder", str(folder))]:
+    lines = [("--setup", line) for line in options.setup]
+    for name, value in [*given.items(), *options.sbatch.items(), *lines, ("the working folder", str(folder))]:
         if isinstance(value, str):
             require_plain(name, value)
             _no_secret(name, value)
@@ -162,7 +162,7 @@ def parameters(task: Task, options: Options, folder: Path, logs: Path) -> dict[s
         "wckey": None,
         "stderr_to_stdout": True,
         "setup": [
-            *(_setup(line) for line in options.setup),
+            *options.setup,
             *_environment(task, options),
             *_AGAIN,
             f'ended={shlex.quote(str(logs))}/"$SLURM_JOB_ID".code; rm -f "$ended"',
@@ -180,9 +180,7 @@ def parameters(task: Task, options: Options, folder: Path, logs: Path) -> dict[s
 def command(task: Task, options: Options, folder: Path) -> str:
     """What follows `srun` and its arguments, as a shell reads it, and how the script ends."""
     inside = options.container is not None
-    if inside and options.venv is not None:
-        raise UserError("found --venv and --container, expected one of them: an image has its own environment")
-    words = task.words("quantmint") if inside else task.words(*program_here(options.venv))
+    words = task.words("quantmint") if inside else task.words(*program_here())
     if inside and options.hub is not None:  # an image may have a value of its own
         words = ("env", f"HF_HOME={options.hub}", *words)
     _, before = _container(task, options, folder)
@@ -198,14 +196,6 @@ def command(task: Task, options: Options, folder: Path) -> str:
     return f"{line} &\n{_WAIT}"
 
 
-def _setup(line: str) -> str:
-    _no_secret("--setup", line)
-    try:
-        return shlex.join(shlex.split(line))
-    except ValueError as error:
-        raise UserError(f"--setup: {line!r} cannot be read as words: {error}") from error
-
-
 def _no_secret(option: str, text: str) -> None:
     for name in _ASSIGNED.findall(text):
         require_no_secret(option, name, "Export it before you submit: sbatch takes your environment along.")
@@ -218,7 +208,7 @@ def _environment(task: Task, options: Options) -> list[str]:
     if task.nodes > 1:
         lines.append(_PATIENT)
         if options.container is None:  # Ray calls itself by its name
-            lines.append(f'export PATH={shlex.quote(str(Path(program_here(options.venv)[0]).parent))}:"$PATH"')
+            lines.append(f'export PATH={shlex.quote(str(Path(program_here()[0]).parent))}:"$PATH"')
     return lines
 
 

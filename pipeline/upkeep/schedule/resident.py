@@ -2,7 +2,7 @@
 
 ::
 
-    code = Resident(options, recipes=(), tell=print, hear=told.hear, planned=told.plan).run()
+    code = stay(options, (), tell=print, hear=hear, planned=plan)
 
 A look at a recipe that is not due costs seconds and changes nothing, so nothing is remembered between two schedulers:
 one that starts looks at everything, which makes up for what was missed and goes on with what was cut short; then it
@@ -87,78 +87,70 @@ class Schedules:
         return {path: path.stat().st_mtime_ns for path in files if path.is_file()}
 
 
-class Resident:
-    """One fleet for all recipes; `run` must be called in the process's first thread, which gets the signals.
+def stay(
+    options: Options,
+    recipes: Sequence[str],
+    *,
+    tell: Tell,
+    hear: Callable[[Event], None],
+    planned: Callable[[Mapping[str, datetime]], None],
+    look: Look | None = None,
+) -> int:
+    """One fleet for all recipes, until a signal comes; the exit code: 0 after SIGTERM, by which services are stopped.
 
-    ``hear`` is told of the fleet's events, ``planned`` when each recipe comes next.
+    Must be called in the process's first thread, which gets the signals. ``hear`` is told of the fleet's events,
+    ``planned`` when each recipe comes next. Raises `UserError` where recipes are named and none of them has a schedule
+    that can be used.
     """
+    schedules, over = Schedules(recipes, tell), threading.Event()
+    fleet = Fleet(options, on_event=hear, look=look, warn=lambda text: tell("warning", text, message=text))
 
-    def __init__(
-        self,
-        options: Options,
-        recipes: Sequence[str],
-        *,
-        tell: Tell,
-        hear: Callable[[Event], None],
-        planned: Callable[[Mapping[str, datetime]], None],
-        look: Look | None = None,
-    ) -> None:
-        self._tell, self._planned = tell, planned
-        self._schedules = Schedules(recipes, tell)
-        self._named = bool(recipes)
-        self._fleet = Fleet(options, on_event=hear, look=look, warn=lambda text: tell("warning", text, message=text))
-        self._over = threading.Event()
-
-    def run(self) -> int:
-        """Stay until a signal comes; the exit code: 0 after SIGTERM, which is how services are told to stop.
-
-        Raises `UserError` where recipes are named and none of them has a schedule that can be used.
-        """
-        with stop_signals(self._fleet.stop):
-            self._ask(self._schedules.start(_now()))
-            if self._named and not self._schedules.plans:
-                raise UserError("none of the recipes that were named has a schedule that can be used")
-            thread = threading.Thread(target=self._work, name="schedule", daemon=True)
-            thread.start()
-            try:
-                stopped_by = self._fleet.run().stopped_by or 0
-            finally:
-                self._over.set()
-                thread.join()
-        return 0 if stopped_by == signal.SIGTERM else 128 + stopped_by
-
-    def _work(self) -> None:
-        self._tell_next()
-        while not self._over.is_set():
-            coming = self._schedules.coming(_now()).values()
-            waits = [_LONGEST_SLEEP_S, *((time - _now()).total_seconds() for time in coming)]
-            self._over.wait(max(0.0, min(waits)))
-            try:
-                came = self._schedules.came(_now())
-                self._ask(came)
-                if read := self._schedules.changed():
-                    self._schedules.read()
-                if came or read:
-                    self._tell_next()
-            except Exception as error:  # whatever it is, the next time comes
-                self._tell("fault", f"{type(error).__name__}: {error}", message=str(error))
-
-    def _ask(self, plans: Sequence[Scheduled]) -> None:
+    def ask(plans: Sequence[Scheduled]) -> None:
         for plan in plans:
-            self._tell("fired", f"{plan.name}: is looked at", recipe=plan.name)
-        self._fleet.add(Request(plan.given, "schedule") for plan in plans)
+            tell("fired", f"{plan.name}: is looked at", recipe=plan.name)
+        fleet.add(Request(plan.given, "schedule") for plan in plans)
 
-    def _tell_next(self) -> None:
-        coming = self._schedules.coming(_now())
-        self._planned(coming)
-        if not coming:
-            self._tell("next", "no recipe has a schedule", recipes=[])
-            return
-        soonest = min(coming.values())
-        names = sorted(name for name, time in coming.items() if time == soonest)
-        at = soonest.strftime("%a %Y-%m-%d %H:%M %Z")
-        utc = soonest.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        self._tell("next", f"next: {', '.join(names)} at {at}", recipes=names, time=utc)
+    def work() -> None:
+        _tell_next(schedules, tell, planned)
+        while not over.is_set():
+            coming = schedules.coming(_now()).values()
+            waits = [_LONGEST_SLEEP_S, *((time - _now()).total_seconds() for time in coming)]
+            over.wait(max(0.0, min(waits)))
+            try:
+                came = schedules.came(_now())
+                ask(came)
+                if read := schedules.changed():
+                    schedules.read()
+                if came or read:
+                    _tell_next(schedules, tell, planned)
+            except Exception as error:  # whatever it is, the next time comes
+                tell("fault", f"{type(error).__name__}: {error}", message=str(error))
+
+    with stop_signals(fleet.stop):
+        ask(schedules.start(_now()))
+        if recipes and not schedules.plans:
+            raise UserError("none of the recipes that were named has a schedule that can be used")
+        thread = threading.Thread(target=work, name="schedule", daemon=True)
+        thread.start()
+        try:
+            stopped_by = fleet.run().stopped_by or 0
+        finally:
+            over.set()
+            thread.join()
+    return 0 if stopped_by == signal.SIGTERM else 128 + stopped_by
+
+
+def _tell_next(schedules: Schedules, tell: Tell, planned: Callable[[Mapping[str, datetime]], None]) -> None:
+    coming = schedules.coming(_now())
+    planned(coming)
+    if not coming:
+        tell("next", "no recipe has a schedule", recipes=[])
+        return
+    soonest = min(coming.values())
+    names = sorted(name for name, time in coming.items() if time == soonest)
+    at = soonest.strftime("%a %Y-%m-%d %H:%M %Z")
+    utc = soonest.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    tell("next", f"next: {', '.join(names)} at {at}", recipes=names, time=utc)
 
 
 def _now() -> datetime:

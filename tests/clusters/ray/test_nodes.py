@@ -18,7 +18,7 @@ from pipeline.clusters.ray.nodes import (
     facts_here,
     forget_secrets,
     nodes_of,
-    remove_probes,
+    probing,
     require_same,
     require_versions,
     versions_here,
@@ -99,16 +99,16 @@ def test_a_node_with_another_version_is_named() -> None:
 def test_folders_are_the_same_or_are_named(models: Callable[..., Path], tmp_path: Path) -> None:
     model, shared = models("llama"), tmp_path / "shared"
     shared.mkdir()
-    here, there = facts_here([model]), facts_here([model], [shared], "x-1")
-    require_same("there", there, here, [shared], "x-1")
-    with pytest.raises(UserError, match=r"what it writes to .*shared is not seen here"):
-        require_same("there", there, here, [shared], "x-2")
+    here = facts_here([model])
+    with probing([shared]) as probes:
+        there = facts_here([model], probes)
+        assert all(probe.name.endswith(PARTIAL_SUFFIX) for probe in shared.iterdir())
+    require_same("there", there, here)
+    with pytest.raises(UserError, match=r"what is written to .*shared here is not seen there"):
+        require_same("there", facts_here([model], probes), here)
     for digest, message in (("0", "holds other files there"), (None, "is not there")):
         with pytest.raises(UserError, match=message):
-            require_same("there", replace(there, folders={str(model): digest}), here, [shared], "x-1")
-    (probe,) = shared.iterdir()
-    assert probe.name.endswith(PARTIAL_SUFFIX)
-    remove_probes([shared], "x")
+            require_same("there", replace(there, folders={str(model): digest}), here)
     assert list(shared.iterdir()) == []
 
 

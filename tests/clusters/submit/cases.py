@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 from pipeline.clusters.submit import slurm as slurm_script
 from pipeline.clusters.submit.place import Task, task_for
@@ -25,7 +26,8 @@ def task(recipe: str, **options: Any) -> Task:
 
 
 def script(of: Task, **options: Any) -> str:
-    return slurm_script.script(of, slurm_script.Options(**options), folder=FOLDER, logs=LOGS)
+    with patch("sys.executable", f"{VENV}/bin/python"):
+        return slurm_script.script(of, slurm_script.Options(**options), folder=FOLDER, logs=LOGS)
 
 
 def _manifest(of: Task, **options: Any) -> str:
@@ -36,12 +38,11 @@ GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         "node.sh": lambda: script(
             task("llama70b-fp8kv", cpus=64, memory_gb=900, seconds=8 * 3600.0),
-            venv=VENV,
             partition="mi300x",
             sbatch={"account": "models", "constraint": "xgmi&nvme", "comment": "it's ours; $(really)"},
             setup=("module load rocm/6.4", "source '/opt/my env/activate'", "echo $(whoami)"),
         ),
-        "several.sh": lambda: script(task("llama405b-fp8kv", gpus=16, store="/big/store"), venv=VENV),
+        "several.sh": lambda: script(task("llama405b-fp8kv", gpus=16, store="/big/store")),
         "pyxis.sh": lambda: script(
             task("llama70b-fp8kv", store="/big/store"), container=IMAGE, sbatch={"gres": "gpu:mi300x:8"}, setup=()
         ),

@@ -46,7 +46,6 @@ def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, capsys: pytest.Capt
         (("tiny-ptpc-fp8kv", "--slurm", "--pvc", "x"), "--pvc is for kubernetes, not for slurm"),
         (("tiny-ptpc-fp8kv", "--ray", "x", "--mount", "/a"), "--mount is for slurm, not for ray"),
         (("tiny-ptpc-fp8kv", "--slurm", "--attached"), "--attached is for ray, not for slurm"),
-        (("tiny-ptpc-fp8kv", "--kubernetes", "--venv", "/x"), "--venv is for slurm and ray, not for kubernetes"),
         (("tiny-ptpc-fp8kv", "--kubernetes", "--dry-run"), "--image is missing"),
         (("tiny-ptpc-fp8kv", "--ray", "ray://head:10001", "--dry-run"), "jobs go to the dashboard"),
         (("tiny-ptpc-fp8k", "--slurm", "--dry-run"), 'did you mean "tiny-ptpc-fp8kv"?'),

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from pipeline.clusters.submit import ray
 from pipeline.clusters.submit import slurm as sbatch
 from pipeline.clusters.submit.place import Task
 from pipeline.clusters.submit.pod import Claim, Pod, manifest
-from tests.clusters.submit.cases import FOLDER, GOLDEN, IMAGE, LOGS, VENV, script, task
+from tests.clusters.submit.cases import FOLDER, GOLDEN, IMAGE, LOGS, script, task
 from tests.serving.render.test_kubernetes import held_against_the_api
 
 _GOLDEN = Path(__file__).parent / "golden"
@@ -48,7 +49,7 @@ def test_the_script_is_the_one_that_submitit_submits(tmp_path: Path, monkeypatch
     monkeypatch.setattr(SlurmExecutor, "affinity", classmethod(lambda cls: 1))  # no srun here
     of, options = (
         task("llama70b-fp8kv", cpus=8),
-        sbatch.Options(partition="mi300x", venv=VENV, setup=("module load x",)),
+        sbatch.Options(partition="mi300x", setup=("module load x",)),
     )
     executor = SlurmExecutor(LOGS)
     executor.update_parameters(**sbatch.parameters(of, options, FOLDER, LOGS))
@@ -112,8 +113,10 @@ def _executed(
     }.items():
         (commands / name).write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
         (commands / name).chmod(0o755)
-    path, options = folder / "job.sh", sbatch.Options(venv=str(folder))
-    path.write_text(sbatch.script(of or task("tiny-ptpc-fp8kv"), options, folder=folder, logs=logs), encoding="utf-8")
+    path, options = folder / "job.sh", sbatch.Options()
+    with patch("sys.executable", str(commands / "python")):
+        text = sbatch.script(of or task("tiny-ptpc-fp8kv"), options, folder=folder, logs=logs)
+    path.write_text(text, encoding="utf-8")
     env = {"PATH": f"{commands}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(rounds)}
     done = subprocess.run(["bash", str(path)], env=env, capture_output=True, text=True, check=False, timeout=30)
     assert done.stderr == ""
@@ -144,9 +147,9 @@ def test_an_image_that_a_job_is_not_in_is_not_taken_along() -> None:
 def test_no_text_is_read_by_a_shell() -> None:
     evil = "a b; $(touch /tmp/x) `id` 'q\" &"
     of = task("tiny-ptpc-fp8kv", store=evil, arguments=("--until", evil))
-    line = next(line for line in script(of, venv=VENV).splitlines() if line.startswith("srun"))
+    line = next(line for line in script(of).splitlines() if line.startswith("srun"))
     assert shlex.split(line.removesuffix(" &"))[-4:] == ["--store", evil, "--until", evil]
-    entry = ray.description(of, ray.Options(folder=Path(f"/{evil}"), venv=VENV))["entrypoint"]
+    entry = ray.description(of, Path(f"/{evil}"))["entrypoint"]
     assert shlex.split(entry)[:3] == ["cd", f"/{evil}", "||"]
     assert shlex.split(entry)[-4:] == ["--store", evil, "--until", evil]
     made = manifest(of, Pod("i", claims=(Claim("c", "/"),)))
@@ -181,12 +184,10 @@ def test_a_cpu_has_no_gpus() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"setup": ("module 'load",)}, "cannot be read as words"),
+        ({"setup": ("module load\n#SBATCH --uid=0",)}, "printable text on one line"),
         ({"setup": ("export HF_TOKEN=hf_x",)}, "HF_TOKEN, which reads like the name of a secret"),
         ({"sbatch": {"export": "ALL,AWS_SECRET_ACCESS_KEY=x"}}, "AWS_SECRET_ACCESS_KEY"),
         ({"partition": "a\n#SBATCH --uid=0"}, "printable text on one line"),
-        ({"venv": "env"}, "expected an absolute path"),
-        ({"venv": "/env", "container": "image"}, "expected one of them"),
     ],
 )
 def test_a_script_that_is_not_written(options: dict[str, Any], message: str) -> None:

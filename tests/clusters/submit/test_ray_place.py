@@ -25,7 +25,7 @@ from pipeline.base.errors import QuantmintError, StageError, UserError
 from pipeline.clusters.submit import place as places
 from pipeline.clusters.submit import ray
 from pipeline.clusters.submit.place import follow
-from pipeline.clusters.submit.ray import Options, RayJobs, run_attached
+from pipeline.clusters.submit.ray import RayJobs, run_attached
 from tests.clusters.submit.cases import task
 from tests.clusters.submit.slurm import free_ports
 from tests.clusters.submit.test_command import ended
@@ -93,14 +93,17 @@ def test_a_recipe_runs_there(
 
 
 @pytest.mark.slow
-def test_a_verdict_is_the_jobs_exit_code_and_a_job_can_be_ended(dashboard: str, tmp_path: Path) -> None:
+def test_a_verdict_is_the_jobs_exit_code_and_a_job_can_be_ended(
+    dashboard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "env/bin/quantmint"
     program.parent.mkdir(parents=True)
     begun = tmp_path / "begun"
     wait = f"touch '{begun}'; exec sleep 60"
     program.write_text(f'#!/bin/sh\npwd; case "$*" in *source*) {wait};; esac; exit 3\n', encoding="utf-8")
     program.chmod(0o755)
-    there = RayJobs(dashboard, Options(folder=tmp_path, venv=str(tmp_path / "env"), variables={"A_NAME": "a value"}))
+    monkeypatch.setattr("sys.executable", str(program.with_name("python")))
+    there = RayJobs(dashboard, tmp_path, {"A_NAME": "a value"})
     long = there.submit(task("tiny-ptpc-fp8kv", arguments=("--until", "source"))).identifier
     job = there.submit(task("tiny-ptpc-fp8kv")).identifier
     log: list[str] = []
@@ -129,7 +132,8 @@ def test_a_run_there_as_if_it_were_here(
     says = 'echo "[1/2] source: started" >&2; echo "{\\"verdict\\": \\"INCONCLUSIVE\\"}"; exit 3'
     program.write_text(f"#!/bin/sh\n{says}\n", encoding="utf-8")
     program.chmod(0o755)
-    words = ("tiny-ptpc-fp8kv", "--ray", dashboard, "--venv", str(tmp_path / "env"), "--attached", "--json")
+    monkeypatch.setattr("sys.executable", str(program.with_name("python")))
+    words = ("tiny-ptpc-fp8kv", "--ray", dashboard, "--attached", "--json")
     assert ended(*words) == 3
     out, err = capsys.readouterr()
     assert json.loads(out) == {"verdict": "INCONCLUSIVE"}
@@ -139,7 +143,7 @@ def test_a_run_there_as_if_it_were_here(
 def test_without_a_dashboard_it_says_so() -> None:
     (port,) = free_ports(1)
     with pytest.raises(StageError, match="no Ray dashboard answers") as failure:
-        RayJobs(f"127.0.0.1:{port}", Options(Path.cwd())).state("job")
+        RayJobs(f"127.0.0.1:{port}", Path.cwd()).state("job")
     assert failure.value.transient
 
 
@@ -186,7 +190,7 @@ def own_signals() -> Iterator[None]:
 def attached(client: Client, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
     """The exit code, the object, and what was shown."""
     monkeypatch.setattr(places, "_PAUSE_S", 0.0)
-    jobs, shown = RayJobs("head:8265", Options(Path("/work"))), []
+    jobs, shown = RayJobs("head:8265", Path("/work")), []
     monkeypatch.setattr(jobs, "_connect", lambda: client)
     code, printed = run_attached(jobs, task("tiny-ptpc-fp8kv"), shown.append)
     return code, printed, "".join(shown)
@@ -251,14 +255,15 @@ def test_what_rays_libraries_raise_is_told_as_ours(error: Exception, kind: type[
 
 
 def test_a_folder_that_a_node_does_not_see_is_no_verdict(tmp_path: Path) -> None:
-    entry = ray.description(task("tiny-ptpc-fp8kv"), Options(tmp_path / "away"))["entrypoint"]
+    entry = ray.description(task("tiny-ptpc-fp8kv"), tmp_path / "away")["entrypoint"]
     assert subprocess.run(["sh", "-c", entry], capture_output=True, check=False).returncode == 5
 
 
-def test_what_is_sent() -> None:
-    place = Options(Path("/shared/models"), "/env", {"HF_HOME": "/cache"})
-    sent = ray.description(task("llama70b-fp8kv", memory_gb=200), place)
-    run = "/env/bin/quantmint run llama70b-fp8kv --json --store store"
+def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/env/bin/python")
+    place = Path("/shared/models"), {"HF_HOME": "/cache"}
+    sent = ray.description(task("llama70b-fp8kv", memory_gb=200), *place)
+    run = "/env/bin/python -m pipeline run llama70b-fp8kv --json --store store"
     assert sent == {
         "entrypoint": f"cd /shared/models || exit 5; exec {run}",
         "metadata": {"quantmint": "llama70b-fp8kv"},
@@ -266,7 +271,7 @@ def test_what_is_sent() -> None:
         "entrypoint_num_gpus": 8,
         "entrypoint_memory": 200 * 10**9,
     }
-    assert ray.description(task("tiny-ptpc-fp8kv"), place)["entrypoint_num_cpus"] == 1, "else it begins on the head"
-    several = ray.description(task("llama405b-fp8kv", gpus=16), place)
+    assert ray.description(task("tiny-ptpc-fp8kv"), *place)["entrypoint_num_cpus"] == 1, "else it begins on the head"
+    several = ray.description(task("llama405b-fp8kv", gpus=16), *place)
     assert several["entrypoint"].endswith("--on ray")
     assert not {"entrypoint_num_gpus", "entrypoint_num_cpus"} & several.keys()

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.clusters.submit import place as places
-from pipeline.clusters.submit.place import follow
+from pipeline.clusters.submit.place import Task, follow
 from pipeline.clusters.submit.slurm import Options, Slurm, _state
 from tests.clusters.submit import slurm
 from tests.clusters.submit.cases import task
@@ -46,7 +47,12 @@ def place(folder: Path, run: str, **options: Any) -> Slurm:
     program.parent.mkdir(parents=True)
     program.write_text(f"#!/bin/bash\n{run}\n", encoding="utf-8")
     program.chmod(0o755)
-    return Slurm(Options(venv=str(folder / "env"), **options), folder=folder, logs=folder / "logs")
+    return Slurm(Options(**options), folder=folder, logs=folder / "logs")
+
+
+def submitted(there: Slurm, of: Task) -> str:
+    with patch("sys.executable", str(Path.cwd() / "env/bin/python")):
+        return there.submit(of).identifier
 
 
 def followed(there: Slurm, job: str) -> tuple[int | None, str]:
@@ -76,7 +82,7 @@ def test_a_recipe_runs_there(folder: Path, capfd: pytest.CaptureFixture[str]) ->
 @needs_slurm
 def test_a_verdict_is_the_jobs_exit_code(folder: Path) -> None:
     there = place(folder, 'echo "gpus $ROCR_VISIBLE_DEVICES"; pwd; exit 3', sbatch={"gres": "gpu:2"})
-    job = there.submit(task("tiny-ptpc-fp8kv", cpus=2)).identifier
+    job = submitted(there, task("tiny-ptpc-fp8kv", cpus=2))
     code, log = followed(there, job)
     assert log.startswith(f"gpus 0,1\n{folder}\n")
     assert (there.state(job).word, code) == ("FAILED", 3)
@@ -89,7 +95,7 @@ def test_before_its_time_is_up_it_goes_back_to_the_queue(folder: Path) -> None:
     begun = folder / "begun"
     first = f"trap 'echo ended by SIGTERM; exit 143' TERM; touch {begun}; sleep 60 & wait"
     there = place(folder, f'echo "turn $SLURM_RESTART_COUNT"; [ -n "$SLURM_RESTART_COUNT" ] && exit 4; {first}')
-    job = there.submit(task("tiny-ptpc-fp8kv")).identifier
+    job = submitted(there, task("tiny-ptpc-fp8kv"))
     slurm.until(begun.exists, folder)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
     slurm.until(lambda: there.state(job).word == "PENDING", folder)
@@ -107,7 +113,7 @@ def test_before_its_time_is_up_it_goes_back_to_the_queue(folder: Path) -> None:
 def test_a_job_is_ended_and_a_wrong_one_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     begun = folder / "begun"
     there = place(folder, f"touch {begun}; exec sleep 60", sbatch={"comment": "it's ours; $(really)"})
-    job = there.submit(task("tiny-ptpc-fp8kv")).identifier
+    job = submitted(there, task("tiny-ptpc-fp8kv"))
     slurm.until(begun.exists, folder)
     shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
     assert "Comment=it's ours; $(really)" in shown

@@ -111,7 +111,7 @@ def test_a_receiver_that_hangs_holds_up_neither_a_round_nor_its_end(receiver: Re
 def test_the_environments_address_gets_what_somebody_acts_on(receiver: Receiver, event: Make, tmp_path: Path) -> None:
     told: list[str] = []
     environ = {"QUANTMINT_WEBHOOK": receiver.address, "QUANTMINT_WEBHOOK_SECRET": "s3cr3t"}
-    with outlets(tmp_path, warn=told.append, environ=environ) as out:
+    with outlets(tmp_path, warn=told.append, environ=environ) as (hear, _):
         for kind, fields in (
             ("queued", {}),
             ("waiting", {}),
@@ -120,7 +120,7 @@ def test_the_environments_address_gets_what_somebody_acts_on(receiver: Receiver,
             ("finished", {"state": "current"}),
             ("finished", {"state": "failed"}),
         ):
-            out.hear(event(kind, **fields))
+            hear(event(kind, **fields))
     got = [(one.json["event"], one.json["state"]) for one in receiver.deliveries]
     assert got == [("queued", None), ("started", None), ("finished", "failed")]
     assert all("X-Quantmint-Signature" in one.headers for one in receiver.deliveries)

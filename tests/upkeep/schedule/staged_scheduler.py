@@ -13,7 +13,7 @@ from pathlib import Path
 from pipeline.commands.schedule import Log
 from pipeline.upkeep.fleet.events import Event
 from pipeline.upkeep.notices import outlets
-from pipeline.upkeep.schedule.resident import Resident
+from pipeline.upkeep.schedule.resident import stay
 from tests.upkeep.fleet.staged import Stage
 
 
@@ -23,16 +23,16 @@ def main(folder: Path, recipes: list[str]) -> int:
     for name in recipes:
         stage.recipe(name, *stage.plan(name))
     log = Log(as_json=True)
-    with outlets(stage.store, warn=log.warn, metrics_file=folder / "quantmint.prom") as told:
+    with outlets(stage.store, warn=log.warn, metrics_file=folder / "quantmint.prom") as (notify, _):
 
         def hear(event: Event) -> None:
-            told.hear(event)
+            notify(event)
             log.hear(event)
 
         def planned(fires: object) -> None:
             (folder / "planned.json").write_text(json.dumps({name: str(at) for name, at in dict(fires).items()}))  # type: ignore[call-overload]
 
-        return Resident(stage.options(), (), tell=log.tell, hear=hear, planned=planned, look=stage.look).run()
+        return stay(stage.options(), (), tell=log.tell, hear=hear, planned=planned, look=stage.look)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@
 # setup
 module load rocm/6.4
 source '/opt/my env/activate'
-echo '$(whoami)'
+echo $(whoami)
 unset QUANTMINT_IMAGE
 again() { [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"; }
 trap again USR1
@@ -29,7 +29,7 @@ ended=/shared/models/store/logs/slurm/"$SLURM_JOB_ID".code; rm -f "$ended"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 --cpus-per-task=64 sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0"; exit "$code"' "$ended" '/shared/quantmint env/bin/quantmint' run llama70b-fp8kv --json --store store &
+srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 --cpus-per-task=64 sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0"; exit "$code"' "$ended" '/shared/quantmint env/bin/python' -m pipeline run llama70b-fp8kv --json --store store &
 run=$!
 wait "$run"
 code=$?
