@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -226,12 +225,11 @@ def _perplexity(answers: Sequence[Answer]) -> float:
 
 
 def _require_comparable(baseline: CanaryAnswers, candidate: CanaryAnswers) -> None:
-    names = [[answer.prompt for answer in side.answers] for side in (baseline, candidate)]
-    unlike = next((pair for pair in zip_longest(*names) if pair[0] != pair[1]), None)
-    if unlike is not None:
-        raise MeasurementError("the canaries were asked different prompts: {!r} and {!r}".format(*unlike))
-    if len(names[0]) < 2:
-        raise MeasurementError(f"a canary needs two prompts at least, found {len(names[0])}")
+    names, others = ([answer.prompt for answer in side.answers] for side in (baseline, candidate))
+    if names != others:
+        raise MeasurementError("the canaries were asked different prompts, or in another order")
+    if len(names) < 2:
+        raise MeasurementError(f"a canary needs two prompts at least, found {len(names)}")
     for one, other in zip(baseline.answers, candidate.answers, strict=True):
         if one.ids != other.ids:
             raise MeasurementError(f"prompt {one.prompt!r} has other tokens on the two sides, so nothing is compared")

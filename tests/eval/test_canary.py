@@ -186,8 +186,8 @@ def test_a_prompt_without_numbers_agrees_nowhere_and_fails() -> None:
 @pytest.mark.parametrize(
     ("candidate", "message"),
     [
-        (lambda whole: whole.answers[:3], "different prompts: 'p3' and None"),
-        (lambda whole: (replace(whole.answers[0], prompt="x"), *whole.answers[1:]), "different prompts: 'p0' and 'x'"),
+        (lambda whole: whole.answers[:3], "different prompts"),
+        (lambda whole: (replace(whole.answers[0], prompt="x"), *whole.answers[1:]), "different prompts"),
         (lambda whole: (replace(whole.answers[0], ids=(1,) * 31), *whole.answers[1:]), "'p0' has other tokens"),
     ],
 )

@@ -47,7 +47,11 @@ def in_blocks(made: Launches) -> Launches:
 
 
 FAULTS: list[tuple[str, Callable[[Launches], Launches], str]] = [
-    ("one side short", lambda made: made[:-1], "There are 4 launches of the baseline, 3 of the candidate."),
+    (
+        "one side short",
+        lambda made: made[:-1],
+        "Launches are missing or repeated: found the numbers 0, 1, 2, 3, 4, 5, 6.",
+    ),
     (
         "a gap",
         lambda made: [made[0], made[1], *made[4:]],
