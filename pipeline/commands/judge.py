@@ -103,7 +103,7 @@ def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     from pipeline.stages.gate import GATE
 
     path = record_of(subject, reporter_for(json=as_json)) or Path(subject)
-    if path.is_file() and path.name != DATA:
+    if path.is_file() and path.name != DATA and path.suffix != ".yaml":
         return path
     places = [path / GATE, path / EVIDENCE / GATE]
     found = next((place for place in places if place.is_file()), None)

@@ -46,7 +46,9 @@ def test_a_recipe_a_report_and_its_entry_lead_to_the_record(quantmint: Quantmint
     store = tmp_path / "store"
     run(store, "good", GOOD)
     (report,) = store.glob("report/*/report.json")
-    for subject in ("good", report, report.parent):
+    recipe = "name: good\nsource: {folder: m}\nquantization: {scheme: ptpc_fp8}\ntarget: {workload: tiny}\n"
+    Path("good.yaml").write_text(f"{recipe}evaluation: {{suite: tiny}}\ngate: {{accuracy: {{margin: 0.02}}}}\n")
+    for subject in ("good", "good.yaml", report, report.parent):
         told = quantmint("gate", subject, "--store", store, "--json")
         assert (told.code, told.json["verdict"], told.json["differences"]) == (0, "PASS", [])
         assert Path(told.json["path"]).parent.parent == store / "gate"
