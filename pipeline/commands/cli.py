@@ -56,12 +56,15 @@ _EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "datasets", "pyarrow", "huggingface_hub", "httpx"), "quantize"),
     "lm_eval": "evaluate",
     **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "report"),
-    **dict.fromkeys(("cyclonedx", "packageurl", "detect_secrets", "model_signing", "tenacity"), "publish"),
+    **dict.fromkeys(("cyclonedx", "packageurl", "detect_secrets", "tenacity"), "publish"),
+    **dict.fromkeys(("model_signing", "OpenSSL", "sigstore"), "publish"),
     "obstore": "storage",
     **dict.fromkeys(("cronsim", "prometheus_client"), "schedule"),
     "ray": "ray",
     "submitit": "slurm",
     "kubernetes": "kubernetes",
+    **dict.fromkeys(("llmcompressor", "auto_round"), "llmcompressor"),
+    **dict.fromkeys(("quark", "ninja"), "quark"),
 }
 
 

@@ -108,7 +108,7 @@ def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     places = [path / GATE, path / EVIDENCE / GATE]
     found = next((place for place in places if place.is_file()), None)
     if found is None and not (path.is_dir() and not (path / DATA).is_file()):
-        found = finished.find(subject, store).gate
+        found = finished.gate_of(finished.find(subject, store), store)
     if found is None:
         hint = "quantmint writes one into stage gate's entry of the store, and beside what it publishes."
         raise UserError(f"{subject}: found no {GATE}, neither there nor in {EVIDENCE}/.", hint=hint)

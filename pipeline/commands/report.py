@@ -39,7 +39,7 @@ def report(subject: str, form: str, output: Path | None, store_path: Path, as_js
     from pipeline.stages.finished import find
     from pipeline.stages.report import FILES
 
-    folder = find(subject, Store(store_path)).report.parent
+    folder = find(subject, Store(store_path)).parent
     file = (folder / FILES[form]).absolute()  # as it was named: a link to the newest release stays one
     if not file.is_file():
         raise UserError(
@@ -80,13 +80,14 @@ def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as
     from eval.comparison.model import read, side_by_side, to_json
     from eval.comparison.page import render
     from eval.errors import MeasurementError
-    from pipeline.stages.finished import find
+    from pipeline.stages.finished import find, gate_of
 
     if len(finished) < 2:
         raise UserError(f"found one checkpoint, {finished[0]}, expected at least two to compare")
-    found = [find(name, Store(store_path)) for name in finished]
+    store = Store(store_path)
+    found = [find(name, store) for name in finished]
     try:
-        comparison = side_by_side([read(one.report, one.gate) for one in found])
+        comparison = side_by_side([read(report, gate_of(report, store)) for report in found])
     except MeasurementError as error:
         raise UserError(str(error), hint="`quantmint run` makes a report of this version") from None
     if output is not None:
@@ -230,9 +231,10 @@ def track(finished: str, uri: str, experiment: str, store_path: Path, as_json: b
     from pipeline.stages.finished import find
     from pipeline.stages.tracking import content_of, log
 
-    content = content_of(find(finished, Store(store_path)))
-    logged = log(content, uri, experiment)
+    store = Store(store_path)
+    content = content_of(find(finished, store), store)
+    run, new = log(content, uri, experiment)
     if as_json:
-        emit({"run_id": logged.run_id, "experiment": experiment, "new": logged.new, "fingerprint": content.fingerprint})
+        emit({"run_id": run, "experiment": experiment, "new": new, "fingerprint": content.fingerprint})
     else:
-        click.echo(f"{'logged' if logged.new else 'was logged before:'} {content.name}, run {logged.run_id}")
+        click.echo(f"{'logged' if new else 'was logged before:'} {content.name}, run {run}")

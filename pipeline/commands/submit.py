@@ -134,10 +134,10 @@ def _task(given: dict[str, Any]) -> Task:
     from pipeline.commands import run
     from pipeline.recipe.faults import refuse
     from pipeline.recipe.load import load_recipe
-    from pipeline.stages.checks import check, check_run
+    from pipeline.stages.checks import check
 
     loaded = load_recipe(given["recipe"])
-    refuse([*check(loaded), *check_run(loaded)])
+    refuse(check(loaded))
     run.run.make_context("run", [given["recipe"], *given["arguments"]])
     return task_for(
         loaded.recipe,

@@ -2,8 +2,7 @@
 
     refuse(check(load_recipe("llama70b-fp8kv"), config=config))
 
-Everything here follows from tables and small files. `check` says what can never be; `check_run` adds what this machine
-lacks, where it may be planned all the same.
+Everything here follows from tables and small files.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 from calibration.batches import require_texts
@@ -38,12 +36,6 @@ from pipeline.recipe.sections import Evaluation, Gate
 from pipeline.serving.knobs import table as knobs
 from pipeline.serving.knobs.table import checked_arguments
 
-#: What an engine imports beside PyTorch and transformers, and what that is called when it is installed.
-_PACKAGES: Mapping[str, Mapping[str, str]] = {
-    "llmcompressor": {"llmcompressor": "quantmint[llmcompressor]"},
-    "quark": {"quark": "quantmint[quark]", "ninja": "ninja"},
-}
-
 
 def check(
     loaded: LoadedRecipe,
@@ -65,23 +57,6 @@ def check(
     names = linear if linear is not None else modules.expected_names(config) if config is not None else ()
     faults += _fused(loaded, names)
     return faults if config is None else [*faults, *_model(loaded, modules.text_config(config))]
-
-
-def check_run(loaded: LoadedRecipe) -> list[Fault]:
-    """What the engine that the recipe names needs and this machine has not installed."""
-    quantization = loaded.recipe.quantization
-    engine, name = quantization.engine, quantization.algorithm
-    support = algorithm(name).engines.get(engine)
-    packages = _PACKAGES.get(engine, {}).items()
-    needs: list[tuple[str, str, str, str]] = [("engine", engine, module, package) for module, package in packages]
-    if support is not None and support.package is not None:
-        needs.append(("algorithm", name, support.package.replace("-", "_"), support.package))
-    why = "which needs a package that is not here: pip install"
-    return [
-        loaded.fault(("quantization", field), f"found {found}, {why} '{package}'")
-        for field, found, module, package in needs
-        if find_spec(module) is None
-    ]
 
 
 def _used(loaded: LoadedRecipe) -> list[tuple[YamlPath, str]]:

@@ -1,4 +1,4 @@
-"""What a finished run left, wherever it lies: a published folder, an entry of the store, or a loose `report.json`.
+"""The `report.json` of a finished run: of a published folder, of an entry of the store, or a loose one.
 
     find("published/llama8b-ptpc", store)     the evidence beside a published checkpoint
     find("llama8b-ptpc", store)               the newest report that a run of the recipe made
@@ -8,11 +8,10 @@ Nothing of the model is looked at: what was made is told by the runs of the stor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.report.model import DATA, JUNIT, PAGE
+from eval.report.model import DATA
 from pipeline.base.argument import classify
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.publish.release import EVIDENCE
@@ -23,28 +22,18 @@ from pipeline.store.gc import Run, list_runs
 from pipeline.store.tree import Store
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The files of a judgement: `report` is its `report.json`; the others are None where they are not at hand."""
-
-    report: Path
-    page: Path | None
-    gate: Path | None
-    junit: Path | None
-
-
-def find(given: str, store: Store) -> Finished:
-    """Where the evidence of what a person named lies; raises `UserError` where there is none."""
+def find(given: str, store: Store) -> Path:
+    """The report of what a person named, with the evidence beside it; raises `UserError` where there is none."""
     path, kind = Path(given), classify(given).kind
     if kind == "recipe":
         return _of_recipe(load_recipe(given).recipe.name, store)
     if kind == "name":
         return _of_recipe(given, store)
     if kind == "file" and path.suffix == ".json":
-        return beside(path, store)
+        return path
     found = next((file for file in (path / EVIDENCE / DATA, path / DATA) if file.is_file()), None)
     if found is not None:
-        return beside(found, store)
+        return found
     if not path.exists():
         raise UserError(f"{given}: there is no such file or folder")
     raise UserError(
@@ -62,11 +51,11 @@ def of_run(run: Run, store: Store) -> Entry | None:
     return store.find("report", stages["report"]["fingerprint"]) if "report" in stages else None
 
 
-def _of_recipe(name: str, store: Store) -> Finished:
+def _of_recipe(name: str, store: Store) -> Path:
     runs = list_runs(store.root)
     found = next((entry for run in runs if run.recipe == name and (entry := of_run(run, store)) is not None), None)
     if found is not None:
-        return beside(found.file(DATA), store)
+        return found.file(DATA)
     names = {run.recipe for run in runs}
     raise UserError(
         f"{name}: there is no such file or folder, and no report of such a recipe in {store.root}"
@@ -75,17 +64,10 @@ def _of_recipe(name: str, store: Store) -> Finished:
     )
 
 
-def beside(report: Path, store: Store) -> Finished:
-    """The files of a judgement that lie beside its `report.json`, or that the store made that from."""
-
-    def at_hand(name: str) -> Path | None:
-        path = report.parent / name
-        return path if path.is_file() else None
-
-    return Finished(report, at_hand(PAGE), at_hand(GATE) or _gate_of(report, store), at_hand(JUNIT))
-
-
-def _gate_of(report: Path, store: Store) -> Path | None:
+def gate_of(report: Path, store: Store) -> Path | None:
+    """The gate's record beside a `report.json`, else the one that the store made it from; None without either."""
+    if (report.parent / GATE).is_file():
+        return report.parent / GATE
     folder = report.parent.resolve()
     try:
         entry = store.find("report", folder.name) if folder.parent.name == "report" else None

@@ -6,7 +6,7 @@ How large things will be is exact where the layout decides (the checkpoint), an 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from eval.report.numbers import size
 from pipeline.base.errors import UserError
 from pipeline.publish.places import published_folder
 from pipeline.quantize.device import device_memory, resolve_devices
+from pipeline.quantize.engines.algorithms import algorithm
 from pipeline.quantize.engines.libraries.job import checkpoint_bytes
 from pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
 from pipeline.quantize.engines.stream.plan import plan_shards
@@ -38,17 +39,16 @@ from pipeline.store.disk import free_bytes
 
 _TOKEN_BYTES = 8  # a token of prose has four
 _OVERHEAD = 64 << 20  # bytes beside the weights: tokenizer, logs, samples, report
-_PACKAGES = (
-    ("calibrate", ("torch", "transformers"), "quantize"),
-    ("sensitivity", ("torch", "transformers"), "quantize"),
-    ("quantize", ("torch", "transformers"), "quantize"),
-    ("canary", ("transformers",), "evaluate"),
-    ("evaluate", ("lm_eval",), "evaluate"),
-    ("control", ("lm_eval",), "evaluate"),
-    ("report", ("jinja2", "matplotlib"), "report"),
-    ("package", ("jinja2", "detect_secrets", "cyclonedx"), "publish"),
-    ("sign", ("model_signing", "OpenSSL", "sigstore"), "publish"),
-)
+_PACKAGES = {  # of a stage, and of an engine
+    **dict.fromkeys(("calibrate", "sensitivity", "quantize"), ("torch", "transformers")),
+    "llmcompressor": ("llmcompressor",),
+    "quark": ("quark", "ninja"),
+    "canary": ("transformers",),
+    **dict.fromkeys(("evaluate", "control"), ("lm_eval",)),
+    "report": ("jinja2", "matplotlib"),
+    "package": ("jinja2", "detect_secrets", "cyclonedx"),
+    "sign": ("model_signing", "OpenSSL", "sigstore"),
+}
 _SERVED = ("serve", "canary", "evaluate", "control", "bench")  # what asks a server
 
 
@@ -161,12 +161,17 @@ def _kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
 def require_means(
     plan: Sequence[Planned], setting: Setting, redo: Collection[str] = (), *, prediction: Prediction | None = None
 ) -> None:
-    """Raise `UserError` where a run could not come to its end; ``prediction`` is what was predicted already."""
+    """Raise `UserError` where a run could not come to its end; ``prediction`` is what was predicted already.
+
+    `ModuleNotFoundError` for a package that is not installed: hours must not end at one that draws the page.
+    """
     plan = foreseen(plan, setting, redo)
     missing = missing_stages(plan, setting, redo)
     if known_unsound(plan, setting, redo):
         return  # the run ends there, and says why
-    _require_packages(missing)
+    for name in _packages(plan, setting, missing):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     if "sign" in missing:
         require_signer(setting)
     if "publish" in missing:
@@ -189,30 +194,28 @@ def require_means(
 
 def _require_server(setting: Setting) -> None:
     if setting.recipe.evaluation.runtime == "reference":
-        _require_installed("serve, with the runtime reference,", ("torch", "transformers"), "quantize")
-    elif setting.vllm is None:
+        return
+    if setting.vllm is None:
         raise UserError(
             "no vLLM was found to serve with, which this recipe needs.",
             hint="`make serving` builds one for a CPU; else set QUANTMINT_VLLM, or stop earlier with --until inspect.",
         )
-    elif (launch := launch_plan(setting, "baseline", Path("MODEL"))).layout.nodes > 1:
+    launch = launch_plan(setting, "baseline", Path("MODEL"))
+    if launch.layout.nodes > 1:
         over_nodes(setting, setting.vllm, launch).require(launch)
 
 
-def _require_packages(missing: Sequence[str]) -> None:
-    """An hour of measuring must not end at a package that draws the page."""
-    for stage, packages, extra in _PACKAGES:
-        if any(key.startswith(stage) for key in missing):
-            _require_installed(stage, packages, extra)
-
-
-def _require_installed(stage: str, packages: Sequence[str], extra: str) -> None:
-    absent = [name for name in packages if find_spec(name) is None]
-    if absent:
-        raise UserError(
-            f"the stage {stage} needs {', '.join(absent)}, which is not installed.",
-            hint=f"pip install 'quantmint[{extra}]'",
-        )
+def _packages(plan: Sequence[Planned], setting: Setting, missing: Collection[str]) -> Iterator[str]:
+    """What is imported on the way of the stages that would run."""
+    quantization = setting.recipe.quantization
+    for planned in plan:
+        if planned.key in missing:
+            yield from _PACKAGES.get(planned.family, ())
+    if "quantize" in missing:
+        yield from _PACKAGES.get(quantization.engine, ())
+        support = algorithm(quantization.algorithm).engines.get(quantization.engine)
+        if support is not None and support.package is not None:
+            yield support.package.replace("-", "_")
 
 
 def model_for(setting: Setting, folder: Path) -> tuple[Checkpoint, Structure]:

@@ -16,7 +16,7 @@ from pipeline.recipe.commits import Commits
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
 from pipeline.serving.environment import VARIABLE, find_vllm, serving_image
-from pipeline.stages.checks import check, check_run
+from pipeline.stages.checks import check
 from pipeline.stages.search import settled
 from pipeline.stages.source import config_folder, identify
 from pipeline.stages.stage import Setting, SourceIdentity
@@ -49,13 +49,12 @@ def open_setting(
     """Everything a plan needs. Refuses a recipe that asks for the impossible before anything is fetched or hashed.
 
     ``config`` is a folder with a config.json that stands in for the model, for planning where there is no network;
-    ``to_run`` also refuses what is declared but not built yet; ``remote`` is a tier of the store to take from.
+    ``to_run`` takes the CPU that serves for this one; ``remote`` is a tier of the store to take from.
     Where nothing is ``proven`` by serving, no vLLM is looked for, and the source's weights are not hashed.
     """
     loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(ran_from(recipe, store.root) or recipe)
-    # The CPU that serves is this one; when only planning it may be another.
     flags = local_cpu_flags() if to_run else None
-    refuse([*check(loaded, cpu_flags=flags, judged=proven), *(check_run(loaded) if to_run else [])])
+    refuse(check(loaded, cpu_flags=flags, judged=proven))
     if config is not None:
         identity = SourceIdentity(None, "unresolved", loaded.recipe.source.repo or "folder")
         facts = _checked_config(loaded, config, flags, proven)

@@ -24,16 +24,17 @@ import yaml
 from eval.comparison.model import Report, from_report
 from eval.errors import MeasurementError
 from eval.gate import GateReport
-from eval.report.model import DATA
+from eval.report.model import DATA, JUNIT, PAGE
 from eval.throughput import LATENCY_FIELDS
 from pipeline.base.errors import QuantmintError, UserError, first_line, redact
-from pipeline.stages.finished import Finished, beside
+from pipeline.stages.finished import gate_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
     from pipeline.stages.stage import Setting
     from pipeline.store.entries import Entry
+    from pipeline.store.tree import Store
 
 FINGERPRINT = "quantmint.fingerprint"
 """Tag that tells whether a run is there already: the SHA-256 of its report.json, wherever that lies."""
@@ -45,7 +46,6 @@ _QUIET: Mapping[str, str] = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # standard output is ours: one JSON object, or what we say
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-_BATCH = 100  # parameters or tags in one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +60,24 @@ class Content:
     artifacts: tuple[Path, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """Where a run was logged; `new` is false where it had been before."""
-
-    run_id: str
-    new: bool
-
-
-def content_of(finished: Finished) -> Content:
-    """Read what is to be logged; raises `UserError` where the report is none of this version."""
+def content_of(report: Path, store: Store) -> Content:
+    """Read what is to be logged; raises `UserError` where the `report.json` is none of this version."""
     try:
-        raw = finished.report.read_bytes()
-        report = json.loads(raw)
-        found = from_report(report, finished.report)
-        recipe = yaml.safe_load(report["recipe"])
+        raw = report.read_bytes()
+        data = json.loads(raw)
+        found = from_report(data, report)
+        recipe = yaml.safe_load(data["recipe"])
     except (OSError, MeasurementError, KeyError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"cannot be logged: {error}") from None
     fingerprint = hashlib.sha256(raw).hexdigest()
-    files = (finished.page, finished.report, finished.gate, finished.junit)
+    files = (report.with_name(PAGE), report, gate_of(report, store), report.with_name(JUNIT))
     return Content(
         name=found.name,
         fingerprint=fingerprint,
         params=params(recipe),
         metrics=metrics(found),
         tags={FINGERPRINT: fingerprint, **tags(found)},
-        artifacts=tuple(path for path in files if path is not None),
+        artifacts=tuple(path for path in files if path is not None and path.is_file()),
     )
 
 
@@ -166,8 +158,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def log(content: Content, uri: str, experiment: str) -> Logged:
-    """Log a finished run, unless this very report is there already.
+def log(content: Content, uri: str, experiment: str) -> tuple[str, bool]:
+    """Log a finished run, unless this very report is there already: MLflow's id of the run, and whether it is new.
 
     MLflow itself reads MLFLOW_TRACKING_TOKEN, or ..._USERNAME and ..._PASSWORD. A `UserError` never holds a key.
     """
@@ -191,7 +183,7 @@ def log(content: Content, uri: str, experiment: str) -> Logged:
         tag = {FINGERPRINT: content.fingerprint}
         begun = client.search_runs([where], filter_string=f"tags.`{FINGERPRINT}` = '{content.fingerprint}'")
         if done := [run for run in begun if run.info.status == "FINISHED"]:
-            return Logged(done[0].info.run_id, new=False)
+            return done[0].info.run_id, False
         run = begun[0] if begun else client.create_run(where, run_name=content.name, tags=tag)
         _fill(client, run.info.run_id, content)
         client.set_terminated(run.info.run_id)
@@ -205,7 +197,7 @@ def log(content: Content, uri: str, experiment: str) -> Logged:
             f"nothing, or not all, was logged to MLflow at {uri}: {said}",
             hint="the same command goes on, and logs nothing twice",
         ) from error
-    return Logged(run.info.run_id, new=True)
+    return run.info.run_id, True
 
 
 def log_run(setting: Setting, report: Entry, warn: Callable[[str], None]) -> str | None:
@@ -217,7 +209,7 @@ def log_run(setting: Setting, report: Entry, warn: Callable[[str], None]) -> str
     if tracking.mlflow is None:
         return None
     try:
-        return log(content_of(beside(report.file(DATA), setting.store)), tracking.mlflow, tracking.experiment).run_id
+        return log(content_of(report.file(DATA), setting.store), tracking.mlflow, tracking.experiment)[0]
     except QuantmintError as error:
         later = f"quantmint track {setting.recipe.name} --mlflow {tracking.mlflow}"
         warn(f"{error.message}; the run is not affected. To log it later: {later}")
@@ -228,13 +220,11 @@ def _fill(client: MlflowClient, run_id: str, content: Content) -> None:
     from mlflow.entities import Metric, Param, RunTag
 
     now = int(time.time() * 1000)
-    listed: dict[str, list[Any]] = {
-        "params": [Param(name, value) for name, value in content.params.items()],
-        "tags": [RunTag(name, value) for name, value in content.tags.items()],
-        "metrics": [Metric(name, value, now, 0) for name, value in content.metrics.items()],
-    }
-    for kind, entities in listed.items():
-        for start in range(0, len(entities), _BATCH):
-            client.log_batch(run_id, **{kind: entities[start : start + _BATCH]})
+    client.log_batch(
+        run_id,
+        params=[Param(name, value) for name, value in content.params.items()],
+        tags=[RunTag(name, value) for name, value in content.tags.items()],
+        metrics=[Metric(name, value, now, 0) for name, value in content.metrics.items()],
+    )
     for path in content.artifacts:
         client.log_artifact(run_id, str(path))

@@ -12,7 +12,7 @@ import pytest
 from pipeline.base.errors import RecipeError
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe
-from pipeline.stages.checks import check, check_run
+from pipeline.stages.checks import check
 
 Load = Callable[[str], LoadedRecipe]
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
@@ -92,20 +92,6 @@ def test_scaling_is_the_stream_engines_and_measures_by_magnitude(load: Load) -> 
 def test_channels_are_scaled_where_inputs_are_in_mx_formats(load: Load, text: str, scaling: bool) -> None:
     loaded = load(f"{HEAD}quantization: {{{text}}}\n{CALIBRATED}")
     assert bool(loaded.recipe.quantization.parameters.get("scaling")) is scaling
-
-
-@pytest.mark.parametrize(("engine", "layout"), [("llmcompressor", "compressed-tensors"), ("quark", "quark")])
-def test_a_library_that_is_not_installed_is_named_before_a_run(
-    load: Load, monkeypatch: pytest.MonkeyPatch, engine: str, layout: str
-) -> None:
-    loaded = load(HEAD + f"quantization: {{scheme: ptpc_fp8, engine: {engine}, format: {layout}}}\n")
-    assert faults(loaded) == []
-    monkeypatch.setattr("pipeline.stages.checks.find_spec", lambda module: None if module == engine else True)
-    [fault] = map(str, check_run(loaded))
-    assert f"quantization.engine: found {engine}" in fault
-    assert f"pip install 'quantmint[{engine}]'" in fault
-    monkeypatch.setattr("pipeline.stages.checks.find_spec", lambda module: True)
-    assert check_run(loaded) == []
 
 
 def test_a_server_that_cannot_load_it(load: Load) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import UserError
 from pipeline.stages import preflight
 
 Quantmint = Callable[..., Any]
@@ -58,11 +57,16 @@ def test_a_vllm_that_is_named_wrongly_is_an_error_at_once(
         assert "/nowhere/vllm" in ended.err
 
 
-@pytest.mark.parametrize(("package", "stage"), [("lm_eval", "evaluate"), ("matplotlib", "report")])
+@pytest.mark.parametrize(("package", "engine", "extra"), [("lm_eval", "stream", "evaluate"), ("llmcompressor",) * 3])
 def test_a_package_that_a_later_stage_needs_is_missed_before_the_first(
-    package: str, stage: str, monkeypatch: pytest.MonkeyPatch
+    package: str, engine: str, extra: str, quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    recipe = project / "r.yaml"
+    recipe.write_text(recipe.read_text().replace("quantization: {", f"quantization: {{engine: {engine}, "))
     monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == package else object())
-    with pytest.raises(UserError, match=f"^the stage {stage} needs {package}, which is not installed"):
-        preflight._require_packages(["source", f"{stage}-candidate" if stage == "evaluate" else stage])
-    preflight._require_packages(["source", "inspect", "gate"])
+    ended = quantmint("run", "r.yaml")
+    assert (ended.code, ended.err) == (
+        2,
+        f"quantmint: this needs {package}, which is not installed.\n  pip install 'quantmint[{extra}]'\n",
+    )
+    assert list((project / "store").rglob("record.json")) == []

@@ -10,14 +10,9 @@ import pytest
 
 from eval.comparison.model import read
 from pipeline.base.errors import UserError
-from pipeline.stages.finished import Finished
 from pipeline.stages.tracking import FINGERPRINT, content_of, metrics, params, tags
+from pipeline.store.tree import Store
 from tests.checkpoints import GOOD
-
-
-def finished(folder: Path) -> Finished:
-    report = GOOD.write(folder)
-    return Finished(report, folder / "report.html", folder / "gate.json", None)
 
 
 def test_parameters_are_the_recipe_with_dotted_keys() -> None:
@@ -44,7 +39,7 @@ def test_keys_and_values_are_those_that_mlflow_takes() -> None:
 
 
 def test_metrics_are_the_gates_figures(tmp_path: Path) -> None:
-    found = read(finished(tmp_path).report, None)
+    found = read(GOOD.write(tmp_path), None)
     logged = metrics(found)
     (facts,) = (result for result in found.gate.accuracy if result.task == "facts")
     assert logged["accuracy/facts/difference"] == facts.difference == -0.001
@@ -60,7 +55,7 @@ def test_metrics_are_the_gates_figures(tmp_path: Path) -> None:
 
 
 def test_one_launch_has_no_interval(tmp_path: Path) -> None:
-    found = read(finished(tmp_path).report, None)
+    found = read(GOOD.write(tmp_path), None)
     once = [replace(cell, launches=(1, 1)) for cell in found.gate.throughput]
     for cells, told in ((found.gate.throughput, True), (tuple(once), False)):
         logged = metrics(replace(found, gate=replace(found.gate, throughput=cells)))
@@ -69,7 +64,7 @@ def test_one_launch_has_no_interval(tmp_path: Path) -> None:
 
 
 def test_bounds_that_are_infinite_are_left_out(tmp_path: Path) -> None:
-    found = read(finished(tmp_path).report, None)
+    found = read(GOOD.write(tmp_path), None)
     early = replace(found.gate.accuracy[0], lower=-math.inf, upper=math.inf)
     logged = metrics(replace(found, gate=replace(found.gate, accuracy=(early,))))
     assert "accuracy/facts/lower" not in logged
@@ -77,7 +72,7 @@ def test_bounds_that_are_infinite_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_report_is_the_same_wherever_it_lies(tmp_path: Path) -> None:
-    one, other = (content_of(finished(tmp_path / name)) for name in ("a", "b"))
+    one, other = (content_of(GOOD.write(tmp_path / name), Store(tmp_path / "store")) for name in ("a", "b"))
     assert one.fingerprint == other.fingerprint == one.tags[FINGERPRINT]
     assert [path.name for path in one.artifacts] == ["report.html", "report.json", "gate.json"]
 
@@ -86,4 +81,4 @@ def test_a_report_is_the_same_wherever_it_lies(tmp_path: Path) -> None:
 def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "report.json").write_text(text)
     with pytest.raises(UserError, match="cannot be logged"):
-        content_of(Finished(tmp_path / "report.json", None, None, None))
+        content_of(tmp_path / "report.json", Store(tmp_path / "store"))

@@ -48,7 +48,8 @@ def test_a_published_folder_is_logged_whole_and_once(
     ended = quantmint("track", published, "--mlflow", mlflow_server, "--experiment", "whole", "--json")
     assert (ended.code, ended.err, ended.json["new"]) == (0, "", True)
     (found,) = runs(mlflow_server, "whole")
-    content = content_of(find(str(published), Store(tmp_path / "none")))
+    store = Store(tmp_path / "none")
+    content = content_of(find(str(published), store), store)
     assert found.info.run_id == ended.json["run_id"]
     assert (found.info.status, found.info.run_name) == ("FINISHED", GOOD.name)
     assert found.data.params == content.params == {"name": GOOD.name}
@@ -70,7 +71,8 @@ def test_a_published_folder_is_logged_whole_and_once(
 def test_what_was_begun_is_gone_on_with(
     mlflow_server: str, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = content_of(find(str(published), Store(tmp_path / "none")))
+    store = Store(tmp_path / "none")
+    content = content_of(find(str(published), store), store)
     fill = server_side._fill
 
     def half(connected: Any, run_id: str, whole: Content) -> None:
@@ -85,7 +87,7 @@ def test_what_was_begun_is_gone_on_with(
     assert begun.info.status == "RUNNING"
     logged = log(content, mlflow_server, "half")
     (whole,) = runs(mlflow_server, "half")
-    assert (logged.run_id, logged.new) == (begun.info.run_id, True)
+    assert logged == (begun.info.run_id, True)
     assert whole.info.status == "FINISHED"
     assert len(client(mlflow_server).list_artifacts(whole.info.run_id)) == 4
 
@@ -94,10 +96,10 @@ def test_what_was_begun_is_gone_on_with(
 def test_another_report_of_the_same_recipe_is_another_run(mlflow_server: str, tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     run(store.root, "good", GOOD)
-    first = log(content_of(find("good", store)), mlflow_server, "moved")
+    first = log(content_of(find("good", store), store), mlflow_server, "moved")
     run(store.root, "good", replace(GOOD, lost={"facts": 15, "sums": 6}))
-    second = log(content_of(find("good", store)), mlflow_server, "moved")
-    assert first.run_id != second.run_id
+    second = log(content_of(find("good", store), store), mlflow_server, "moved")
+    assert first[0] != second[0]
     assert len({found.data.tags[FINGERPRINT] for found in runs(mlflow_server, "moved")}) == 2
 
 
