@@ -207,12 +207,12 @@ def site(output: Path, store_path: Path, as_json: bool) -> None:
     from pipeline.stages.site import INDEX, build
 
     reporter = reporter_for(json=as_json)
-    built = build(output, Store(store_path, on_warning=reporter.warn))
+    rows, copied = build(output, Store(store_path, on_warning=reporter.warn))
     page = (output / INDEX).resolve()
     if as_json:
-        emit({"page": str(page), "copied": built.copied, "runs": [row.to_json() for row in built.rows]})
+        emit({"page": str(page), "copied": copied, "runs": [row.to_json() for row in rows]})
         return
-    click.echo(f"{len(built.rows)} runs, {built.copied} new reports")
+    click.echo(f"{len(rows)} runs, {copied} new reports")
     click.echo(f"page  {shown_path(page)}")
 
 

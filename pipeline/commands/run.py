@@ -80,8 +80,7 @@ def run(
         remote=None if remote is None else open_tier(remote, reporter.warn, device_here),
     )
     with spread(on, setting, reporter) as setting:
-        searched = run_search(setting, reporter, until=until, redo=redo)
-    outcome, setting = searched.outcome, searched.setting
+        outcome, setting, tries = run_search(setting, reporter, until=until, redo=redo)
     report, places = outcome.entry("report"), published_by(outcome)
     page = report_page(outcome, setting)
     checkpoint = published_folder(setting.recipe, setting.home) if places else None
@@ -105,7 +104,7 @@ def run(
                 **({"paste": advised.paste} if advised.paste else {}),
                 "measured": measured,
                 "stopped": outcome.stopped,
-                **({"auto": {"tries": searched.tries}} if searched.tries else {}),
+                **({"auto": {"tries": tries}} if tries else {}),
                 "checkpoint": None if checkpoint is None else str(checkpoint),
                 "published": [asdict(one) for one in places],
                 "report": None if page is None else str(page.absolute()),
@@ -212,8 +211,8 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     costs = forecast(*model, setting.recipe, setting.device)
     asked = {name: task["expected"] for name, task in judged["tasks"].items()}
     times = ahead(plan, missing, setting, reckoned(setting, prediction, costs, asked, bench.get("seconds")))
-    seconds = {time.stage: {"seconds": time.seconds, "by": time.origin} for time in times}
-    unknown: dict[str, Any] = {"seconds": None, "by": None}  # of a library
+    seconds = {key: spent for key, (spent, _) in times.items()}
+    unknown = (None, None)  # of a library
     told = {
         "recipe": setting.recipe.name,
         **auto,
@@ -223,12 +222,12 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
                 "stage": p.key,
                 "fingerprint": p.fingerprint,
                 "cached": p.key not in missing,
-                **seconds.get(p.key, unknown),
+                **dict(zip(("seconds", "by"), times.get(p.key, unknown), strict=True)),
             }
             for p in plan
         ],
-        "seconds": sum(time.seconds for time in times) + costs["rates"]["start"],
-        "savings": [{"setting": what, "seconds": saved} for what, saved in savings(times, setting)],
+        "seconds": sum(seconds.values()) + costs["rates"]["start"],
+        "savings": [{"setting": what, "seconds": saved} for what, saved in savings(seconds, setting)],
         "predicted": asdict(prediction),
         "costs": costs,
         "disk": {"needed": needed, "free": free, "where": str(where)},
@@ -309,10 +308,7 @@ def _took(stage: Mapping[str, Any]) -> tuple[str, str]:
     """A stage's time and where it is known from."""
     if stage["seconds"] is None:
         return "?", "a library's time is not predicted"
-    return ("-", "") if stage["cached"] else (duration(stage["seconds"]), _BY[stage["by"]])
-
-
-_BY = {"seen": "as last time", "reckoned": "reckoned"}
+    return ("-", "") if stage["cached"] else (duration(stage["seconds"]), stage["by"].replace("seen", "as last time"))
 
 
 def _ahead(bench: Mapping[str, Any], speed: Mapping[str, Any] | None) -> str:

@@ -14,16 +14,12 @@ if TYPE_CHECKING:
     from pipeline.quantize.budget import Point
     from pipeline.recipe.schema import Quantization
 
-_FROM = "mxfp4,mxfp4_fp8,ptpc_fp8"
-"""As `pipeline.stages.advice.FROM`, which takes long to import."""
 _ROWS = 16
 
 
 @click.command(name="search")
 @click.argument("model")
-@click.option(
-    "--from", "from_", metavar="SCHEMES", help=f"With commas between (default: the recipe's, else of {_FROM})."
-)
+@click.option("--from", "from_", metavar="SCHEMES", help="With commas between (default: the recipe's, else all).")
 @click.option(
     "--calibration", metavar="SET", help="Set to measure on: a name or a YAML file. It goes before a recipe's own."
 )
@@ -62,11 +58,11 @@ def search(
     from pipeline.quantize.budget import frontier, spend
     from pipeline.recipe.load import choice_yaml, load_recipe, recipe_of
     from pipeline.recipe.schema import AUTO
-    from pipeline.stages.advice import Advice, in_eight
+    from pipeline.stages.advice import FROM, Advice, in_eight
     from pipeline.stages.quantization import source_section
     from pipeline.stages.search import chosen, measured_groups, opened
     from pipeline.stages.sensitivity import spendable
-    from pipeline.stages.session import open_setting, ran_from
+    from pipeline.stages.session import open_setting, recipe_named
     from pipeline.store.tree import Store
 
     budget = bits if speedup is None else speedup
@@ -78,7 +74,7 @@ def search(
     given: dict[str, Any] = {"set": calibration, "samples": samples, "sequence_length": sequence_length}
     made: Quantization | None = None
     if classify(model).kind in ("recipe", "name"):
-        recipe = load_recipe(ran_from(model, store_path) or model)
+        recipe = load_recipe(recipe_named(model, store_path) or model)
         made = None if recipe.recipe.quantization.scheme == AUTO else recipe.recipe.quantization
         if calibration is not None and is_path(calibration):
             given["set"] = str(Path(calibration).absolute())  # relative to here, and not to the recipe's file
@@ -89,7 +85,7 @@ def search(
     else:
         sections: dict[str, Any] = {"source": source_section(model), "calibration": given if calibration else None}
         quantization = {"scheme": "ptpc_fp8", "format": "quark"}  # the layout that holds the most schemes
-        loaded = opened(recipe_of(sections | {"quantization": quantization}), names or tuple(_FROM.split(",")))
+        loaded = opened(recipe_of(sections | {"quantization": quantization}), names or FROM)
     reporter = reporter_for(json=as_json)
     setting = open_setting(loaded, store=Store(store_path, on_warning=reporter.warn), device=device)
     groups = measured_groups(setting, reporter)

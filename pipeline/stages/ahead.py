@@ -1,7 +1,7 @@
 """How long a run takes from its first stage to its last: as it took before, else as it is reckoned.
 
     >>> times = ahead(plan, missing, setting, reckoned(...))
-    >>> sum(time.seconds for time in times)
+    >>> sum(seconds for seconds, _ in times.values())
 
 What was seen counts before what is reckoned: a recipe's newest run says how long each stage took here, and a baseline's
 stage how long its candidate's takes. Answers are scaled by the items that are asked, weights only count where the stage
@@ -11,15 +11,14 @@ is the same. A first run is reckoned by rates of such machines and by what items
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from eval import prompts
 from eval.suites import Suite, SuiteTask, definition
+from pipeline.base.hardware import hardware
 from pipeline.stages.bench import START_S, TOKEN_S
-from pipeline.stages.cost import known
 from pipeline.stages.evaluate import EvaluateStage
 from pipeline.stages.preflight import Prediction
 from pipeline.stages.stage import Planned, Setting
@@ -30,8 +29,8 @@ _CPU_START_S, _HARNESS_S = 20.0, 5.0
 """Of a server on a CPU, and of lm-eval, which is imported once in a run."""
 _REQUEST_S, _READ_S = 0.001, 0.1
 """Of a server's own work for each request, and for one of which each position is told, as the canary's are."""
-_BUSY, _CPU_BUSY = 0.5, 0.15
-"""Of the rate of products: what a server reaches that reads prompts."""
+_BUSY, _CPU_BUSY = 0.4, 0.15
+"""Of the rate of products, a GPU's by its data sheet: what a server reaches that reads prompts."""
 _CHOICES, _ITEM, _SHOT, _ANSWER, _PAGE = 4, 100, 120, 150, 5000
 """Of an item of the Hub: its choices, the tokens of one, of a shot before it, of an answer, and of a text whose
 perplexity is asked."""
@@ -40,32 +39,24 @@ _FEW: Final = 400
 """Items of which half would show little."""
 
 
-@dataclass(frozen=True, slots=True)
-class Time:
-    """Seconds of a stage: 0 where it is cached, as in an earlier run of this store (seen), or reckoned."""
-
-    stage: str
-    seconds: float
-    origin: Literal["cached", "seen", "reckoned"]
-
-
 def ahead(
     plan: Sequence[Planned], missing: Collection[str], setting: Setting, guesses: Mapping[str, float]
-) -> tuple[Time, ...]:
-    """The times of a plan's stages. ``guesses`` are the seconds that `reckoned` says, by stage.
+) -> Mapping[str, tuple[float, str]]:
+    """Seconds of a plan's stages: 0 where one is "cached", as in an earlier run of this store ("seen"), or "reckoned".
 
-    What a library takes to quantize is not known before it was seen: its stage is left out.
+    ``guesses`` are the seconds that `reckoned` says, by stage. What a library takes to quantize is not known before it
+    was seen: its stage is left out.
     """
     seen = _seen(setting)
-    found = []
+    found: dict[str, tuple[float, str]] = {}
     for planned in plan:
         if planned.key not in missing:
-            found.append(Time(planned.key, 0.0, "cached"))
+            found[planned.key] = 0.0, "cached"
         elif (took := _as_before(planned, setting, seen)) is not None:
-            found.append(Time(planned.key, took, "seen"))
+            found[planned.key] = took, "seen"
         elif planned.key in guesses:
-            found.append(Time(planned.key, guesses[planned.key], "reckoned"))
-    return tuple(found)
+            found[planned.key] = guesses[planned.key], "reckoned"
+    return found
 
 
 def _seen(setting: Setting) -> Mapping[str, tuple[str, float]]:
@@ -114,7 +105,8 @@ def reckoned(
     rates, own = costs["rates"], {name: cost["seconds"] for name, cost in costs["stages"].items() if name != "start"}
     target = setting.recipe.target
     on_cpu = target.hardware == "cpu"  # what serves is the target, whatever this machine is
-    flops = _CPU_BUSY * rates["flops"] if on_cpu else target.gpus * _BUSY * known("h100").flops
+    peak = dict(hardware(target.hardware).tflops).get("bf16", 989.4)  # what is not known is taken for an H100
+    flops = _CPU_BUSY * rates["flops"] if on_cpu else target.gpus * _BUSY * peak * 1e12
     start = (_CPU_START_S if on_cpu else START_S) + size.source / rates["disk"]
     token_s = 2.0 * size.parameters / flops
     step_s = 0.005 + size.source / rates["read"] if on_cpu else TOKEN_S
@@ -181,9 +173,8 @@ def _again(setting: Setting) -> Mapping[str, int]:
     return {name: min(items[name] // evaluation.looks, evaluation.control or 0) for name in scored}
 
 
-def savings(times: Iterable[Time], setting: Setting) -> Sequence[tuple[str, float]]:
+def savings(took: Mapping[str, float], setting: Setting) -> Sequence[tuple[str, float]]:
     """What would save most of a run, as a setting and its seconds; nothing that saves less than a tenth of it."""
-    took = {time.stage: time.seconds for time in times}
     items, again = _items(setting), _again(setting)
     most = max(items.values(), default=0)
     asking = sum(took.get(key, 0.0) for key in ("evaluate-baseline", "evaluate-candidate"))

@@ -14,14 +14,11 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from calibration.errors import CalibrationError
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.machine import versions
 from pipeline.base.processes import run_logged
 from pipeline.base.schemes import scheme
-from pipeline.base.transience import is_transient
 from pipeline.quantize.device import device_memory, resolve_devices
 from pipeline.quantize.digest import companions
 from pipeline.quantize.engines.algorithms import algorithm
@@ -29,10 +26,10 @@ from pipeline.quantize.engines.libraries.job import LibraryJob, require_memory, 
 from pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.structure import Structure, read_structure, select
+from pipeline.quantize.model.structure import Structure, select
 from pipeline.recipe.schema import Quantization
 from pipeline.stages.calibrate import data_identity, read_tokens
-from pipeline.stages.source import model_folder
+from pipeline.stages.source import read_source
 from pipeline.stages.stage import Job, Output, Setting
 
 CHECKPOINT = "checkpoint"
@@ -76,13 +73,16 @@ def tools(setting: Setting) -> Mapping[str, str]:
 def run(job: Job) -> Output:
     """Make the checkpoint; `UserError` before any work, `StageError` where the library breaks or makes another one."""
     quantization = job.setting.recipe.quantization
-    trust = job.setting.recipe.trust_remote_code
-    source = open_checkpoint(model_folder(job.inputs["source"]))
     job.progress.say("asking the model which of its modules are linear")
-    structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
+    source, structure = read_source(job)
     choice = select(structure, quantization)
     device = resolve_devices(job.setting.device)[0]
-    require_library(source, structure, job.setting, device)
+    if structure.encoded:
+        raise UserError(
+            f"engine {quantization.engine} reads 16-bit models only, {next(iter(structure.encoded))} is FP8 in blocks.",
+            hint="The engine stream decodes such a source on the way.",
+        )
+    require_memory(source.nbytes, device_memory(device), device, quantization.engine)
     final = job.path / CHECKPOINT
     if not final.is_dir():  # it is there where a run was stopped between the rename and the record
         _make(job, source, structure, choice, device, final)
@@ -102,34 +102,6 @@ def run(job: Job) -> Output:
     )
 
 
-def require_library(source: Checkpoint, structure: Structure, setting: Setting, device: str) -> None:
-    """Raise `UserError` for a model that the library could not be given."""
-    quantization = setting.recipe.quantization
-    engine = quantization.engine
-    if structure.encoded:
-        raise UserError(
-            f"engine {engine} reads 16-bit models only, {next(iter(structure.encoded))} is FP8 in blocks.",
-            hint="The engine stream decodes such a source on the way.",
-        )
-    section, window = setting.recipe.calibration, _window(source.config)
-    layer_wise = engine == "llmcompressor" and algorithm(quantization.algorithm).calibrated
-    if layer_wise and section is not None and window is not None and section.sequence_length > window:
-        raise UserError(
-            f"calibration.sequence_length: found {section.sequence_length}, expected at most {window}: llm-compressor "
-            f"runs {quantization.algorithm} layer by layer with one mask for all layers, and this model's attention "
-            f"has windows of {window} tokens."
-        )
-    require_memory(source.nbytes, device_memory(device), device, engine)
-
-
-def _window(config: Mapping[str, Any]) -> int | None:
-    text = config.get("text_config") or config
-    window = text.get("sliding_window")
-    kinds = text.get("layer_types")
-    slides = "sliding_attention" in kinds if kinds else text.get("use_sliding_window", True)
-    return window if isinstance(window, int) and slides else None
-
-
 def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, device: str, final: Path) -> None:
     quantization = job.setting.recipe.quantization
     trust = job.setting.recipe.trust_remote_code
@@ -141,10 +113,7 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
     section, samples = job.setting.recipe.calibration, work / "samples.safetensors"
     if section is not None and calibrated(quantization):
         job.progress.say("reading the calibration texts")
-        try:
-            save_samples(read_tokens(section, source.folder, trust_remote_code=trust), samples)
-        except CalibrationError as error:
-            raise StageError(f"calibration: {error}", transient=is_transient(error)) from error
+        save_samples(read_tokens(section, source.folder, trust_remote_code=trust), samples)
     library_job = LibraryJob(
         source=str(source.folder),
         output=str(made),

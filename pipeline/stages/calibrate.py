@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from calibration.calibrate import calibrate
 from calibration.errors import CalibrationError
 from calibration.lazy import torch
 from calibration.sets import DEFAULTS, CalibrationSet, load_set
-from pipeline.base.errors import QuantmintError, StageError, UserError
-from pipeline.base.machine import versions
+from pipeline.base.errors import QuantmintError, UserError
 from pipeline.base.transience import is_transient
 from pipeline.quantize.device import resolve_devices
 from pipeline.quantize.model.structure import light_imports
@@ -31,16 +30,13 @@ RANGES = "ranges.safetensors"
 _LAYERS = "layers"  # what an interrupted run in layer mode is gone on with
 
 
-@dataclass(frozen=True, slots=True)
 class CalibrateStage(Stage):
     """Resumes at a layer, where the model is run layer by layer."""
 
     family = "calibrate"
     version = 1
-
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """The model."""
-        return {"source": "source"}
+    needs = ("source",)
+    packages = ("torch", "transformers", "tokenizers")
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The texts, how many, how long, how batched, what is made of them; not where, which changes no bit."""
@@ -51,10 +47,6 @@ class CalibrateStage(Stage):
             "observation": asdict(section.observation),
             "trust_remote_code": setting.recipe.trust_remote_code,
         }
-
-    def tools(self, setting: Setting) -> Mapping[str, str]:
-        """PyTorch computes the ranges, transformers the model and the tokens."""
-        return versions("torch", "transformers", "tokenizers")
 
     def run(self, job: Job) -> Output:
         """Run every batch through the model, resident or layer by layer."""
@@ -80,8 +72,6 @@ class CalibrateStage(Stage):
                 trust_remote_code=trust,
                 elsewhere=places,
             )
-        except CalibrationError as error:
-            raise StageError(f"calibration: {error}", transient=is_transient(error)) from error
         finally:
             if spread is not None:
                 spread.release()  # the model is still loaded there

@@ -9,14 +9,12 @@ import gzip
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from eval import prompts
 from eval.canary import DIGITS, Answer, Canary, CanaryAnswers, CanaryPolicy, compare, judge
-from eval.errors import MeasurementError
 from eval.verdict import Verdict
 from pipeline.base.errors import InvalidMeasurementError, RefusalError
 from pipeline.base.machine import versions
@@ -37,7 +35,6 @@ _NO_JSON = "not JSON compliant"
 _TIMEOUT_S = 600.0  # the first request may compile kernels
 
 
-@dataclass(frozen=True, slots=True)
 class CanaryStage(SideStage):
     """The baseline's answers concern the model alone, so that all recipes of it share them.
 
@@ -179,10 +176,7 @@ def _told(answers: CanaryAnswers) -> Output:
 
 
 def _compared(job: Job, baseline: CanaryAnswers, candidate: CanaryAnswers) -> Output:
-    try:
-        canary = compare(baseline, candidate)
-    except MeasurementError as error:
-        raise InvalidMeasurementError(f"canary: {error}") from error
+    canary = compare(baseline, candidate)
     verdict, reason = judge(canary, policy_of(job.setting))
     write_json(job.path / COMPARISON, canary.to_json())
     if verdict is not Verdict.PASS:

@@ -60,18 +60,12 @@ def check(
 
 
 def _used(loaded: LoadedRecipe) -> list[tuple[YamlPath, str]]:
+    """Every scheme that a recipe names, by where it does."""
     quantization = loaded.recipe.quantization
-    overrides = enumerate(quantization.overrides)
-    if quantization.from_ is not None:
-        chosen: list[tuple[YamlPath, str]] = [
-            (("quantization", "from", index), name) for index, name in enumerate(quantization.from_)
-        ]
-    else:
-        chosen = [(("quantization", "scheme"), quantization.scheme)]
-    return [
-        *chosen,
-        *((("quantization", "overrides", index, "scheme"), override.scheme) for index, override in overrides),
-    ]
+    found: dict[YamlPath, str] = {("from", index): name for index, name in enumerate(quantization.from_ or ())}
+    found = found or {("scheme",): quantization.scheme}
+    found |= {("overrides", index, "scheme"): each.scheme for index, each in enumerate(quantization.overrides)}
+    return [(("quantization", *path), name) for path, name in found.items()]
 
 
 def _source(loaded: LoadedRecipe) -> Iterator[Fault]:
@@ -179,10 +173,8 @@ def _objective(loaded: LoadedRecipe) -> Iterator[Fault]:
 
 def _kv_granularity(loaded: LoadedRecipe) -> Iterator[Fault]:
     quantization = loaded.recipe.quantization
-    if quantization.kv_cache_granularity == "tensor":
-        return
-    made = quantization.kv_cache == "fp8", quantization.format == "compressed-tensors", quantization.engine == "stream"
-    if not all(made):
+    made = quantization.kv_cache, quantization.format, quantization.engine
+    if quantization.kv_cache_granularity != "tensor" and made != ("fp8", "compressed-tensors", "stream"):
         yield loaded.fault(
             ("quantization", "kv_cache_granularity"),
             "found head, expected tensor, or kv_cache fp8 in format compressed-tensors by engine stream",

@@ -46,7 +46,7 @@ def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: s
         if quantization.algorithm == "gptq" and recipe.calibration is not None:
             volume = replace(calibrate_volume(source, structure, recipe.calibration), mode="layer")
             once = calibrate_cost(volume, replace(machine, devices=devices[:1]))
-            stages["quantize"] = _after(stages["quantize"], once, _FORWARDS)
+            stages["quantize"] = _after(stages["quantize"], once)
     return {
         "rates": {"origin": origin, **asdict(rates)},
         "stages": {name: asdict(cost) for name, cost in stages.items()},
@@ -57,9 +57,9 @@ _FORWARDS = 3
 """Forwards of each layer that GPTQ takes, the one that channels are scaled by among them, but for its own products."""
 
 
-def _after(cost: Cost, once: Cost, forwards: int) -> Cost:
-    """A checkpoint that is written when so many forwards over the calibration set are done."""
-    spent, bound = forwards * once.seconds, "forwards" if forwards * once.seconds > cost.seconds else cost.bound
+def _after(cost: Cost, once: Cost) -> Cost:
+    """A checkpoint that is written when GPTQ's forwards over the calibration set are done."""
+    spent, bound = _FORWARDS * once.seconds, "forwards" if _FORWARDS * once.seconds > cost.seconds else cost.bound
     memory, there = max(cost.memory, once.memory), max(cost.device_memory, once.device_memory)
     later = replace(cost, seconds=cost.seconds + spent, written=cost.written + spent, bound=bound)
     return replace(later, memory=memory, device_memory=there, parts={**cost.parts, "forwards": spent})
@@ -137,12 +137,11 @@ def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
     if volume.written > _DIRTY_SHARE * machine.memory and synced > busy[bound]:
         bound, busy["sync"] = "sync", synced
     piece, held = (CPU_PIECE, _CPU_PIECES) if on_cpu else (GPU_PIECE, _PINNED_PIECES)
-    count = started
     return Cost(
         seconds=durable,
         written=busy[bound],
-        memory=rates.resident + count * held * piece,
-        device_memory=0 if on_cpu else -(-count // len(machine.devices)) * _DEVICE_PIECES * piece,
+        memory=rates.resident + started * held * piece,
+        device_memory=0 if on_cpu else -(-started // len(machine.devices)) * _DEVICE_PIECES * piece,
         disk=volume.written,
         bound=bound,
         parts=parts,
@@ -157,7 +156,10 @@ def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
     """
     rates, need = machine.rates, volume.need
     on_cpu = rates.link is None
-    mode = _mode(volume, machine)
+    try:
+        mode = decide(volume.mode, need, ["it"], {"it": machine.device_memory}, None).mode
+    except CalibrationError:  # fits in neither way, which a run says before it starts
+        mode = "layer"
     parts = {
         "load": need.weights / rates.load,
         "products": volume.flops / rates.flops,
@@ -190,16 +192,6 @@ def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
         parts=parts,
         mode=mode,
     )
-
-
-def _mode(volume: CalibrateVolume, machine: Machine) -> str:
-    try:
-        return decide(volume.mode, volume.need, ["it"], {"it": machine.device_memory}, None).mode
-    except CalibrationError:  # fits in neither way, which a run says before it starts
-        return "layer"
-
-
-Origin = Literal["table", "borrowed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +227,7 @@ class Rates:
         return self.kernels.get(name) or min(self.kernels.values())
 
 
-def rates_for(device: str, cores: int) -> tuple[Rates, Origin]:
+def rates_for(device: str, cores: int) -> tuple[Rates, Literal["table", "borrowed"]]:
     """The row of a device by its name ("cpu", "NVIDIA H100 80GB HBM3"), else that of a machine with a like device."""
     for name, row in beside(__file__, "machines.yaml").items():
         when = row["when"]

@@ -14,18 +14,17 @@ import gzip
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eval import harness as draw
 from eval.accuracy import margin_in_units
-from eval.errors import DefinitionError, MeasurementError
+from eval.errors import MeasurementError
 from eval.harness import Asked, compressed
 from eval.samples import SampleSet, pair
 from eval.statistics import sequential
 from eval.suites import SuiteTask
-from pipeline.base.errors import InvalidMeasurementError
 from pipeline.base.machine import versions
 from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.stages import lm_eval
@@ -40,7 +39,6 @@ ANSWERS = "answers"
 DATASETS = "datasets"
 
 
-@dataclass(frozen=True, slots=True)
 class EvaluateStage(SideStage):
     """A look that was finished is not asked again after an interruption."""
 
@@ -77,23 +75,19 @@ class EvaluateStage(SideStage):
         for folder in (lm_eval.SAMPLES, ANSWERS, DATASETS):
             (job.path / folder).mkdir(exist_ok=True)
         server = job.servers.get(self.side, launch_plan(setting, self.side, tokenizer))
-        try:
-            if unfinished:
-                concurrency = setting.recipe.evaluation.concurrency
-                with open_harness(job, server, tokenizer, unfinished, concurrency=concurrency) as lm:
-                    # All of them first: data that cannot be had is told before the first hour of asking.
-                    loaded = {task.task: lm.load(task) for task in unfinished}
-                    for task in unfinished:
-                        _require_whole(task, loaded[task.task]["documents"])
-                        lm_eval.remember_data(setting, task)
-                    for task in unfinished:
-                        held = self.side == "candidate" and task.gated and setting.recipe.evaluation.looks > 1
-                        baseline = read_samples(job.inputs["baseline"].path, task) if held else None
-                        _evaluate(job, task, lm, loaded[task.task], baseline)
-            sets = {task.task: read_samples(job.path, task) for task in setting.suite.tasks}
-            scores = {name: samples.mean for name, samples in sets.items()}
-        except (MeasurementError, DefinitionError, InvalidMeasurementError) as error:
-            raise InvalidMeasurementError(f"evaluate {self.side}: {error}") from error
+        if unfinished:
+            concurrency = setting.recipe.evaluation.concurrency
+            with open_harness(job, server, tokenizer, unfinished, concurrency=concurrency) as lm:
+                # All of them first: data that cannot be had is told before the first hour of asking.
+                loaded = {task.task: lm.load(task) for task in unfinished}
+                for task in unfinished:
+                    _require_whole(task, loaded[task.task]["documents"])
+                for task in unfinished:
+                    held = self.side == "candidate" and task.gated and setting.recipe.evaluation.looks > 1
+                    baseline = read_samples(job.inputs["baseline"].path, task) if held else None
+                    _evaluate(job, task, lm, loaded[task.task], baseline)
+        sets = {task.task: read_samples(job.path, task) for task in setting.suite.tasks}
+        scores = {name: samples.mean for name, samples in sets.items()}
         lm_eval.tidy(job.path)
         write_json(job.path / ENVIRONMENT, environment_here(self.tools(setting)).to_json())
         scan = keep_log(server, job.path / SERVER_LOG)
@@ -209,7 +203,6 @@ def _summary(samples: SampleSet, baseline: SampleSet | None) -> str:
 _BATCH_SIZE = 20
 
 
-@dataclass(frozen=True, slots=True)
 class ControlStage(Stage):
     """Shared by all recipes of a model, like the baseline's evaluation."""
 
@@ -239,24 +232,21 @@ class ControlStage(Stage):
         concurrency = max(1, setting.recipe.evaluation.concurrency // 2)
         (job.path / lm_eval.SAMPLES).mkdir(exist_ok=True)
         flips: dict[str, list[int]] = {}
-        try:
-            with open_harness(job, server, tokenizer, tasks, concurrency=concurrency, batch_size=_BATCH_SIZE) as lm:
-                for task in tasks:
-                    baseline = read_samples(job.inputs["baseline"].path, task)
-                    first = [(sample.task, sample.doc_id) for sample in baseline.samples if sample.look == 0]
-                    evaluation = setting.recipe.evaluation
-                    items = draw.some(first, evaluation.control or len(first), evaluation.seed)
-                    lm.load(task)
-                    with job.progress.bar(len(items), f"{task.task} items") as advance:
-                        asked = lm.ask(task, items, 0, advance)
-                    settings = {**asked.settings, "limit": setting.recipe.evaluation.limit}
-                    again = SampleSet(task.task, task.metric, asked.samples, task.kind, settings=settings)
-                    pairs = pair(baseline.on(again), again)
-                    changed = sum(a != b for a, b in zip(pairs.baseline, pairs.candidate, strict=True))
-                    flips[task.task] = [changed, len(items)]
-                    write_json(lm_eval.samples_file(job.path, task), again.to_json())
-        except (MeasurementError, DefinitionError, InvalidMeasurementError) as error:
-            raise InvalidMeasurementError(f"control: {error}") from error
+        with open_harness(job, server, tokenizer, tasks, concurrency=concurrency, batch_size=_BATCH_SIZE) as lm:
+            for task in tasks:
+                baseline = read_samples(job.inputs["baseline"].path, task)
+                first = [(sample.task, sample.doc_id) for sample in baseline.samples if sample.look == 0]
+                evaluation = setting.recipe.evaluation
+                items = draw.some(first, evaluation.control or len(first), evaluation.seed)
+                lm.load(task)
+                with job.progress.bar(len(items), f"{task.task} items") as advance:
+                    asked = lm.ask(task, items, 0, advance)
+                settings = {**asked.settings, "limit": setting.recipe.evaluation.limit}
+                again = SampleSet(task.task, task.metric, asked.samples, task.kind, settings=settings)
+                pairs = pair(baseline.on(again), again)
+                changed = sum(a != b for a, b in zip(pairs.baseline, pairs.candidate, strict=True))
+                flips[task.task] = [changed, len(items)]
+                write_json(lm_eval.samples_file(job.path, task), again.to_json())
         lm_eval.tidy(job.path)
         return Output(
             result={"flips": flips},

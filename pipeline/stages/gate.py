@@ -18,12 +18,10 @@ from pipeline.stages.bench import read_launches
 from pipeline.stages.canary import read_comparison
 from pipeline.stages.evaluate import guessing, read_samples
 from pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
-from pipeline.stages.serve import LAUNCH
+from pipeline.stages.serve import LAUNCH, SIDES
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage
 from pipeline.store.entries import Entry
-
-ORDER: tuple[Side, ...] = ("baseline", "candidate")
 
 
 def asks_twice(setting: Setting) -> bool:
@@ -39,9 +37,9 @@ def has_throughput(setting: Setting) -> bool:
 def measured_inputs(setting: Setting, *, stopped: bool = False) -> dict[str, str]:
     """Keys of the stages that measure, by themselves; ``stopped``: of a run that ended with the canary."""
     kinds = ("serve",) if setting.recipe.gate.canary is None else ("serve", "canary")
-    keys = [f"{kind}-{side}" for side in ORDER for kind in kinds]
+    keys = [f"{kind}-{side}" for side in SIDES for kind in kinds]
     if not stopped:
-        keys += [f"evaluate-{side}" for side in ORDER]
+        keys += [f"evaluate-{side}" for side in SIDES]
         keys += ["control"] if asks_twice(setting) else []
         keys += ["bench"] if has_throughput(setting) else []
     return dict(zip(keys, keys, strict=True))
@@ -50,7 +48,7 @@ def measured_inputs(setting: Setting, *, stopped: bool = False) -> dict[str, str
 GATE = record.NAME
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GateStage(Stage):
     """Pure over the entries before it. ``stopped``: nothing was measured after the canary, which stopped it."""
 
@@ -77,7 +75,7 @@ class GateStage(Stage):
         control: dict[str, SampleSet] = {}
         chance: dict[str, float] = {}
         for task in () if self.stopped else job.setting.suite.tasks:
-            baseline, candidate = (read_samples(job.inputs[f"evaluate-{side}"].path, task) for side in ORDER)
+            baseline, candidate = (read_samples(job.inputs[f"evaluate-{side}"].path, task) for side in SIDES)
             samples[task.task] = (baseline, candidate)
             guessed = guessing(job.inputs["evaluate-baseline"].path, task)
             if guessed is not None:

@@ -53,7 +53,7 @@ from pipeline.stages.planning import build_plan, find_entry
 from pipeline.stages.search import stand_in
 from pipeline.stages.serve import facts_made
 from pipeline.stages.servers import held_to
-from pipeline.stages.session import open_setting, ran_from
+from pipeline.stages.session import open_setting, recipe_named
 from pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
 from pipeline.stages.stage import Setting, SourceIdentity
 from pipeline.store.tree import Store
@@ -87,12 +87,13 @@ def find_model(
 
     ``baseline`` takes a recipe's 16-bit model; ``config`` is a folder that stands in for its source offline.
     """
-    kind = classify(text).kind
-    if kind == "recipe" or (kind != "folder" and (text in recipe_names() or ran_from(text, store) is not None)):
-        return _of_recipe(text, store, baseline=baseline, config=config, vllm=vllm)
+    folder = classify(text).kind == "folder"
+    recipe = None if folder else recipe_named(text, store)
+    if recipe is not None:
+        return _of_recipe(recipe, store, baseline=baseline, config=config, vllm=vllm)
     if baseline:
         raise UserError(f"--baseline: found {text}, expected a recipe")
-    if kind == "folder":
+    if folder:
         return _folder(Path(text))
     found = repository(text)
     if found is None:
@@ -144,32 +145,25 @@ def _repository(identity: SourceIdentity) -> ServedModel:
 
 def _of_recipe(text: str, store: Path, *, baseline: bool, config: Path | None, vllm: str | None) -> ServedModel:
     setting = stand_in(open_setting(text, store=Store(store), vllm=vllm, config=config))
-    recipe, tunableop = setting.recipe, setting.loaded.tunableop
+    recipe, repo = setting.recipe, str(setting.recipe.source.repo)
     if not baseline and (made := _made(setting, config)) is not None:
-        return replace(_folder(made), name=recipe.name, recipe=recipe, tunableop=tunableop)
-    source = _source(setting, config)
-    if baseline:
-        return replace(source, recipe=recipe, tunableop=tunableop)
-    facts = facts_made(source.facts, recipe.quantization)
-    missing = UserError(
-        f"{recipe.name} has made no checkpoint yet",
-        hint=f"quantmint run {text} makes it; --baseline serves the 16-bit model, --dry-run plans.",
-    )
-    model = str(published_folder(setting.recipe, setting.home) or serving_name(recipe))
-    return ServedModel(model, facts, recipe.name, recipe=recipe, tunableop=tunableop, missing=missing)
-
-
-def _source(setting: Setting, config: Path | None) -> ServedModel:
-    source = setting.recipe.source
-    if setting.loaded.source_folder is not None:
-        return _folder(setting.loaded.source_folder)
-    if config is not None:  # only planned for: the repository was not asked for its commit
-        repo = str(source.repo)
+        found = replace(_folder(made), name=recipe.name)
+    elif setting.loaded.source_folder is not None:
+        found = _folder(setting.loaded.source_folder)
+    elif config is None:
+        found = _repository(setting.source)
+    else:  # only planned for: the repository was not asked for its commit
         missing = UserError(f"{repo} was planned for from --config alone", hint="Leave --config out to serve it.")
-        return ServedModel(
-            repo, model_facts(config), repo.rpartition("/")[2], revision=source.revision, missing=missing
+        name, revision = repo.rpartition("/")[2], recipe.source.revision
+        found = ServedModel(repo, model_facts(config), name, revision=revision, missing=missing)
+    if not baseline and made is None:
+        missing = UserError(
+            f"{recipe.name} has made no checkpoint yet",
+            hint=f"quantmint run {text} makes it; --baseline serves the 16-bit model, --dry-run plans.",
         )
-    return _repository(setting.source)
+        model = str(published_folder(recipe, setting.home) or serving_name(recipe))
+        found = ServedModel(model, facts_made(found.facts, recipe.quantization), recipe.name, missing=missing)
+    return replace(found, recipe=recipe, tunableop=setting.loaded.tunableop)
 
 
 def _made(setting: Setting, config: Path | None) -> Path | None:

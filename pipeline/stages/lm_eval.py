@@ -1,14 +1,10 @@
 """lm-eval against a server: one process for all tasks of a stage, the answers of every batch saved.
 
-Tasks read data sets of the Hub at the commits that a fingerprint names and lm-eval is then given. Where the Hub cannot
-be reached, the commits are those that this store's evaluations read last: they are what its cache holds, and a run that
-goes on without a network finds what it has measured.
+Tasks read data sets of the Hub at the commits that a fingerprint names and lm-eval is then given.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,15 +17,13 @@ from eval import harness
 from eval.errors import MeasurementError
 from eval.harness import Asked, read_asked
 from eval.suites import SuiteTask, located
-from pipeline.base.errors import QuantmintError, StageError, StoreError
+from pipeline.base.errors import QuantmintError, StageError
 from pipeline.base.processes import Conversation
 from pipeline.base.transience import says_transient
 from pipeline.serving.running.server import Server
 from pipeline.stages.servers import ReferenceServer
 from pipeline.stages.stage import Job, Setting
-from pipeline.store.disk import sha256_of, write_atomic
-
-_MEMORY = "dataset-commits.json"
+from pipeline.store.disk import sha256_of
 
 
 def data_commits(setting: Setting, task: SuiteTask) -> dict[str, str]:
@@ -37,32 +31,9 @@ def data_commits(setting: Setting, task: SuiteTask) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in task.data:
         repo, revision = located(name)
-        try:
+        with suppress(CalibrationError, QuantmintError):
             found[repo] = setting.commits.dataset(repo, revision)
-        except (CalibrationError, QuantmintError):
-            known = _remembered(setting).get(f"{repo}@{revision}")
-            if known is not None:
-                found[repo] = known
     return found
-
-
-def remember_data(setting: Setting, task: SuiteTask) -> None:
-    """Keep the commits of what was read; a store that refuses is told of by what must be written to it."""
-    known, found = _remembered(setting), data_commits(setting, task)
-    fresh = {f"{repo}@{revision}": found[repo] for repo, revision in map(located, task.data) if repo in found}
-    if fresh.items() - known.items():
-        path = setting.store.root / _MEMORY
-        raw = (json.dumps({**known, **fresh}, indent=1, sort_keys=True) + "\n").encode()
-        with suppress(OSError, StoreError):
-            write_atomic(path, raw, temporary=path.with_suffix(f".{os.getpid()}.tmp"))
-
-
-def _remembered(setting: Setting) -> Mapping[str, str]:
-    try:
-        memory = json.loads((setting.store.root / _MEMORY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return memory if isinstance(memory, dict) else {}
 
 
 SAMPLES = "samples"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,6 @@ EVIDENT = ("gate", "report", "inspect")
 """Stages whose files go out as evidence."""
 
 
-@dataclass(frozen=True, slots=True)
 class PackageStage(Stage):
     """Runs after a PASS only; whether anything of it goes anywhere is the business of the stage `publish`."""
 
@@ -111,25 +110,18 @@ class PackageStage(Stage):
         )
 
 
-@dataclass(frozen=True, slots=True)
 class SignStage(Stage):
     """Planned only where the recipe asks for a signature; leaves `model.sig` and nothing else."""
 
     family = "sign"
     version = 1
-
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """What holds the files of the release."""
-        return {name: name for name in ("package", "quantize", *EVIDENT)}
+    needs = ("package", "quantize", *EVIDENT)
+    packages = ("model-signing",)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """Who signs: the public key, which lies beside the private one, so that no passphrase is asked for to plan."""
         key = setting.loaded.signing_key
         return {"signer": "keyless" if key is None else {"key_sha256": foreseen_fingerprint(key)}}
-
-    def tools(self, setting: Setting) -> Mapping[str, str]:
-        """What gives the signature its form."""
-        return versions("model-signing")
 
     def run(self, job: Job) -> Output:
         """Read every file once more, sign what was read, and hold that against what was judged and packaged."""

@@ -133,8 +133,7 @@ def after_stop(plan: Sequence[Planned], setting: Setting) -> tuple[Planned, ...]
 def foreseen(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> tuple[Planned, ...]:
     """The plan that a run would follow, as far as the store knows: stopped where the canary stopped it before."""
     for planned in plan:
-        again = planned.key in redo or planned.family in redo
-        entry = None if again else find_entry(planned, setting)
+        entry = None if planned.among(redo) else find_entry(planned, setting)
         if entry is None:
             break
         if stopped_by(planned.key, entry):
@@ -146,13 +145,11 @@ def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[s
     """Keys of the stages that would run: what the remote tier offers is taken from there."""
 
     def is_there(planned: Planned) -> bool:
-        if planned.key in redo or planned.family in redo:
-            return False
         if find_entry(planned, setting) is not None:
             return True
         return setting.remote is not None and setting.remote.offers(planned.family, planned.fingerprint)
 
-    return [planned.key for planned in plan if not is_there(planned)]
+    return [planned.key for planned in plan if planned.among(redo) or not is_there(planned)]
 
 
 def known_unsound(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> bool:

@@ -39,8 +39,8 @@ from pipeline.store.disk import free_bytes
 
 _TOKEN_BYTES = 8  # a token of prose has four
 _OVERHEAD = 64 << 20  # bytes beside the weights: tokenizer, logs, samples, report
-_PACKAGES = {  # of a stage, and of an engine
-    **dict.fromkeys(("calibrate", "sensitivity", "quantize"), ("torch", "transformers")),
+_PACKAGES = {  # of a stage, an engine and a runtime
+    **dict.fromkeys(("calibrate", "sensitivity", "quantize", "reference"), ("torch", "transformers")),
     "llmcompressor": ("llmcompressor",),
     "quark": ("quark", "ninja"),
     "canary": ("transformers",),
@@ -207,10 +207,11 @@ def _require_server(setting: Setting) -> None:
 
 def _packages(plan: Sequence[Planned], setting: Setting, missing: Collection[str]) -> Iterator[str]:
     """What is imported on the way of the stages that would run."""
-    quantization = setting.recipe.quantization
+    quantization, runtime = setting.recipe.quantization, setting.recipe.evaluation.runtime
     for planned in plan:
         if planned.key in missing:
             yield from _PACKAGES.get(planned.family, ())
+            yield from _PACKAGES.get(runtime, ()) if planned.family in _SERVED else ()
     if "quantize" in missing:
         yield from _PACKAGES.get(quantization.engine, ())
         support = algorithm(quantization.algorithm).engines.get(quantization.engine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from pipeline.store.entries import Entry
 _ASSEMBLED = ("package", "quantize", "gate", "report", "inspect")
 
 
-@dataclass(frozen=True, slots=True)
 class PublishStage(Stage):
     """The only stage whose effect lies outside the store."""
 

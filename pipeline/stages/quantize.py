@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 from calibration.batches import batched
-from calibration.errors import CalibrationError
 from calibration.lazy import torch
 from calibration.ranges import load_ranges
-from pipeline.base.errors import StageError
 from pipeline.base.machine import versions
-from pipeline.base.transience import is_transient
 from pipeline.quantize.device import device_title, resolve_devices
 from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
 from pipeline.quantize.engines.stream.kernels import fp8_scale
@@ -23,13 +20,13 @@ from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, re
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.structure import Structure, read_structure, select
+from pipeline.quantize.model.structure import Structure, select
 from pipeline.recipe.load import choice_yaml
 from pipeline.recipe.modules import text_config
 from pipeline.recipe.schema import Quantization
 from pipeline.stages import by_library
 from pipeline.stages.calibrate import RANGES, read_tokens
-from pipeline.stages.source import model_folder
+from pipeline.stages.source import model_folder, read_source
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.entries import Entry, FileFact
 from pipeline.store.toolchain import ENVIRONMENT, environment_here
@@ -43,13 +40,11 @@ _WORK = "rounding"
 _MANIFEST = "manifest.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
 class QuantizeStage(Stage):
     """Resumes at the first shard that is not in the manifest of its working folder."""
 
-    key: str = "quantize"
-    family: str = "quantize"
-    version: int = 2
+    family = "quantize"
+    version = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The model, and its ranges where a scale is static."""
@@ -85,9 +80,8 @@ class QuantizeStage(Stage):
         """Stream every shard through the scheme's kernel."""
         quantization = job.setting.recipe.quantization
         trust, spread = job.setting.recipe.trust_remote_code, job.setting.spread
-        source = open_checkpoint(model_folder(job.inputs["source"]))
         job.progress.say("asking the model which of its modules are linear")
-        structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
+        source, structure = read_source(job)
         choice = select(structure, quantization)
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=quantization.shared_scales)
         scales = _ranges(job, choice)
@@ -161,27 +155,24 @@ def _rounded(
     quantization, section = job.setting.recipe.quantization, job.setting.recipe.calibration
     trust = job.setting.recipe.trust_remote_code
     assert section is not None  # noqa: S101 - the recipe's checks
-    try:
-        job.progress.say("reading the calibration texts")
-        samples = read_tokens(section, source.folder, trust_remote_code=trust)
-        layers = int(text_config(source.config)["num_hidden_layers"])
-        with job.progress.bar(layers * len(samples), "layer samples") as advance:
-            rounded = round_layers(
-                plans,
-                structure,
-                choice,
-                source.folder,
-                list(batched(samples, section.batch_size)),
-                scales,
-                device=resolve_devices(job.setting.device)[0],
-                work=job.path / _WORK,
-                parameters=quantization.parameters,
-                activation_bytes=section.activation_bytes,
-                trust_remote_code=trust,
-                advance=advance,
-            )
-    except CalibrationError as error:
-        raise StageError(f"{quantization.algorithm}: {error}", transient=is_transient(error)) from error
+    job.progress.say("reading the calibration texts")
+    samples = read_tokens(section, source.folder, trust_remote_code=trust)
+    layers = int(text_config(source.config)["num_hidden_layers"])
+    with job.progress.bar(layers * len(samples), "layer samples") as advance:
+        rounded = round_layers(
+            plans,
+            structure,
+            choice,
+            source.folder,
+            list(batched(samples, section.batch_size)),
+            scales,
+            device=resolve_devices(job.setting.device)[0],
+            work=job.path / _WORK,
+            parameters=quantization.parameters,
+            activation_bytes=section.activation_bytes,
+            trust_remote_code=trust,
+            advance=advance,
+        )
     write_json(job.path / GAINS, {name: asdict(gain) for name, gain in sorted(rounded.gains.items())})
     sums = [
         sum(getattr(gain, side) for gain in rounded.gains.values() if gain.fault is None)
@@ -231,13 +222,11 @@ def _ranges(job: Job, choice: Choice) -> Mapping[str, torch.Tensor]:
     return scale_ranges(ranges, choice, job.setting.recipe.quantization.format)
 
 
-@dataclass(frozen=True, slots=True)
 class InspectStage(Stage):
     """Its result is kept whether it passes or not: the same bytes would be found wrong again."""
 
-    key: str = "inspect"
-    family: str = "inspect"
-    version: int = 1
+    family = "inspect"
+    version = 1
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The checkpoint, what it was made from, and the ranges where there are any."""
@@ -246,10 +235,8 @@ class InspectStage(Stage):
 
     def run(self, job: Job) -> Output:
         """Check the headers, the numbers and the untouched tensors."""
-        trust = job.setting.recipe.trust_remote_code
-        source = open_checkpoint(model_folder(job.inputs["source"]))
+        source, structure = read_source(job)
         checkpoint = open_checkpoint(model_folder(job.inputs["quantize"]))
-        structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
         tensor_bytes = job.inputs["quantize"].record.result["tensor_bytes"]
         quantization = job.setting.recipe.quantization
         calibrated = "calibrate" in job.inputs

@@ -23,14 +23,14 @@ from pipeline.base.machine import versions
 from pipeline.publish.places import serving_name
 from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from pipeline.quantize.inspection.inspect import kv_scales, layer_errors, sizes
-from pipeline.quantize.model.structure import read_structure, select
+from pipeline.quantize.model.structure import select
 from pipeline.stages.advice import advise
 from pipeline.stages.evaluate import ANSWERS
-from pipeline.stages.gate import GATE, ORDER, measured_inputs
+from pipeline.stages.gate import GATE, measured_inputs
 from pipeline.stages.quantize import INSPECTION, needs_ranges
 from pipeline.stages.sensitivity import KEY, read_groups
 from pipeline.stages.serve import LAUNCH, SIDES
-from pipeline.stages.source import model_folder
+from pipeline.stages.source import model_folder, read_source
 from pipeline.stages.stage import Job, Output, Setting, Stage
 from pipeline.store.entries import Entry
 from pipeline.store.gc import list_runs
@@ -39,7 +39,7 @@ FILES = {"html": PAGE, "markdown": CARD, "junit": JUNIT, "json": DATA}
 """The file of each form."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReportStage(Stage):
     """Written for every verdict, not only for a PASS; ``stopped``: of a run that ended with the canary."""
 
@@ -142,9 +142,7 @@ def _scheme(job: Job) -> str:
     quantization = job.setting.recipe.quantization
     if len(quantization.schemes) == 1:
         return quantization.scheme
-    source = open_checkpoint(model_folder(job.inputs["source"]))
-    trust = job.setting.recipe.trust_remote_code
-    structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
+    _, structure = read_source(job)
     weights: Counter[str] = Counter()
     for module, name in select(structure, quantization).schemes.items():
         weights[name] += math.prod(structure.linear[module])
@@ -164,7 +162,7 @@ def _flips(setting: Setting, measured: Measurements, inputs: Mapping[str, Entry]
     found: list[TaskFlips] = []
     for task in setting.suite.tasks:
         if task.task in measured.samples:
-            before, after = (_answers(inputs[f"evaluate-{side}"], task.task) for side in ORDER)
+            before, after = (_answers(inputs[f"evaluate-{side}"], task.task) for side in SIDES)
             baseline, candidate = measured.samples[task.task]
             found.append(flips.flips(baseline, candidate, before, after))
     return found

@@ -13,9 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from calibration.errors import CalibrationError
+from eval.errors import DefinitionError, MeasurementError
 from eval.verdict import Verdict
 from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import InspectionError, QuantmintError, StageError, StoreError
+from pipeline.base.errors import InspectionError, InvalidMeasurementError, QuantmintError, StageError, StoreError
 from pipeline.base.progress import Reporter
 from pipeline.base.transience import is_transient
 from pipeline.stages.planning import after_stop, find_entry, stopped_by
@@ -29,6 +31,7 @@ from pipeline.store.gc import RunLog
 
 RELEASING = ("package", "sign", "publish")
 """Stages that only a PASS is given to, in the order in which they run."""
+_MEASURING = ("canary", "evaluate", "control", "bench")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ class _Run:
     def step(self, planned: Planned, number: int, total: int) -> Step:
         """Find or make a stage's entry, and give it to the remote tier."""
         setting, reporter = self.setting, self.reporter
-        again = planned.key in self.redo or planned.family in self.redo
+        again = planned.among(self.redo)
         entry, cached, seconds = None if again else find_entry(planned, setting), True, 0.0
         if entry is not None:
             reporter.cached(planned.key, number, total, str(entry.record.result.get("summary", "")))
@@ -143,11 +146,7 @@ class _Run:
             except QuantmintError:
                 raise
             except Exception as error:
-                raise StageError(
-                    f"stage {planned.key} broke: {type(error).__name__}: {error}",
-                    hint="Run with --debug for the traceback; the same command goes on after the last finished stage.",
-                    transient=is_transient(error),
-                ) from error
+                raise _told(planned, error) from error
             seconds = time.monotonic() - began
             reporter.finished(planned.key, number, total, seconds, str(entry.record.result.get("summary", "")))
         if setting.remote is not None:
@@ -191,6 +190,19 @@ class _Run:
                 known=output.known,
             )
             return entry, False
+
+
+def _told(planned: Planned, error: Exception) -> QuantmintError:
+    """What a stage did not foresee, and what `calibration` and `eval` raise, as a user hears of it."""
+    if isinstance(error, MeasurementError | DefinitionError) and planned.family in _MEASURING:
+        return InvalidMeasurementError(f"{planned.key}: {error}")
+    if isinstance(error, CalibrationError):
+        return StageError(f"{planned.key}: {error}", transient=is_transient(error))
+    return StageError(
+        f"stage {planned.key} broke: {type(error).__name__}: {error}",
+        hint="Run with --debug for the traceback; the same command goes on after the last finished stage.",
+        transient=is_transient(error),
+    )
 
 
 def _log_end(log: RunLog, error: BaseException) -> None:

@@ -1,7 +1,7 @@
 """`scheme: auto`: from what was measured to a recipe with plain overrides, and on to more bits after a FAIL.
 
     setting = settled(setting)                      # what the store knows: the recipe that a run would follow now
-    outcome, setting = run_search(setting, reporter)
+    outcome, setting, tries = run_search(setting, reporter)
 
 A recipe with a choice to be made is run in two parts. The first measures what each group of modules costs in each
 scheme; the choice follows from that, and the second is the run of a recipe that says it in overrides, which is planned,
@@ -11,8 +11,8 @@ bits; what both have in common, the baseline's measurements before all, is taken
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from eval.verdict import Verdict
@@ -178,21 +178,13 @@ def measured(setting: Setting, reporter: Reporter, redo: Collection[str] = ()) -
     return settled(setting)
 
 
-@dataclass(frozen=True, slots=True)
-class Searched:
-    """How a run ended: its last ``outcome``, the ``setting`` that this was of, and all that was tried."""
-
-    outcome: Outcome
-    setting: Setting
-    tries: tuple[Mapping[str, Any], ...]
-
-
 def run_search(
     setting: Setting, reporter: Reporter, *, until: str | None = None, redo: Collection[str] = ()
-) -> Searched:
+) -> tuple[Outcome, Setting, Sequence[Mapping[str, Any]]]:
     """Run a recipe, and with `scheme: auto` its next tries for as long as the gate says FAIL.
 
-    Raises `QuantmintError`: what was committed stays, and the same call goes on from there.
+    Returns the last outcome, the setting that it is of, and all that was tried. Raises `QuantmintError`: what was
+    committed stays, and the same call goes on from there.
     """
     foreseen = stand_in(setting)
     plan = build_plan(foreseen, until)
@@ -200,7 +192,7 @@ def run_search(
         cut(plan, name)
     require_means(plan, foreseen, redo)
     if plan[-1].key in ("source", KEY):
-        return Searched(run_plan(plan, foreseen, reporter, redo=redo), foreseen, ())
+        return run_plan(plan, foreseen, reporter, redo=redo), foreseen, ()
     setting, told = measured(setting, reporter, redo), []
     again = [name for name in redo if name != KEY]
     while True:
@@ -211,5 +203,5 @@ def run_search(
             told.append({**setting.chosen.to_json(), "verdict": outcome.verdict and outcome.verdict.value})
         following = settled(setting) if outcome.verdict in _GO_ON else setting
         if following.recipe == setting.recipe:
-            return Searched(outcome, setting, tuple(told))
+            return outcome, setting, told
         setting, again = following, []

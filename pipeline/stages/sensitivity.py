@@ -12,27 +12,23 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from calibration.errors import CalibrationError
 from calibration.lazy import torch
 from calibration.replica import Replica, replica, sources
 from calibration.room import measuring
 from calibration.sensitivity import Change, Tensors, measure
 from pipeline.base.errors import StageError
 from pipeline.base.hardware import hardware
-from pipeline.base.machine import versions
 from pipeline.base.schemes import scheme
-from pipeline.base.transience import is_transient
 from pipeline.quantize.budget import Group, Option
 from pipeline.quantize.device import resolve_devices
 from pipeline.quantize.engines.stream.gptq import CARRIED, factored, gptq
 from pipeline.quantize.engines.stream.kernels import KERNELS, fp8_scale, kernel_name
-from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
+from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.quantize.inspection.numbers import dequantize
-from pipeline.quantize.model.structure import read_structure
 from pipeline.quantize.model.weights import part_of, place_of
 from pipeline.quantize.roofline import Roofline
 from pipeline.quantize.rounding import round_activations
@@ -41,7 +37,7 @@ from pipeline.recipe.schema import Quantization
 from pipeline.serving.reference.model import round_inputs
 from pipeline.stages.calibrate import data_identity, read_tokens
 from pipeline.stages.cost import routed_share
-from pipeline.stages.source import model_folder
+from pipeline.stages.source import read_source
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.entries import Entry
 
@@ -52,17 +48,13 @@ _SHARE, _MOST = 2, 16
 """One in so many samples of the calibration, at most so many: each takes as long as four of it, and one a scheme."""
 
 
-@dataclass(frozen=True, slots=True)
 class SensitivityStage(Stage):
     """Resumes at a layer."""
 
-    key: str = KEY
-    family: str = KEY
-    version: int = 1
-
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """The model."""
-        return {"source": "source"}
+    family = KEY
+    version = 1
+    needs = ("source",)
+    packages = ("torch", "transformers", "tokenizers")
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The schemes, and the texts."""
@@ -75,30 +67,22 @@ class SensitivityStage(Stage):
             "trust_remote_code": recipe.trust_remote_code,
         }
 
-    def tools(self, setting: Setting) -> Mapping[str, str]:
-        """PyTorch computes, transformers has the model and the tokens."""
-        return versions("torch", "transformers", "tokenizers")
-
     def run(self, job: Job) -> Output:
         """Measure, layer by layer."""
         recipe, trust = job.setting.written, job.setting.recipe.trust_remote_code
-        folder, names = model_folder(job.inputs["source"]), sorted(recipe.quantization.from_ or ())
-        source = open_checkpoint(folder)
-        structure = read_structure(folder, source.tensors, trust_remote_code=trust)
+        (source, structure), names = read_source(job), sorted(recipe.quantization.from_ or ())
+        folder = source.folder
         assert recipe.calibration is not None  # noqa: S101 - the recipe's checks
-        try:
-            job.progress.say("reading the calibration texts")
-            samples = read_tokens(recipe.calibration, folder, trust_remote_code=trust)
-            samples = samples[: min(_MOST, -(-len(samples) // _SHARE))]
-            with measuring(folder):
-                one = replica(folder, resolve_devices(job.setting.device)[0], trust_remote_code=trust)
-                groups = _groups(structure.linear)
-                own = _gptq(recipe.quantization)
-                changes = _Changes(one, groups, structure.linear, names, own)
-                with job.progress.bar(2 * len(one.attention) * len(samples), "layer samples") as advance:
-                    costs = measure(one, samples, changes, job.path / _WORK, [names, own], advance=advance)
-        except CalibrationError as error:
-            raise StageError(f"sensitivity: {error}", transient=is_transient(error)) from error
+        job.progress.say("reading the calibration texts")
+        samples = read_tokens(recipe.calibration, folder, trust_remote_code=trust)
+        samples = samples[: min(_MOST, -(-len(samples) // _SHARE))]
+        with measuring(folder):
+            one = replica(folder, resolve_devices(job.setting.device)[0], trust_remote_code=trust)
+            groups = _groups(structure.linear)
+            own = _gptq(recipe.quantization)
+            changes = _Changes(one, groups, structure.linear, names, own)
+            with job.progress.bar(2 * len(one.attention) * len(samples), "layer samples") as advance:
+                costs = measure(one, samples, changes, job.path / _WORK, [names, own], advance=advance)
         found = [_told(name, modules, structure.linear, names, costs) for name, modules in groups.items()]
         tokens = sum(len(sample) for sample in samples)
         write_json(job.path / SENSITIVITY, {"tokens": tokens, "groups": found})

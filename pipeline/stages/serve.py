@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,11 @@ from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
 from pipeline.store.toolchain import ENVIRONMENT, environment_here, environment_of
 
-SIDES: tuple[Side, ...] = ("candidate", "baseline")
+SIDES: tuple[Side, ...] = ("baseline", "candidate")
 LAUNCH = "launch.json"
 SERVER_LOG = "server.log"
 
 
-@dataclass(frozen=True, slots=True)
 class ServeStage(SideStage):
     """Starts the server; the stages after it ask the same one as long as the run goes on."""
 

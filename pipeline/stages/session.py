@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval import suites, workloads
-from eval.errors import DefinitionError
-from pipeline.base.errors import RecipeError, UserError
+from pipeline.base.argument import classify
+from pipeline.base.errors import UserError
 from pipeline.base.hardware import local_cpu_flags
 from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.recipe.commits import Commits
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from pipeline.store.remote import RemoteTier
 
 
-def ran_from(name: str, store: Path) -> Path | None:
-    """The file that a recipe was last run from, for a name that no recipe has here; else None."""
-    if name in recipe_names():
-        return None
-    files = (Path(run.file) for run in list_runs(store) if run.recipe == name and run.file is not None)
-    return next((file for file in files if file.is_file()), None)
+def recipe_named(text: str, store: Path) -> str | None:
+    """The recipe that a person names: the name or file, else the file that one of the name was last run from."""
+    if classify(text).kind == "recipe" or text in recipe_names():
+        return text
+    files = (run.file for run in list_runs(store) if run.recipe == text and run.file is not None)
+    return next((file for file in files if Path(file).is_file()), None)
 
 
 def open_setting(
@@ -52,18 +52,19 @@ def open_setting(
     ``to_run`` takes the CPU that serves for this one; ``remote`` is a tier of the store to take from.
     Where nothing is ``proven`` by serving, no vLLM is looked for, and the source's weights are not hashed.
     """
-    loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(ran_from(recipe, store.root) or recipe)
+    loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe_named(recipe, store.root) or recipe)
     flags = local_cpu_flags() if to_run else None
     refuse(check(loaded, cpu_flags=flags, judged=proven))
+    source, folder = loaded.recipe.source, config or loaded.source_folder
+    if folder is None:
+        identity = identify(source, None, store.root, hashed=proven)
+        folder = config_folder(identity)
+    facts = read_json(folder / "config.json")
+    refuse(check(loaded, config=facts, cpu_flags=flags, judged=proven))
     if config is not None:
-        identity = SourceIdentity(None, "unresolved", loaded.recipe.source.repo or "folder")
-        facts = _checked_config(loaded, config, flags, proven)
-    elif loaded.source_folder is not None:
-        facts = _checked_config(loaded, loaded.source_folder, flags, proven)  # first: hashing the weights takes minutes
-        identity = identify(loaded.recipe.source, loaded.source_folder, store.root, hashed=proven)
-    else:
-        identity = identify(loaded.recipe.source, None, store.root, hashed=proven)
-        facts = _checked_config(loaded, config_folder(identity), flags, proven)
+        identity = SourceIdentity(None, "unresolved", source.repo or "folder")
+    elif loaded.source_folder is not None:  # last: hashing the weights takes minutes
+        identity = identify(source, folder, store.root, hashed=proven)
     return assemble(loaded, identity, facts, store=store, vllm=vllm, device=device, remote=remote, served=proven)
 
 
@@ -83,11 +84,6 @@ def assemble(
 
     ``commits`` says which commits branches of data sets stand for (None: the Hub is asked when a plan is made).
     """
-    try:
-        suite = suites.load(loaded.recipe.evaluation.suite).judged_by(loaded.recipe.gate.accuracy.margins)
-        workload = workloads.load(loaded.recipe.target.workload)
-    except DefinitionError as error:
-        raise RecipeError(str(error)) from error
     environment = None
     if served and loaded.recipe.evaluation.runtime == "vllm":
         try:
@@ -100,8 +96,8 @@ def assemble(
         store=store,
         source=identity,
         config=config,
-        suite=suite,
-        workload=workload,
+        suite=suites.load(loaded.recipe.evaluation.suite).judged_by(loaded.recipe.gate.accuracy.margins),
+        workload=workloads.load(loaded.recipe.target.workload),
         vllm=environment,
         device=device,
         home=Path.cwd(),
@@ -110,11 +106,3 @@ def assemble(
         image=serving_image(),
     )
     return settled(setting)
-
-
-def _checked_config(
-    loaded: LoadedRecipe, folder: Path, cpu_flags: Collection[str] | None, judged: bool
-) -> Mapping[str, Any]:
-    facts = read_json(folder / "config.json")
-    refuse(check(loaded, config=facts, cpu_flags=cpu_flags, judged=judged))
-    return facts

@@ -165,16 +165,11 @@ def render(rows: Sequence[Row], at_hand: Collection[str]) -> str:
     return made.get_template("site.html.j2").render(rows=rows, recipes=recipes, at_hand=at_hand, counts=counts)
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
-    """What a site shows, newest run first, and how many reports were copied just now."""
+def build(output: Path, store: Store) -> tuple[Sequence[Row], int]:
+    """Bring the site at `output` up to date with a store, of several in turns. `UserError` for a foreign folder.
 
-    rows: tuple[Row, ...]
-    copied: int
-
-
-def build(output: Path, store: Store) -> Built:
-    """Bring the site at `output` up to date with a store, of several in turns. `UserError` for a foreign folder."""
+    Returns what it shows, newest run first, and how many reports were copied just now.
+    """
     known = _known(output)
     with disk_errors(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -187,13 +182,13 @@ def build(output: Path, store: Store) -> Built:
                     copied += _copy(folder, output / REPORTS / row.judged.page)
                 if before is None or before.judged is None or row.judged is not None:
                     rows[run.id] = row
-            ordered = tuple(sorted(rows.values(), key=lambda row: row.run, reverse=True))
+            ordered = sorted(rows.values(), key=lambda row: row.run, reverse=True)
             data = {"schema": 1, "runs": [row.to_json() for row in ordered]}
             text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
             at_hand = {path.parent.name for path in (output / REPORTS).glob(f"*/{PAGE}")}
             for name, content in ((ROWS, text), (INDEX, render(ordered, at_hand))):
                 write_atomic(output / name, content.encode(), temporary=output / (name + _PARTIAL))
-    return Built(ordered, copied)
+    return ordered, copied
 
 
 def _known(output: Path) -> Mapping[str, Row]:

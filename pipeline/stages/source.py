@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from calibration.batches import hub_errors
@@ -17,7 +15,8 @@ from pipeline.base.progress import Progress
 from pipeline.base.transience import is_transient
 from pipeline.publish.release import CARD
 from pipeline.quantize.digest import MODEL_FILES, file_digests, folder_digest, model_files
-from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json
+from pipeline.quantize.model.structure import Structure, read_structure
 from pipeline.recipe.schema import Source as SourceSection
 from pipeline.stages.stage import Job, Output, Setting, SourceIdentity, Stage, write_json
 from pipeline.store.disk import sha256_of
@@ -27,7 +26,6 @@ LOCATION = "location.json"
 _TOKENIZER = re.compile(r"^(tokenizer|vocab|spiece|tekken)|\.(model|tiktoken)$")
 
 
-@dataclass(frozen=True, slots=True)
 class SourceStage(Stage):
     """Copies nothing: a folder is used where it lies, a repository where the Hub's cache holds it."""
 
@@ -41,18 +39,18 @@ class SourceStage(Stage):
     def run(self, job: Job) -> Output:
         """Fetch if need be, then prove that configuration, index and shards agree."""
         identity = job.setting.source
-        folder = identity.folder or fetch(
-            identity, with_code=job.setting.recipe.trust_remote_code, progress=job.progress
-        )
+        trust, digests = job.setting.recipe.trust_remote_code, dict[str, tuple[int, str]]()
+        folder = identity.folder or fetch(identity, with_code=trust, progress=job.progress)
         try:
             require_tokenizer(folder)
         except UserError as error:
             if identity.marks is None:
                 raise
             job.progress.warn(f"{error.message}; serving what is made of it needs one")
-        digests = file_digests(folder, job.setting.store.root) if identity.marks is None else {}
-        if identity.repo is None and identity.marks is None and folder_digest(digests) != identity.digest:
-            raise StageError(f"{folder} changed since the run began.", hint="Run again.")
+        if identity.marks is None:
+            digests = file_digests(folder, job.setting.store.root)
+            if identity.repo is None and folder_digest(digests) != identity.digest:
+                raise StageError(f"{folder} changed since the run began.", hint="Run again.")
         checkpoint = open_checkpoint(folder)
         files = {name: {"size": size, "sha256": digest} for name, (size, digest) in digests.items()}
         write_json(job.path / LOCATION, {"folder": str(folder.resolve()), "files": files})
@@ -63,7 +61,7 @@ class SourceStage(Stage):
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
         """Whether the files are still where they were, in their sizes."""
-        location = json.loads(entry.file(LOCATION).read_text(encoding="utf-8"))
+        location = read_json(entry.file(LOCATION))
         folder = Path(location["folder"])
         if setting.source.folder is not None and folder != setting.source.folder.resolve():
             return False
@@ -91,10 +89,9 @@ def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed:
     Without ``hashed`` a folder is known by its files' marks, where only structure is proven. Raises `UserError`.
     """
     marks = None if hashed else {} if folder is None else _marks(folder)
-    if folder is not None and marks is not None:
-        return SourceIdentity(folder, fingerprint(marks), marks=marks)
     if folder is not None:
-        return SourceIdentity(folder, folder_digest(file_digests(folder, store)))
+        digest = folder_digest(file_digests(folder, store)) if marks is None else fingerprint(marks)
+        return SourceIdentity(folder, digest, marks=marks)
     repo = str(source.repo)  # a recipe names the one or the other
     if source.pinned:
         return SourceIdentity(None, str(source.revision), repo, marks)
@@ -136,8 +133,15 @@ def config_folder(identity: SourceIdentity) -> Path:
 def model_folder(entry: Entry) -> Path:
     """The model that an entry of `source` or `quantize` stands for."""
     if entry.stage == "source":
-        return Path(json.loads(entry.file(LOCATION).read_text(encoding="utf-8"))["folder"])
+        return Path(read_json(entry.file(LOCATION))["folder"])
     return entry.path / "checkpoint"
+
+
+def read_source(job: Job) -> tuple[Checkpoint, Structure]:
+    """The headers of the 16-bit model that a stage starts from, and what of it is linear, which the model is asked."""
+    checkpoint = open_checkpoint(model_folder(job.inputs["source"]))
+    trust = job.setting.recipe.trust_remote_code
+    return checkpoint, read_structure(checkpoint.folder, checkpoint.tensors, trust_remote_code=trust)
 
 
 def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> Path:

@@ -7,15 +7,16 @@ versions and the fingerprints of the inputs, never from the results.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from eval.measurements import Side
 from eval.suites import Suite
 from eval.workloads import Workload
+from pipeline.base.machine import versions
 from pipeline.base.progress import Progress
 from pipeline.recipe.commits import Commits
 from pipeline.recipe.load import LoadedRecipe
@@ -176,11 +177,18 @@ class Output:
     known: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
 class Stage:
-    """A kind of work: ``key`` is its name in a plan, ``family`` its folder in the store. The stages derive from it."""
+    """A kind of work: ``key`` is its name in a plan, ``family`` its folder in the store. The stages derive from it.
 
-    family: str
-    version: int
+    ``needs`` are the keys of the stages that it starts from, ``packages`` those whose versions shape the result's
+    bytes, where no setting decides that.
+    """
+
+    family: ClassVar[str]
+    version: ClassVar[int]
+    needs: ClassVar[Sequence[str]] = ()
+    packages: ClassVar[Sequence[str]] = ()
 
     @property
     def key(self) -> str:
@@ -189,7 +197,7 @@ class Stage:
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The keys of the stages that it starts from, by the name that it knows them by."""
-        return {}
+        return dict(zip(self.needs, self.needs, strict=True))
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The slice of the recipe, and of what it names, that shapes the result."""
@@ -197,7 +205,7 @@ class Stage:
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """Versions of what shapes the result's bytes."""
-        return {}
+        return versions(*self.packages)
 
     def run(self, job: Job) -> Output:
         """Do the work in ``job.path``, going on with what an earlier attempt left there."""
@@ -208,7 +216,7 @@ class Stage:
         return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SideStage(Stage):
     """A stage that a plan has for each side."""
 
@@ -238,6 +246,10 @@ class Planned:
     def family(self) -> str:
         """The stage's folder in the store."""
         return self.stage.family
+
+    def among(self, names: Collection[str]) -> bool:
+        """Whether it is named, by its key or its family."""
+        return self.key in names or self.family in names
 
 
 def write_json(path: Path, value: object) -> None:

@@ -40,9 +40,3 @@ def test_the_commit_is_in_the_fingerprint_and_its_name_alone_is_not(setting: Set
     assert "data" not in ours
     unnamed = replace(TASK, data=("openai/gsm8k",))
     assert task_settings(hub(setting), unnamed) == task_settings(hub(setting), replace(TASK, data=()))
-
-
-def test_without_a_network_what_was_read_last(setting: Setting) -> None:
-    lm_eval.remember_data(hub(setting, A, B), TASK)
-    assert lm_eval.data_commits(hub(setting), TASK) == {"openai/gsm8k": A, "org/more": B, "org/fixed": B}
-    assert lm_eval.data_commits(hub(setting, B), TASK)["openai/gsm8k"] == B

@@ -92,7 +92,7 @@ def run(setting: Setting, **options: Any) -> Any:
 def test_the_choice_is_a_recipe_with_plain_overrides_beside_those_that_were_written(make: Any, orchestra: Any) -> None:
     found = run(make(bits=6.2))
     assert orchestra.ran == [*BASE, "evaluate-baseline", "quantize", "gate"]
-    assert found.setting.recipe.quantization.model_dump(mode="json", include={"scheme", "overrides"}) == {
+    assert found[1].recipe.quantization.model_dump(mode="json", include={"scheme", "overrides"}) == {
         # Of four groups one is overridden to 8 bits, so that one of the others may have 8: the one that costs most.
         "scheme": "mxfp4",
         "overrides": [
@@ -100,11 +100,11 @@ def test_the_choice_is_a_recipe_with_plain_overrides_beside_those_that_were_writ
             {"modules": [r"re:model\.layers\.0\.self_attn\.(q_proj|k_proj|v_proj)$"], "scheme": "ptpc_fp8"},
         ],
     }
-    assert found.setting.chosen.point.bits <= 6.2
-    assert "auto" not in choice_yaml(found.setting.recipe.quantization)
+    assert found[1].chosen.point.bits <= 6.2
+    assert "auto" not in choice_yaml(found[1].recipe.quantization)
     again = load_recipe("r.yaml").recipe.model_dump(mode="json")
     kept = ("name", "source", "calibration", "target", "evaluation", "publish")
-    assert all(found.setting.recipe.model_dump(mode="json")[name] == again[name] for name in kept)
+    assert all(found[1].recipe.model_dump(mode="json")[name] == again[name] for name in kept)
 
 
 def test_all_budgets_share_what_was_measured_and_a_later_run_follows_at_once(make: Any, orchestra: Any) -> None:
@@ -131,27 +131,27 @@ def test_a_budget_below_what_its_overrides_leave_is_refused_with_what_is_needed(
 
 def test_a_fail_sends_the_run_to_more_bits_until_one_passes(make: Any, orchestra: Any) -> None:
     found = run(make(bits=5.2, passing=7.0, search="search: {until: pass, tries: 4}\n"))
-    assert found.outcome.verdict is Verdict.PASS
-    assert [one["verdict"] for one in found.tries] == ["FAIL"] * (len(found.tries) - 1) + ["PASS"]
-    bits = [one["bits"] for one in found.tries]
+    assert found[0].verdict is Verdict.PASS
+    assert [one["verdict"] for one in found[2]] == ["FAIL"] * (len(found[2]) - 1) + ["PASS"]
+    bits = [one["bits"] for one in found[2]]
     assert bits == sorted(set(bits))
     assert 2 <= len(bits) <= 4
     assert orchestra.ran.count("evaluate-baseline") == orchestra.ran.count("sensitivity") == 1
-    assert found.setting.recipe.gate.accuracy.confidence == pytest.approx(1 - 0.05 / 4)
+    assert found[1].recipe.gate.accuracy.confidence == pytest.approx(1 - 0.05 / 4)
     # A second run goes where the first ended; so does whatever asks for the recipe's state.
     ran = list(orchestra.ran)
     setting = make(bits=5.2, passing=7.0, search="search: {until: pass, tries: 4}\n")
-    assert run(setting).setting.recipe == found.setting.recipe
+    assert run(setting)[1].recipe == found[1].recipe
     assert orchestra.ran == ran
 
 
 def test_where_none_passes_the_last_verdict_stays(make: Any) -> None:
     setting = make(bits=5.2, passing=99, search="search: {tries: 4}\n")  # four groups have three points worth a try
     found = run(setting)
-    assert (found.outcome.verdict, len(found.tries)) == (Verdict.FAIL, 3)
-    assert found.tries[-1]["groups"] == {"ptpc_fp8": 4}
+    assert (found[0].verdict, len(found[2])) == (Verdict.FAIL, 3)
+    assert found[2][-1]["groups"] == {"ptpc_fp8": 4}
     assert [verdict for _, verdict in tried(setting)] == [Verdict.FAIL] * 3
-    assert settled(setting).recipe == found.setting.recipe
+    assert settled(setting).recipe == found[1].recipe
 
 
 def test_a_run_may_end_with_what_was_measured(make: Any, orchestra: Any) -> None:
@@ -185,15 +185,15 @@ def test_what_is_measured_knows_gptq_and_neither_budget_nor_layout(project: Path
 
 def test_after_a_fail_the_costliest_groups_and_the_next_step_up_are_told(make: Any) -> None:
     found = run(make(bits=6.2, passing=99))
-    assert advise(found.setting, read_groups(found.outcome.entry("sensitivity"))).lines == (
+    assert advise(found[1], read_groups(found[0].entry("sensitivity"))).lines == (
         "of the cost that was predicted, 3.12 nats, most is that of model.layers.0.self_attn.o_proj in mxfp4 (64%), "
         "model.layers.0.mlp.{gate_proj, up_proj} in mxfp4 (32%), model.layers.0.mlp.down_proj in ptpc_fp8 (3%)",
         "0.94 bits a weight more are predicted to save 63% of it: `bits: 7.07`",
     )
     found = run(make(bits="null, objective: throughput, speedup: 2.5", passing=99))
-    assert found.setting.chosen.to_json()["estimated_speedup"] >= 2.5
-    assert "estimated 2." in found.setting.chosen.line
-    _, said = advise(found.setting, read_groups(found.outcome.entry("sensitivity"))).lines
+    assert found[1].chosen.to_json()["estimated_speedup"] >= 2.5
+    assert "estimated 2." in found[1].chosen.line
+    _, said = advise(found[1], read_groups(found[0].entry("sensitivity"))).lines
     assert "are predicted to save" in said
     assert "`speedup: 2." in said
 

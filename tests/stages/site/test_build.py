@@ -32,7 +32,7 @@ def test_every_run_has_a_row_with_how_it_ended(store: Store, tmp_path: Path) -> 
     run(store.root, "broken", None, "2026-01-03T10:00:00Z", error="vLLM did not start")
     run(store.root, "half", None, "2026-01-04T10:00:00Z", unfinished=True)
     run(store.root, "cut", None, "2026-01-05T10:00:00Z", until="inspect")
-    rows = build(tmp_path / "site", store).rows
+    rows = build(tmp_path / "site", store)[0]
     assert [(row.recipe, row.status) for row in rows] == [
         ("cut", "NO VERDICT"), ("half", "UNFINISHED"), ("broken", "BROKEN"), ("small", "FAIL"), ("good", "PASS")
     ]  # fmt: skip
@@ -50,13 +50,13 @@ def test_every_run_has_a_row_with_how_it_ended(store: Store, tmp_path: Path) -> 
 def test_what_is_there_is_reused(store: Store, tmp_path: Path) -> None:
     site = tmp_path / "site"
     run(store.root, "good", GOOD, "2026-01-01T10:00:00Z")
-    assert build(site, store).copied == 1
-    assert build(site, store).copied == 0
+    assert build(site, store)[1] == 1
+    assert build(site, store)[1] == 0
     run(store.root, "good", GOOD, "2026-01-02T10:00:00Z")
-    built = build(site, store)
-    assert (len(built.rows), built.copied) == (2, 0)  # the run found everything in the store: one report
+    rows, copied = build(site, store)
+    assert (len(rows), copied) == (2, 0)  # the run found everything in the store: one report
     run(store.root, "good", replace(GOOD, lost={"facts": 14, "sums": 6}), "2026-01-03T10:00:00Z")
-    assert build(site, store).copied == 1
+    assert build(site, store)[1] == 1
 
 
 def test_a_finished_run_replaces_its_unfinished_row(store: Store, tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_a_finished_run_replaces_its_unfinished_row(store: Store, tmp_path: Path
     path = store.root / "runs" / f"{name}.json"
     whole = json.loads(path.read_text())
     path.write_text(json.dumps({**whole, "finished": None, "verdict": None, "facts": {}}))
-    assert [row.status for row in build(tmp_path / "site", store).rows] == ["UNFINISHED"]
+    assert [row.status for row in build(tmp_path / "site", store)[0]] == ["UNFINISHED"]
     path.write_text(json.dumps(whole))
-    (row,) = build(tmp_path / "site", store).rows
+    (row,) = build(tmp_path / "site", store)[0]
     assert (row.status, row.judged is not None) == ("PASS", True)
 
 
@@ -77,7 +77,7 @@ def test_what_the_store_forgot_stays(store: Store, tmp_path: Path) -> None:
     shutil.rmtree(store.root)
     other = Store(tmp_path / "other")
     run(other.root, "small", SMALL, "2026-01-02T10:00:00Z")
-    assert [row.recipe for row in build(site, other).rows] == ["small", "good"]
+    assert [row.recipe for row in build(site, other)[0]] == ["small", "good"]
     text = (site / "index.html").read_text()
     assert text.count("/report.html") == 4  # the newest of each, and the list of each
 
@@ -88,7 +88,7 @@ def test_a_report_that_is_nowhere_is_not_linked(store: Store, tmp_path: Path) ->
     build(site, store)
     shutil.rmtree(site / "reports")
     shutil.rmtree(store.root / "report")
-    (row,) = build(site, store).rows
+    (row,) = build(site, store)[0]
     assert row.judged is not None  # the figures are known all the same
     assert "report.html" not in (site / "index.html").read_text()
 
@@ -104,7 +104,7 @@ def test_a_report_of_another_version_is_said(store: Store, tmp_path: Path) -> No
     (folder / "record.json").write_text(
         record.replace(hashlib.sha256(raw).hexdigest(), hashlib.sha256(old).hexdigest())
     )
-    (row,) = build(tmp_path / "site", store).rows
+    (row,) = build(tmp_path / "site", store)[0]
     assert (row.status, row.judged) == ("PASS", None)
     assert "size.baseline_bytes: Field required" in row.reasons[-1]
 
@@ -130,7 +130,7 @@ def test_a_kill_leaves_the_old_index_and_no_half_report(
 
     assert code_of(forked(killed)) == -9
     assert (site / "index.html").read_bytes() == before
-    assert build(site, store).copied == 1
+    assert build(site, store)[1] == 1
     assert not list(site.rglob("*.partial"))
     assert all((folder / "report.html").is_file() for folder in (site / "reports").iterdir())
 

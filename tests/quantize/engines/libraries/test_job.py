@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from pipeline.base.schemes import table
 from pipeline.quantize.engines import algorithms
 from pipeline.quantize.engines.libraries import with_llmcompressor, with_quark
 from pipeline.quantize.engines.libraries.job import LibraryJob, load_batches, save_samples
-from pipeline.stages import by_library
 
 
 def job(samples: Path | None) -> LibraryJob:
@@ -55,18 +53,3 @@ def test_the_workers_know_every_scheme_and_algorithm_of_the_tables() -> None:
     for name, row in algorithms.table().items():
         for engine, support in row.engines.items():
             assert all(engine in table()[scheme].engines for scheme in support.schemes), (name, engine)
-
-
-@pytest.mark.parametrize(
-    ("config", "window"),
-    [
-        ({"sliding_window": 512, "layer_types": ["full_attention", "sliding_attention"]}, 512),
-        ({"sliding_window": 512, "layer_types": ["full_attention"]}, None),
-        ({"sliding_window": 512, "use_sliding_window": False}, None),
-        ({"sliding_window": 512}, 512),
-        ({"sliding_window": None}, None),
-        ({"text_config": {"sliding_window": 64, "layer_types": ["sliding_attention"]}}, 64),
-    ],
-)
-def test_windows_of_attention(config: dict[str, object], window: int | None) -> None:
-    assert by_library._window(config) == window
