@@ -124,10 +124,12 @@ def redact(text: str, environment: Mapping[str, str], *secrets: str | None) -> s
     return _IN_ADDRESS.sub("", _TOKEN.sub("[secret]", text))
 
 
-def shown_path(path: Path) -> str:
-    """A path as the user would type it from here."""
+def shown_path(path: Path | str) -> str:
+    """A path as the user would type it from here; an address, which is text and no absolute path, as it is."""
+    if isinstance(path, str) and not Path(path).is_absolute():
+        return path
     try:
-        return str(path.absolute().relative_to(Path.cwd()))
+        return str(Path(path).absolute().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
 

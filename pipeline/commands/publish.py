@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
-from rich.markup import escape
 
 from eval.report.numbers import size
 from pipeline.base.errors import UserError, shown_path
 from pipeline.base.progress import Reporter, reporter_for
 from pipeline.commands.options import emit, json_option, store_option, vllm_option
-from pipeline.commands.tables import printable, table, terminal
+from pipeline.commands.tables import plain, table, terminal
 from pipeline.publish.place import Operation, Published
 from pipeline.publish.places import elsewhere, open_place, places_of, published_folder
 from pipeline.store.tree import Store
@@ -92,7 +91,7 @@ def releases(place: str, as_json: bool) -> None:
         emit({"place": there.address, "releases": [asdict(release) for release in found]})
         return
     if not found:
-        click.echo(f"nothing is published in {_shown(there.address)}", err=True)
+        click.echo(f"nothing is published in {shown_path(there.address)}", err=True)
         return
 
     rows = [
@@ -101,7 +100,7 @@ def releases(place: str, as_json: bool) -> None:
             f"{release.created[:16].replace('T', ' ')} UTC",
             "current" if release.current else "candidate" if release.candidate else "",
             "-" if release.size is None else size(release.size),
-            escape(printable(release.title)),
+            plain(release.title),
         )
         for release in found
     ]
@@ -143,10 +142,10 @@ def _change(way: Literal["promote", "rollback"], place: str, tag: str | None, *,
         return
     _show(done)
     if not done:
-        click.echo(f"{tag} is the current release of {_shown(there.address)} already")
+        click.echo(f"{tag} is the current release of {shown_path(there.address)} already")
     elif not dry_run:
         current = next((release.tag for release in there.releases() if release.current), None)
-        click.echo(f"current  {current or '-'} of {_shown(there.address)}")
+        click.echo(f"current  {current or '-'} of {shown_path(there.address)}")
 
 
 @click.command(name="prune")
@@ -165,7 +164,7 @@ def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
         return
     _show(done)
     if not done:
-        click.echo(f"{_shown(there.address)} has no release to remove")
+        click.echo(f"{shown_path(there.address)} has no release to remove")
 
 
 def published_by(outcome: Outcome) -> Sequence[Published]:
@@ -193,7 +192,7 @@ def report_page(outcome: Outcome, setting: Setting) -> Path | None:
 def show_published(published: Sequence[Published], setting: Setting) -> None:
     """A line for each place: how it is named to vLLM, and the tag."""
     for one in published:
-        place = _shown(one.place)
+        place = shown_path(one.place)
         waits = setting.recipe.publish.to == "candidate" and not one.current
         there = "  was there already" if one.again else ""
         waiting = f"  a candidate: quantmint promote {place}" if waits else ""
@@ -250,7 +249,7 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
         return outcome.exit_code
     click.echo(f"{release.tag}  {release.title}  {size(release.size)}")
     for address, todo in found:
-        click.echo(f"\n{_shown(address)}" + ("" if todo else ": nothing to do, it is there"))
+        click.echo(f"\n{shown_path(address)}" + ("" if todo else ": nothing to do, it is there"))
         _show(todo, indent="  ")
     return outcome.exit_code
 
@@ -261,11 +260,6 @@ def _verdict(outcome: Outcome) -> str:
 
 def _as_json(operations: Sequence[Operation]) -> list[dict[str, object]]:
     return [{"verb": one.verb, "what": one.what, "bytes": one.size} for one in operations]
-
-
-def _shown(place: str) -> str:
-    path = Path(place)
-    return shown_path(path) if path.is_absolute() else place
 
 
 def _show(operations: Sequence[Operation], *, indent: str = "") -> None:

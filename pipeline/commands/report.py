@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 from eval.report.numbers import count, percent, ratio, size, unit_of
 from pipeline.base.errors import UserError, shown_path
 from pipeline.base.progress import reporter_for
 from pipeline.commands.options import FILE, FOLDER, emit, json_option, store_option
-from pipeline.commands.tables import printable, table, terminal
+from pipeline.commands.tables import plain, table, terminal
 from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
@@ -103,14 +102,14 @@ def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as
 def _show(comparison: Comparison) -> None:
     console = terminal()
     for warning in comparison.warnings:
-        console.print(f"[yellow]note:[/] {_plain(warning)}")
+        console.print(f"[yellow]note:[/] {plain(warning)}")
     for group in comparison.groups:
-        console.print(f"\n[bold]{_plain(group.model)}[/]  16 bit: {_plain(group.baseline[:12])}")
+        console.print(f"\n[bold]{plain(group.model)}[/]  16 bit: {plain(group.baseline[:12])}")
         _print_marks(console, group)
         _print_tasks(console, group)
         _print_direct(console, group)
         for note in group.notes:
-            console.print(f"[yellow]note:[/] {_plain(note)}")
+            console.print(f"[yellow]note:[/] {plain(note)}")
 
 
 def _print_marks(console: Console, group: Group) -> None:
@@ -122,7 +121,7 @@ def _print_marks(console: Console, group: Group) -> None:
         canary = found.gate.canary
         letter = f"{mark.letter}{'*' if mark.on_front else ''}"
         place = f"{found.gate.hardware}, {found.gate.runtime}"
-        who.add_row(letter, _plain(found.name), found.gate.verdict.value, _plain(place))
+        who.add_row(letter, plain(found.name), found.gate.verdict.value, plain(place))
         made.add_row(
             letter,
             size(found.size.candidate_bytes),
@@ -147,7 +146,7 @@ def _print_tasks(console: Console, group: Group) -> None:
     made = table("task", "", "verdict", *numbers, right=numbers)
     for task, metric in group.tasks:
         for number, mark in enumerate(group.marks):
-            name = _plain(f"{task}, {metric}") if number == 0 else ""
+            name = plain(f"{task}, {metric}") if number == 0 else ""
             if (result := mark.contender.accuracy(task, metric)) is None:
                 made.add_row(name, mark.letter, "not asked")
                 continue
@@ -177,16 +176,10 @@ def _print_direct(console: Console, group: Group) -> None:
             unit = unit_of(result.kind)
             interval = unit.interval(result.interval_low, result.interval_high)
             change = unit.words(result.difference)
-            made.add_row(pair, _plain(result.task), change, interval, f"{result.items:,}", better(result))
+            made.add_row(pair, plain(result.task), change, interval, f"{result.items:,}", better(result))
         for reason in direct.unknown:
-            made.add_row(pair, "", "", "", "", _plain(reason))
+            made.add_row(pair, "", "", "", "", plain(reason))
     console.print(made)
-
-
-def _plain(text: str) -> str:
-    """Text of a report that anybody may have written: no markup of ours, nothing that moves a cursor."""
-
-    return escape(printable(text))
 
 
 @click.command(name="site")

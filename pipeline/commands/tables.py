@@ -40,6 +40,11 @@ def paragraph(console: Console, head: str, text: str) -> str:
     return textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
 
+def plain(text: str) -> str:
+    """Text of a report or a release that anybody may have written: no markup of ours, nothing that moves a cursor."""
+    return escape(printable(text))
+
+
 def printable(text: str) -> str:
     """What a stranger wrote, on one line and without what would move a cursor or turn letters around."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

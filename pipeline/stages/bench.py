@@ -7,7 +7,6 @@ first launch of all finds files, caches and clocks cold, and would always be the
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from eval.throughput import noise
 from eval.workloads import Cell
 from pipeline.base.errors import InvalidMeasurementError, StageError
 from pipeline.base.hardware import hardware
+from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.running.load import LoadWatch, Seen, discard, run_cell
 from pipeline.serving.running.log import scan_log
@@ -91,7 +91,7 @@ class BenchStage(Stage):
                 if not turn.finished:
                     job.progress.say(f"launch {turn.number + 1} of {len(turns)}: the {turn.side}")
                     make_launch(job, turn, advance)
-                launches.append(Launch.from_json(json.loads((turn.folder / LAUNCH).read_text(encoding="utf-8"))))
+                launches.append(Launch.from_json(read_json(turn.folder / LAUNCH)))
         write_json(job.path / LAUNCHES, {"launches": [launch.to_json() for launch in launches]})
         ratios = {cell.name: _ratio(cell, launches) for cell in cells}
         found = [f"launch {launch.number} ({launch.side}): {fault}" for launch in launches for fault in launch.faults]
@@ -168,8 +168,7 @@ class Turn:
 
 def read_launches(folder: Path) -> tuple[Launch, ...]:
     """The launches of an entry, in the order in which they were made. Raises `MeasurementError`."""
-    data = json.loads((folder / LAUNCHES).read_text(encoding="utf-8"))
-    return tuple(Launch.from_json(launch) for launch in data["launches"])
+    return tuple(Launch.from_json(launch) for launch in read_json(folder / LAUNCHES)["launches"])
 
 
 def _ratio(cell: Cell, launches: Sequence[Launch]) -> float:

@@ -29,10 +29,9 @@ from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.model.structure import Structure, select
 from pipeline.recipe.schema import Quantization
 from pipeline.stages.calibrate import data_identity, read_tokens
-from pipeline.stages.source import read_source
+from pipeline.stages.source import CHECKPOINT, read_source
 from pipeline.stages.stage import Job, Output, Setting
 
-CHECKPOINT = "checkpoint"
 LOG = "engine.log"
 _WORK = "library"
 _SHOWN = 5  # differences that an error names

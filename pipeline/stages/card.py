@@ -19,6 +19,7 @@ from pipeline.base.errors import UserError
 from pipeline.publish.card_facts import Base, Calibrated, CardFacts, Launch, Made
 from pipeline.publish.licences import TEXTS, terms
 from pipeline.publish.release import CARD
+from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.recipe.schema import Recipe
 from pipeline.serving.knobs.table import NEWEST_READ
 from pipeline.serving.model.facts import ModelFacts, model_facts
@@ -133,8 +134,8 @@ def gather(job: Job) -> CardFacts:
     """Everything that the card says, from a run's entries from ``source`` to ``report``."""
     setting, inputs, recipe = job.setting, job.inputs, job.setting.recipe
     checkpoint = model_folder(inputs["quantize"])
-    report = cast(Report, json.loads(inputs["report"].file(DATA).read_text(encoding="utf-8")))
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    report = cast(Report, read_json(inputs["report"].file(DATA)))
+    config = read_json(checkpoint / "config.json")
     metadata = base_metadata(setting.source, model_folder(inputs["source"]), warn=job.progress.warn)
     texts = [path.name for pattern in TEXTS for path in checkpoint.glob(pattern) if path.is_file()]
     repo = _repo(recipe)
@@ -176,7 +177,7 @@ def _base(setting: Setting, config: Mapping[str, Any], metadata: Mapping[str, An
 
 def _made(recipe: Recipe, inputs: Mapping[str, Entry], config: Mapping[str, Any]) -> Made:
     quantization = recipe.quantization
-    inspection = json.loads(inputs["inspect"].file(INSPECTION).read_text(encoding="utf-8"))
+    inspection = read_json(inputs["inspect"].file(INSPECTION))
     counted = Counter(str(layer["scheme"]) for layer in inspection["layers"])
     declared = config.get("quantization_config") or {}
     kept: list[str] = declared.get("ignore") or declared.get("exclude") or []  # compressed-tensors, Quark

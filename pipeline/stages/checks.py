@@ -240,22 +240,26 @@ def _definitions(loaded: LoadedRecipe, *, judged: bool) -> Iterator[Fault]:
 def _overlaps(loaded: LoadedRecipe, linear: Iterable[str] | None) -> Iterator[Fault]:
     """Overrides whose order would matter, or that mean no module of the model."""
     names = list(linear) if linear is not None else None
-    quantization = loaded.recipe.quantization
     claimed: dict[str, str] = {}
-    for index, override in enumerate(quantization.overrides):
-        for position, pattern in enumerate(override.modules):
-            path = ("quantization", "overrides", index, "modules", position)
-            meant = [pattern] if names is None else [name for name in names if modules.matches(pattern, name)]
-            if names is not None and not meant:
-                hint = did_you_mean(pattern, names)
-                yield loaded.fault(path, f'found "{pattern}", expected linear modules of the model{hint}')
-            clash = next((name for name in meant if claimed.get(name, override.scheme) != override.scheme), None)
-            if clash is not None:
-                yield loaded.fault(
-                    path,
-                    f"found {override.scheme} for {clash} after {claimed[clash]}, expected one scheme for a module",
-                )
-            claimed.update(dict.fromkeys(meant, override.scheme))
+    for path, (pattern, chosen) in _overrides(loaded).items():
+        meant = [pattern] if names is None else [name for name in names if modules.matches(pattern, name)]
+        if names is not None and not meant:
+            hint = did_you_mean(pattern, names)
+            yield loaded.fault(path, f'found "{pattern}", expected linear modules of the model{hint}')
+        clash = next((name for name in meant if claimed.get(name, chosen) != chosen), None)
+        if clash is not None:
+            said = f"found {chosen} for {clash} after {claimed[clash]}"
+            yield loaded.fault(path, f"{said}, expected one scheme for a module")
+        claimed.update(dict.fromkeys(meant, chosen))
+
+
+def _overrides(loaded: LoadedRecipe) -> dict[YamlPath, tuple[str, str]]:
+    """Each pattern with the scheme of what it means, by its place."""
+    return {
+        ("quantization", "overrides", index, "modules", position): (pattern, override.scheme)
+        for index, override in enumerate(loaded.recipe.quantization.overrides)
+        for position, pattern in enumerate(override.modules)
+    }
 
 
 def _fused(loaded: LoadedRecipe, names: Iterable[str]) -> Iterator[Fault]:
@@ -264,9 +268,7 @@ def _fused(loaded: LoadedRecipe, names: Iterable[str]) -> Iterator[Fault]:
     rules: dict[YamlPath, str] = {
         ("quantization", "exclude", index): pattern for index, pattern in enumerate(quantization.exclude)
     }
-    for index, override in enumerate(quantization.overrides):
-        for position, pattern in enumerate(override.modules):
-            rules["quantization", "overrides", index, "modules", position] = pattern
+    rules |= {path: pattern for path, (pattern, _) in _overrides(loaded).items()}
     if not rules:
         return
     named = [name for pattern in rules.values() if not pattern.startswith("re:") for name in modules.siblings(pattern)]

@@ -11,7 +11,6 @@ and goes to every place that the release is published to.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -47,6 +46,7 @@ from pipeline.publish.release import (
     tag_of,
 )
 from pipeline.publish.signing import foreseen_fingerprint, passphrase, require_identity, require_private, sign
+from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.recipe.load import PROVEN_SUITE
 from pipeline.stages import card
 from pipeline.stages.calibrate import set_name, texts_of
@@ -312,7 +312,7 @@ def _made(entry: Entry) -> Made:
 def _base(source: Entry) -> Base:
     """What the stage `source` was given; of where it lies only the files' names and digests are taken."""
     named = _settings(source)
-    files = json.loads(source.file(LOCATION).read_text(encoding="utf-8"))["files"]
+    files = read_json(source.file(LOCATION))["files"]
     return Base(
         repo=_text(named.get("repo")),
         commit=_text(named.get("commit")),

@@ -58,19 +58,20 @@ class PublishStage(Stage):
             place.preflight(release)
         published: list[Published] = []
         for place in places:
-            progress.say(f"{_shown(place)}: {release.tag}")
+            progress.say(f"{shown_path(place.address)}: {release.tag}")
             published.append(place.publish(release, candidate=section.to == "candidate", progress=progress))
         for place, one in zip(places, published, strict=True):
+            where = shown_path(place.address)
             if section.keep is not None:
                 _retain(place, section.keep, progress)
             if section.to == "release" and not one.current:
                 progress.warn(
-                    f"{_shown(place)}: {release.tag} is there, but readers get another release, which stays so; "
-                    f"`quantmint rollback {_shown(place)} {release.tag}` gives them this one"
+                    f"{where}: {release.tag} is there, but readers get another release, which stays so; "
+                    f"`quantmint rollback {where} {release.tag}` gives them this one"
                 )
         return Output(
             result={"tag": release.tag, "identity": release.identity, "targets": [asdict(one) for one in published]},
-            summary=f"{release.tag} in {', '.join(map(_shown, places))}",
+            summary=f"{release.tag} in {', '.join(shown_path(place.address) for place in places)}",
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
@@ -156,18 +157,13 @@ def _names(source: SourceIdentity) -> list[str] | None:
         return None
 
 
-def _shown(place: Place) -> str:
-    path = Path(place.address)
-    return shown_path(path) if path.is_absolute() else place.address
-
-
 def _retain(place: Place, keep: int, progress: Progress) -> None:
     """Remove what is beyond the newest releases; the new one is out, and a failure here must not hide that."""
     try:
         for one in place.prune(keep=keep, dry_run=False, progress=progress):
-            progress.say(f"{_shown(place)}: {one.verb} {one.what}")
+            progress.say(f"{shown_path(place.address)}: {one.verb} {one.what}")
     except QuantmintError as error:
         progress.warn(
-            f"{_shown(place)}: published, but older releases were not removed: {error.message}; "
-            f"`quantmint prune {_shown(place)} --keep {keep}` tries again"
+            f"{shown_path(place.address)}: published, but older releases were not removed: {error.message}; "
+            f"`quantmint prune {shown_path(place.address)} --keep {keep}` tries again"
         )

@@ -26,12 +26,12 @@ from pipeline.recipe.modules import text_config
 from pipeline.recipe.schema import Quantization
 from pipeline.stages import by_library
 from pipeline.stages.calibrate import RANGES, read_tokens
+from pipeline.stages.source import CHECKPOINT as CHECKPOINT
 from pipeline.stages.source import model_folder, read_source
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.entries import Entry, FileFact
 from pipeline.store.toolchain import ENVIRONMENT, environment_here
 
-CHECKPOINT = "checkpoint"
 ERRORS = "errors.json"
 GAINS = "gains.json"
 CHANGED = "ranges.json"
@@ -179,14 +179,13 @@ def _rounded(
         for side in ("after", "before")
     ]
     to_nearest = [*rounded.left, *(name for name, gain in rounded.gains.items() if gain.fault is not None)]
-    if to_nearest:
-        more = f" and {len(to_nearest) - 1} more" if len(to_nearest) > 1 else ""
-        job.progress.warn(f"rounded to the nearest, without {quantization.algorithm}: {to_nearest[0]}{more}")
+    nearest = f"rounded to the nearest, without {quantization.algorithm}"
+    for what, names in ((nearest, to_nearest), ("its channels cannot be scaled", rounded.unscaled)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            job.progress.warn(f"{what}: {names[0]}{more}")
     if rounded.ranges:
         write_json(job.path / CHANGED, {name: float(largest) for name, largest in sorted(rounded.ranges.items())})
-    if rounded.unscaled:
-        more = f" and {len(rounded.unscaled) - 1} more" if len(rounded.unscaled) > 1 else ""
-        job.progress.warn(f"its channels cannot be scaled: {rounded.unscaled[0]}{more}")
     return rounded, {
         quantization.algorithm: {
             "modules": len(rounded.gains),

@@ -21,7 +21,7 @@ from pipeline.base.errors import InspectionError, InvalidMeasurementError, Quant
 from pipeline.base.progress import Reporter
 from pipeline.base.transience import is_transient
 from pipeline.stages.planning import after_stop, find_entry, stopped_by
-from pipeline.stages.quantize import reasons_of
+from pipeline.stages.quantize import INSPECTION, reasons_of
 from pipeline.stages.serve import ServeStage, launch_plan
 from pipeline.stages.servers import Servers
 from pipeline.stages.source import model_folder
@@ -104,7 +104,8 @@ def run_plan(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, r
         _log_end(log, error)
         raise
     outcome = Outcome(tuple(steps), verdict, log.run.id, stopped)
-    took = {
+    facts: dict[str, object] = {} if stopped is None else {"stopped": stopped}
+    facts["stages"] = {
         step.planned.key: {
             "cached": step.cached,
             "seconds": round(step.seconds, 1),
@@ -112,7 +113,6 @@ def run_plan(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, r
         }
         for step in steps
     }
-    facts = {**({} if stopped is None else {"stopped": stopped}), "stages": took}
     log.finish(None if verdict is None else verdict.value, outcome.exit_code, facts=facts)
     return outcome
 
@@ -218,9 +218,7 @@ def _log_end(log: RunLog, error: BaseException) -> None:
 
 def _stop_if_unsound(step: Step) -> None:
     if step.planned.key == "inspect" and step.entry.record.result["verdict"] != "PASS":
-        where = step.entry.path / "inspection.json"
-        reasons = "\n".join(reasons_of(step.entry))
         raise InspectionError(
-            f"the checkpoint is unsound and is neither served nor published:\n{reasons}",
-            hint=f"All findings: {where}",
+            "\n".join(("the checkpoint is unsound and is neither served nor published:", *reasons_of(step.entry))),
+            hint=f"All findings: {step.entry.path / INSPECTION}",
         )

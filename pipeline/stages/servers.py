@@ -26,8 +26,6 @@ from pipeline.stages.stage import Setting
 
 STARTUP_TIMEOUT = 3600.0
 """Seconds that a server may take to load; a 405B model from a network disk takes most of it."""
-
-
 _PROGRAM = 2 << 30
 """Bytes that the two processes of a vLLM take beside its model and its cache."""
 

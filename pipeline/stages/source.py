@@ -23,6 +23,8 @@ from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 
 LOCATION = "location.json"
+CHECKPOINT = "checkpoint"
+"""Folder of an entry of `quantize`."""
 _TOKENIZER = re.compile(r"^(tokenizer|vocab|spiece|tekken)|\.(model|tiktoken)$")
 
 
@@ -134,7 +136,7 @@ def model_folder(entry: Entry) -> Path:
     """The model that an entry of `source` or `quantize` stands for."""
     if entry.stage == "source":
         return Path(read_json(entry.file(LOCATION))["folder"])
-    return entry.path / "checkpoint"
+    return entry.path / CHECKPOINT
 
 
 def read_source(job: Job) -> tuple[Checkpoint, Structure]:
