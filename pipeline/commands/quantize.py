@@ -150,8 +150,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
         return
     from rich.markup import escape
 
-    from eval.report.numbers import size
-    from pipeline.commands.tables import print_costs, table, terminal
+    from pipeline.commands.tables import print_outlook, table, terminal
 
     quantization, console = recipe.quantization, terminal()
     console.print(f"{escape(str(source.repo or source.folder))} -> {escape(str(job.out))} ({state})")
@@ -164,9 +163,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
         f"checkpoint ({prediction.source / prediction.checkpoint:.2f} x smaller)": prediction.checkpoint,
         "disk: free": told["disk"]["free"],
     }
-    rows = [(what, size(count)) for what, count in sizes.items()]
-    console.print(table("what", "size", right=("size",), rows=rows))
-    print_costs(console, told["costs"])
+    print_outlook(console, sizes, told["costs"])
 
 
 def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as_json: bool) -> None:

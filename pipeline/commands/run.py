@@ -246,7 +246,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
 def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
     from rich.markup import escape
 
-    from pipeline.commands.tables import print_costs, table, terminal
+    from pipeline.commands.tables import print_outlook, table, terminal
 
     console = terminal()
     source = recipe.source.repo or recipe.source.folder
@@ -276,9 +276,7 @@ def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
         **{f"disk: {name}": count for name, count in disk["needed"].items()},
         "disk: free": disk["free"],
     }
-    rows = [(what, size(count)) for what, count in sizes.items() if count is not None]
-    console.print(table("what", "size", right=("size",), rows=rows))
-    print_costs(console, told["costs"])
+    print_outlook(console, sizes, told["costs"])
     tasks = [
         (
             name,

@@ -81,8 +81,10 @@ def table(*columns: str, right: Collection[str] = (), rows: Iterable[Iterable[st
     return made
 
 
-def print_costs(console: Console, costs: Mapping[str, Any]) -> None:
-    """What the stages that work on weights take, and whose rates that was computed from, by `Forecast.to_json`."""
+def print_outlook(console: Console, sizes: Mapping[str, int | None], costs: Mapping[str, Any]) -> None:
+    """Bytes, what `stages.cost` says of the stages that work on weights, and whose rates that was computed from."""
+    known = [(what, size(count)) for what, count in sizes.items() if count is not None]
+    console.print(table("what", "size", right=("size",), rows=known))
     if not costs["stages"]:
         console.print("how long a library takes to quantize is not predicted")
         return

@@ -152,7 +152,7 @@ def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
     """One forward over the set: layer by layer while the next one is read, or with the whole model on the device.
 
     In layer mode hidden states stay on the device where they take half of what is free beside two layers, else in
-    a quarter of the host's memory; the rest of them goes to the disk and back in every layer.
+    a quarter of the host's memory; that the rest of them goes to the disk and back is not counted.
     """
     rates, need = machine.rates, volume.need
     on_cpu = rates.link is None
@@ -169,25 +169,21 @@ def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
         parts["load"] = max(parts["load"], need.weights / rates.disk)
     forward = (parts["products"] + parts["scores"]) / len(machine.devices)
     if mode == "resident":
-        held, kept, spilled = need.weights + need.forward, 0, 0
+        held, kept = need.weights + need.forward, 0
         seconds = parts["load"] + forward
     else:
         running = 2 * need.layer + need.forward
         free = machine.device_memory - running
         on_device = not on_cpu and need.states <= len(machine.devices) * free // 2
-        budget = machine.memory // 4 if volume.memory is None else volume.memory
-        kept = need.states if on_device else min(need.states, budget)
-        held, spilled = running + (kept // len(machine.devices) if on_device else 0), need.states - kept
-        kept = 0 if on_device else kept
-        layers = need.weights / need.layer
-        parts["spill"] = layers * spilled * (1 / rates.sync + 1 / rates.disk)
-        seconds = max(parts["load"], forward) + parts["spill"]
+        held = running + (need.states // len(machine.devices) if on_device else 0)
+        kept = 0 if on_device else min(need.states, machine.memory // 4)
+        seconds = max(parts["load"], forward)
     return Cost(
         seconds=seconds,
         written=seconds,
         memory=rates.resident + kept + (held if on_cpu else 0),
         device_memory=0 if on_cpu else held,
-        disk=2 * spilled,
+        disk=0,
         bound=max(parts, key=lambda name: parts[name]),
         parts=parts,
         mode=mode,
@@ -271,15 +267,13 @@ class CalibrateVolume:
     """What one pass over the calibration set takes.
 
     ``need`` are the bytes on a device, ``flops`` the operations of all matrix products, ``scores`` the attention
-    weights that are computed. ``memory`` are the bytes of the host's that hidden states may take, where the recipe says
-    so. ``mode`` is what the recipe asks for.
+    weights that are computed. ``mode`` is what the recipe asks for.
     """
 
     need: Need
     flops: float
     scores: float
     mode: Mode
-    memory: int | None
 
 
 def quantize_volume(plans: Iterable[ShardPlan]) -> QuantizeVolume:
@@ -331,7 +325,6 @@ def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Cali
         flops=2.0 * tokens * products + 4.0 * scores * width,
         scores=scores,
         mode=calibration.mode,
-        memory=calibration.activation_bytes,
     )
 
 

@@ -19,9 +19,8 @@ import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from pipeline.base.argument import classify
 from pipeline.base.errors import QuantmintError, UserError, did_you_mean
 from pipeline.base.machine import Machine
 from pipeline.base.processes import stop_signals
-from pipeline.base.progress import PlainReporter, Progress, RichReporter
+from pipeline.base.progress import Progress, reporter_for
 from pipeline.publish.places import published_folder, serving_name
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.quantize.model.structure import read_structure
@@ -303,11 +302,8 @@ def serve(
     ``kind`` of launcher is local, docker or endpoint; each takes of the rest what is its own. Raises `ServingError`
     where a server does not start or dies, with the cause that its log names.
     """
-    from rich.console import Console
-
     plan, processes = request.plan()
-    terminal = Console(stderr=True, highlight=False) if sys.stderr.isatty() else None
-    reporter = PlainReporter() if terminal is None else RichReporter(terminal)
+    reporter = reporter_for(json=False)
     launcher: LocalLauncher | DockerLauncher | EndpointLauncher
     if kind == "endpoint":
         if endpoint is None:
@@ -325,7 +321,6 @@ def serve(
         for line in (*plan.warnings, *_unready(request, plan)):
             reporter.warn(line)
     folder = logs / f"serve-{plan.served_model_name.replace('/', '-')}-{request.port}"
-    text = f"starting {plan.served_model_name}: weights, graphs, KV cache"
     answered = False
     orders: list[int] = []
 
@@ -336,10 +331,8 @@ def serve(
 
     try:
         with stop_signals(stop), ExitStack() as stack:
-            with nullcontext() if terminal is None else terminal.status(text):
-                running = stack.enter_context(
-                    launcher.deploy(plan, processes, folder, startup_timeout=startup_timeout, say=reporter.say)
-                )
+            started = launcher.deploy(plan, processes, folder, startup_timeout=startup_timeout, say=reporter.say)
+            running = stack.enter_context(started)
             answered = True
             for line in _report(plan, running.servers, folder):
                 click.echo(line)

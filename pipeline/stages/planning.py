@@ -152,12 +152,10 @@ def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[s
     return [planned.key for planned in plan if planned.among(redo) or not is_there(planned)]
 
 
-def known_unsound(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> bool:
+def known_unsound(plan: Sequence[Planned], setting: Setting) -> bool:
     """Whether inspection has condemned the checkpoint before."""
     inspect = next((planned for planned in plan if planned.key == "inspect"), None)
-    if inspect is None or {"inspect", "quantize"} & set(redo):
-        return False
-    entry = find_entry(inspect, setting)
+    entry = None if inspect is None else find_entry(inspect, setting)
     return entry is not None and entry.record.result["verdict"] != Verdict.PASS.value
 
 

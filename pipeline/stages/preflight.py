@@ -29,7 +29,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.stages.by_library import calibrated
 from pipeline.stages.calibrate import pinned_set, read_tokens
 from pipeline.stages.package import require_signer
-from pipeline.stages.planning import foreseen, known_unsound, missing_stages
+from pipeline.stages.planning import foreseen, missing_stages
 from pipeline.stages.publish import require_admission
 from pipeline.stages.serve import launch_plan
 from pipeline.stages.servers import over_nodes
@@ -167,8 +167,6 @@ def require_means(
     """
     plan = foreseen(plan, setting, redo)
     missing = missing_stages(plan, setting, redo)
-    if known_unsound(plan, setting, redo):
-        return  # the run ends there, and says why
     for name in _packages(plan, setting, missing):
         if find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -159,9 +159,8 @@ def open_job(
     loaded: LoadedRecipe, out: Path, *, device: str = "auto", inspect: bool = True, to_run: bool = True
 ) -> QuantizationJob:
     """Resolve the source and refuse what can be refused from small files. Raises `UserError`."""
-    setting = open_setting(loaded, store=Store(out / _WORK), device=device, to_run=to_run, proven=False)
-    until = "inspect" if inspect else "quantize"
-    return QuantizationJob(stand_in(setting), build_plan(stand_in(setting), until), out)
+    setting = stand_in(open_setting(loaded, store=Store(out / _WORK), device=device, to_run=to_run, proven=False))
+    return QuantizationJob(setting, build_plan(setting, "inspect" if inspect else "quantize"), out)
 
 
 def look_ahead(job: QuantizationJob) -> Outlook:

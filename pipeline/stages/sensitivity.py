@@ -9,6 +9,7 @@ compensation. No budget or layout is in its fingerprint.
 from __future__ import annotations
 
 import math
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -86,9 +87,7 @@ class SensitivityStage(Stage):
         found = [_told(name, modules, structure.linear, names, costs) for name, modules in groups.items()]
         tokens = sum(len(sample) for sample in samples)
         write_json(job.path / SENSITIVITY, {"tokens": tokens, "groups": found})
-        for path in (job.path / _WORK).iterdir():
-            path.unlink()
-        (job.path / _WORK).rmdir()
+        shutil.rmtree(job.path / _WORK)
         return Output(
             result={"groups": len(found), "schemes": names, "tokens": tokens},
             summary=f"{len(found)} groups in {', '.join(names)} over {tokens:,} tokens",
