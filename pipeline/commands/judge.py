@@ -253,8 +253,6 @@ def verify_release(
         raise UserError("found --key as well as --identity or --issuer, expected one of the two ways to name a signer")
     if (identity is None) != (issuer is None):
         raise UserError("found one of --identity and --issuer, expected both: names are only unique at an issuer")
-    if key is not None and not key.is_file():
-        raise UserError(f"--key: {key}: no such file")
     if key is not None:
         public_fingerprint(key)  # before a large model is fetched
     progress = reporter_for(json=as_json)

@@ -140,7 +140,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
         "out": str(job.out),
         "state": state,
         "schemes": dict(expected.schemes),
-        "kept": len(expected.choice.kept),
+        "kept": prediction.kept,
         "predicted": asdict(prediction),
         "costs": forecast(expected.source, expected.structure, recipe, job.setting.device),
         "disk": {"needed": prediction.checkpoint, "free": free_bytes(job.out)},
@@ -155,7 +155,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
     quantization, console = recipe.quantization, terminal()
     console.print(f"{escape(str(source.repo or source.folder))} -> {escape(str(job.out))} ({state})")
     console.print(f"{quantization.format}, KV cache {quantization.kv_cache}, engine {quantization.engine}")
-    schemes = (*expected.schemes.items(), ("16 bit", len(expected.choice.kept)))
+    schemes = (*expected.schemes.items(), ("16 bit", prediction.kept))
     rows = [(scheme, f"{count:,}") for scheme, count in schemes]
     console.print(table("scheme", "modules", right=("modules",), rows=rows))
     sizes = {

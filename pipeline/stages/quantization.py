@@ -23,7 +23,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.machine import process_age
 from pipeline.base.progress import Reporter
 from pipeline.quantize.formats.checkpoint import Checkpoint, read_json
-from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.model.structure import Structure, select
 from pipeline.recipe.faults import option_of, refuse
 from pipeline.recipe.load import LoadedRecipe
@@ -138,7 +137,6 @@ class Outlook:
 
     source: Checkpoint
     structure: Structure
-    choice: Choice
     schemes: Mapping[str, int]
     prediction: Prediction
 
@@ -177,7 +175,7 @@ def look_ahead(job: QuantizationJob) -> Outlook:
         field, _, message = error.message.partition(": ")
         raise UserError(f"{option_of(tuple(field.split('.')))}: {message}", hint=error.hint) from None
     schemes = dict(Counter(choice.schemes.values()).most_common())
-    return Outlook(source, structure, choice, schemes, predict(source, structure, setting.recipe))
+    return Outlook(source, structure, schemes, predict(source, structure, setting.recipe))
 
 
 def make(job: QuantizationJob, reporter: Reporter) -> bool:
@@ -229,7 +227,7 @@ def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, start
         "source_bytes": expected.prediction.source,
         "bytes": sum(fact.size for name, fact in files.items() if name.endswith(".safetensors")),
         "schemes": expected.schemes,
-        "kept": len(expected.choice.kept),
+        "kept": expected.prediction.kept,
         "seconds": _seconds({step.planned.key: step.entry for step in outcome.steps if not step.cached}, start),
         **({"auto": made.record.result["auto"]} if "auto" in made.record.result else {}),
         "engine_seconds": made.record.result.get("seconds"),

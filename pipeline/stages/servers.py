@@ -98,8 +98,7 @@ class Servers:
             self._lm_eval = how, talk
         return self._lm_eval[1], log
 
-    @contextmanager
-    def _launch(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Callable[[], Server]]:
+    def _launch(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Callable[[], Server]]:
         setting = self._setting
         log.parent.mkdir(parents=True, exist_ok=True)
         give_back_memory()
@@ -119,14 +118,7 @@ class Servers:
             title = f"vLLM {setting.vllm.version}"
             context = launcher.starting(plan, log, startup_timeout=STARTUP_TIMEOUT, say=self._progress.say)
         self._progress.say(f"starting {title} with the {side}, log in {log}")
-        with context as wait:
-
-            def ready() -> Server:
-                server = wait()
-                self._progress.say(f"ready after {server.started_seconds:.0f} s at {server.base_url}")
-                return server
-
-            yield ready
+        return context
 
     def stop(self) -> None:
         """Stop what runs."""

@@ -179,12 +179,6 @@ def open_subject(
         load = workloads.load(workload or (usual if recipe is None else recipe.target.workload))
     except DefinitionError as error:
         raise UserError(str(error)) from error
-    if recipe is not None and recipe.target.max_model_len < load.longest:
-        raise UserError(
-            f"the longest request of workload {load.name} has {load.longest} tokens, the recipe's max_model_len is "
-            f"{recipe.target.max_model_len}",
-            hint="name a smaller workload with --workload",
-        )
     asked = profile_for(workload if recipe else workload or usual, recipe, concurrency=None, max_model_len=None)
     serve = Serve() if recipe is None else recipe.serve
     kernels = None if tunableop else found.tunableop
