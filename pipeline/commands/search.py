@@ -19,7 +19,12 @@ _ROWS = 16
 
 @click.command(name="search")
 @click.argument("model")
-@click.option("--from", "from_", metavar="SCHEMES", help="With commas between (default: the recipe's, else all).")
+@click.option(
+    "--from",
+    "from_",
+    metavar="SCHEMES",
+    help="With commas between (default: the recipe's, else mxfp4,mxfp4_fp8,ptpc_fp8).",
+)
 @click.option(
     "--calibration", metavar="SET", help="Set to measure on: a name or a YAML file. It goes before a recipe's own."
 )
