@@ -7,11 +7,9 @@ moved to its place by one rename after it was held against the job.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -35,8 +33,6 @@ from pipeline.stages.stage import Job, Output, Setting
 LOG = "engine.log"
 _WORK = "library"
 _SHOWN = 5  # differences that an error names
-_QUIET_S = 30.0
-_PROGRESS = re.compile(r"([^\r\n|%]{1,80}?):?\s+(\d{1,3})%\|")
 _TOOLS = {
     "stream": ("tokenizers",),
     "llmcompressor": ("llmcompressor", "compressed-tensors", "auto-round"),
@@ -135,7 +131,6 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
         log,
         what=f"engine {engine}",
         env=_environment(device),
-        watch=_narrator(engine, job.progress.say),
     )
     job.progress.say(f"reading back what {engine} wrote")
     names = names_on_disk(source, structure, trust_remote_code=trust)
@@ -182,18 +177,3 @@ def _environment(device: str) -> dict[str, str]:
         # The libraries take an accelerator wherever they see one.
         **({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
     }
-
-
-def _narrator(engine: str, say: Callable[[str], None]) -> Callable[[str], None]:
-    """Tell now and then what the end of a log shows."""
-    began = told = time.monotonic()
-
-    def watch(end: str) -> None:
-        nonlocal told
-        now = time.monotonic()
-        if now - told >= _QUIET_S:
-            told = now
-            found = _PROGRESS.findall(end)
-            say(f"{engine}: {f'{found[-1][0].strip()} {found[-1][1]} %' if found else 'at work'}, {now - began:.0f} s")
-
-    return watch
