@@ -24,7 +24,7 @@ from pipeline.recipe.load import LoadedRecipe, reread
 from pipeline.recipe.modules import override_of
 from pipeline.recipe.schema import AUTO, BUDGET, Recipe
 from pipeline.stages.advice import choices
-from pipeline.stages.planning import after_stop, build_plan, cut, find_entry, stopped_by
+from pipeline.stages.planning import build_plan, cut, find_entry, foreseen
 from pipeline.stages.preflight import require_means
 from pipeline.stages.runner import Outcome, run_plan
 from pipeline.stages.sensitivity import KEY, priced, read_groups, spendable
@@ -89,13 +89,9 @@ def settled(setting: Setting) -> Setting:
 def tried(setting: Setting) -> Iterator[tuple[Setting, Verdict | None]]:
     """What a run may try one after the other, with the verdict that the store has of each."""
     written = as_written(setting)
-    if written.recipe.quantization.scheme != AUTO:
+    groups = _kept_groups(written) if written.recipe.quantization.scheme == AUTO else None
+    if groups is None:
         return
-    measured = next(planned for planned in build_plan(written) if planned.key == KEY)
-    entry = find_entry(measured, written)
-    if entry is None:
-        return
-    groups = read_groups(entry)
     for point in points(written, groups):
         made = replace(written, loaded=chosen(written.loaded, groups, point), chosen=Chosen(written.loaded, point))
         yield made, _verdict(made)
@@ -105,14 +101,8 @@ def _verdict(setting: Setting) -> Verdict | None:
     """What the gate said of a try, by its plan or by that of a run that its canary stopped; None for the only one."""
     if setting.written.search is None:
         return None
-    plan = build_plan(setting)
-    for planned in plan:
-        entry = find_entry(planned, setting)
-        if entry is not None and stopped_by(planned.key, entry):
-            plan = after_stop(plan, setting)
-            break
-    gate = next(planned for planned in plan if planned.key == "gate")
-    entry = find_entry(gate, setting)
+    plan = foreseen(build_plan(setting), setting)
+    entry = find_entry(next(planned for planned in plan if planned.key == "gate"), setting)
     return None if entry is None else Verdict(str(entry.record.result["verdict"]))
 
 
@@ -156,6 +146,10 @@ def known_groups(setting: Setting) -> tuple[Group, ...] | None:
             written = replace(written, loaded=opened(written.loaded))
         except RecipeError:  # there is nothing to choose from
             return None
+    return _kept_groups(written)
+
+
+def _kept_groups(written: Setting) -> tuple[Group, ...] | None:
     planned = next((planned for planned in build_plan(written) if planned.key == KEY), None)
     entry = None if planned is None else find_entry(planned, written)
     return None if entry is None else read_groups(entry)
@@ -186,13 +180,13 @@ def run_search(
     Returns the last outcome, the setting that it is of, and all that was tried. Raises `QuantmintError`: what was
     committed stays, and the same call goes on from there.
     """
-    foreseen = stand_in(setting)
-    plan = build_plan(foreseen, until)
+    likely = stand_in(setting)
+    plan = build_plan(likely, until)
     for name in redo:
         cut(plan, name)
-    require_means(plan, foreseen, redo)
+    require_means(plan, likely, redo)
     if plan[-1].key in ("source", KEY):
-        return run_plan(plan, foreseen, reporter, redo=redo), foreseen, ()
+        return run_plan(plan, likely, reporter, redo=redo), likely, ()
     setting, told = measured(setting, reporter, redo), []
     again = [name for name in redo if name != KEY]
     while True:
