@@ -98,7 +98,7 @@ def test_what_is_no_release(release: Path, quantmint: Quantmint, keys: Keys, tmp
     for arguments, said in (
         ((tmp_path / "empty",), "no release of quantmint"),
         ((tmp_path / "nowhere" / "at-all" / "x",), "nothing was published there"),
-        ((release, "--key", tmp_path / "none.pub"), "no such file"),
+        ((release, "--key", tmp_path / "none.pub"), "No such file"),
         ((release, "--key", release / "config.json"), "config.json"),
         ((release, "--identity", "me@example.org"), "expected both"),
         ((release, "--remote"), "or a repository (org/name)"),
