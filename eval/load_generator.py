@@ -13,6 +13,7 @@ from eval.errors import MeasurementError
 from eval.measurements import CellResult
 from eval.workloads import SPREAD, Cell
 
+WORDS = ("bench", "serve")
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 RUNS = "Starting main benchmark run..."
 """What the client prints when every measured request is about to be sent."""
@@ -34,7 +35,7 @@ def command(
     the tokenizer is read from. `seed` fixes the prompts and when they arrive: the same on both sides.
     """
     argv = [
-        str(vllm), "bench", "serve",
+        str(vllm), *WORDS,
         "--backend", "vllm",
         "--base-url", base_url.rstrip("/"),
         "--model", str(model),

@@ -165,8 +165,8 @@ class LoadWatch:
             if run.began is None and not self._runs(run):
                 continue
             run.began = time.monotonic() if run.began is None else run.began
-            for above, looks in ((run.pid, run.client), (self._server, run.loops)):
-                for pid, used in ({} if above is None else event_loops(above)).items():
+            for above, words, looks in ((run.pid, load_generator.WORDS, run.client), (self._server, (), run.loops)):
+                for pid, used in ({} if above is None else event_loops(above, words)).items():
                     looks.setdefault(pid, []).append(Used(time.monotonic(), used))
             if self._sensor is not None and ticks % _MACHINE_EVERY == 0:
                 at, reading = time.monotonic(), self._sensor()
@@ -189,10 +189,11 @@ class Used(NamedTuple):
     cpu: float
 
 
-def event_loops(pid: int) -> Mapping[int, float]:
+def event_loops(pid: int, words: Sequence[str] = ()) -> Mapping[int, float]:
     """CPU seconds of the first thread of each process below one: the event loop of a load generator or an API server.
 
-    Other threads, which take text apart and send it, hold up nobody. What works for a server of vLLM says so in its
+    Those alone whose command line has all ``words``: what a load generator starts beside itself may use all of a core,
+    as was seen at the first of several launches on a GPU, and holds up nobody. Other threads, which take text apart and send it, hold up nobody. What works for a server of vLLM says so in its
     title (VLLM::EngineCore, VLLM::Worker_TP0), and waits for the accelerator busily.
     """
     import psutil
@@ -201,8 +202,9 @@ def event_loops(pid: int) -> Mapping[int, float]:
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.Error):
-                title = " ".join(process.cmdline())
-                if "::" not in title.partition(" ")[0] or "::APIServer" in title:
+                line = process.cmdline()
+                title = " ".join(line)
+                if ("::" not in title.partition(" ")[0] or "::APIServer" in title) and not set(words) - set(line):
                     first = next(thread for thread in process.threads() if thread.id == process.pid)
                     found[process.pid] = first.user_time + first.system_time
     return found

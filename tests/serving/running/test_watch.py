@@ -38,7 +38,7 @@ def test_only_the_measured_run_counts(tmp_path: Path) -> None:
         log.write_text("Starting main benchmark run...\nof another cell\n")
         code = CLIENT.format(before=before, after=after)
         with LoadWatch(clock, log) as watch:
-            run_logged([sys.executable, "-c", code], log, what="it", env={}, started=watch.follow)
+            run_logged([sys.executable, "-c", code, "bench", "serve"], log, what="it", env={}, started=watch.follow)
         seen[before] = watch.seen(2.2)
 
     threads = [threading.Thread(target=follow, args=order) for order in (("work", "rest"), ("rest", "work"))]
@@ -93,6 +93,8 @@ sys.stdin.read()
         assert [started.stdout.readline() for _ in range(2)] == [b"done\n"] * 2
         (used,) = event_loops(started.pid).values()
         assert 0.15 < used < 0.38
+        assert event_loops(started.pid, ["serve"]).keys() == event_loops(started.pid).keys()
+        assert not event_loops(started.pid, ["bench", "serve"]), "a load generator's helper counts as its event loop"
     finally:
         os.killpg(started.pid, signal.SIGKILL)
         started.communicate()
