@@ -193,8 +193,9 @@ def event_loops(pid: int, words: Sequence[str] = ()) -> Mapping[int, float]:
     """CPU seconds of the first thread of each process below one: the event loop of a load generator or an API server.
 
     Those alone whose command line has all ``words``: what a load generator starts beside itself may use all of a core,
-    as was seen at the first of several launches on a GPU, and holds up nobody. Other threads, which take text apart and send it, hold up nobody. What works for a server of vLLM says so in its
-    title (VLLM::EngineCore, VLLM::Worker_TP0), and waits for the accelerator busily.
+    as was seen at the first of several launches on a GPU, and holds up nobody. Nor do other threads, which take text
+    apart and send it. What works for a server of vLLM says so in its title (VLLM::EngineCore, VLLM::Worker_TP0), and
+    waits for the accelerator busily.
     """
     import psutil
 
