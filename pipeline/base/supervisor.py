@@ -116,10 +116,7 @@ def _order_to_stop(number: int, _frame: object) -> None:
 
 def _orphaned(owner: int) -> bool:
     """Wait a moment; True when the owner closed its end or is gone (a fork of it may still hold the pipe)."""
-    try:
-        ready, _, _ = select.select([0], [], [], _POLL_S)
-    except InterruptedError:
-        return False
+    ready, _, _ = select.select([0], [], [], _POLL_S)
     return bool(ready) or os.getppid() != owner
 
 

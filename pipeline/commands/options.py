@@ -72,13 +72,6 @@ fleet_options = _together(
     ),
     jobs_option,
     click.option(
-        "--retries",
-        type=click.IntRange(min=0),
-        default=3,
-        show_default=True,
-        help="How often a recipe is tried again after a fault of a network or a server.",
-    ),
-    click.option(
         "--metrics-file",
         type=FILE,
         help="Keep metrics for Prometheus in this file, for the node exporter's textfile collector.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -33,25 +33,17 @@ _SHOWN: Final = 3  # phrases of a line
 
 @click.command(name="due")
 @click.argument("recipes", nargs=-1)
-@click.option("--explain", is_flag=True, help="List every change, and which stages a run would make.")
 @device_option
 @vllm_option
 @store_option
 @json_option
-def due(
-    recipes: tuple[str, ...],
-    explain: bool,
-    device: str,
-    vllm: str | None,
-    store_path: Path,
-    as_json: bool,
-) -> int:
+def due(recipes: tuple[str, ...], device: str, vllm: str | None, store_path: Path, as_json: bool) -> int:
     """Say which RECIPES (names or YAML files) would come out otherwise than when they were last published, and why.
 
     Held against the newest release are the model's commit, the data sets', the recipe, the tools and what serves.
-    Nothing is run and nothing large is fetched; what cannot be asked is told, and makes nothing due. Without RECIPES
-    all of ./recipes are looked at. Ends with 10 where something is due, else 5 where a release cannot be read, else 2
-    where a recipe is broken, else 0.
+    Nothing is run and nothing large is fetched; what cannot be asked is told, and makes nothing due. --json lists every
+    change. Without RECIPES all of ./recipes are looked at. Ends with 10 where something is due, else 5 where a release
+    cannot be read, else 2 where a recipe is broken, else 0.
     """
     from pipeline.serving.environment import serving_image
 
@@ -65,21 +57,19 @@ def due(
     if as_json:
         emit({"due": sum(one.state == "due" for one in found), "recipes": [one.to_json() for one in found]})
     else:
-        _print_due(found, explain)
+        _print_due(found)
     codes = {"due": SOMETHING_DUE, "damaged": 5, "broken": 2}
     return max((codes.get(one.state, 0) for one in found), default=0)
 
 
-def _print_due(found: Sequence[Due], explain: bool) -> None:
+def _print_due(found: Sequence[Due]) -> None:
     width = max((len(one.name) for one in found), default=0)
     for one in found:
         phrases = (one.reason.splitlines() or [""])[0].split("; ")
         more = "; ..." if len(phrases) > _SHOWN or "\n" in one.reason else ""
         tag = "-" if one.release is None else one.release.tag
         click.echo(f"{one.name:<{width}}  {one.state:<7}  {tag}  {'; '.join(phrases[:_SHOWN])}{more}")
-        for line in _explained(one) if explain else ():
-            click.echo(f"  {line}")
-        if one.stages and (explain or one.state == "due"):
+        if one.stages and one.state == "due":
             click.echo(f"  reruns: {_reruns(one)}")
 
 
@@ -89,19 +79,6 @@ def _reruns(one: Due) -> str:
         return "all stages"
     families = [key.removesuffix("-baseline").removesuffix("-candidate") for key in keys]
     return ", ".join(dict.fromkeys(families)) or "-"
-
-
-def _explained(one: Due) -> Iterator[str]:
-    from pipeline.upkeep.due.causes import phrase
-
-    if one.release is not None:
-        readers = one.release.shown
-        other = "" if readers in (None, one.release.tag) else f", readers get {readers}"
-        created = one.release.created[:16].replace("T", " ")
-        yield f"released: {one.release.tag} of {created} UTC in {one.release.place}{other}"
-    yield from one.reason.splitlines()[1:]
-    for change in one.changes:
-        yield f"{change.cause}: {phrase(change)}  [{change.stage} {change.path}]"
 
 
 @click.command(name="requantize")

@@ -27,7 +27,6 @@ _FOR = {
     "--ray", "ray_address", metavar="ADDRESS", help="To a Ray cluster's dashboard: http://HEAD:8265, or auto."
 )
 @click.option("--gpus", type=click.IntRange(min=0), help="GPUs of the run (default: target.gpus; a CPU target: none).")
-@click.option("--nodes", type=click.IntRange(min=1), help="Machines to share them (default: as many as they fill).")
 @click.option("--cpus", type=click.IntRange(min=1), help="CPU cores of a node (default: the cluster's).")
 @click.option("--memory", type=click.IntRange(min=1), metavar="GB", help="Host memory of a node.")
 @click.option("--time", "limit", metavar="DURATION", help="Time limit, such as 8h or 90m.")
@@ -143,7 +142,7 @@ def _task(given: dict[str, Any]) -> Task:
         loaded.recipe,
         given["recipe"],
         store=str(given["store_path"]),
-        **{name: given[name] for name in ("gpus", "nodes", "cpus", "arguments")},
+        **{name: given[name] for name in ("gpus", "cpus", "arguments")},
         memory_gb=given["memory"],
         seconds=None if given["limit"] is None else parse_duration(given["limit"]),
     )

@@ -52,7 +52,7 @@ class Wish:
 
 def default_name(model: str, scheme: str) -> str:
     """Of a recipe: the model's own name and the scheme's, in lower case."""
-    last = re.sub(r"[^a-z0-9.]+", "-", classify(model).place.rstrip("/").rpartition("/")[2].lower()).strip("-")
+    last = re.sub(r"[^a-z0-9.]+", "-", _own_name(model).lower()).strip("-")
     return f"{last}-{scheme.replace('_', '-')}"
 
 
@@ -174,7 +174,7 @@ def _recipe(wish: Wish, folder: Path, samples: int) -> str:
     lines = [
         f"# quantmint plan {wish.name}: what this makes, and what it takes. Keys: quantmint schema.",
         f"name: {wish.name}",
-        f"description: {_title(wish)} for {wish.gpus} x {wish.target}.",
+        f"description: {_own_name(wish.model)} in {wish.scheme} for {wish.gpus} x {wish.target}.",
         f"extends: {base}",
         "",
         f"source: {_source(wish.model, folder)}",
@@ -200,8 +200,8 @@ def _recipe(wish: Wish, folder: Path, samples: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _title(wish: Wish) -> str:
-    return f"{classify(wish.model).place.rstrip('/').rpartition('/')[2]} in {wish.scheme}"
+def _own_name(model: str) -> str:
+    return classify(model).place.rstrip("/").rpartition("/")[2]
 
 
 def _source(model: str, folder: Path) -> str:

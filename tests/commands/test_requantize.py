@@ -75,7 +75,7 @@ def test_what_would_run(stage: Stage, quantmint: Quantmint) -> None:
 
 def test_what_is_wrong_with_a_command(stage: Stage, quantmint: Quantmint) -> None:
     assert quantmint("requantize", "--store", stage.store).code == 2, "no recipe is named, and ./recipes has none"
-    for words in (["--jobs", 0], ["--max-hours", 0], ["--retries", -1]):
+    for words in (["--jobs", 0], ["--max-hours", 0]):
         assert quantmint("requantize", "a", *words).code == 2
     for words in (["--on", "head:8265"], ["--on", "ray://head"]):
         assert quantmint("requantize", "a", "--store", stage.store, *words).code == 2

@@ -81,12 +81,12 @@ def connect(address: str) -> None:
         except (OSError, OverflowError) as error:
             raise UserError(f"no Ray cluster answers at {named}: {error}.", hint=_HINT) from None
     start = partial(ray.init, address=address, logging_level="ERROR", log_to_driver=False, configure_logging=False)
+    before: Any = signal.getsignal(signal.SIGTERM)
     try:
-        with _own_signals():
-            try:
-                start()
-            except ConnectionAbortedError:  # the head starts a server for each client; a busy one's fails now and then
-                start()
+        try:
+            start()
+        except ConnectionAbortedError:  # the head starts a server for each client; a busy one's fails now and then
+            start()
     except ray.exceptions.AuthenticationError as error:
         raise UserError(
             f"{named} asks for a token: {first_line(error)}",
@@ -94,19 +94,9 @@ def connect(address: str) -> None:
         ) from None
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise UserError(f"no Ray cluster answers at {named}: {first_line(error)}", hint=_HINT) from None
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keep our handler of SIGTERM, which Ray would replace by one that exits at once, with the signal as the code."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: Any = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    finally:  # our handler of SIGTERM: Ray's exits at once, with the signal as the code
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def forget_secrets() -> None:

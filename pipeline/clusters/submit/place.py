@@ -61,15 +61,14 @@ def task_for(
     *,
     store: str,
     gpus: int | None = None,
-    nodes: int | None = None,
     cpus: int | None = None,
     memory_gb: int | None = None,
     seconds: float | None = None,
     arguments: tuple[str, ...] = (),
 ) -> Task:
-    """The task of a recipe. ``gpus`` are all of them (None: the target's), ``nodes`` None: as many as they fill.
+    """The task of a recipe on as many nodes as its GPUs fill. ``gpus`` are all of them (None: the target's).
 
-    Raises UserError for GPUs that are no whole number a node, and for what cannot be a word of a command.
+    Raises UserError for GPUs that are no whole number of nodes, and for what cannot be a word of a command.
     """
     for word in (named, store, *arguments):
         require_plain("an argument", word)
@@ -79,12 +78,9 @@ def task_for(
     if kind == "cpu" or wanted == 0:
         if gpus:
             raise UserError(f"--gpus: found {gpus}, and the recipe's target is a CPU")
-        each, count = 0, nodes or 1
+        each, count = 0, 1
     else:
-        if nodes is not None and wanted % nodes:
-            raise UserError(f"--nodes: {wanted} GPUs are no whole number on each of {nodes} nodes")
-        shape = f"{wanted}" if nodes is None else f"{wanted // nodes}x{nodes}"
-        machines = parse_target(f"{target.hardware}:{shape}")
+        machines = parse_target(f"{target.hardware}:{wanted}")
         each, count = machines.gpus, machines.nodes
     return Task(recipe.name, named, store, kind, each, count, cpus, memory_gb, seconds, arguments)
 

@@ -165,7 +165,6 @@ def test_no_text_is_read_by_a_shell() -> None:
     ("options", "message"),
     [
         ({"gpus": 12}, "no whole number of nodes"),
-        ({"gpus": 8, "nodes": 3}, "no whole number on each of 3 nodes"),
         ({"arguments": ("--until", "in\nspect")}, "printable text on one line"),
         ({"store": ""}, "printable text on one line"),
     ],

@@ -51,17 +51,6 @@ def test_json(world: World, quantmint: Command) -> None:
     assert len(found["inputs"]) == 64
 
 
-def test_every_change_is_explained(world: World, quantmint: Command) -> None:
-    tag = world.release()
-    world.recipe(gate={"accuracy": {"margin": 0.03}})
-    world.vllm = "0.33.0"
-    said = quantmint("due", "r.yaml", "--explain").out
-    assert f"released: {tag} of 2026-11-20 12:00 UTC in {world.folder}/published/r" in said
-    assert "serving: vLLM 0.32.0 -> 0.33.0  [serve-candidate $.tools.vllm]" in said
-    assert "recipe: recipe: gate.accuracy.margin 0.02 -> 0.03" in said
-    assert "[gate $.settings.policy" in said
-
-
 def test_what_is_broken_is_told_and_the_others_looked_at(world: World, quantmint: Command) -> None:
     world.release()
     (world.folder / "bad.yaml").write_text("name: bad\n")
