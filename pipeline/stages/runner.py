@@ -146,6 +146,8 @@ class _Run:
             except QuantmintError:
                 raise
             except Exception as error:
+                if "KeyboardInterrupt" in str(error):  # pydantic's word for Ctrl-C while a class of its is read
+                    raise KeyboardInterrupt from error
                 raise _told(planned, error) from error
             seconds = time.monotonic() - began
             reporter.finished(planned.key, number, total, seconds, str(entry.record.result.get("summary", "")))

@@ -94,6 +94,7 @@ def test_what_lies_outside_the_store_is_made_again_when_it_is_gone(orchestra: An
         (ZeroDivisionError("division by zero"), StageError, 5),
         (OSError(errno.ENOSPC, "No space left on device"), StoreError, 5),
         (KeyboardInterrupt(), KeyboardInterrupt, 130),
+        (ValueError("Field 'a':\n  KeyboardInterrupt:"), KeyboardInterrupt, 130),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
