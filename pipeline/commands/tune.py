@@ -100,7 +100,6 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
     from pipeline.serving.knobs.table import table
     from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, given_axes, parse_knob, without_base_values
     from pipeline.serving.tuning.sweep import Design, Objective, Sweep, grid_size
-    from pipeline.serving.tuning.trials import refuse_unless_rocm
     from pipeline.stages.tuning import open_subject
     from pipeline.stages.tuning import tune as measure
 
@@ -118,8 +117,10 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
         tunableop=tunableop,
     )
     subject = opened.subject
-    if tunableop:
-        refuse_unless_rocm(subject.kind)
+    if tunableop and subject.kind != "rocm":
+        raise UserError(
+            "--tunableop: TunableOp chooses among rocBLAS's and hipBLASLt's kernels; elsewhere there is nothing to tune"
+        )
     axes = given_axes(knobs, version=subject.vllm.version) if knobs else opened.default_axes()
     axes = without_base_values(axes, subject.plan(BASE), lambda knob: table()[knob].default)
     if tunableop:

@@ -163,15 +163,12 @@ def processes(plan: LaunchPlan, *, port: int = PORT, host_ips: Sequence[str] = (
     of the head, where one server spans nodes; without them, names in capitals stand in their places.
     UserError for fewer addresses than nodes.
     """
-    layout = plan.layout
-    addresses: tuple[str, ...] = ()
-    if layout.nodes > 1:
-        if host_ips and len(host_ips) < layout.nodes:
-            raise UserError(f"{len(host_ips)} addresses for {layout.nodes} nodes: expected one for each")
-        addresses = tuple(host_ips[: layout.nodes]) or tuple(f"NODE_{node}_IP" for node in range(layout.nodes))
-    if addresses:
-        return tuple(_spanning(plan, port, addresses))
-    return tuple(_servers(plan, port))
+    nodes = plan.layout.nodes
+    if nodes == 1:
+        return tuple(_servers(plan, port))
+    if host_ips and len(host_ips) < nodes:
+        raise UserError(f"{len(host_ips)} addresses for {nodes} nodes: expected one for each")
+    return tuple(_spanning(plan, port, host_ips[:nodes] or [f"NODE_{node}_IP" for node in range(nodes)]))
 
 
 def waves(plan: LaunchPlan, processes: Sequence[Process]) -> tuple[tuple[Process, ...], ...]:

@@ -74,10 +74,6 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def _kfd(subject: Subject) -> Outcome:
-    return _device(subject, [subject.machine.path("dev/kfd")])
-
-
 def _dri(subject: Subject) -> Outcome:
     machine, found = subject.machine, subject.detected
     minors = [gpu.render for gpu in found.devices if gpu.render is not None] if found is not None else []
@@ -96,7 +92,7 @@ def _device(subject: Subject, paths: list[Path]) -> Outcome:
     for path in paths:
         reason = subject.machine.opens(path)
         if reason is not None:
-            user = _user(subject)
+            user = subject.machine.environ.get("USER") or "root"
             fix = f"sudo usermod -a -G video,render {user}, then log in again; in a container: {_DOCKER}"
             values = {"fix": fix, "root": f"usermod -a -G video,render {user}"}
             return Outcome("fail", f"{name(path)} cannot be opened: {reason}", values)
@@ -112,10 +108,6 @@ def _visible_devices(subject: Subject) -> Outcome:
     if cuda not in {None, hip}:
         return Outcome("fail", f"{HIP}={hip} and {CUDA}={cuda}", {"fix": fix})
     return Outcome("warn", f"{HIP}={hip}", {"fix": fix})
-
-
-def _user(subject: Subject) -> str:
-    return subject.machine.environ.get("USER") or subject.machine.environ.get("LOGNAME") or "root"
 
 
 _SHARED = 16 << 30
@@ -252,7 +244,7 @@ LOOKS: Mapping[str, Callable[[Subject], Outcome]] = {
     "accelerators": _accelerators,
     "partition": _partition,
     "GPU memory": _memory_in_use,
-    "/dev/kfd": _kfd,
+    "/dev/kfd": lambda subject: _device(subject, [subject.machine.path("dev/kfd")]),
     "/dev/dri": _dri,
     "HIP_VISIBLE_DEVICES": _visible_devices,
     "numa_balancing": _numa_balancing,

@@ -177,6 +177,8 @@ _SIZES = {
     "--data-parallel-size": "data",
 }
 _EXPERT = "--enable-expert-parallel"
+LAYOUT = frozenset({*_SIZES, _EXPERT})
+"""The knobs that say the layout."""
 #: What the launcher gives to each process (`plan.processes`), and what is no argument of a server.
 _NOT_OURS = frozenset(
     {

@@ -183,7 +183,7 @@ def _experts(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
 
 
 def _linear(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> Piece:
-    return Piece(name, layer, role, split, rows * columns, 2 * rows * columns, rows, linear=True)
+    return replace(_piece(name, layer, role, split, rows, columns), linear=True)
 
 
 def _piece(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> Piece:

@@ -218,17 +218,6 @@ def split_faults(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
     return tuple(found)
 
 
-def split_cautions(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
-    """What works and costs: repeated heads."""
-    tensor = layout.tensor
-    if facts.attention != "mha" or not facts.kv_heads or tensor <= facts.kv_heads:
-        return ()
-    return (
-        f"{facts.kv_heads} key-value heads are repeated {tensor // facts.kv_heads} times over tensor parallelism of"
-        f" {tensor}: each GPU caches one, so the KV cache does not shrink beyond {facts.kv_heads} GPUs",
-    )
-
-
 def _widths(facts: ModelFacts, layout: Layout) -> list[tuple[str, int, int]]:
     """Inputs of layers that tensor parallelism cuts, each with the number of parts; what is kept whole is left out."""
     tensor = layout.tensor

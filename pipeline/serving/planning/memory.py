@@ -2,7 +2,8 @@
 
 Arithmetic in vLLM's own order: weights divided among ranks and layers among stages; what the profiling run finds at its
 peak, which is once ``max_num_batched_tokens`` dummy tokens and then ``max_num_seqs`` rows of logits (vLLM 0.26
-v1/worker/gpu_worker.py, determine_available_memory); graphs; and the cache in what is left.
+v1/worker/gpu_worker.py, determine_available_memory); graphs, which vLLM counts since 0.21; and the cache in what is
+left.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import Hardware
@@ -45,10 +46,6 @@ _GRAPHS_PER_LAYER = 64 << 10
 _FIRST_CAPTURE = 200 * _MIB
 """Nodes of one captured graph by layer, and the pool that the largest one opens. quantmint's estimate."""
 
-_GRAPHS_COUNTED = (0, 21)
-"""Graphs are taken off the budget since vLLM 0.21 (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS); before, off the rest."""
-_TOKENS_BY_REQUESTS = (0, 21)
-"""The logged tokens are requests of full length times their length since 0.21; before, blocks by groups."""
 _STATES_CACHED = (0, 26)
 """Prefixes of models with recurrent states are cached by default since 0.26, which takes a second state a request."""
 _IN_FLIGHT = (0, 26)
@@ -98,12 +95,11 @@ def fit(
         raise UserError(f"the memory of {hardware.title} is not known: expected hbm_bytes, or cpu_kv_bytes for a CPU.")
     activations = _profile_peak(facts, layout, kind, max_num_batched_tokens, max_num_seqs, max_model_len, block_size)
     graphs = graph_bytes(facts, None if kind == "cpu" else cudagraph_mode, max_num_seqs)
-    counted_graphs = graphs if numbers >= _GRAPHS_COUNTED else 0
     budget = total if kind == "cpu" else int(total * utilization)
     found = []
     for number, layers in enumerate(stages(facts.layers, layout.pipeline)):
         weights = stage_bytes(facts, layout, number, kind=kind)
-        free = budget if kind == "cpu" else budget - weights - activations - counted_graphs
+        free = budget if kind == "cpu" else budget - weights - activations - graphs
         block = groups.block_bytes(layers)
         found.append((free // block if block else free, free, weights))
     blocks, free, weights = min(found)  # the tightest stage
@@ -112,20 +108,15 @@ def fit(
     states = 1 + (numbers >= _STATES_CACHED)
     request = groups.blocks_of_request(max_model_len, batches * max_num_batched_tokens, states=states)
     concurrency = max(0.0, blocks / request) if request else float(max_num_seqs)
-    # What vLLM logs as the size of the cache.
-    block = min((group.block for group in groups.groups if group.block), default=0)
-    tokens = max(0, blocks) // max(1, len(groups.groups)) * block
-    if numbers >= _TOKENS_BY_REQUESTS:
-        tokens = int(concurrency * max_model_len)
     return Memory(
         total=total if kind != "cpu" else total + weights + activations,
         budget=budget if kind != "cpu" else total + weights + activations,
         weights=weights,
         activations=activations,
-        graphs=counted_graphs,
+        graphs=graphs,
         kv_cache=free,
         kv_bytes_per_token=kv_bytes_per_token(facts, layout.tensor, kv_cache_dtype, kind=kind),
-        kv_tokens=tokens,
+        kv_tokens=int(concurrency * max_model_len),  # as vLLM logs the size of the cache since 0.21
         concurrency=concurrency,
     )
 
@@ -311,8 +302,7 @@ class LayerCache:
     extra: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Layers that share a block table; ``block`` is tokens of a block, 0 for states."""
 
     kind: Literal["full", "sliding", "state"]

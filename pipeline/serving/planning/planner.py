@@ -41,7 +41,7 @@ from pipeline.serving.planning.launch_request import (
     running,
     takes,
 )
-from pipeline.serving.planning.layout import Choice, choose, split_cautions, split_faults
+from pipeline.serving.planning.layout import Choice, choose, split_faults
 from pipeline.serving.planning.target import Profile, Target, checked
 
 _KV_FLAG = "--kv-cache-dtype"
@@ -93,7 +93,10 @@ def plan_serving(
     if refusal is not None:
         raise UserError(refusal)
     asked = _length(facts, said, profile)
-    facts = _quantized_on_the_fly(facts, said)
+    made = table()["--quantization"].values.get(str(said.get("--quantization")))
+    if made is not None and facts.quantization == "none":  # vLLM makes them while it loads
+        stored = as_quantized(facts, scheme=made.scheme)
+        facts = replace(facts, pieces=stored.pieces, weights=stored.weights, group=stored.group)
     request = LaunchRequest(
         facts=facts,
         target=target,
@@ -112,8 +115,27 @@ def plan_serving(
     )
     passed = checked_arguments(arguments)
     request, choice = _laid_out(request, layout, packed)
-    plan = _assembled(str(model), request, choice)
-    return replace(plan, argv=(*plan.argv, *arguments), reasons=(*plan.reasons, *passed))
+    layout, settings, kind = choice.layout, request.settings(choice.layout), target.accelerator.kind
+    argv = ["vllm", "serve", str(model)]
+    for name, value in settings.flags.items():
+        argv += [name] if value is None else [name, value]
+    return LaunchPlan(
+        env=settings.env,
+        argv=(*argv, *arguments),
+        served_model_name=settings.flags.get("--served-model-name") or str(model),
+        tensor_parallel_size=layout.tensor,
+        reasons=(Reason("layout", layout_words(layout), choice.why, choice.source), *settings.reasons, *passed),
+        layout=layout,
+        memory=request.memory(layout),
+        host=settings.host,
+        warnings=(*choice.notes, *_remarks(request, layout)),
+        docker=tuple("=".join(filter(None, pair)) for pair in settings.docker if pair[0] != _IMAGE),
+        image=dict(settings.docker).get(_IMAGE),
+        attention_backend=running(request.facts, kind, settings.env, argv),
+        target=str(target),
+        profile=profile.name,
+        vllm_version=vllm_version,
+    )
 
 
 def _laid_out(request: LaunchRequest, given: Layout | None, packed: int) -> tuple[LaunchRequest, Choice]:
@@ -134,32 +156,6 @@ def _laid_out(request: LaunchRequest, given: Layout | None, packed: int) -> tupl
         if choice is not None:
             return tried, choice
     raise _shortfall(request, packed)
-
-
-def _assembled(model: str, request: LaunchRequest, choice: Choice) -> LaunchPlan:
-    layout = choice.layout
-    settings = request.settings(layout)
-    argv = ["vllm", "serve", model]
-    for name, value in settings.flags.items():
-        argv += [name] if value is None else [name, value]
-    kind = request.target.accelerator.kind
-    return LaunchPlan(
-        env=settings.env,
-        argv=tuple(argv),
-        served_model_name=settings.flags.get("--served-model-name") or model,
-        tensor_parallel_size=layout.tensor,
-        reasons=(Reason("layout", layout_words(layout), choice.why, choice.source), *settings.reasons),
-        layout=layout,
-        memory=request.memory(layout),
-        host=settings.host,
-        warnings=(*choice.notes, *_remarks(request, layout)),
-        docker=tuple("=".join(filter(None, pair)) for pair in settings.docker if pair[0] != _IMAGE),
-        image=dict(settings.docker).get(_IMAGE),
-        attention_backend=running(request.facts, kind, settings.env, argv),
-        target=str(request.target),
-        profile=request.profile.name,
-        vllm_version=request.version,
-    )
 
 
 def layout_words(layout: Layout) -> str:
@@ -190,15 +186,6 @@ def _kv_dtype(
             hint="leave the cache in 16 bit (kv_cache: auto), or plan for a later vLLM",
         )
     return "auto"
-
-
-def _quantized_on_the_fly(facts: ModelFacts, said: Mapping[str, str | bool]) -> ModelFacts:
-    """A 16-bit model with the weights that --quantization makes of it while it loads."""
-    made = table()["--quantization"].values.get(str(said.get("--quantization")))
-    if made is None or facts.quantization != "none":
-        return facts
-    stored = as_quantized(facts, scheme=made.scheme)
-    return replace(facts, pieces=stored.pieces, weights=stored.weights, group=stored.group)
 
 
 def _length(facts: ModelFacts, said: Mapping[str, str | bool], profile: Profile) -> int | None:
@@ -234,7 +221,12 @@ def _remarks(request: LaunchRequest, layout: Layout) -> Iterator[str]:
     yield from accelerators.cautions(
         accelerator.name, facts.quantization, request.kv_cache_dtype, facts.checkpoint_format
     )
-    yield from split_cautions(facts, layout)
+    if facts.attention == "mha" and 0 < facts.kv_heads < layout.tensor:
+        yield (
+            f"{facts.kv_heads} key-value heads are repeated {layout.tensor // facts.kv_heads} times over tensor"
+            f" parallelism of {layout.tensor}: each GPU caches one, so the KV cache does not shrink beyond"
+            f" {facts.kv_heads} GPUs"
+        )
     if accelerator.kind == "rocm" and facts.kv_cache_scheme == "fp8" and request.kv_cache_dtype == "auto":
         yield "the checkpoint has scales for an FP8 KV cache, which is not used: it stays in 16 bit"
     said = str(request.overrides.get(_KV_FLAG, request.kv_cache_dtype))

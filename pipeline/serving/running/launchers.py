@@ -13,11 +13,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.base.errors import ServingError, UserError
@@ -226,14 +225,11 @@ class EndpointLauncher:
         """
         server = Server(plan.served_model_name, self.url, None, 0.0)
         server.get("/health")
-        yield _Attached(replace(server, model_name=str(_card(server, plan, say)["id"])))
+        yield _Attached([replace(server, model_name=_name(server, plan, say))], [])
 
 
 class _Attached(Deployment):
     """A server of somebody else: there is no process to look at, so it is asked."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__([server], [])
 
     poll_s = 5.0
 
@@ -256,12 +252,8 @@ def endpoint_url(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-def _is_local(url: str) -> bool:
-    return urlsplit(url).hostname in {"127.0.0.1", "localhost", "::1"}
-
-
-def _card(server: Server, plan: LaunchPlan, say: Say) -> Mapping[str, Any]:
-    """What the server says of our model, by its name, else by its folder; what cannot be proven of it is said.
+def _name(server: Server, plan: LaunchPlan, say: Say) -> str:
+    """What the server calls our model, found by its name, else by its folder; what cannot be proven of it is said.
 
     ServingError where it has another.
     """
@@ -276,11 +268,12 @@ def _card(server: Server, plan: LaunchPlan, say: Say) -> Mapping[str, Any]:
         names = ", ".join(str(model["id"]) for model in models) or "nothing"
         raise ServingError(f"{another}: it serves {names}, expected {plan.served_model_name}")
     root, version = ours[0].get("root"), server.version()
-    if root is None or not _is_local(server.base_url) or not Path(root).is_dir():
+    local = urlsplit(server.base_url).hostname in {"127.0.0.1", "localhost", "::1"}
+    if root is None or not local or not Path(root).is_dir():
         seen = root or "a folder that it does not name"
         say(f"warning: {server.base_url}: it serves {seen}, whose files cannot be seen from here")
     elif not (Path(plan.model).is_dir() and Path(root).samefile(plan.model)):
         raise ServingError(f"{another}: it serves {root}, expected {plan.model}")
     if plan.vllm_version and parse_version(version) != parse_version(plan.vllm_version):
         say(f"warning: {server.base_url}: it is vLLM {version}, the plan was made for {plan.vllm_version}")
-    return ours[0]
+    return str(ours[0]["id"])

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,18 +110,6 @@ class Seen:
     server_cpu: float | None = None
 
 
-@dataclass(slots=True)
-class _Run:
-    """One run of the load generator, whose log begins at a byte."""
-
-    pid: int | None
-    log_from: int
-    began: float | None = None
-    client: dict[int, list[Used]] = field(default_factory=dict)
-    loops: dict[int, list[Used]] = field(default_factory=dict)
-    readings: list[tuple[float, Reading]] = field(default_factory=list)
-
-
 class LoadWatch:
     """A thread that looks twice a second; `log` is the load generator's, which may have older lines in it.
 
@@ -130,13 +118,19 @@ class LoadWatch:
 
     def __init__(self, sensor: Sensor | None, log: Path, server: int | None = None) -> None:
         self._sensor, self._log, self._server = sensor, log, server
-        self._run = _Run(None, 0)
+        self._pid: int | None = None
+        self._log_from = 0  # the byte at which the run's lines begin
+        self._began: float | None = None
+        self._client: dict[int, list[Used]] = {}
+        self._loops: dict[int, list[Used]] = {}
+        self._readings: list[tuple[float, Reading]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="load watch", daemon=True)
 
     def follow(self, pid: int) -> None:
-        """The load generator is below this process. One that is followed later takes its place: the first warmed up."""
-        self._run = _Run(pid, self._log.stat().st_size if self._log.exists() else 0)
+        """The load generator is below this process."""
+        self._log_from = self._log.stat().st_size if self._log.exists() else 0
+        self._pid = pid
 
     def __enter__(self) -> LoadWatch:
         self._thread.start()
@@ -148,38 +142,34 @@ class LoadWatch:
 
     def seen(self, duration: float) -> Seen:
         """What falls into the measured run, which took so many seconds. Nothing where its beginning was not seen."""
-        run = self._run
-        if run.began is None:
+        if self._began is None:
             return Seen((), None)
-        end = run.began + duration - TICK_S  # the beginning was seen up to a tick late
-        return Seen(
-            readings=tuple(reading for at, reading in run.readings if at <= end),
-            client_cpu=_busiest(run.client, end),
-            server_cpu=_busiest(run.loops, end),
-        )
+        end = self._began + duration - TICK_S  # the beginning was seen up to a tick late
+        readings = tuple(reading for at, reading in self._readings if at <= end)
+        return Seen(readings, _busiest(self._client, end), _busiest(self._loops, end))
 
     def _look(self) -> None:
         ticks = 0
         while not self._over.wait(TICK_S):
-            run = self._run
-            if run.began is None and not self._runs(run):
+            if self._pid is None or (self._began is None and not self._runs()):
                 continue
-            run.began = time.monotonic() if run.began is None else run.began
-            for above, words, looks in ((run.pid, load_generator.WORDS, run.client), (self._server, (), run.loops)):
+            self._began = time.monotonic() if self._began is None else self._began
+            for above, words, looks in (
+                (self._pid, load_generator.WORDS, self._client),
+                (self._server, (), self._loops),
+            ):
                 for pid, used in ({} if above is None else event_loops(above, words)).items():
                     looks.setdefault(pid, []).append(Used(time.monotonic(), used))
             if self._sensor is not None and ticks % _MACHINE_EVERY == 0:
                 at, reading = time.monotonic(), self._sensor()
-                run.readings += [] if reading is None else [(at, reading)]
+                self._readings += [] if reading is None else [(at, reading)]
             ticks += 1
 
-    def _runs(self, run: _Run) -> bool:
-        try:
-            with self._log.open("rb") as stream:
-                stream.seek(run.log_from)
-                return load_generator.RUNS.encode() in stream.read()
-        except OSError:
-            return False
+    def _runs(self) -> bool:
+        with suppress(OSError), self._log.open("rb") as stream:
+            stream.seek(self._log_from)
+            return load_generator.RUNS.encode() in stream.read()
+        return False
 
 
 class Used(NamedTuple):

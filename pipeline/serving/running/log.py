@@ -94,20 +94,12 @@ def _findings(log: str) -> tuple[Finding, ...]:
 
 def _every(log: str, fact: str) -> tuple[str, ...]:
     """Distinct values, in the order of the patterns, then of the log."""
-    found = {
-        line["value"]: None
-        for pattern in beside(__file__, "log_patterns.yaml")["facts"][fact]["patterns"]
-        for line in re.finditer(pattern, log)
-    }
-    return tuple(found)
+    patterns = beside(__file__, "log_patterns.yaml")["facts"][fact]
+    return tuple({line["value"]: None for pattern in patterns for line in re.finditer(pattern, log)})
 
 
 def _first(log: str, fact: str) -> str | None:
-    for pattern in beside(__file__, "log_patterns.yaml")["facts"][fact]:
-        found = re.search(pattern, log)
-        if found is not None:
-            return found["value"]
-    return None
+    return next(iter(_every(log, fact)), None)
 
 
 #: What vLLM says when the cause stands further up.

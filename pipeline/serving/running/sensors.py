@@ -144,7 +144,8 @@ def read_nvidia(machine: host.Machine, uuids: Sequence[str]) -> Reading | None:
     rows = nvidia_smi(machine, _FIELDS, "-i", ",".join(uuids))
     if not rows:
         return None
-    clocks, temperatures, powers = ([number for row in rows if (number := _number(row[at]))] for at in range(3))
+    # "[N/A]" and "[Not Supported]" stand where a GPU does not say.
+    clocks, temperatures, powers = ([float(row[at]) for row in rows if row[at][:1].isdigit()] for at in range(3))
     bits = 0
     for row in rows:
         bits |= int(row[3], 16) if row[3].startswith("0x") else 0
@@ -154,14 +155,6 @@ def read_nvidia(machine: host.Machine, uuids: Sequence[str]) -> Reading | None:
         power_w=sum(powers) if powers else None,
         throttled=tuple(name for bit, name in _SLOWDOWNS.items() if bits & bit),
     )
-
-
-def _number(cell: str) -> float | None:
-    """ "[N/A]" and "[Not Supported]" stand where a GPU does not say."""
-    try:
-        return float(cell)
-    except ValueError:
-        return None
 
 
 def read_cpu() -> Reading | None:

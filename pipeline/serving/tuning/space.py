@@ -23,6 +23,7 @@ from pipeline.base.hardware import hardware
 from pipeline.base.machine import Machine, cores, cpu_name
 from pipeline.serving.environment import VllmEnvironment, parse_version
 from pipeline.serving.host.detect import Detected, detect
+from pipeline.serving.knobs.table import LAYOUT
 from pipeline.serving.knobs.table import knob as knob_of
 from pipeline.serving.plan import LaunchPlan, Layout
 from pipeline.serving.planning.target import Target
@@ -64,9 +65,7 @@ def parse_knob(text: str) -> tuple[str, tuple[Value, ...]]:
 
 def _value(word: str) -> Value:
     kilo = _KILO.fullmatch(word)
-    if kilo is not None:
-        return str(int(kilo[1]) * 1024)
-    return _SWITCHES.get(word.lower(), word)
+    return str(int(kilo[1]) * 1024) if kilo is not None else _SWITCHES.get(word.lower(), word)
 
 
 def value_in(plan: LaunchPlan, knob: str) -> Value:
@@ -170,10 +169,6 @@ TUNED_FILE = "tunableop_results%d.csv"
 Planner: TypeAlias = Callable[[Mapping[str, Value]], LaunchPlan]
 """A plan with some knobs changed, by their names. UserError for what cannot be planned."""
 
-_LAYOUT = frozenset(
-    {"--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--enable-expert-parallel"}
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
@@ -270,7 +265,7 @@ def planner(make: Callable[..., LaunchPlan], overrides: Mapping[str, Value]) -> 
     def changed(changes: Mapping[str, Value]) -> LaunchPlan:
         if not base:
             base.append(make(overrides=overrides, layout=None))
-        layout: Layout | None = None if _LAYOUT & changes.keys() else base[0].layout
+        layout: Layout | None = None if LAYOUT & changes.keys() else base[0].layout
         return make(overrides={**overrides, **changes}, layout=layout) if changes else base[0]
 
     return changed

@@ -264,7 +264,7 @@ class _Runner:
         if entry is not None and not self.redo:
             known = Outcome.from_json(entry.record.result)
             if known.sweep == self.id:
-                self.budget.earlier(known.seconds)
+                self.budget.earlier += known.seconds
             self._keep(trial, known)
             self.reporter.cached(name, self.number, self.total, summary(known))
             return True
@@ -300,7 +300,7 @@ class _Runner:
     def _keep(self, trial: Trial, outcome: Outcome) -> None:
         self.sweep.outcomes[trial] = outcome
         if outcome.status != "failed":
-            self.budget.seen(outcome.seconds)
+            self.budget.longest = max(self.budget.longest, outcome.seconds)
 
     def _stop(self, why: str | None = None) -> None:
         if not self.sweep.out_of_time:

@@ -17,7 +17,7 @@ from eval.measurements import CellResult
 from eval.records import Record
 from eval.workloads import Cell
 from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import ServingError, StageError, UserError
+from pipeline.base.errors import ServingError, StageError
 from pipeline.base.progress import Progress, Reporter
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.running.launchers import LocalLauncher
@@ -38,27 +38,20 @@ class OutOfTimeError(Exception):
 
 
 class Budget:
-    """Wall clock of a sweep, starts and its earlier runs included; ``seconds`` is None where there is no limit."""
+    """Wall clock of a sweep, starts and its earlier runs included; ``seconds`` is None where there is no limit.
+
+    ``earlier`` is what runs before this one spent on trials that are taken from the store; ``longest`` are the seconds
+    of the longest trial that ran to its end, whoever paid for it.
+    """
 
     def __init__(self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds = seconds
-        self._clock = clock
-        self._began = clock()
-        self._earlier = 0.0
-        self._longest = 0.0
-
-    def earlier(self, seconds: float) -> None:
-        """Count what an earlier run of the sweep spent on a trial that is taken from the store."""
-        self._earlier += seconds
-
-    def seen(self, seconds: float) -> None:
-        """Learn from a trial that ran to its end, whoever paid for it."""
-        self._longest = max(self._longest, seconds)
+        self.seconds, self.earlier, self.longest = seconds, 0.0, 0.0
+        self._clock, self._began = clock, clock()
 
     @property
     def spent(self) -> float:
         """Seconds spent by this sweep, in this run and before."""
-        return self._earlier + self._clock() - self._began
+        return self.earlier + self._clock() - self._began
 
     @property
     def left(self) -> float | None:
@@ -68,7 +61,7 @@ class Budget:
     @property
     def expected(self) -> float:
         """Seconds that the next trial is expected to take; 0 before anything was seen."""
-        return _MARGIN * self._longest
+        return _MARGIN * self.longest
 
     def affords(self, trials: int = 1) -> bool:
         """Whether so many more trials are expected to end in time."""
@@ -201,16 +194,6 @@ FOLDER = "tunableop"
 STOP_GRACE_S = 120.0
 
 
-def refuse_unless_rocm(kind: str) -> None:
-    """UserError where TunableOp has nothing to choose from."""
-    if kind != "rocm":
-        raise UserError(
-            "--tunableop: TunableOp chooses among the kernels of rocBLAS and hipBLASLt; elsewhere there is nothing to"
-            " tune",
-            hint="leave --tunableop out, or tune on an Instinct machine",
-        )
-
-
 def read_tuned(folder: Path, devices: int) -> Tuned:
     """Read the files of a pass over ``devices`` devices; StageError for one that PyTorch would not use."""
     shapes: dict[str, int] = {}
@@ -240,7 +223,7 @@ def first_pass(subject: Subject, store: Store, budget: Budget, reporter: Reporte
     elif redo:
         store.retire(entry)
     else:
-        budget.earlier(float(str(entry.record.result["seconds"])))
+        budget.earlier += float(str(entry.record.result["seconds"]))
 
     def check(outcome: Outcome, folder: Path) -> None:
         if outcome.status == "failed":

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import Layout
-from pipeline.serving.planning.layout import load, rows, split_cautions, split_faults
+from pipeline.serving.planning.layout import load, rows, split_faults
 from pipeline.serving.planning.target import profile
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
@@ -81,9 +81,3 @@ def test_between_the_guides_limits_the_profile_decides(name, concurrency, expect
 def test_what_can_be_cut_up(model, layout, words):
     faults = split_faults(facts(model), layout)
     assert faults == () if words is None else words in "; ".join(faults)
-
-
-def test_what_works_and_costs():
-    narrow = split_cautions(facts("Qwen3-235B-A22B"), Layout(8))
-    assert any("repeated 2 times" in caution for caution in narrow)
-    assert split_cautions(facts("Llama-3.1-405B-Instruct"), Layout(8)) == ()

@@ -128,11 +128,6 @@ def test_parts_make_up_the_budget() -> None:
         assert found.graphs > 0
 
 
-def test_graphs_are_outside_the_budget_of_older_versions() -> None:
-    facts = facts_of("Llama-3.1-8B-Instruct")
-    assert on(facts, Layout(), version="0.20.0", cudagraph_mode="FULL_AND_PIECEWISE").graphs == 0
-
-
 def test_cached_prefixes_cost_a_hybrid_a_second_state() -> None:
     facts = facts_of("Qwen3-Next-80B-A3B-Instruct")
     newer, older = on(facts, Layout(tensor=2)), on(facts, Layout(tensor=2), version="0.25.1")

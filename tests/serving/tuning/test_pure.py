@@ -123,13 +123,12 @@ def test_a_sweep_whose_trials_take_what_was_expected_stays_within_its_budget(
 ) -> None:
     now = [0.0]
     budget = Budget(limit, clock=lambda: now[0])
-    budget.earlier(earlier)
-    budget.seen(max(trials, default=1.0))
+    budget.earlier = earlier
+    budget.longest = max(trials, default=1.0)
     for seconds in trials:
         if not budget.affords(1 + 1):  # the closing launch of the base plan is kept in mind
             break
         now[0] += seconds
-        budget.seen(seconds)
         assert budget.spent <= limit
         assert budget.affords(1)
     assert budget.spent == earlier + now[0]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import StageError, UserError
+from pipeline.base.errors import StageError
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
 from pipeline.serving.tuning.space import BASE, Trial, with_tunableop
 from pipeline.serving.tuning.space import TUNED_FILE as FILE
-from pipeline.serving.tuning.trials import read_tuned, refuse_unless_rocm
+from pipeline.serving.tuning.trials import read_tuned
 from tests.serving.conftest import write_tiny_llama
 from tests.serving.tuning.fake_vllm import CSV
 from tests.serving.tuning.sweeping import run, starts, subject_in, sweep_of
@@ -78,13 +78,6 @@ def test_files_that_pytorch_would_not_use_are_refused(
         file.write_text(change(file.read_text()))
     with pytest.raises(StageError, match=message):
         read_tuned(folder, 2)
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_elsewhere_there_is_nothing_to_tune(kind: str) -> None:
-    with pytest.raises(UserError, match="nothing to tune"):
-        refuse_unless_rocm(kind)
-    refuse_unless_rocm("rocm")
 
 
 @pytest.mark.slow
