@@ -139,8 +139,8 @@ def detect(machine: Machine) -> Detected:
             hardware=_one_kind([_row(gpu) for gpu in found]).name,
             gpus=len(found),
             hbm_bytes=min(gpu.memory for gpu in found),
-            compute_partition=_mode([gpu.compute_partition for gpu in found]),
-            memory_partition=_mode([gpu.memory_partition for gpu in found]),
+            compute_partition="+".join(sorted({gpu.compute_partition or "" for gpu in found} - {""})) or None,
+            memory_partition="+".join(sorted({gpu.memory_partition or "" for gpu in found} - {""})) or None,
             memory=tuple((gpu.memory, gpu.used) for gpu in found),
             devices=tuple(found),
         )
@@ -169,10 +169,6 @@ def _one_kind(rows: Sequence[Hardware]) -> Hardware:
     return rows[0]
 
 
-def _mode(modes: Sequence[str | None]) -> str | None:
-    return "+".join(sorted({mode for mode in modes if mode})) or None
-
-
 def nvidia_smi(machine: Machine, fields: Sequence[str], *more: str) -> list[list[str]]:
     """Rows of as many cells as there are fields; none where a field is not known here."""
     query = f"--query-gpu={','.join(fields)}"
@@ -183,7 +179,7 @@ def nvidia_smi(machine: Machine, fields: Sequence[str], *more: str) -> list[list
 
 def _nvidia(machine: Machine) -> Detected | None:
     rows = nvidia_smi(machine, _MEMORY)
-    rows = [rows[index] for index in visible_cuda(machine.environ, [row[0] for row in rows])]
+    rows = [rows[index] for index in chosen(machine.environ.get(CUDA), [row[0] for row in rows])]
     if not rows:
         return None
     general = accelerators.hardware("cuda")
@@ -226,11 +222,6 @@ def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> tuple[int, 
     first = chosen(environ.get(ROCR) or None, uuids)
     second = chosen(environ.get(CUDA) or environ.get(HIP) or None, [uuids[index] for index in first])
     return tuple(first[index] for index in second)
-
-
-def visible_cuda(environ: Mapping[str, str], uuids: Sequence[str]) -> tuple[int, ...]:
-    """Indices of NVIDIA's GPUs that CUDA_VISIBLE_DEVICES leaves; an empty value leaves none."""
-    return chosen(environ.get(CUDA), uuids)
 
 
 def device_here(kind: str, machine: Machine | None = None) -> Device:

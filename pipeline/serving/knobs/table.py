@@ -261,12 +261,10 @@ def checked_arguments(arguments: Sequence[str]) -> tuple[Reason, ...]:
     return tuple(found)
 
 
-REFRESH = "quantmint knobs --markdown > docs/serving-knobs.md"
-"""The command that brings the page up to date."""
 _KINDS = {"flag": "argument", "env": "variable", "host": "of the machine", "docker": "of the container"}
 _INTRODUCTION = f"""# Serving knobs
 
-<!-- made by `{REFRESH}` from pipeline/serving/knobs/entries -->
+<!-- made by `quantmint knobs --markdown > docs/serving-knobs.md` from pipeline/serving/knobs/entries -->
 
 What a launch of vLLM can set on AMD Instinct, and what `quantmint serve` sets: the value, when, in which versions of
 vLLM, why, and who says so. The first line of a table that holds is taken; a knob without a table is left alone.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from pipeline.base import hardware as accelerators
 from pipeline.base.data import beside
@@ -226,27 +226,18 @@ def cudagraph_mode(flags: Mapping[str, str | None]) -> str | None:
     return said or _GRAPHS
 
 
-class Takes(NamedTuple):
-    """``heads`` are numbers of attention heads on one accelerator, None for any; ``source`` is where that stands."""
-
-    heads: tuple[int, ...] | None
-    fp8: bool
-    source: str
-
-
-def takes(backend: str | None, version: Version) -> Takes:
-    """What a backend takes in a version of vLLM; everything, where the table knows no limit."""
+def takes(backend: str | None, version: Version) -> Mapping[str, Any]:
+    """What a backend takes in a version of vLLM, as `attention.yaml` has it; empty where that knows no limit."""
     for row in beside(__file__, "attention.yaml")["takes"].get(backend, ()):
         first, end = (parse_version(bound) if bound else () for bound in row["vllm"])
         if within(version, first, end):
-            return Takes(None if row["heads"] == "any" else tuple(row["heads"]), row["fp8"], row["source"])
-    return Takes(None, True, "")
+            return dict(row)
+    return {}
 
 
 def aiter_mla(facts: ModelFacts, tensor: int, version: Version) -> bool:
     """Whether AITER's latent attention takes this model's heads, split over ``tensor`` accelerators."""
-    heads = takes("ROCM_AITER_MLA", version).heads
-    return facts.attention == "mla" and (heads is None or facts.heads // tensor in heads)
+    return facts.attention == "mla" and facts.heads // tensor in takes("ROCM_AITER_MLA", version)["heads"]
 
 
 def running(facts: ModelFacts, kind: str, env: Mapping[str, str], argv: Sequence[str]) -> str | None:

@@ -108,9 +108,11 @@ def fit(
     states = 1 + (numbers >= _STATES_CACHED)
     request = groups.blocks_of_request(max_model_len, batches * max_num_batched_tokens, states=states)
     concurrency = max(0.0, blocks / request) if request else float(max_num_seqs)
+    if kind == "cpu":
+        total = budget = total + weights + activations
     return Memory(
-        total=total if kind != "cpu" else total + weights + activations,
-        budget=budget if kind != "cpu" else total + weights + activations,
+        total=total,
+        budget=budget,
         weights=weights,
         activations=activations,
         graphs=graphs,

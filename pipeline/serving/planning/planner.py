@@ -178,11 +178,11 @@ def _kv_dtype(
         given = "fp8" if isinstance(override, str) and override.startswith("fp8") else "auto"
     dtype = given or ("fp8" if facts.kv_cache_scheme == "fp8" else "auto")
     backend = _BACKENDS.get(facts.attention)
-    if dtype == "auto" or target.accelerator.kind != "rocm" or takes(backend, version).fp8:
+    if dtype == "auto" or target.accelerator.kind != "rocm" or takes(backend, version).get("fp8", True):
         return dtype
     if given is not None:
         raise UserError(
-            f"{backend} of this vLLM reads no FP8 KV cache ({takes(backend, version).source})",
+            f"{backend} of this vLLM reads no FP8 KV cache ({takes(backend, version)['source']})",
             hint="leave the cache in 16 bit (kv_cache: auto), or plan for a later vLLM",
         )
     return "auto"
@@ -314,7 +314,7 @@ def _ways(request: LaunchRequest, packed: int, kv_tokens: int) -> Iterator[str]:
         if enough is not None:
             yield f"--target {enough}"
     backend = _BACKENDS.get(request.facts.attention)
-    readable = request.facts.attention != "none" and takes(backend, request.numbers).fp8
+    readable = request.facts.attention != "none" and takes(backend, request.numbers).get("fp8", True)
     if request.kv_cache_dtype == "auto" and readable and fits(kv_cache_dtype="fp8"):
         yield "an FP8 KV cache (--kv-cache-dtype fp8, best with calibrated scales: kv_cache: fp8 in a recipe)"
     context = kv_tokens // 1024 * 1024

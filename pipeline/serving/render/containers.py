@@ -24,7 +24,7 @@ from typing import Any
 
 from pipeline.base.errors import UserError
 from pipeline.serving.plan import PORT, LaunchPlan, Process, processes
-from pipeline.serving.render.invocation import LOOPBACK, accelerator, arguments, comments, dump, image_of, variables
+from pipeline.serving.render.invocation import LOOPBACK, accelerator, arguments, comments, dump, image_of
 
 _COMPOSED = {
     **{"--network": "network_mode", "--ipc": "ipc"},
@@ -92,7 +92,7 @@ def docker_run(
 ) -> tuple[str, ...]:
     """The command for one process's container, the model read-only where it lies; ``more_env`` beside the plan's."""
     program, *rest = arguments(process)
-    env = {**variables(plan, process), **dict(more_env)}
+    env = {**plan.env, **process.env, **dict(more_env)}
     return (
         "docker",
         "run",
@@ -154,7 +154,7 @@ def _composed(plan: LaunchPlan, process: Process, image: str | None) -> dict[str
         "image": image_of(plan, image),
         "entrypoint": [program],
         "command": [_literal(word) for word in rest],
-        "environment": {name: _literal(value) for name, value in variables(plan, process).items()},
+        "environment": {name: _literal(value) for name, value in {**plan.env, **process.env}.items()},
         "volumes": [
             {"type": "bind", "source": path, "target": path, "read_only": True, "bind": {"create_host_path": False}}
             for path in map(_literal, mounted(plan))
@@ -265,7 +265,7 @@ def _pod(
     program, *rest = arguments(process, host=_ANYWHERE)
     capabilities = [value for option, value in options(plan) if option == "--cap-add"]
     own = {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    passed = {name: value for name, value in variables(plan, process).items() if name not in _OURS}
+    passed = {name: value for name, value in {**plan.env, **process.env}.items() if name not in _OURS}
     volumes: list[dict[str, Any]] = [SHARED_VOLUME]
     mounts: list[dict[str, Any]] = [SHARED_MOUNT]
     for number, path in enumerate(mounted(plan)):

@@ -1,6 +1,6 @@
 """What the processes of a launch run, as arguments, as a script, and as the comments and the YAML of a manifest.
 
-Every form of a launch is made from `variables` and `arguments`, so that a script, a container and a manifest start the
+Every form of a launch is made from `arguments`, so that a script, a container and a manifest start the
 same thing. `script` is to read, copy and run: ``bash launch.sh``, on several nodes ``bash launch.sh NODE``.
 """
 
@@ -26,11 +26,6 @@ LOOPBACK = "127.0.0.1"
 
 _WIDTH = 100
 _TRAP = "trap 'trap - EXIT; kill $(jobs -p) 2>/dev/null || true; wait' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM"
-
-
-def variables(plan: LaunchPlan, process: Process) -> dict[str, str]:
-    """The plan's variables with those of the process."""
-    return {**plan.env, **process.env}
 
 
 def arguments(process: Process, *, host: str = LOOPBACK) -> tuple[str, ...]:

@@ -33,7 +33,6 @@ BALANCER = (
 """What to say of several servers."""
 _POLL_S = 0.1
 _HEARTBEAT_S = 60.0
-_UNSEEN = "a process that this user cannot see"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,7 @@ def reserved(port: int | None) -> Iterator[int]:
     """A port that the kernel gives to nobody else during the block: the one asked for, or any that is free.
 
     Bound but not listening, with SO_REUSEADDR: that keeps it from being handed out, and lets a server that sets the
-    same option, as vLLM does, listen on it. UserError names the process that holds the port that was asked for.
+    same option, as vLLM does, listen on it. UserError where the port that was asked for is not free.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -172,22 +171,8 @@ def reserved(port: int | None) -> Iterator[int]:
 
 def taken(port: int) -> UserError:
     """What to say of a port that another process listens on."""
-    holder = listener(port)
-    by = "" if holder is None else f" by {holder}"
-    return UserError(f"port {port} is held{by}", hint="End that process, or choose another port with --port.")
-
-
-def listener(port: int) -> str | None:
-    """Who listens on a port of this machine, as far as this user may see: "nginx (pid 812)"; None where nobody does."""
-    import psutil
-
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-            try:
-                return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})" if connection.pid else _UNSEEN
-            except psutil.NoSuchProcess:
-                return _UNSEEN
-    return None
+    hint = f"`ss -ltnp 'sport = :{port}'` says by whom: end that process, or choose another port with --port."
+    return UserError(f"port {port} is held", hint=hint)
 
 
 def _ready(

@@ -21,7 +21,7 @@ from typing import Literal
 
 from eval.measurements import Machine
 from pipeline.base import machine as host
-from pipeline.serving.host.detect import amd_gpus, nvidia_smi, visible_amd, visible_cuda
+from pipeline.serving.host.detect import CUDA, amd_gpus, chosen, nvidia_smi, visible_amd
 
 _HEADER = struct.Struct("<HBB")  # bytes of the table, its format, its content
 _REVISIONS = {(1, 6), (1, 7), (1, 8)}
@@ -88,7 +88,7 @@ def sensor_for(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, env: Mapping[
     if kind == "rocm":
         return amd_sensor(machine, gpus)
     found = [row[0] for row in nvidia_smi(machine, ("uuid",))]
-    uuids = [found[index] for index in visible_cuda(machine.environ, found)[:gpus]]
+    uuids = [found[index] for index in chosen(machine.environ.get(CUDA), found)[:gpus]]
     return partial(read_nvidia, machine, uuids) if uuids else None
 
 

@@ -126,7 +126,6 @@ def default_axes(
     numbers = {
         "{cores}": str(cores),
         "{half_cores}": str(max(1, cores // 2)),
-        "{concurrency}": str(concurrency),
         "{half_concurrency}": str(max(1, concurrency // 2)),
         "{double_concurrency}": str(2 * concurrency),
     }

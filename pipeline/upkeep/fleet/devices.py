@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from pipeline.base.machine import Machine
-from pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, chosen, visible_amd, visible_cuda
+from pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, chosen, visible_amd
 from pipeline.store.locks import HEARTBEAT_S, Lock, is_held
 from pipeline.upkeep.due.state import folder_of
 
@@ -66,7 +66,7 @@ def devices_of(machine: Machine) -> Devices:
         listed = machine.run(("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"))
         uuids = [line.strip() for line in (listed or "").splitlines() if line.strip()]
         variable = CUDA if uuids else None
-        visible = visible_cuda(environ, uuids)
+        visible = chosen(environ.get(CUDA), uuids)
         before = environ.get(CUDA)
         places = len(uuids)
     values = list(map(str, range(places))) if before is None else [entry.strip() for entry in before.split(",")]

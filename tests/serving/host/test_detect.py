@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.base.machine import Device
-from pipeline.serving.host.detect import chosen, detect, device_here, visible_amd, visible_cuda
+from pipeline.serving.host.detect import chosen, detect, device_here, visible_amd
 from pipeline.serving.planning.target import Target
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, KEPT, machine
@@ -132,7 +132,6 @@ def test_lists_of_devices():
     assert chosen("GPU-2", uuids) == ()  # two of them: ambiguous
     assert chosen("-1,0", uuids) == ()
     assert visible_amd({"CUDA_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": "2,0"}, uuids) == (0,)
-    assert visible_cuda({"HIP_VISIBLE_DEVICES": "1"}, uuids) == (0, 1, 2)
 
 
 def test_an_instinct_gpu_is_the_table_s(tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import time
@@ -164,9 +163,8 @@ def test_a_port_that_is_held_is_not_exchanged(fake_vllm: Path, fake_model: Calla
         other.listen()
         port = other.getsockname()[1]
         plan, processes = launch(model, ports=(port,))
-        mine = re.escape(Path("/proc/self/comm").read_text().strip())
         with (
-            pytest.raises(UserError, match=rf"^port {port} is held by {mine} \(pid {os.getpid()}\)") as caught,
+            pytest.raises(UserError, match=f"^port {port} is held") as caught,
             LocalLauncher(fake_vllm).deploy(plan, processes, tmp_path / "logs"),
         ):
             pass
