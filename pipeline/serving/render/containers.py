@@ -83,16 +83,11 @@ def _whole(path: str) -> str:
 
 
 def docker_run(
-    plan: LaunchPlan,
-    process: Process,
-    *,
-    image: str | None = None,
-    name: str | None = None,
-    more_env: tuple[tuple[str, str], ...] = (),
+    plan: LaunchPlan, process: Process, *, image: str | None = None, name: str | None = None
 ) -> tuple[str, ...]:
-    """The command for one process's container, the model read-only where it lies; ``more_env`` beside the plan's."""
+    """The command for one process's container, the model read-only where it lies."""
     program, *rest = arguments(process)
-    env = {**plan.env, **process.env, **dict(more_env)}
+    env = {**plan.env, **process.env}
     return (
         "docker",
         "run",
@@ -189,7 +184,6 @@ SHARED_MOUNT = {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108
 _LEADER, _RANK = "$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)"
 RESOURCES = {"rocm": "amd.com/gpu", "cuda": "nvidia.com/gpu"}
 """What the vendors' device plugins call a GPU."""
-_OURS = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "VLLM_HOST_IP"}
 _ASK = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "timeoutSeconds": 5}
 _PROBES = {
     "startupProbe": {**_ASK, "failureThreshold": START_PERIOD_S // 10},
@@ -265,7 +259,6 @@ def _pod(
     program, *rest = arguments(process, host=_ANYWHERE)
     capabilities = [value for option, value in options(plan) if option == "--cap-add"]
     own = {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    passed = {name: value for name, value in {**plan.env, **process.env}.items() if name not in _OURS}
     volumes: list[dict[str, Any]] = [SHARED_VOLUME]
     mounts: list[dict[str, Any]] = [SHARED_MOUNT]
     for number, path in enumerate(mounted(plan)):
@@ -278,7 +271,7 @@ def _pod(
         "image": image_of(plan, image),
         "command": [program],
         "args": rest,
-        "env": [*([own] if nodes > 1 else []), *plain_variables(passed)],
+        "env": [*([own] if nodes > 1 else []), *plain_variables(plan.env)],
         "volumeMounts": mounts,
     }
     if kind != "cpu":

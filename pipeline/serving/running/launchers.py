@@ -153,8 +153,8 @@ class DockerLauncher(Launcher):
             raise UserError("there is no `docker` command on PATH", hint="Install it, or take another launcher.")
         name = f"quantmint-{os.getpid()}-{process.replica}"
         say(f"running {image_of(plan, self.image)} as {name}")
-        more = tuple(sorted(OFFLINE.items()))
-        command = docker_run(plan, replace(process, port=port), image=self.image, name=name, more_env=more)
+        here = replace(process, port=port, env={**process.env, **dict(sorted(OFFLINE.items()))})
+        command = docker_run(plan, here, image=self.image, name=name)
         passed = {variable: value for variable, value in os.environ.items() if _CLIENT.fullmatch(variable)}
         end = [[docker, "stop", f"--time={self.stop_grace:.0f}", name], [docker, "rm", "--force", name]]
         environment = child_environment(os.environ, {}) | passed
