@@ -12,7 +12,7 @@ from pipeline.base.errors import UserError
 from pipeline.serving.knobs.table import table
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.containers import compose, docker_run, mounted
-from pipeline.serving.render.invocation import arguments, variables
+from pipeline.serving.render.invocation import arguments
 
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
 MODEL = "/models/it's a model"
@@ -96,7 +96,7 @@ def test_a_service_runs_what_the_plan_says(launch: str, request: pytest.FixtureR
         given = tuple(plain(word) for word in (*service["entrypoint"], *service["command"]))
         assert given == arguments(process)
         environment = {name: plain(value) for name, value in service["environment"].items()}
-        assert environment == variables(plan, process)
+        assert environment == {**plan.env, **process.env}
         assert f":{process.port}/health" in service["healthcheck"]["test"][-1]
         assert "profiles" not in service
         assert service["network_mode"] == "host"

@@ -17,7 +17,7 @@ import yaml
 
 from pipeline.recipe.yaml_positions import parse
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.invocation import arguments, command, dump, script, variables
+from pipeline.serving.render.invocation import arguments, command, dump, script
 
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
 Run = Callable[..., list[dict[str, Any]]]
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Run:
 
 def held_against(record: dict[str, Any], plan: LaunchPlan, process: Process) -> None:
     assert tuple(record["argv"]) == arguments(process)
-    wanted = variables(plan, process)
+    wanted = {**plan.env, **process.env}
     assert {name: record["env"].get(name) for name in wanted} == wanted
     assert "HIP_VISIBLE_DEVICES" not in record["env"], "vLLM stops where it differs from CUDA_VISIBLE_DEVICES"
 
