@@ -77,7 +77,7 @@ def test_a_load_that_measures_no_throughput(load: Load, monkeypatch: pytest.Monk
         text.replace("steady", "burst") + f"  - {{name: a, rate: 2, {rows}}}\n  - {{name: b, rate: inf, {rows}}}\n"
     )
     original = workloads.load
-    monkeypatch.setattr(workloads, "load", lambda name: original(name, tmp_path))
+    monkeypatch.setattr(workloads, "load", lambda name: original(str(tmp_path / f"{name}.yaml")))
     [fault] = faults(load(TEXT + "target: {workload: steady}\n"))
     assert "every cell of workload steady offers a fixed rate of requests, expected null" in fault
     assert faults(load(TEXT + "target: {workload: burst}\n")) == []
