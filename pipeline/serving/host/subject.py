@@ -120,13 +120,11 @@ def look(
     detected, unknown = None, ""
     try:
         detected = detect(machine)
+        target = target or Target(detected.hardware, detected.gpus, hbm_bytes=detected.hbm_bytes)
     except UserError as error:
         if target is None:
             raise
         unknown = error.message
-    if target is None:
-        assert detected is not None  # noqa: S101 - detect() either returned or raised
-        target = Target(detected.hardware, detected.gpus, hbm_bytes=detected.hbm_bytes)
     installed, missing = _environment(machine, vllm)
     return Subject(machine, target, detected, unknown, installed, missing, wanted, utilization)
 

@@ -30,7 +30,6 @@ KvDtype = Literal["auto", "fp8"]
 LEN_FLAG = "--max-model-len"
 SET, GIVEN = "set in the recipe or on the command line", "given"
 """Why, and who says so, for what overrules the table."""
-_CPU_KV_MOST_GIB = 4
 #: What vLLM takes where a launch says nothing (config/cache.py, config/scheduler.py, engine/arg_utils.py).
 _SEQS, _BATCHED, _GRAPHS = 1024, 8192, "FULL_AND_PIECEWISE"
 _BACKEND = "--attention-backend"
@@ -204,7 +203,7 @@ class LaunchRequest:
         tokens = math.ceil(self.max_model_len / 128) * 128
         one = kv_bytes_per_token(self.facts, 1, "auto", kind="cpu") * tokens
         whole = math.ceil(one * self.profile.concurrency / 2**30)
-        return max(1, math.ceil(one / 2**30), min(_CPU_KV_MOST_GIB, whole))
+        return max(1, math.ceil(one / 2**30), min(4, whole))
 
 
 def speculative_config(speculative: Speculative) -> str:

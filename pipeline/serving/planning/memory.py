@@ -105,8 +105,8 @@ def fit(
     blocks, free, weights = min(found)  # the tightest stage
     # Batches that may be scheduled at the same time: one a stage, and one ahead where there is one stage.
     batches = max(2, layout.pipeline) if numbers >= _IN_FLIGHT else 1
-    states = 1 + (numbers >= _STATES_CACHED)
-    request = groups.blocks_of_request(max_model_len, batches * max_num_batched_tokens, states=states)
+    in_flight = batches * max_num_batched_tokens
+    request = groups.blocks_of_request(max_model_len, in_flight, states=1 + (numbers >= _STATES_CACHED))
     concurrency = max(0.0, blocks / request) if request else float(max_num_seqs)
     if kind == "cpu":
         total = budget = total + weights + activations
