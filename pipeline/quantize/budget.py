@@ -6,7 +6,7 @@
     >>> overrides(groups, spend(groups, 5.0).schemes)   # what a person would have written into a recipe
 
 A multiple-choice knapsack: costs add up, bits add up, and each group is in one scheme. Where options have an estimated
-time (`roofline`), that is spent in the place of bits. What lies on the lower convex hull of a group's (bits, cost) is
+time (`Roofline`), that is spent in the place of bits. What lies on the lower convex hull of a group's (bits, cost) is
 taken step by step, always the step that saves the most for a bit; every prefix of these steps is the best choice for
 its own bits, and they are the frontier. A budget between two of them is spent by dynamic programming: exactly for a
 few dozen groups, within a step of the sums that are kept apart for thousands.
@@ -18,14 +18,19 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
+from eval.workloads import Cell
 from pipeline.base.errors import UserError
+from pipeline.base.hardware import Hardware
+from pipeline.base.schemes import scheme
 
 _STATES = 4096
 """Sums of bits that are kept apart."""
+_EXPERTS = ".experts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,3 +251,61 @@ def _pattern(before: str, after: str, numbers: Sequence[str]) -> str:
     parent, brace, members = after.rstrip("}").partition("{")
     last = f"({members.replace(', ', '|')})" if brace else ""
     return f"re:{re.escape(before)}{which}\\.{re.escape(parent)}{last}$"
+
+
+def fastest(hardware: Hardware, names: Sequence[str]) -> float:
+    """What the schemes can gain over 16 bit at most, whether reading or multiplying takes longer."""
+    reading = 16 / min(scheme(name).bits_per_weight for name in names)
+    return max(reading, *(hardware.flops(_dtype(name)) / hardware.flops("bf16") for name in names))
+
+
+def _dtype(name: str) -> str:
+    return scheme(name).activations.dtype or "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """How long linear layers take on an accelerator by its data sheet: an estimate, until a checkpoint was served.
+
+    A product takes the longer of reading its weights and multiplying: each request of a cell reads them once for its
+    prompt, and for each token of its answer shares them with all that are in flight. Cells count alike, each against
+    its own time in 16 bit. What is not a linear layer of the decoder is left out, attention, caches and launches before
+    all, and no kernel reaches its data sheet: a server gains less. Several accelerators share the work evenly.
+    ``routed`` is the share of a mixture's experts that a token passes through.
+    """
+
+    hardware: Hardware
+    cells: tuple[Cell, ...]
+    routed: float = 1.0
+
+    def timed(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """The groups with each option's estimated time, as a share of what all of them take in 16 bit."""
+        plain = [self._times(group, 16.0 * group.weights, "bf16") for group in groups]
+        totals = [sum(times) for times in zip(*plain, strict=True)]
+
+        def share(group: Group, bits: float, dtype: str) -> float:
+            times = self._times(group, bits, dtype)
+            return fmean(time / total for time, total in zip(times, totals, strict=True))
+
+        return tuple(
+            replace(
+                group,
+                options=tuple(replace(o, time=share(group, o.bits, _dtype(o.scheme))) for o in group.options),
+            )
+            for group in groups
+        )
+
+    def _times(self, group: Group, bits: float, dtype: str) -> list[float]:
+        """Seconds that a request takes in each cell."""
+        routed = self.routed if _EXPERTS in group.modules[0] else 1.0
+
+        def product(rows: int) -> float:
+            read = bits / 8 * (1 - (1 - routed) ** rows) / self.hardware.bytes_per_second
+            return max(read, 2 * group.weights * routed * rows / self.hardware.flops(dtype))
+
+        found = []
+        for cell in self.cells:
+            answer = cell.longest - cell.input_len if cell.output_len is None else cell.output_len
+            prompt, answer = cell.mean_lengths or (cell.input_len, answer)
+            found.append(product(prompt) + answer / cell.in_flight * product(cell.in_flight))
+        return found

@@ -18,10 +18,9 @@ from pipeline.base.errors import QuantmintError, UserError
 from pipeline.base.transience import is_transient
 from pipeline.quantize.device import resolve_devices
 from pipeline.quantize.model.structure import light_imports
-from pipeline.recipe.commits import Commits
 from pipeline.recipe.schema import Calibration
 from pipeline.stages.source import model_folder, require_tokenizer
-from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from pipeline.stages.stage import Commits, Job, Output, Setting, Stage, write_json
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 from pipeline.store.toolchain import ENVIRONMENT, environment_here

@@ -27,8 +27,8 @@ from pipeline.base.errors import UserError, did_you_mean
 from pipeline.base.hardware import refusal
 from pipeline.base.schemes import scheme
 from pipeline.base.schemes import table as schemes
+from pipeline.quantize.budget import fastest
 from pipeline.quantize.engines.algorithms import algorithm
-from pipeline.quantize.roofline import fastest
 from pipeline.recipe import modules
 from pipeline.recipe.faults import Fault, YamlPath
 from pipeline.recipe.load import LoadedRecipe

@@ -24,14 +24,13 @@ from calibration.sensitivity import Change, Tensors, measure
 from pipeline.base.errors import StageError
 from pipeline.base.hardware import hardware
 from pipeline.base.schemes import scheme
-from pipeline.quantize.budget import Group, Option
+from pipeline.quantize.budget import Group, Option, Roofline
 from pipeline.quantize.device import resolve_devices
 from pipeline.quantize.engines.stream.gptq import CARRIED, factored, gptq
 from pipeline.quantize.engines.stream.kernels import KERNELS, fp8_scale, kernel_name
 from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.quantize.inspection.numbers import dequantize
 from pipeline.quantize.model.weights import part_of, place_of
-from pipeline.quantize.roofline import Roofline
 from pipeline.quantize.rounding import round_activations
 from pipeline.recipe.modules import fused_with, is_excluded, override_of, text_config
 from pipeline.recipe.schema import Quantization

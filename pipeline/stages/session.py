@@ -12,14 +12,13 @@ from pipeline.base.argument import classify
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import local_cpu_flags
 from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.recipe.commits import Commits
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
 from pipeline.serving.environment import VARIABLE, find_vllm, serving_image
 from pipeline.stages.checks import check
 from pipeline.stages.search import settled
 from pipeline.stages.source import config_folder, identify
-from pipeline.stages.stage import Setting, SourceIdentity
+from pipeline.stages.stage import Commits, Setting, SourceIdentity
 from pipeline.store.gc import list_runs
 from pipeline.store.tree import Store
 

@@ -7,18 +7,21 @@ versions and the fingerprints of the inputs, never from the results.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
+from calibration.batches import dataset_commit
+from calibration.errors import CalibrationError
 from eval.measurements import Side
 from eval.suites import Suite
 from eval.workloads import Workload
+from pipeline.base.errors import QuantmintError
 from pipeline.base.machine import versions
 from pipeline.base.progress import Progress
-from pipeline.recipe.commits import Commits
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.recipe.schema import Recipe
 from pipeline.store.entries import Entry
@@ -34,6 +37,35 @@ if TYPE_CHECKING:
     from pipeline.serving.running.launchers import Cluster
     from pipeline.serving.running.server import Server
     from pipeline.store.remote import RemoteTier
+
+
+COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+
+
+class Commits:
+    """Commits that branches of the Hub's data sets stand for: a plan names them, and what it names is what is read.
+
+    Each is asked once, by what gives the commit of a repository and a revision: the answer stays, and so does that
+    there was none. Else a plan that was made while the Hub was away would be run under a fingerprint that is not what
+    is read.
+    """
+
+    def __init__(self, ask: Callable[[str, str], str] = dataset_commit) -> None:
+        self._ask = ask
+        self._found: dict[tuple[str, str], str | CalibrationError | QuantmintError] = {}
+
+    def dataset(self, repo: str, revision: str) -> str:
+        """The commit of a data set's revision. Raises what the Hub's client was told, each time the same."""
+        if COMMIT.fullmatch(revision):
+            return revision
+        if (key := (repo, revision)) not in self._found:
+            try:
+                self._found[key] = self._ask(repo, revision)
+            except (CalibrationError, QuantmintError) as error:
+                self._found[key] = error
+        if isinstance(found := self._found[key], str):
+            return found
+        raise found
 
 
 @dataclass(frozen=True, slots=True)

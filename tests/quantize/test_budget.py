@@ -10,8 +10,7 @@ import pytest
 from eval.workloads import Cell
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import hardware
-from pipeline.quantize.budget import Group, Option, costliest, frontier, overrides, spend, tries
-from pipeline.quantize.roofline import Roofline
+from pipeline.quantize.budget import Group, Option, Roofline, costliest, frontier, overrides, spend, tries
 from pipeline.recipe.modules import assigned
 from pipeline.recipe.schema import Quantization
 

@@ -14,9 +14,9 @@ from calibration.batches import at_commit
 from calibration.errors import CalibrationError
 from calibration.sets import FOLDER, load_set, names
 from pipeline.base.errors import UserError
-from pipeline.recipe.commits import Commits
 from pipeline.recipe.schema import Calibration
 from pipeline.stages import calibrate
+from pipeline.stages.stage import Commits
 
 
 def test_shipped_sets() -> None:

@@ -22,7 +22,6 @@ from pipeline import __version__
 from pipeline.base.canonical import ABSENT, Json, fingerprint
 from pipeline.base.errors import QuantmintError, UserError
 from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.recipe.commits import Commits
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe, load_recipe
 from pipeline.recipe.sections import Cause
@@ -30,7 +29,7 @@ from pipeline.stages.checks import check
 from pipeline.stages.planning import build_plan, find_entry, foreseen, known_unsound, missing_stages
 from pipeline.stages.session import assemble
 from pipeline.stages.source import identify
-from pipeline.stages.stage import Planned, Setting, SourceIdentity
+from pipeline.stages.stage import Commits, Planned, Setting, SourceIdentity
 from pipeline.store.tree import Store
 from pipeline.upkeep.due.answers import Answers, Places, Released, UnaskedError, ask
 from pipeline.upkeep.due.causes import RECIPE, Change, apart_from_unknown, changes, what_changed
