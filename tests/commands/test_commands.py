@@ -16,7 +16,6 @@ import pytest
 import recipes
 from pipeline.base.schemes import table
 from pipeline.recipe.load import load_recipe, recipe_names
-from pipeline.serving.knobs.table import REFRESH
 from pipeline.serving.knobs.table import table as knobs
 from pipeline.store.gc import RunLog, plan_gc
 
@@ -60,7 +59,9 @@ def test_the_page_has_the_table_of_schemes_as_it_is(quantmint: Quantmint) -> Non
 
 def test_the_page_of_knobs_is_their_table(quantmint: Quantmint) -> None:
     page = Path(__file__).parents[2] / "docs" / "serving-knobs.md"
-    assert quantmint("knobs", "--markdown").out == page.read_text(), f"run `{REFRESH}`"
+    assert quantmint("knobs", "--markdown").out == page.read_text(), (
+        "run `quantmint knobs --markdown > docs/serving-knobs.md`"
+    )
 
 
 def test_knobs(quantmint: Quantmint) -> None:
