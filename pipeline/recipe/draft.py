@@ -182,7 +182,9 @@ def _recipe(wish: Wish, folder: Path, samples: int) -> str:
     ]
     if samples and wish.scheme != "ptpc_fp8":
         lines.append(f"calibration: {{set: {own}/{wish.name}-texts.yaml, samples: {samples}, sequence_length: 512}}")
-    length, workload = ("2048", "tiny") if cpu else ("8192", "throughput")
+    length, workload = (2048, "tiny") if cpu else (8192, "throughput")
+    with suppress(OSError, ValueError, KeyError):  # a model of the Hub is held against its configuration by the plan
+        length = min(length, json.loads((Path(wish.model) / "config.json").read_bytes())["max_position_embeddings"])
     lines.append(
         f"target: {{hardware: {wish.target}, gpus: {wish.gpus}, workload: {workload}, max_model_len: {length}}}"
     )

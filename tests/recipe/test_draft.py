@@ -36,6 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_text_calibrates_or_is_judged(here: Path, quantmint: Quantmint) -> None:
+    (here / "model" / "config.json").write_text('{"max_position_embeddings": 4096}')
     options = ("--text", "manual.md", "--target", "mi355x", "--publish", "my-org/mine", "--name", "mine")
     ended = quantmint("init", "model", *options, "--json")
     assert (ended.code, ended.json["recipe"]) == (0, "mine")
@@ -44,6 +45,7 @@ def test_a_text_calibrates_or_is_judged(here: Path, quantmint: Quantmint) -> Non
     recipe = loaded.recipe
     assert (recipe.quantization.scheme, recipe.quantization.algorithm) == ("mxfp4", "gptq")
     assert (loaded.source_folder, recipe.publish.folder) == (here / "model", None)
+    assert recipe.target.max_model_len == 4096, "no more than the model has positions for"
     assert recipe.publish.hub is not None
     assert recipe.calibration is not None
     assert recipe.publish.hub.repo == "my-org/mine"
