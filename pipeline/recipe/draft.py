@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from eval import workloads
 from eval.suites import SuiteTask
 from pipeline.base.argument import classify
 from pipeline.base.errors import UserError
@@ -182,12 +183,11 @@ def _recipe(wish: Wish, folder: Path, samples: int) -> str:
     ]
     if samples and wish.scheme != "ptpc_fp8":
         lines.append(f"calibration: {{set: {own}/{wish.name}-texts.yaml, samples: {samples}, sequence_length: 512}}")
-    length, workload = (2048, "tiny") if cpu else (8192, "throughput")
+    length, loads = (2048, ["tiny"]) if cpu else (8192, ["throughput", "latency", "tiny"])
     with suppress(OSError, ValueError, KeyError):  # a model of the Hub is held against its configuration by the plan
         length = min(length, json.loads((Path(wish.model) / "config.json").read_bytes())["max_position_embeddings"])
-    lines.append(
-        f"target: {{hardware: {wish.target}, gpus: {wish.gpus}, workload: {workload}, max_model_len: {length}}}"
-    )
+    load = next((one for one in loads if max(cell.longest for cell in workloads.load(one).cells) <= length), "tiny")
+    lines.append(f"target: {{hardware: {wish.target}, gpus: {wish.gpus}, workload: {load}, max_model_len: {length}}}")
     if wish.text is not None:
         lines.append(f"evaluation: {{suite: {own}/{wish.name}-suite.yaml, concurrency: {8 if cpu else 64}}}")
     if cpu:

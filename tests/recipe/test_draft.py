@@ -45,7 +45,9 @@ def test_a_text_calibrates_or_is_judged(here: Path, quantmint: Quantmint) -> Non
     recipe = loaded.recipe
     assert (recipe.quantization.scheme, recipe.quantization.algorithm) == ("mxfp4", "gptq")
     assert (loaded.source_folder, recipe.publish.folder) == (here / "model", None)
-    assert recipe.target.max_model_len == 4096, "no more than the model has positions for"
+    assert (recipe.target.max_model_len, recipe.target.workload) == (4096, "latency"), (
+        "what the model has positions for"
+    )
     assert recipe.publish.hub is not None
     assert recipe.calibration is not None
     assert recipe.publish.hub.repo == "my-org/mine"
