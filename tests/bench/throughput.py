@@ -108,9 +108,9 @@ def order(cases: Sequence[str], launches: int) -> list[str]:
     """What is launched, in this order: the baseline before every second case, and every second round from its end.
 
     >>> order(["a", "b", "c"], 2)
-    ['bf16', 'a', 'bf16', 'b', 'c', 'bf16', 'c', 'b', 'bf16', 'a', 'bf16']
+    ['bf16', 'a', 'b', 'bf16', 'c', 'bf16', 'c', 'bf16', 'b', 'a', 'bf16']
     """
-    once = [name for number, case in enumerate(cases) for name in ([BASELINE, case] if number < 2 else [case])]
+    once = [name for number, case in enumerate(cases) for name in ([case] if number % 2 else [BASELINE, case])]
     rounds = [name for number in range(launches) for name in (once if number % 2 == 0 else [BASELINE, *once[:0:-1]])]
     return [*rounds, BASELINE]
 
