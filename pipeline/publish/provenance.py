@@ -23,6 +23,7 @@ from uuid import NAMESPACE_URL, uuid5
 from pipeline.base.canonical import fingerprint
 from pipeline.publish.manifest import Base, Dataset, Manifest
 from pipeline.publish.release import EVIDENCE, PROVENANCE, UNLISTED
+from pipeline.recipe.schema import COMMIT
 from pipeline.store.files import File
 from pipeline.store.toolchain import OURS, Environment
 
@@ -41,7 +42,6 @@ BUILD_TYPE: Final = f"{BUILDER}?build_type=1#docs/provenance.md"
 """The page of the repository that says what the parameters mean; the number changes when that meaning does."""
 
 _BYPRODUCTS = (f"{EVIDENCE}/gate.json", f"{EVIDENCE}/report.html", f"{EVIDENCE}/report.json")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 Descriptor = dict[str, Any]
 
@@ -120,7 +120,7 @@ def _data(dataset: Dataset) -> Iterator[Descriptor]:
     if dataset.sha256 is not None:
         yield {"name": name, "digest": {"sha256": dataset.sha256}}
         return
-    commits = _COMMIT.findall(dataset.revision or "")
+    commits = COMMIT.findall(dataset.revision or "")
     for commit in commits:
         yield {"name": name, "uri": f"hf://datasets/{dataset.name}@{commit}", "digest": {"gitCommit": commit}}
     if not commits:

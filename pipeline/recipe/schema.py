@@ -20,7 +20,7 @@ from pipeline.base import hardware, schemes
 from pipeline.base.schemes import Engine, Format
 from pipeline.recipe.sections import PRINTABLE, Evaluation, Gate, Publish, Refresh, Section, Tracking, wrong
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def _row_of(names: Iterable[str]) -> Any:
@@ -99,7 +99,7 @@ class Source(Section):
     @property
     def pinned(self) -> bool:
         """Whether the revision is a commit, which no one can move."""
-        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+        return self.revision is not None and COMMIT.fullmatch(self.revision) is not None
 
 
 class Override(Section):

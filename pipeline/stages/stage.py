@@ -7,12 +7,11 @@ versions and the fingerprints of the inputs, never from the results.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from calibration.batches import dataset_commit
 from calibration.errors import CalibrationError
@@ -23,7 +22,7 @@ from pipeline.base.errors import QuantmintError
 from pipeline.base.machine import versions
 from pipeline.base.progress import Progress
 from pipeline.recipe.load import LoadedRecipe
-from pipeline.recipe.schema import Recipe
+from pipeline.recipe.schema import COMMIT, Recipe
 from pipeline.store.entries import Entry
 from pipeline.store.tree import Store
 
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
     from pipeline.serving.running.launchers import Cluster
     from pipeline.serving.running.server import Server
     from pipeline.store.remote import RemoteTier
-
-
-COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 class Commits:

@@ -36,8 +36,7 @@ def verify(
     """Check a release that lies in ``folder``; nothing is written, no code of it is run, nothing of it is shown.
 
     ``vouched`` are SHA-256 by name of files whose bytes were not fetched: in their place lie others of the right size.
-    ``tag`` is that of the release which should be there. Raises `UserError` where there is no release at
-    all.
+    ``tag`` is that of the release which should be there. Raises `UserError` where there is no release.
     """
     root = folder.resolve()
     there = listing(root)

@@ -34,8 +34,7 @@ from pipeline.publish.place import Listed, Place
 from pipeline.publish.places import places_of
 from pipeline.publish.release import MANIFEST, TAG, day_in, identity_in
 from pipeline.recipe.load import LoadedRecipe
-from pipeline.recipe.schema import Recipe
-from pipeline.stages.stage import COMMIT
+from pipeline.recipe.schema import COMMIT, Recipe
 from pipeline.store.files import DamagedError
 
 TIMEOUT_S: Final = 5.0

@@ -116,8 +116,7 @@ class OpenShard:
 
     ``path`` is its name until it is whole and committed. ``scalars`` holds the tensors that no kernel makes, static
     scales, by name. ``piece`` is the bytes that a worker takes at a time. ``advance`` is told the bytes read. The file
-    is not yet on the disk for good when it is whole. Raises `OSError`
-    where it cannot be made.
+    is not yet on the disk for good when it is whole. Raises `OSError` where it cannot be made.
     """
 
     def __init__(
