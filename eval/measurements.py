@@ -26,7 +26,7 @@ class CellResult(Part):  # earlier records have the most requests in flight, too
     `gpus` shared the work. `concurrency` and `request_rate` (requests per second) are the cell's limits, None without
     one: a cell with a rate offers that load whatever the server could do, so that its throughput says nothing about
     speed, only its latencies do. `goodput` counts the requests per second that met the cell's latency goals, None
-    where it has none. `peak_output_throughput` is vLLM's: the most tokens of any second.
+    where it has none. `peak_output_throughput` is vLLM's: the most pieces of answers (of a token or more) in a second.
     """
 
     cell: str
