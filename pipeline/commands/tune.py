@@ -13,6 +13,7 @@ from pipeline.commands.options import FOLDER, emit, json_option, store_option
 from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
+    from pipeline.serving.tuning.aiter import Gemms
     from pipeline.serving.tuning.report import Report
     from pipeline.serving.tuning.sweep import Sweep
 
@@ -82,6 +83,7 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
 @click.option("--max-ttft", type=click.FloatRange(0, min_open=True), metavar="MS", help="Limit of TTFT p99.")
 @click.option("--max-itl", type=click.FloatRange(0, min_open=True), metavar="MS", help="Limit of ITL p99.")
 @click.option("--tunableop", is_flag=True, help="Tune matrix kernels first (ROCm); the CSV files are kept.")
+@click.option("--aiter", is_flag=True, help="Have AITER tune its matrix kernels for this model first (ROCm).")
 @click.option("--out", type=FOLDER, help="Folder of the result (default: tuning/NAME).")
 @click.option("--redo", is_flag=True, help="Measure everything again.")
 @click.option("--dry-run", is_flag=True, help="Show what would be tried.")
@@ -98,6 +100,7 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
     """
     from pipeline.base.times import parse_duration
     from pipeline.serving.knobs.table import table
+    from pipeline.serving.tuning.aiter import gemms
     from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, given_axes, parse_knob, without_base_values
     from pipeline.serving.tuning.sweep import Design, Objective, Sweep, grid_size
     from pipeline.stages.tuning import open_subject
@@ -117,10 +120,12 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
         tunableop=tunableop,
     )
     subject = opened.subject
-    if tunableop and subject.kind != "rocm":
+    if subject.kind != "rocm" and (tunableop or given["aiter"]):
         raise UserError(
-            "--tunableop: TunableOp chooses among rocBLAS's and hipBLASLt's kernels; elsewhere there is nothing to tune"
+            "--tunableop, --aiter: they choose among rocBLAS's, hipBLASLt's and AITER's kernels; elsewhere there is "
+            "nothing to tune"
         )
+    products = gemms(opened.facts, opened.arch, subject.plan(BASE)) if given["aiter"] else None
     axes = given_axes(knobs, version=subject.vllm.version) if knobs else opened.default_axes()
     axes = without_base_values(axes, subject.plan(BASE), lambda knob: table()[knob].default)
     if tunableop:
@@ -135,8 +140,8 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
         )
     folder = given["out"] or Path("tuning") / subject.name
     if dry_run:
-        return _show(sweep, folder, as_json=as_json)
-    again = {"existing": dict(opened.existing), "redo": given["redo"]}
+        return _show(sweep, folder, as_json=as_json, products=products)
+    again = {"existing": dict(opened.existing), "redo": given["redo"], "products": products}
     found, page = measure(sweep, store, limit, reporter, folder, tunableop=tunableop, **again)
     if as_json:
         emit({**found, "page": str(page.absolute())})
@@ -177,7 +182,7 @@ def _print(report: Report) -> None:
         click.echo(f"not tried: {'; '.join(report['not_tried'])}")
 
 
-def _show(sweep: Sweep, out: Path, *, as_json: bool) -> int:
+def _show(sweep: Sweep, out: Path, *, as_json: bool, products: Gemms | None) -> int:
     from pipeline.serving.tuning.space import BASE, TUNABLEOP, label, with_tunableop
     from pipeline.serving.tuning.sweep import planned
     from pipeline.serving.tuning.trials import FOLDER
@@ -187,6 +192,9 @@ def _show(sweep: Sweep, out: Path, *, as_json: bool) -> int:
     if any(axis.knob == TUNABLEOP for axis in sweep.design.axes):
         search = with_tunableop(sweep.subject.plan(BASE), kernels, search=True)
         rows.append({"label": "TunableOp searches", "run": 0, "env": dict(search.env), "argv": list(search.argv)})
+    if products is not None:
+        name = f"AITER tunes {len(products.lines) - 1} products, which are tried too"
+        rows.append({"label": name, "run": 0, "products": list(products.lines)})
     for trial in planned(sweep.design):
         row: dict[str, object] = {"label": label(trial.point), "run": trial.run}
         try:

@@ -22,6 +22,7 @@ from pipeline.recipe.schema import Serve
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.tuning.aiter import Gemms, tune_gemms
 from pipeline.serving.tuning.report import Report, report, write
 from pipeline.serving.tuning.space import (
     BASE,
@@ -57,6 +58,7 @@ def tune(
     *,
     existing: dict[str, Any],
     tunableop: bool,
+    products: Gemms | None,
     redo: bool,
 ) -> tuple[Report, Path]:
     """Run a sweep to its end or for so many seconds; write `tuning.json` and `tuning.html` into ``out``.
@@ -71,6 +73,10 @@ def tune(
         budget = Budget(seconds)  # what came before, such as waiting for another sweep, was not measuring
         if tunableop:
             _tuned_first(sweep, store, budget, reporter, out, redo=redo)
+        if products is not None:
+            with suppress(OutOfTimeError):  # the sweep says what it has no time for
+                axis = tune_gemms(products, sweep.subject, store, budget, reporter, out, redo=redo)
+                sweep.design = replace(sweep.design, axes=(axis, *sweep.design.axes))
         # The collector of garbage spares what the newest runs name: these trials too.
         log = RunLog.start(store.root, f"tune {sweep.subject.name}", sweep.id, _entries(sweep, planned(sweep.design)))
         code = 5

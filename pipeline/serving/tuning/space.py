@@ -110,6 +110,8 @@ def change_label(knob: str, value: Value) -> str:
     """One change in words: ``max-num-batched-tokens 16384``, ``no enforce-eager``, ``cudagraph_mode FULL``."""
     if knob == TUNABLEOP:
         return "TunableOp"
+    if knob.startswith("AITER_CONFIG_GEMM_"):  # a path
+        return "AITER's tuned kernels"
     name = knob.removeprefix("--")
     if isinstance(value, bool):
         return name if value else name[3:] if name.startswith("no-") else f"no {name}"

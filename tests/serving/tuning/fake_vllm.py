@@ -48,7 +48,9 @@ def knobs(argv: list[str], env: dict[str, str]) -> dict[str, str]:
 def serve(argv: list[str]) -> int:
     model = Path(argv[0])
     surface = json.loads((model / "surface.json").read_text())
-    given = knobs(argv, {name: value for name, value in os.environ.items() if name.startswith(("OMP", "PYTORCH_T"))})
+    given = knobs(
+        argv, {name: value for name, value in os.environ.items() if name.startswith(("OMP", "PYTORCH_T", "AITER"))}
+    )
     with (model / "starts").open("a") as file:
         file.write(json.dumps(given) + "\n")
     number = len((model / "starts").read_text().splitlines())

@@ -32,6 +32,10 @@ class FakeVllm:
     executable: Path
     version: str = "0.32.0+fake"
 
+    @property
+    def python(self) -> Path:
+        return self.executable.with_name("python")
+
 
 def command_in(folder: Path) -> Path:
     command = folder / "bin" / "vllm"
@@ -85,7 +89,7 @@ def run(folder: Path, sweep: Sweep, *, budget: float | None = None, **more: Any)
     """Sweep to the end; the report."""
     reporter = PlainReporter()
     store = Store(folder / "store", on_warning=reporter.warn)
-    options = {"existing": {}, "tunableop": False, "redo": False} | more
+    options = {"existing": {}, "tunableop": False, "products": None, "redo": False} | more
     return tune(sweep, store, budget, reporter, folder / "out", **options)[0]
 
 
