@@ -14,14 +14,23 @@ CASES: Mapping[str, str] = {
     "fp8_block": "FP8, weights per block of 128 x 128, no calibration",
     "mxfp4": "MXFP4, no calibration",
     "fp8_kv": "FP8 with static scales of inputs and KV cache, calibrated",
+    "mxfp4_gptq": "MXFP4 by GPTQ, calibrated",
 }
-LLM_COMPRESSOR = {"ptpc_fp8": "FP8_DYNAMIC", "fp8_block": "FP8_BLOCK", "mxfp4": "MXFP4", "fp8_kv": "FP8"}
-QUARK = {"ptpc_fp8": "ptpc_fp8", "mxfp4": "mxfp4", "fp8_kv": "fp8"}
+LLM_COMPRESSOR = {
+    "ptpc_fp8": "FP8_DYNAMIC",
+    "fp8_block": "FP8_BLOCK",
+    "mxfp4": "MXFP4",
+    "fp8_kv": "FP8",
+    "mxfp4_gptq": "MXFP4",
+}
+QUARK = {"ptpc_fp8": "ptpc_fp8", "mxfp4": "mxfp4", "fp8_kv": "fp8", "mxfp4_gptq": "mxfp4"}
+CALIBRATED = ("fp8_kv", "mxfp4_gptq")
 FIRST = "quantmint-first"
 OURS: Mapping[str, str] = {
     "quantmint": "quantmint quantize",
     FIRST: "the same, of a model not seen before",
     "quantmint-unproven": "the same with --no-inspect",
+    "quantmint-plain": "the same with neither compensation nor scaling",
 }
 PEERS: Mapping[str, str] = {"llm-compressor": "llmcompressor", "quark": "quark.torch"}
 """The other libraries, and what each imports."""
@@ -48,21 +57,21 @@ class Task:
 
     @property
     def calibrated(self) -> bool:
-        return self.case == "fp8_kv"
+        return self.case in CALIBRATED
 
 
 def title(contender: str, case: str) -> str:
     """A contender in the words of tables, with the entry and the scheme where it is a library."""
     if contender == "llm-compressor":
-        return f"llm-compressor: {'oneshot' if case == 'fp8_kv' else 'model_free_ptq'} {LLM_COMPRESSOR[case]}"
+        return f"llm-compressor: {'oneshot' if case in CALIBRATED else 'model_free_ptq'} {LLM_COMPRESSOR[case]}"
     if contender == "quark":
-        return f"quark: {'in memory' if case == 'fp8_kv' else 'file to file'} {QUARK[case]}"
+        return f"quark: {'in memory' if case in CALIBRATED else 'file to file'} {QUARK[case]}"
     return {**OURS, **BASELINES}[contender]
 
 
 def takes_part(contender: str, case: str) -> bool:
     """Whether a contender has a way to make a case."""
-    return contender != "quark" or case in QUARK
+    return (contender != "quark" or case in QUARK) and (contender != "quantmint-plain" or case == "mxfp4_gptq")
 
 
 def absent(contender: str) -> bool:
@@ -87,16 +96,22 @@ def command(contender: str, task: Task, source: Path, destination: Path) -> list
         case _:
             return [python, "-m", "pipeline", "quantize", *folders, *_options(contender, task)]
     text = str(task.words) if task.calibrated else None
-    order = {"scheme": scheme, "device": task.device, "text": text, "batch": _BATCH, "kv_cache": task.calibrated}
+    algorithm = "gptq" if task.case == "mxfp4_gptq" else None
+    order = {"scheme": scheme, "algorithm": algorithm, "device": task.device, "text": text, "batch": _BATCH}
+    order["kv_cache"] = task.case == "fp8_kv"
     return [python, str(_PEERS), name, json.dumps(order), *folders]
 
 
 def _options(contender: str, task: Task) -> list[str]:
-    options = ["--scheme", "fp8" if task.calibrated else task.case, "--device", task.device, "--json"]
+    scheme = {"fp8_kv": "fp8", "mxfp4_gptq": "mxfp4"}.get(task.case, task.case)
+    options = ["--scheme", scheme, "--device", task.device, "--json"]
     if contender == "quantmint-unproven":
         options.append("--no-inspect")
     if task.calibrated:
-        options += ["--kv-cache", "fp8", "--calibration", str(task.words.with_suffix(".yaml")), "--no-packing"]
+        options += ["--kv-cache", "fp8"] if task.case == "fp8_kv" else ["--algorithm", "gptq"]
+        options += ["--calibration", str(task.words.with_suffix(".yaml")), "--no-packing"]
         options += ["--samples", str(task.samples), "--sequence-length", str(task.length)]
         options += ["--batch-size", str(_BATCH)]
+    if contender == "quantmint-plain":
+        options += ["--parameter", "compensation=0", "--parameter", "scaling=false"]
     return options

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tests.bench.contenders import CASES, FIRST
+from tests.bench.contenders import CALIBRATED, CASES, FIRST
 
 GOALS = Path(__file__).with_name("goals.yaml")
 PARTS = ("start", "calibrate", "work", "flush", "proof")
@@ -155,7 +155,7 @@ def table(result: Mapping[str, Any]) -> str:
     )
     lines.append(_rate(result))
     for case, those in found.items():
-        calibrated = f", {result['samples']} x {result['length']} tokens" if case == "fp8_kv" else ""
+        calibrated = f", {result['samples']} x {result['length']} tokens" if case in CALIBRATED else ""
         lines += ["", f"### {case}: {CASES[case]}{calibrated}" if case else "### to compare with"]
         lines += ["", *_grid([_cells(row, those) for row in those.values() if measured(row)])]
         told = [f"{row['title']}: {row['why_not'][:100]}" for row in those.values() if not measured(row)]
