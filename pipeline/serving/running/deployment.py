@@ -60,8 +60,6 @@ class Member:
 class Deployment:
     """Servers that answer. ``members`` are all processes behind them, in the order of their start."""
 
-    poll_s = _POLL_S
-
     def __init__(self, servers: Sequence[Server], members: Sequence[Member]) -> None:
         self.servers = tuple(servers)
         self.members = tuple(members)
@@ -75,7 +73,7 @@ class Deployment:
         """Block until a process ends, which is a `ServingError`; an interrupt passes through."""
         while True:
             self.check()
-            time.sleep(self.poll_s)
+            time.sleep(_POLL_S)
 
 
 def on_node(plan: LaunchPlan, processes: Sequence[Process], rank: int) -> list[Process]:
