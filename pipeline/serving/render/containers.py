@@ -4,11 +4,9 @@ In a compose file of several nodes every service has a profile: ``docker compose
 second node runs. The network is that of the host, so that the server can listen on the loopback interface like one
 without a container. Devices are all passed and selected by CUDA_VISIBLE_DEVICES: a number means the same inside.
 
-Kubernetes gets a Deployment of replicas, or a LeaderWorkerSet for a server on several nodes. The device plugin numbers
-GPUs from 0, so no process selects its own. A pod has its own network: the server listens on all of its interfaces,
-behind a Service that only the cluster reaches. No variables of Services are injected: one that is called `vllm` would
-set VLLM_PORT. A LeaderWorkerSet (https://lws.sigs.k8s.io) tells all its pods the leader's address; their own comes
-from the pod.
+Kubernetes gets a Deployment of replicas. The device plugin numbers GPUs from 0, so no process selects its own. A pod
+has its own network: the server listens on all of its interfaces, behind a Service that only the cluster reaches. No
+variables of Services are injected: one that is called `vllm` would set VLLM_PORT.
 """
 
 from __future__ import annotations
@@ -16,14 +14,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
 from pipeline.base.errors import UserError
-from pipeline.serving.plan import PORT, LaunchPlan, Process, processes
+from pipeline.serving.plan import PORT, LaunchPlan, Process
 from pipeline.serving.render.invocation import LOOPBACK, accelerator, arguments, comments, dump, image_of
 
 _COMPOSED = {
@@ -181,7 +176,6 @@ _ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, which nothing outside the clus
 SHARED_VOLUME = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
 SHARED_MOUNT = {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108
 """What processes of one server share is more than a container's 64 MiB."""
-_LEADER, _RANK = "$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)"
 RESOURCES = {"rocm": "amd.com/gpu", "cuda": "nvidia.com/gpu"}
 """What the vendors' device plugins call a GPU."""
 _ASK = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "timeoutSeconds": 5}
@@ -196,69 +190,40 @@ def manifests(plan: LaunchPlan, *, image: str | None = None, claim: str | None =
     """The YAML documents, with the warnings of the plan as comments at their top.
 
     The model comes from the nodes' own disks, or with ``claim`` from a PersistentVolumeClaim of that name whose root
-    is the model's folder. UserError for servers that share one GPU, which device plugins do not hand out.
+    is the model's folder. UserError for servers that share one GPU, which device plugins do not hand out, and for one
+    that several nodes share.
     """
     if plan.layout.packed > 1:
         raise UserError(
             f"{plan.layout.packed} servers on one GPU: Kubernetes gives a GPU to one container",
             hint="Plan with --pack 1, or use --compose.",
         )
-    name = object_name("serve-", plan.served_model_name.rstrip("/").rpartition("/")[2])
-    labels, nodes = {"app.kubernetes.io/name": name}, plan.layout.nodes
-    pod = partial(_pod, plan, labels, image, claim)
-    leader, *others = processes(plan, host_ips=[_LEADER] * nodes)
-    spec: dict[str, Any] = {"replicas": plan.layout.replicas}
-    if nodes == 1:
-        api, kind, note, role = "apps/v1", "Deployment", "", {}
-        # No GPU is free for a second pod beside the one that it replaces.
-        spec["strategy"] = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
-        spec |= {"selector": {"matchLabels": labels}, "template": pod(leader, {})}
-    else:
-        api, kind, role = "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", {"role": "leader"}
-        note = "# RDMA: add the resource of your cluster's device plugin to both templates, such as rdma/hca: 1\n"
-        spec["leaderWorkerTemplate"] = {
-            "size": nodes,
-            "restartPolicy": "RecreateGroupOnPodRestart",
-            "leaderTemplate": pod(leader, role),
-            "workerTemplate": pod(_worker(others), {"role": "worker"}),
-        }
-    service = {
-        "selector": {**labels, **role},
-        "ports": [{"name": "http", "port": PORT, "targetPort": "http"}],
-    }
-    documents = [
-        {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
-        for api, kind, spec in ((api, kind, spec), ("v1", "Service", service))
-    ]
-    return comments(plan) + note + dump(*documents)
-
-
-def _worker(workers: Sequence[Process]) -> Process:
-    """What all of them run: the cluster tells each pod which of them it is."""
-    commands = {
-        tuple(_RANK if before == "--node-rank" else word for before, word in pairwise(("", *worker.argv)))
-        for worker in workers
-    }
-    if len(commands) != 1:
+    if plan.layout.nodes > 1:
         raise UserError(
-            f"the {len(workers)} worker nodes run different commands, and a LeaderWorkerSet has one template for them",
+            f"the plan has one server on {plan.layout.nodes} nodes, and a pod is on one",
             hint="Use --shell or --compose, which have a section for each node.",
         )
-    return replace(workers[0], argv=commands.pop())
+    name = object_name("serve-", plan.served_model_name.rstrip("/").rpartition("/")[2])
+    labels = {"app.kubernetes.io/name": name}
+    spec = {
+        "replicas": plan.layout.replicas,
+        # No GPU is free for a second pod beside the one that it replaces.
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+        "selector": {"matchLabels": labels},
+        "template": _pod(plan, labels, image, claim),
+    }
+    service = {"selector": labels, "ports": [{"name": "http", "port": PORT, "targetPort": "http"}]}
+    documents = [
+        {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
+        for api, kind, spec in (("apps/v1", "Deployment", spec), ("v1", "Service", service))
+    ]
+    return comments(plan) + dump(*documents)
 
 
-def _pod(
-    plan: LaunchPlan,
-    labels: Mapping[str, str],
-    image: str | None,
-    claim: str | None,
-    process: Process,
-    role: Mapping[str, str],
-) -> dict[str, Any]:
-    kind, nodes = accelerator(plan).kind, plan.layout.nodes
-    program, *rest = arguments(process, host=_ANYWHERE)
+def _pod(plan: LaunchPlan, labels: Mapping[str, str], image: str | None, claim: str | None) -> dict[str, Any]:
+    kind = accelerator(plan).kind
+    program, *rest = arguments(Process(0, "server", 0, (), PORT, {}, plan.argv), host=_ANYWHERE)
     capabilities = [value for option, value in options(plan) if option == "--cap-add"]
-    own = {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     volumes: list[dict[str, Any]] = [SHARED_VOLUME]
     mounts: list[dict[str, Any]] = [SHARED_MOUNT]
     for number, path in enumerate(mounted(plan)):
@@ -271,20 +236,20 @@ def _pod(
         "image": image_of(plan, image),
         "command": [program],
         "args": rest,
-        "env": [*([own] if nodes > 1 else []), *plain_variables(plan.env)],
+        "env": plain_variables(plan.env),
         "volumeMounts": mounts,
+        "ports": [{"name": "http", "containerPort": PORT}],
+        **_PROBES,
     }
     if kind != "cpu":
-        count = {RESOURCES[kind]: str(plan.layout.gpus // nodes)}
+        count = {RESOURCES[kind]: str(plan.layout.gpus)}
         container["resources"] = {"requests": count, "limits": dict(count)}
     if capabilities:
         container["securityContext"] = {"capabilities": {"add": capabilities}}
     if ("--security-opt", "seccomp=unconfined") in options(plan):
         container.setdefault("securityContext", {})["seccompProfile"] = {"type": "Unconfined"}
-    if process.port is not None:
-        container |= {"ports": [{"name": "http", "containerPort": PORT}], **_PROBES}
     return {
-        "metadata": {"labels": {**labels, **role}},
+        "metadata": {"labels": labels},
         "spec": {
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,

@@ -112,12 +112,6 @@ def headless() -> tuple[LaunchPlan, tuple[Process, ...]]:
 
 
 @pytest.fixture
-def spanning() -> LaunchPlan:
-    """A server over three nodes, as the planner leaves it."""
-    return _plan("mi300x:8x3", Layout(tensor=8, pipeline=3, nodes=3), docker=INSTINCT + RDMA)
-
-
-@pytest.fixture
 def on_cpu() -> tuple[LaunchPlan, tuple[Process, ...]]:
     """The CPU has none of it."""
     plan = _plan("cpu:1", Layout(), version="0.32.0+cpu", docker=(), image=None)

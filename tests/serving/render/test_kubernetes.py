@@ -115,41 +115,12 @@ def test_the_model_comes_from_a_claim(one: Launch) -> None:
     assert "/models/draft $1" in [volume.get("hostPath", {}).get("path") for volume in volumes]
 
 
-def test_a_group_of_pods(spanning: LaunchPlan) -> None:
-    group, service = documents(manifests(spanning))
-    assert (group["apiVersion"], group["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
-    inner = group["spec"]["leaderWorkerTemplate"]
-    assert set(group["spec"]) == {"replicas", "leaderWorkerTemplate"}
-    assert set(inner) == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
-    for template in (inner["leaderTemplate"], inner["workerTemplate"]):
-        held_against_the_api(template, "V1PodTemplateSpec")
-    leader, worker = (container(inner[name]) for name in ("leaderTemplate", "workerTemplate"))
-    assert inner["size"] == 3
-    assert leader["resources"]["limits"] == {"amd.com/gpu": "8"}, "of one node"
-    for pod, rank in ((leader, "0"), (worker, "$(LWS_WORKER_INDEX)")):
-        assert pod["args"][pod["args"].index("--node-rank") + 1] == rank
-        assert pod["args"][pod["args"].index("--master-addr") + 1] == "$(LWS_LEADER_ADDRESS)"
-        assert pod["env"][0] == {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-        assert "IPC_LOCK" in pod["securityContext"]["capabilities"]["add"]
-    assert "startupProbe" not in worker
-    assert service["spec"]["selector"]["role"] == "leader"
-    assert service["spec"]["selector"].items() <= inner["leaderTemplate"]["metadata"]["labels"].items()
-
-
-def test_workers_that_are_not_alike_have_no_template(spanning: LaunchPlan) -> None:
-    ranks = Layout(tensor=8, data=3, nodes=3)
-    with pytest.raises(UserError, match="2 worker nodes run different commands"):
-        manifests(replace(spanning, layout=ranks))
-    two = replace(spanning, layout=replace(ranks, data=2, nodes=2))
-    group, _ = documents(manifests(two))
-    worker = container(group["spec"]["leaderWorkerTemplate"]["workerTemplate"])
-    assert worker["args"][worker["args"].index("--data-parallel-start-rank") + 1] == "1"
-
-
 def test_what_kubernetes_does_not_share(one: Launch) -> None:
     plan, _ = one
     with pytest.raises(UserError, match="gives a GPU to one container"):
         manifests(replace(plan, layout=Layout(packed=2)))
+    with pytest.raises(UserError, match="one server on 3 nodes"):
+        manifests(replace(plan, layout=Layout(tensor=8, pipeline=3, nodes=3)))
 
 
 def test_a_cpu_asks_for_no_device(on_cpu: Launch) -> None:
