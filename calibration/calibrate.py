@@ -1,32 +1,40 @@
-"""Ranges of a model of any size, on one device or several.
+"""Ranges of a model of any size, on one device or several, of this machine or of others that see the same files.
 
     outcome = calibrate(folder, batches, Observation(), devices=["cuda:0", "cuda:1"], work=scratch)
     outcome.ranges.save(path)
 
 Layer by layer (`calibration.layers`), or with the whole model loaded (`calibration.ranges`) where its layers cannot be
 run one at a time or the hidden states between them are larger. The same batches give the same ranges to the last bit,
-whichever it is, on however many devices of a kind, and in whatever order.
+whichever it is, on however many devices of a kind, and in whatever order: summaries are joined before anything follows
+from them, by operations that no order can change.
+
+Other machines measure shares of the batches, in any order, again where one was lost. A share that is finished is a file
+with its final name; in layer mode one that was lost goes on at the last layer that was committed.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Protocol
 
+from calibration.activations import digest_of, save_whole, storing
 from calibration.calls import layer_names
+from calibration.errors import CalibrationError
+from calibration.layers import run_layers
 from calibration.lazy import torch
 from calibration.measurement import Measurement
 from calibration.observers import Observation
-from calibration.ranges import Ranges, ranges_of, require_sound
-from calibration.replica import Replica, replica
-from calibration.room import Decision, Mode, decide, free_bytes, host_bytes, measuring, need_of
-from calibration.shares import Order, Places, is_finished, joined, measured, prepared
+from calibration.ranges import Ranges, ranges_of, require_sound, run_resident
+from calibration.replica import Replica, load_resident, replica
+from calibration.room import Decision, Mode, activations_for, decide, free_bytes, host_bytes, measuring, need_of
 
 
 class Watcher(Protocol):
@@ -150,3 +158,151 @@ def _by_shares(elsewhere: Places, order: Order, batches: Sequence[torch.Tensor],
         for share in elsewhere.measure(order, missing):
             advance(share.samples)
     return joined(order, shares)
+
+
+SHARES_A_PLACE = 4
+"""In resident mode, where a process that measures several shares loads the model once: what is lost with a machine is
+an eighth of its work on average. In layer mode every share reads the whole model, so each place has one; a share that
+was lost there goes on at a layer."""
+_BATCHES = "batches.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What every share is measured with; ``folder`` of the model and ``work`` lie where every machine sees them.
+
+    ``threads`` are PyTorch's on a CPU, 0 where GPUs compute: how a product is cut among them may decide its last bit.
+    """
+
+    folder: Path
+    work: Path
+    observation: Observation
+    mode: Literal["resident", "layer"]
+    activation_bytes: int | None
+    trust_remote_code: bool
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The numbers of the batches that are measured together, and how many samples they are."""
+
+    number: int
+    batches: tuple[int, ...]
+    samples: int
+
+
+class Places(Protocol):
+    """Where shares are measured, several at a time. ``device`` is PyTorch's name of what computes there."""
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]: ...  # noqa: D102
+
+    @property
+    def free(self) -> Mapping[str, int]:
+        """Bytes that are free, by the name of each place: a GPU, or a machine that computes on its CPU."""
+
+    def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
+        """Have each measured by `measure_share`, and give it when it is finished."""
+
+
+def split(count: int, places: int, mode: Literal["resident", "layer"]) -> tuple[tuple[int, ...], ...]:
+    """Deal ``count`` batches out to shares; none is empty."""
+    shares = min(count, places * (SHARES_A_PLACE if mode == "resident" else 1))
+    return tuple(tuple(range(turn, count, shares)) for turn in range(shares))
+
+
+def prepared(order: Order, batches: Sequence[torch.Tensor], places: int) -> tuple[Share, ...]:
+    """Write what the machines need. A split that an earlier run of this work began with is kept: so are its shares,
+    where they were computed as these are to be.
+
+    Raises `CalibrationError` where it cannot be written.
+    """
+    from safetensors import safe_open
+
+    identity = digest_of([str(order.folder), asdict(order.observation), order.threads], batches)
+    known, path = {"identity": ""}, order.work / _BATCHES
+    with storing("the shares", order.work):
+        if path.is_file():
+            with safe_open(path, framework="pt") as stored:
+                known = stored.metadata()
+        if known["identity"] != identity:
+            shutil.rmtree(order.work, ignore_errors=True)
+            order.work.mkdir(parents=True)
+            known = {"identity": identity, "shares": json.dumps(split(len(batches), places, order.mode))}
+            tensors = {f"{number}": batch.contiguous().clone() for number, batch in enumerate(batches)}
+            save_whole(path, tensors, known)
+    return tuple(
+        Share(number, tuple(mine), sum(batches[each].shape[0] for each in mine))
+        for number, mine in enumerate(json.loads(known["shares"]))
+    )
+
+
+def is_finished(order: Order, share: Share) -> bool:
+    """Whether a share was measured, by this run or an earlier one.
+
+    The folder is listed: of a name that was asked for in vain, a network filesystem says for a while that there is
+    nothing. Raises `CalibrationError` where it cannot be.
+    """
+    with storing("the shares", order.work):
+        return _final(order, share) in order.work.iterdir()
+
+
+def measure_share(order: Order, share: Share, device: str) -> None:
+    """Measure a share on a device of this machine, and keep what was seen in the order's work folder.
+
+    In resident mode the model stays loaded for the next share. Raises `CalibrationError` as
+    `calibration.calibrate.calibrate` does.
+    """
+    from safetensors import safe_open
+
+    if is_finished(order, share):
+        return
+    own = order.work / f"work-{share.number:05}"
+    with measuring(order.folder), storing("the shares", order.work):
+        with safe_open(order.work / _BATCHES, framework="pt") as stored:
+            batches: list[torch.Tensor] = [stored.get_tensor(f"{number}") for number in share.batches]
+        made = _loaded if order.mode == "resident" else replica
+        one = made(order.folder, device, trust_remote_code=order.trust_remote_code)
+        host = host_bytes(order.activation_bytes)
+        measured(one, batches, order.observation, order.mode, own, host).save(_final(order, share))
+    shutil.rmtree(own, ignore_errors=True)
+
+
+def measured(
+    one: Replica,
+    batches: Sequence[torch.Tensor],
+    observation: Observation,
+    mode: Literal["resident", "layer"],
+    work: Path,
+    host: int,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Measurement:
+    """Measure a model on one device, in resident mode a loaded one, going on with what lies in ``work``.
+
+    In layer mode hidden states lie there too, those that ``host`` bytes of memory do not hold.
+    """
+    if mode == "resident":
+        return run_resident(one, batches, observation, work, advance)
+    activations = activations_for(one.device, need_of(one, batches)[0], host, work)
+    return run_layers(one, batches, observation, activations, advance)
+
+
+def joined(order: Order, shares: Sequence[Share]) -> Measurement:
+    """What the shares saw together. Raises `CalibrationError` where one of them cannot be seen or read."""
+    found = Measurement(order.observation)
+    for share in shares:
+        path = _final(order, share)
+        if not is_finished(order, share):
+            raise CalibrationError(f"{path} was measured elsewhere, and cannot be seen here")
+        found.add(Measurement.load(order.observation, path))
+    return found
+
+
+@lru_cache(maxsize=1)
+def _loaded(folder: Path, device: str, *, trust_remote_code: bool) -> Replica:
+    return load_resident(folder, device, trust_remote_code=trust_remote_code)
+
+
+def _final(order: Order, share: Share) -> Path:
+    return order.work / f"share-{share.number:05}.pt"

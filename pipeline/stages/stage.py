@@ -27,7 +27,7 @@ from pipeline.store.entries import Entry
 from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from calibration.shares import Places
+    from calibration.calibrate import Places
     from pipeline.base.processes import Conversation
     from pipeline.quantize.budget import Point
     from pipeline.quantize.engines.stream.schedule import WriteShards

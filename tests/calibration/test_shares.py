@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from calibration import layers
-from calibration.calibrate import calibrate
+from calibration.calibrate import Order, Share, calibrate, is_finished, joined, measure_share, prepared, split
 from calibration.errors import CalibrationError
 from calibration.layers import Walk
 from calibration.measurement import Measurement
 from calibration.observers import Observation
 from calibration.ranges import run_resident
 from calibration.replica import load_resident
-from calibration.shares import Order, Share, is_finished, joined, measure_share, prepared, split
 
 HERE = {"one": 1 << 40, "another": 1 << 40}
 

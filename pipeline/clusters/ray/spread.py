@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from calibration.shares import Order, Share
+from calibration.calibrate import Order, Share
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
 from pipeline.clusters.ray import tasks
@@ -190,7 +190,7 @@ class RaySpread:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """See `calibration.shares.Places`.
+    """See `calibration.calibrate.Places`.
 
     ``together`` is how many shares a node measures at a time at the most, and ``states`` the bytes of host memory that
     the hidden states of each may take where nobody says.
@@ -204,7 +204,7 @@ class Places:
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """See `calibration.shares.Places`."""
+        """See `calibration.calibrate.Places`."""
         return self.ask.device
 
     def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from calibration.calibrate import Order as ShareOrder
+from calibration.calibrate import Share, measure_share
 from calibration.lazy import torch
 from calibration.room import free_bytes
-from calibration.shares import Order as ShareOrder
-from calibration.shares import Share, measure_share
 from pipeline.base.errors import QuantmintError, StageError, UserError, first_line, last_line
 from pipeline.clusters.ray.nodes import HINT, Ask, Facts, Node, facts_here, forget_secrets, nodes_of, require_versions
 from pipeline.quantize.engines.stream.plan import ShardPlan
@@ -74,7 +74,7 @@ def write_shard(
 
 
 def measure(order: ShareOrder, share: Share, device: str, versions: Mapping[str, str]) -> None:
-    """Measure a share of the calibration batches, see `calibration.shares.measure_share`."""
+    """Measure a share of the calibration batches, see `calibration.calibrate.measure_share`."""
     forget_secrets()
     require_versions(versions)
     if device == "cpu":

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from calibration.calibrate import Order, Share
 from calibration.observers import Observation
-from calibration.shares import Order, Share
 from pipeline.base.errors import StageError, UserError
 from pipeline.clusters.ray import spread, tasks
 from pipeline.clusters.ray.nodes import Ask, Node
