@@ -3,30 +3,118 @@
     text, scores = render(facts), eval_results(facts)
 
 `README.md.j2` is filled with the facts, where every value is escaped unless it is Markdown already, as its type says.
-The front matter is made by the Hub client's own classes."""
+The front matter is made by the Hub client's own classes.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import yaml
 
 from eval.accuracy import Accuracy
 from eval.gate import GateReport
 from eval.report import markdown
+from eval.report.model import Report
 from eval.report.numbers import signed, size, unit_of
 from eval.report.summary import meaning, notes, runtime, tiles
 from pipeline.base.data import beside
 from pipeline.base.schemes import scheme
-from pipeline.publish.card_facts import Base, CardFacts
+from pipeline.publish.licences import Terms
 from pipeline.publish.release import NOTICE, RECIPE
+from pipeline.recipe.schema import Quantization
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The 16-bit model: of the Hub's ``repo`` at a ``commit``, or a folder with a ``digest``; it may read ``pictures``.
+
+    ``metadata`` is the front matter of its own card, as it stands there.
+    """
+
+    name: str
+    repo: str | None = None
+    commit: str | None = None
+    digest: str | None = None
+    architecture: str = ""
+    pictures: bool = False
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """The texts that ranges were measured on: a dataset of the Hub at a revision, or a file by its SHA-256."""
+
+    name: str
+    samples: int
+    sequence_length: int
+    dataset: str | None = None
+    revision: str | None = None
+    sha256: str | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """How the checkpoint was made: as the recipe's ``section`` asks.
+
+    ``schemes`` counts quantized modules by scheme, the recipe's own first. ``kept`` are all modules that stay in 16
+    bit, as the checkpoint declares them, with N for the number of a layer or an expert.
+    """
+
+    section: Quantization
+    schemes: Mapping[str, int] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    calibration: Calibrated | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How one kind of hardware serves it: a command, or a ``refusal``. ``servers`` such commands fill the target."""
+
+    title: str
+    target: str
+    command: str = ""
+    layout: str = ""
+    servers: int = 1
+    vllm: str = ""
+    image: str | None = None
+    cautions: tuple[str, ...] = ()
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CardFacts:
+    """The facts of one checkpoint.
+
+    ``name`` is the recipe's, ``repo`` the Hub's name of where it goes (None: it goes elsewhere). ``artefact`` is the
+    digest of the checkpoint that the gate judged, ``judged`` the ISO 8601 time at which it did. ``report`` is the
+    content of report.json. ``signed`` says how it is signed: by a key, by an identity (keyless), or not.
+    """
+
+    name: str
+    repo: str | None
+    artefact: str
+    judged: str
+    base: Base
+    made: Made
+    terms: Terms
+    launches: tuple[Launch, ...]
+    report: Report
+    signed: Literal["key", "keyless"] | None = None
+
+    @property
+    def title(self) -> str:
+        """What the checkpoint is called: by its repository, else by its recipe."""
+        return self.repo.rpartition("/")[2] if self.repo else self.name
 
 
 _FEW: Final = 12

@@ -32,13 +32,13 @@ from pipeline.stages.serve import (
     SIDES,
     ServeStage,
     faults,
+    held_to,
     image_settings,
     launch_plan,
     model_key,
     vllm_device,
     vllm_version,
 )
-from pipeline.stages.servers import held_to
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.gc import list_runs

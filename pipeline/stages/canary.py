@@ -19,8 +19,7 @@ from eval.verdict import Verdict
 from pipeline.base.errors import InvalidMeasurementError, RefusalError
 from pipeline.base.machine import versions
 from pipeline.serving.running.server import Server
-from pipeline.stages.serve import launch_plan, model_key, runtime_tools
-from pipeline.stages.servers import ReferenceServer
+from pipeline.stages.serve import ReferenceServer, launch_plan, model_key, runtime_tools
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
 from pipeline.store.disk import sha256_of

@@ -16,7 +16,7 @@ from calibration.batches import hub_errors
 from eval.report.model import DATA, Report
 from eval.workloads import Workload
 from pipeline.base.errors import UserError
-from pipeline.publish.card_facts import Base, Calibrated, CardFacts, Launch, Made
+from pipeline.publish.card import Base, Calibrated, CardFacts, Launch, Made
 from pipeline.publish.licences import TEXTS, terms
 from pipeline.publish.release import CARD
 from pipeline.quantize.formats.checkpoint import read_json

@@ -29,8 +29,7 @@ from pipeline.base.machine import versions
 from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.stages import lm_eval
 from pipeline.stages.lm_eval import Harness, open_harness
-from pipeline.stages.serve import SERVER_LOG, faults, launch_plan, model_key, runtime_tools
-from pipeline.stages.servers import keep_log
+from pipeline.stages.serve import SERVER_LOG, faults, keep_log, launch_plan, model_key, runtime_tools
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, SideStage, Stage, write_json
 from pipeline.store.toolchain import ENVIRONMENT, environment_here

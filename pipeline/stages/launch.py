@@ -50,8 +50,7 @@ from pipeline.serving.running.launchers import DockerLauncher, LocalLauncher
 from pipeline.serving.running.server import Server
 from pipeline.stages.planning import build_plan, find_entry
 from pipeline.stages.search import stand_in
-from pipeline.stages.serve import facts_made
-from pipeline.stages.servers import held_to
+from pipeline.stages.serve import facts_made, held_to
 from pipeline.stages.session import open_setting, recipe_named
 from pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
 from pipeline.stages.stage import Setting, SourceIdentity

@@ -21,7 +21,7 @@ from pipeline.base.errors import QuantmintError, StageError
 from pipeline.base.processes import Conversation
 from pipeline.base.transience import says_transient
 from pipeline.serving.running.server import Server
-from pipeline.stages.servers import ReferenceServer
+from pipeline.stages.serve import ReferenceServer
 from pipeline.stages.stage import Job, Setting
 from pipeline.store.disk import sha256_of
 

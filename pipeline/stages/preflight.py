@@ -31,8 +31,7 @@ from pipeline.stages.calibrate import pinned_set, read_tokens
 from pipeline.stages.package import require_signer
 from pipeline.stages.planning import foreseen, missing_stages
 from pipeline.stages.publish import require_admission
-from pipeline.stages.serve import launch_plan
-from pipeline.stages.servers import over_nodes
+from pipeline.stages.serve import launch_plan, over_nodes
 from pipeline.stages.source import config_folder
 from pipeline.stages.stage import Planned, Setting
 from pipeline.store.disk import free_bytes

@@ -22,8 +22,7 @@ from pipeline.base.progress import Reporter
 from pipeline.base.transience import is_transient
 from pipeline.stages.planning import after_stop, find_entry, stopped_by
 from pipeline.stages.quantize import INSPECTION, reasons_of
-from pipeline.stages.serve import ServeStage, launch_plan
-from pipeline.stages.servers import Servers
+from pipeline.stages.serve import Servers, ServeStage, launch_plan
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Planned, Setting
 from pipeline.store.entries import Entry

@@ -38,7 +38,7 @@ from pipeline.serving.host.detect import device_here
 from pipeline.stages.bench import LAUNCH, Turn, discarded_launch, make_launch
 from pipeline.stages.planning import build_plan
 from pipeline.stages.runner import run_plan
-from pipeline.stages.servers import Servers
+from pipeline.stages.serve import Servers
 from pipeline.stages.session import open_setting
 from pipeline.stages.stage import Job, Planned, Setting
 from pipeline.store.tree import Store

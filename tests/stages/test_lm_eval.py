@@ -118,7 +118,7 @@ def world(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
         with Completions() as baseline, Completions(worse=worse) as candidate:
             servers = {"baseline": baseline, "candidate": candidate}
             monkeypatch.setattr(
-                "pipeline.stages.servers.Servers.get",
+                "pipeline.stages.serve.Servers.get",
                 lambda self, side, plan: Server(side, servers[side].base_url, log, 1.0),
             )
             yield World(orchestra, servers)
@@ -339,7 +339,7 @@ def test_only_what_is_on_the_hub_gets_its_token(
         raise StageError("heard enough")
         yield
 
-    monkeypatch.setattr("pipeline.stages.servers.conversation", listen)
+    monkeypatch.setattr("pipeline.stages.serve.conversation", listen)
     with world(replace(FACTS, task=task)) as w, pytest.raises(StageError, match="heard enough"):
         w.run(BASELINE)
     assert given["secrets"] == tokens

@@ -192,7 +192,7 @@ class FakeLauncher:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     FakeLauncher.running = []
-    monkeypatch.setattr("pipeline.stages.servers.LocalLauncher", FakeLauncher)
+    monkeypatch.setattr("pipeline.stages.serve.LocalLauncher", FakeLauncher)
     return FakeLauncher.running
 
 

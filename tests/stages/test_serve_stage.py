@@ -20,8 +20,7 @@ from pipeline.serving.running.log import scan_log
 from pipeline.serving.running.server import Server
 from pipeline.stages.planning import build_plan
 from pipeline.stages.runner import _Run
-from pipeline.stages.serve import SIDES, ServeStage, launch_plan, runtime_of
-from pipeline.stages.servers import ReferenceServer, Servers
+from pipeline.stages.serve import SIDES, ReferenceServer, Servers, ServeStage, launch_plan, runtime_of
 from pipeline.stages.session import open_setting
 from pipeline.stages.stage import Setting
 from pipeline.store.tree import Store
@@ -63,7 +62,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         events.append(f"stop {argv[3]} {which}")
 
     monkeypatch.setattr("pipeline.serving.running.launchers.LocalLauncher.starting", starting)
-    monkeypatch.setattr("pipeline.stages.servers.conversation", talking)
+    monkeypatch.setattr("pipeline.stages.serve.conversation", talking)
     return events
 
 
@@ -89,7 +88,7 @@ def test_both_sides_are_there_where_a_cpu_has_room_for_them(
     free: int,
     together: bool,
 ) -> None:
-    monkeypatch.setattr("pipeline.stages.servers.free_bytes", lambda device: free << 30)
+    monkeypatch.setattr("pipeline.stages.serve.free_bytes", lambda device: free << 30)
     target = setting.recipe.target.model_copy(update={"hardware": hardware})
     loaded = replace(setting.loaded, recipe=setting.recipe.model_copy(update={"target": target}))
     setting = replace(setting, loaded=loaded)

@@ -21,8 +21,7 @@ from pipeline.base.processes import OFFLINE, Child, child_environment
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.containers import docker_run
 from pipeline.serving.render.invocation import image_of
-from pipeline.serving.running.deployment import Deployment, Say, on_node, require_model, starting
-from pipeline.serving.running.server import HOST, Server
+from pipeline.serving.running.server import HOST, Deployment, Say, Server, on_node, require_model, starting
 
 
 @dataclass(frozen=True, kw_only=True)

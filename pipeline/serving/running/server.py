@@ -1,19 +1,28 @@
-"""A running vLLM server, as seen over HTTP.
+"""Processes of a launch, from their start to the moment when one of them ends: the others end with it; and a running
+vLLM server, as seen over HTTP.
 
-Plain `http.client`: a proxy that the environment names must not see, or answer, what we ask our own machine.
+Common to every launcher that starts something. A server counts as ready when it answers for the plan's own model: one
+that took the port first would serve another. Ports are those of the loopback interface. Plain `http.client`: a proxy
+that the environment names must not see, or answer, what we ask our own machine.
 """
 
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipeline.base.errors import RefusalError, ServingError
-from pipeline.serving.running.log import LogScan, scan_log
+from pipeline.base.errors import RefusalError, ServingError, UserError
+from pipeline.base.processes import Child, stop
+from pipeline.serving.plan import LaunchPlan, Process, waves
+from pipeline.serving.running.log import LogScan, diagnose, last_lines, scan_log
 
 HOST = "127.0.0.1"
 _SHOWN = 300  # characters of a refusal that an error quotes
@@ -72,3 +81,219 @@ def fetch(base_url: str, path: str, *, timeout: float, body: Mapping[str, object
         return response.status, response.read().decode("utf-8", errors="replace")
     finally:
         connection.close()
+
+
+Say = Callable[[str], None]
+Start = Callable[[Process, int | None], Child]
+"""Starts one process of a launch; the port is None where nothing is served."""
+
+BALANCER = (
+    "nothing spreads requests over the replicas yet: put a balancer before them (nginx, as --external-lb --compose"
+    " writes it, or a Kubernetes Service)"
+)
+"""What to say of several servers."""
+_POLL_S = 0.1
+_HEARTBEAT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process that runs; ``title`` is what messages call it."""
+
+    title: str
+    child: Child
+    port: int | None = None
+
+    def check(self, when: str = "while it was in use") -> None:
+        """Raise `ServingError`, with the cause that its log names, when it has ended although nobody asked it to."""
+        if self.child.exit_code is None:
+            return
+        found = diagnose(self.child.log())
+        if found.name == "port" and self.port is not None:
+            raise taken(self.port)
+        hint = f"its log: {self.child.log_path}"
+        raise ServingError(
+            f"{self.title} ended with code {self.child.exit_code} {when}: {found.message}",
+            hint=hint if found.fix is None else f"{found.fix}; {hint}",
+        )
+
+
+class Deployment:
+    """Servers that answer. ``members`` are all processes behind them, in the order of their start."""
+
+    def __init__(self, servers: Sequence[Server], members: Sequence[Member]) -> None:
+        self.servers = tuple(servers)
+        self.members = tuple(members)
+
+    def check(self) -> None:
+        """Raise `ServingError` when a process has ended."""
+        for member in self.members:
+            member.check()
+
+    def watch(self) -> None:
+        """Block until a process ends, which is a `ServingError`; an interrupt passes through."""
+        while True:
+            self.check()
+            time.sleep(_POLL_S)
+
+
+def on_node(plan: LaunchPlan, processes: Sequence[Process], rank: int) -> list[Process]:
+    """The processes of one node. UserError where it has none, where no model is here, and for nodes that all reach."""
+    require_model(plan)
+    for process in processes:
+        _require_private(process)
+    here = [process for process in processes if process.node == rank]
+    if not here:
+        raise UserError(f"this launch has nothing to run on node {rank}")
+    return here
+
+
+def require_model(plan: LaunchPlan) -> None:
+    """Raise UserError where the checkpoint's folder is not here."""
+    if not Path(plan.model).is_dir():
+        raise UserError(f"{plan.model} is not a folder with a model")
+
+
+def _require_private(process: Process) -> None:
+    """UserError for a node on the open internet: the ranks of a launch run what anybody sends them there."""
+    address = process.env.get("VLLM_HOST_IP", "")
+    try:
+        public = ipaddress.ip_address(address).is_global
+    except ValueError:
+        return  # none, or a name: nobody can tell
+    if public:
+        raise UserError(
+            f"{address} is an address of the open internet, and vLLM's ranks ask nobody for a password",
+            hint="Name the addresses of a private network.",
+        )
+
+
+@contextmanager
+def starting(
+    plan: LaunchPlan, processes: Sequence[Process], start: Start, *, startup_timeout: float, say: Say
+) -> Iterator[Callable[[], Deployment]]:
+    """Start every process, and stop them all when the block ends; what it is given, once, waits until each answers.
+
+    Servers that share an accelerator start one after the other, so all but the first of them in that waiting. A server
+    without a port gets a free one. Raises `ServingError` where one ends or does not answer within
+    ``startup_timeout`` seconds, `UserError` where a port is not free.
+    """
+    members: list[Member] = []
+    try:
+        with ExitStack() as ports:
+            held = [
+                replace(process, port=ports.enter_context(reserved(process.port)) if process.role == "server" else None)
+                for process in processes
+            ]
+            first, *later = waves(plan, held)
+
+            def begin(wave: Sequence[Process]) -> float:
+                began = time.monotonic()
+                members.extend(Member(_title(one, held), start(one, one.port), one.port) for one in wave)
+                return began
+
+            began = begin(first)
+
+            def ready() -> Deployment:
+                servers = _ready(plan, members, [], began, startup_timeout, say)
+                for wave in later:
+                    servers = _ready(plan, members, servers, begin(wave), startup_timeout, say)
+                ports.close()
+                if len(servers) > 1:
+                    say(BALANCER)
+                return Deployment(servers, members)
+
+            yield ready
+    finally:
+        stop(member.child for member in members)
+
+
+@contextmanager
+def reserved(port: int | None) -> Iterator[int]:
+    """A port that the kernel gives to nobody else during the block: the one asked for, or any that is free.
+
+    Bound but not listening, with SO_REUSEADDR: that keeps it from being handed out, and lets a server that sets the
+    same option, as vLLM does, listen on it. UserError where the port that was asked for is not free.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind((HOST, port or 0))
+        except PermissionError as error:
+            hint = "Choose one above 1023 with --port."
+            raise UserError(f"port {port} needs more rights than this user has", hint=hint) from error
+        except OSError as error:
+            assert port is not None  # noqa: S101 - the kernel has free ports
+            raise taken(port) from error
+        yield held.getsockname()[1]
+
+
+def taken(port: int) -> UserError:
+    """What to say of a port that another process listens on."""
+    hint = f"`ss -ltnp 'sport = :{port}'` says by whom: end that process, or choose another port with --port."
+    return UserError(f"port {port} is held", hint=hint)
+
+
+def _ready(
+    plan: LaunchPlan, members: Sequence[Member], before: Sequence[Server], began: float, timeout: float, say: Say
+) -> list[Server]:
+    """Servers ``before``, which answer already, and after them those of the other members once they do."""
+    waiting = [member for member in members if member.port is not None][len(before) :]
+    several = plan.layout.packed > 1 or len(waiting) > 1
+    ready: dict[int, Server] = {}
+    told = began
+    while waiting:
+        for member in members:
+            member.check("before it answered")
+        for member in [member for member in waiting if _healthy(plan, member)]:
+            waiting.remove(member)
+            assert member.port is not None  # noqa: S101 - only such wait
+            server = Server(
+                plan.served_model_name,
+                f"http://{HOST}:{member.port}",
+                member.child.log_path,
+                time.monotonic() - began,
+                pid=member.child.supervisor_pid,
+            )
+            ready[member.port] = server
+            if several:
+                say(f"{member.title} is ready after {server.started_seconds:.0f} s at {server.base_url}")
+        if waiting and time.monotonic() - began > timeout:
+            late = waiting[0]
+            words = diagnose(late.child.log()).message
+            raise ServingError(
+                f"{late.title} did not answer within {timeout:g} s; its last words: {words}",
+                hint=f"its log: {late.child.log_path}",
+            )
+        if waiting and time.monotonic() - told >= _HEARTBEAT_S:
+            told = time.monotonic()
+            words = last_lines(waiting[0].child.log(4096), 1)
+            say(f"{waiting[0].title} is still starting after {told - began:.0f} s; its last words: {words}")
+        if waiting:
+            time.sleep(_POLL_S)
+    return [*before, *(ready[member.port] for member in members if member.port in ready)]
+
+
+def _healthy(plan: LaunchPlan, member: Member) -> bool:
+    address = f"http://{HOST}:{member.port}"
+    try:
+        status, _ = fetch(address, "/health", timeout=5)
+        if status != 200:
+            return False
+        status, body = fetch(address, "/v1/models", timeout=5)
+        models = {model["id"]: model.get("root") for model in json.loads(body)["data"]}
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return False
+    name = plan.served_model_name
+    if status != 200 or name not in models or models[name] not in {None, plan.model}:
+        raise taken(member.port or 0)
+    return True
+
+
+def _title(process: Process, processes: Sequence[Process]) -> str:
+    """Just what it is where there is one process, else which of them."""
+    if len(processes) == 1:
+        return "vLLM"
+    if process.role == "server":
+        return f"replica {process.replica}" if sum(other.role == "server" for other in processes) > 1 else "the server"
+    return "the headless engine"

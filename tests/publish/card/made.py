@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import workloads
-from pipeline.publish.card_facts import Base, Calibrated, CardFacts, Made
+from pipeline.publish.card import Base, Calibrated, CardFacts, Made
 from pipeline.publish.licences import terms
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import Licence

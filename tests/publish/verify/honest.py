@@ -18,10 +18,9 @@ from eval.report import page as report_files
 from eval.report.model import DATA, Report
 from pipeline import __version__
 from pipeline.base.canonical import fingerprint
-from pipeline.publish import card_facts
+from pipeline.publish import card
 from pipeline.publish import manifest as manifests
-from pipeline.publish.card import render
-from pipeline.publish.card_facts import CardFacts
+from pipeline.publish.card import CardFacts, render
 from pipeline.publish.licences import terms
 from pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
 from pipeline.publish.provenance import encode, sbom, statement
@@ -134,8 +133,8 @@ def _facts(folder: Path, manifest: Manifest) -> CardFacts:
     """What the card is written from."""
     return CardFacts(
         name="llama-ptpc", repo="my-org/llama-ptpc", artefact=manifest.artefact, judged=manifest.created,
-        base=card_facts.Base("org/llama", "org/llama", "c0" * 20, architecture="LlamaForCausalLM"),
-        made=card_facts.Made(
+        base=card.Base("org/llama", "org/llama", "c0" * 20, architecture="LlamaForCausalLM"),
+        made=card.Made(
             Recipe.model_validate(dict(manifest.recipe)).quantization, schemes={"ptpc_fp8": 14},
         ),
         terms=terms({"license": "apache-2.0"}, ()), launches=(),
