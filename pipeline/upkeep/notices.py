@@ -32,8 +32,7 @@ from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.base.errors import UserError
 from pipeline.base.transience import is_transient_status
-from pipeline.upkeep.due.state import RecipeState, all_states, moment
-from pipeline.upkeep.fleet.events import Event, State
+from pipeline.upkeep.fleet.events import Event, RecipeState, State, all_states
 
 SCHEMA: Final = 1
 ATTEMPTS: Final = 5
@@ -240,8 +239,7 @@ class Metrics:
 
 
 def _seconds(text: str | None) -> float | None:
-    found = moment(text)
-    return None if found is None else found.timestamp()
+    return None if text is None else datetime.fromisoformat(text).timestamp()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pipeline.base.errors import redact
 from pipeline.base.processes import Child
 from pipeline.base.progress import CONTROL
 from pipeline.store.disk import disk_errors
-from pipeline.upkeep.due.state import folder_of
+from pipeline.upkeep.fleet.events import folder_of
 
 _KEPT: Final = 5
 _POLL_S: Final = 0.1

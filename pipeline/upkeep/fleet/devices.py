@@ -12,7 +12,7 @@ from typing import Final
 from pipeline.base.machine import Machine
 from pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, chosen, visible_amd
 from pipeline.store.locks import HEARTBEAT_S, Lock, is_held
-from pipeline.upkeep.due.state import folder_of
+from pipeline.upkeep.fleet.events import folder_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,9 @@ from pipeline.base.machine import Machine
 from pipeline.store.files import DamagedError
 from pipeline.store.locks import Lock
 from pipeline.store.tree import Store
-from pipeline.upkeep.due.state import RecipeState, read_state
 from pipeline.upkeep.fleet.attempt import Attempted
 from pipeline.upkeep.fleet.devices import NONE, Devices, devices_of
-from pipeline.upkeep.fleet.events import Ended, State, now_utc
+from pipeline.upkeep.fleet.events import Ended, RecipeState, State, now_utc, read_state
 
 if TYPE_CHECKING:
     from pipeline.upkeep.due.due import Due

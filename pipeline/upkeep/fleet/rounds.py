@@ -32,11 +32,10 @@ from pipeline.base.errors import QuantmintError, redact
 from pipeline.base.machine import Machine
 from pipeline.store.disk import disk_errors
 from pipeline.store.locks import Lock
-from pipeline.upkeep.due.state import folder_of, read_state, write_state
 from pipeline.upkeep.fleet import jobs
 from pipeline.upkeep.fleet.attempt import Attempted, attempt, new_log, quotable
 from pipeline.upkeep.fleet.devices import NONE, devices_of, free_of, take, try_lock
-from pipeline.upkeep.fleet.events import Ended, Event, Kind, State, Summary, now_utc
+from pipeline.upkeep.fleet.events import Ended, Event, Kind, State, Summary, folder_of, now_utc, read_state, write_state
 from pipeline.upkeep.fleet.jobs import Job, Look, Options, Request, Room
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import Any
 from eval.verdict import Verdict
 from pipeline.recipe.load import LoadedRecipe, load_recipe
 from pipeline.upkeep.due.due import Due
-from pipeline.upkeep.due.state import RecipeState, read_state, write_state
-from pipeline.upkeep.fleet.events import Ended, Event, Summary
+from pipeline.upkeep.fleet.events import Ended, Event, RecipeState, Summary, read_state, write_state
 from pipeline.upkeep.fleet.jobs import Look, Options, Request
 from pipeline.upkeep.fleet.rounds import Fleet
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.upkeep.due.due import Due
-from pipeline.upkeep.due.state import RecipeState
+from pipeline.upkeep.fleet.events import RecipeState
 from pipeline.upkeep.fleet.jobs import Job, Request, Room, next_begin, ordered, unaffordable
 from tests.upkeep.fleet.staged import loaded
 

@@ -9,8 +9,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.base.errors import UserError
-from pipeline.upkeep.due.state import RecipeState, state_path, write_state
-from pipeline.upkeep.fleet.events import Event
+from pipeline.upkeep.fleet.events import Event, RecipeState, state_path, write_state
 from pipeline.upkeep.notices import Metrics, outlets
 
 Make = Callable[..., Event]
