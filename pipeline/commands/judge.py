@@ -220,11 +220,6 @@ def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
 @click.option("--identity", help="Whom you trust, where it was signed without a key: an address or a workflow's URL.")
 @click.option("--issuer", help="Who vouches for that identity: the OpenID provider's URL.")
 @click.option("--unsigned", is_flag=True, help="Accept a release that nobody vouches for.")
-@click.option(
-    "--remote",
-    is_flag=True,
-    help="Of a repository of the Hub: fetch no weights. Their digests are the Hub's word, their numbers unchecked.",
-)
 @json_option
 def verify_release(
     subject: str,
@@ -232,7 +227,6 @@ def verify_release(
     identity: str | None,
     issuer: str | None,
     unsigned: bool,
-    remote: bool,
     as_json: bool,
 ) -> int:
     """Check everything that can be checked of a release, with nothing but what was published.
@@ -257,9 +251,8 @@ def verify_release(
         public_fingerprint(key)  # before a large model is fetched
     progress = reporter_for(json=as_json)
     try:
-        with opened(subject, remote=remote, progress=progress) as (folder, vouched, tag):
-            trust = Trust(key, identity, issuer, unsigned)
-            checks = verify(folder, trust, progress, vouched=vouched, tag=tag)
+        folder, tag = opened(subject, progress)
+        checks = verify(folder, Trust(key, identity, issuer, unsigned), progress, tag=tag)
     except OtherBytesError as error:  # what fails already on the way here needs no further check to be false
         checks = (fails("digests", error.message, "it was not fetched; nothing else was checked"),)
     if as_json:

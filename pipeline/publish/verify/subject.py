@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -55,11 +55,11 @@ class Check:
         return {**asdict(self), "outcome": self.outcome.value, "details": list(self.details)}
 
 
-def judged(name: str, faults: Sequence[str], holds: str, *, details: Sequence[str] = ()) -> Check:
-    """FAILS with every fault, the first as its reason; OK where there is none, with ``holds`` and ``details``."""
+def judged(name: str, faults: Sequence[str], holds: str) -> Check:
+    """FAILS with every fault, the first as its reason; OK where there is none, with ``holds``."""
     if faults:
         return Check(name, Outcome.FAILS, faults[0], tuple(faults[1:]))
-    return Check(name, Outcome.OK, holds, tuple(details))
+    return Check(name, Outcome.OK, holds)
 
 
 def fails(name: str, reason: str, *details: str) -> Check:
@@ -141,9 +141,7 @@ def _unread(error: OSError) -> NoReturn:
 class Subject:
     """What the checks look at.
 
-    ``digests`` are the SHA-256 of all files by name, computed here but for those in ``vouched``: their bytes were not
-    fetched, the place that holds them says so (their files here have the right size, nothing else).
-    ``tag`` is the release that a person asked for.
+    ``digests`` are the SHA-256 of all files by name. ``tag`` is the release that a person asked for.
     """
 
     folder: Path
@@ -151,7 +149,6 @@ class Subject:
     digests: Mapping[str, str]
     manifest: Manifest
     progress: Progress
-    vouched: Mapping[str, str] = field(default_factory=dict)
     tag: str | None = None
 
     def text(self, name: str) -> str:

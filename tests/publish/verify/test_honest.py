@@ -101,7 +101,6 @@ def test_what_is_no_release(release: Path, quantmint: Quantmint, keys: Keys, tmp
         ((release, "--key", tmp_path / "none.pub"), "No such file"),
         ((release, "--key", release / "config.json"), "config.json"),
         ((release, "--identity", "me@example.org"), "expected both"),
-        ((release, "--remote"), "or a repository (org/name)"),
     ):
         ended = quantmint("verify", *arguments)
         assert (ended.code, ended.out) == (2, "")
