@@ -27,7 +27,7 @@ class Inputs:
     Beside the 16-bit model whose inputs are Y: ``gap`` is X^T (Y - X), float32 [I, I], and ``owed``, of a module that
     adds to the hidden states, X^T (S - R), float32 [I, O], where S are the 16-bit model's without the module, and R
     these. Rows of such a module are divided by the size of the hidden states that it makes, which the next norm
-    divides by.
+    divides by. ``pooled``: the hessian of an expert that few tokens reach is that of all experts of its layer.
     """
 
     modules: tuple[str, ...]
@@ -35,6 +35,7 @@ class Inputs:
     tokens: int
     gap: torch.Tensor | None = None
     owed: torch.Tensor | None = None
+    pooled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +221,7 @@ class Sums:
             wide = rows.float()
             weight = wide.new_ones(()) if states is None else states[1].float().square().mean(-1, keepdim=True).rsqrt()
             scaled = wide if states is None else wide * weight
-            for first in range(0, width, step := -(-width // _BLOCKS)):  # below the diagonal it is the same
-                here = scaled[:, first : first + step]
-                known.hessian[first : first + step, first:].addmm_(here.t(), scaled[:, first:])
+            _add_upper(known.hessian, scaled)
             # Tokens that another expert gets in the 16-bit model have no counterpart here.
             if known.gap is not None and original is not None and original.shape == rows.shape:
                 known.gap.addmm_(scaled.t(), (original.float() - wide) * weight)
@@ -240,11 +239,28 @@ class Sums:
     def found(self) -> list[Inputs]:
         """What was summed, in the order of the forward; no more can be."""
         for one in self._found.values():
-            one.hessian.triu_().add_(one.hessian.triu(1).t())
+            mirrored(one.hessian)
         return [
             replace(one, modules=tuple(each for each, first in self._first.items() if first == name))
             for name, one in self._found.items()
         ]
+
+
+def add_square(square: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add X^T X of rows [tokens, I] to a float32 [I, I], above the diagonal alone: see `mirrored`."""
+    with _exact_in_tf32(rows):
+        _add_upper(square, rows.float())
+
+
+def mirrored(square: torch.Tensor) -> torch.Tensor:
+    """The same with what lies above the diagonal below it too, in its place."""
+    return square.triu_().add_(square.triu(1).t())
+
+
+def _add_upper(square: torch.Tensor, rows: torch.Tensor) -> None:
+    width = rows.shape[1]
+    for first in range(0, width, step := -(-width // _BLOCKS)):
+        square[first : first + step, first:].addmm_(rows[:, first : first + step].t(), rows[:, first:])
 
 
 @contextmanager

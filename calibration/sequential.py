@@ -16,9 +16,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from calibration.activations import Activations
+from calibration.experts import ExpertSums, rounding_experts, stacks
 from calibration.hessians import Enough, Inputs, Kept, Rounding, Sums, Way
 from calibration.hooks import entering, following
 from calibration.layers import Walk
@@ -26,6 +28,7 @@ from calibration.lazy import torch
 from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
 from calibration.replica import Replica
+from calibration.room import free_bytes
 
 _ROWS = 1024  # of what is seen
 _ALIKE = 0.02  # share of what a layer adds that may be lost to the rounding of 16-bit sums
@@ -60,6 +63,7 @@ def run_sequential(
     activations: Activations,
     facts: Any,
     *,
+    stacked: Mapping[str, Rounding] = MappingProxyType({}),
     fold: Fold | None = None,
     beside: bool = False,
     advance: Callable[[int], None] = lambda _: None,
@@ -68,22 +72,27 @@ def run_sequential(
 
     ``replica`` has nothing loaded; ``batches`` are int64 token ids of [batch, sequence]. ``roundings`` are those of the
     inputs of the linear modules that get new weights, by the model's own names: modules with the same input and the
-    very same function have one Hessian. ``facts`` are plain values that must be the same for a run to be gone on with.
-    ``fold`` is called before anything of the layer is measured. ``beside`` has the 16-bit model run along: then hidden
+    very same function have one Hessian. ``stacked`` are those of stacked experts, by the parameter's name with the
+    expert's number behind: these come last in a layer, each with a Hessian of its own. ``facts`` are plain values that
+    must be the same for a run to be gone on with. ``fold`` is called before anything of the layer is measured.
+    ``beside`` has the 16-bit model run along: then hidden
     states take twice the room. ``advance`` is told samples as by `calibration.layers.run_layers`.
 
     Raises `CalibrationError` where weights are missing or the disk is full, and `NotReplayableError` where the layers
     cannot be run one at a time.
     """
     facts = [facts, sorted(replica.owned.items())]
-    walk = _Sequential(replica, batches, activations, facts, advance, roundings=roundings, beside=beside)
+    given = replica, batches, activations, facts, advance
+    walk = _Sequential(*given, roundings=roundings, stacked=stacked, beside=beside)
     walk.through(lambda layer: walk.renew(layer, fold, solve))
 
 
 class _Sequential(Walk):
-    def __init__(self, *given: Any, roundings: Mapping[str, Rounding], beside: bool) -> None:
+    def __init__(
+        self, *given: Any, roundings: Mapping[str, Rounding], stacked: Mapping[str, Rounding], beside: bool
+    ) -> None:
         super().__init__(*given)
-        self._roundings, self._beside = roundings, beside
+        self._roundings, self._stacked, self._beside = roundings, stacked, beside
         self._ways: dict[tuple[str, ...], tuple[str, Way]] = {}
 
     def renew(self, layer: int, fold: Fold | None, solve: Solve) -> None:
@@ -95,7 +104,8 @@ class _Sequential(Walk):
                 fold(layer, lambda inputs, outputs: self._seen(layer, inputs, outputs))
             linear = {each: how for each, how in self._roundings.items() if each.startswith(f"{name}.")}
             model = self.replica.model
-            original = {each: model.get_submodule(each).weight for each in linear}
+            experts = stacks(model, name, self._stacked)
+            original = {each: model.get_parameter(each) for each in (*(f"{one}.weight" for one in linear), *experts)}
             way = self._way(layer, linear) if self._beside and linear else Way([list(linear)])
             kept = Kept(way, self.activations.spare(self.replica.device))
             for turn in way.turns:
@@ -111,11 +121,12 @@ class _Sequential(Walk):
                     with sums.rounding(model, number, served, linear):
                         self._run(layer, number, served)
                     sums.end_batch()
-                solve(layer, sums.found(), last)
+                solve(layer, sums.found(), last and not experts)
+            self._experts(layer, experts, linear, Sums(way, [], kept), solve)
             sums = Sums(way, [], kept)
             for number in range(len(self.calls)):
                 first, served = self._states(layer, number)
-                with sums.rounding(model, number, served, linear):
+                with sums.rounding(model, number, served, linear), rounding_experts(model, experts, self._stacked):
                     found = self._run(layer, number, served)
                 sums.end_batch()
                 if self._beside:
@@ -127,6 +138,30 @@ class _Sequential(Walk):
                 self.activations.put(number, found)
                 self.advance(served.shape[0])
         self.leave(layer)
+
+    def _experts(
+        self, layer: int, experts: Sequence[str], linear: Mapping[str, Rounding], sums: Sums, solve: Solve
+    ) -> None:
+        """Give the stacked experts of a layer their weights, whose other modules have theirs: a stack after the other.
+
+        As many experts at a time as their sums fit in a quarter of the free memory.
+        """
+        model = self.replica.model
+        for name in experts:  # a copy gets the new weights
+            _set(model, name, model.get_parameter(name).detach().clone())
+        for name in experts:
+            # The columns are one of the last two dimensions; the larger sum is planned with.
+            count, width = model.get_parameter(name).shape[0], max(model.get_parameter(name).shape[1:])
+            step = max(1, min(count, free_bytes(self.replica.device) // (16 * width**2)))
+            for start in range(0, count, step):
+                of_experts = ExpertSums(name, range(start, start + step))
+                for number in range(len(self.calls)):
+                    _, served = self._states(layer, number)
+                    taking = rounding_experts(model, experts, self._stacked, of_experts.see)
+                    with sums.rounding(model, number, served, linear), taking:
+                        self._run(layer, number, served)
+                    sums.end_batch()
+                solve(layer, of_experts.found(), name == experts[-1] and start + step >= count)
 
     def _states(self, layer: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What enters the layer: the 16-bit model's hidden states and those of the model that is made."""
@@ -219,11 +254,16 @@ def _kind(name: str) -> str:
 @contextmanager
 def _weights(model: Any, original: Mapping[str, Any]) -> Iterator[None]:
     """Have modules their 16-bit weights for a while."""
-    now = {name: model.get_submodule(name).weight for name in original}
+    now = {name: model.get_parameter(name) for name in original}
     for name, weight in original.items():
-        model.get_submodule(name).weight = weight
+        _set(model, name, weight)
     try:
         yield
     finally:
         for name, weight in now.items():
-            model.get_submodule(name).weight = weight
+            _set(model, name, weight)
+
+
+def _set(model: Any, name: str, weight: torch.Tensor) -> None:
+    module, _, key = name.rpartition(".")
+    setattr(model.get_submodule(module), key, torch.nn.Parameter(weight, requires_grad=False))

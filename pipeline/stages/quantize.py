@@ -180,7 +180,9 @@ def _rounded(
     ]
     to_nearest = [*rounded.left, *(name for name, gain in rounded.gains.items() if gain.fault is not None)]
     nearest = f"rounded to the nearest, without {quantization.algorithm}"
-    for what, names in ((nearest, to_nearest), ("its channels cannot be scaled", rounded.unscaled)):
+    pooled = [name for name, gain in rounded.gains.items() if gain.pooled]
+    named = ((nearest, to_nearest), ("rounded for the tokens of its layer, as few reach it", pooled))
+    for what, names in (*named, ("its channels cannot be scaled", rounded.unscaled)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             job.progress.warn(f"{what}: {names[0]}{more}")

@@ -103,27 +103,33 @@ def test_a_checkpoint_holds_what_was_made_of_its_layers(
         assert not torch.equal(dequantize(scheme, stored), dequantize(scheme, other))
 
 
-def test_experts_that_no_hessian_is_measured_for_are_rounded_to_the_nearest_and_named(
-    models: Models, blocks: torch.Tensor, tmp_path: Path
+@pytest.mark.parametrize(("scheme", "layout"), [("ptpc_fp8", "compressed-tensors"), ("mxfp4", "quark")])
+def test_experts_are_rounded_for_the_tokens_that_reach_them(
+    models: Models, blocks: torch.Tensor, tmp_path: Path, scheme: str, layout: str
 ) -> None:
-    made = Made(models("mixtral"), "ptpc_fp8", "compressed-tensors", tmp_path)
+    made = Made(models("mixtral"), scheme, layout, tmp_path)
     rounded = made.rounded(blocks)
-    assert rounded.left
-    assert all(".experts." in name for name in rounded.left)
+    experts = {name: gain for name, gain in rounded.gains.items() if ".experts." in name}
+    assert experts
+    assert all(".experts." in name for name in rounded.left), "that no token reached"
     assert rounded.gains.keys() == made.choice.schemes.keys() - set(rounded.left)
+    assert sum(gain.after for gain in experts.values()) < 0.9 * sum(gain.before for gain in experts.values())
+    assert sum(gain.tokens for gain in experts.values()) < len(experts) * blocks.numel()
     checkpoint = made.written(rounded.plans)
     nearest = made.written(made.plans, "none")
     assert inspect_checkpoint(checkpoint, made.structure, source=made.source).passed
-    name = f"{rounded.left[0]}.weight"
-    assert torch.equal(Reader(checkpoint)(name).view(torch.uint8), Reader(nearest)(name).view(torch.uint8))
+    step = next(step for plan in rounded.plans for step in plan.steps if step.name in experts)
+    out = step.outputs[0].name
+    assert not torch.equal(Reader(checkpoint)(out).view(torch.uint8), Reader(nearest)(out).view(torch.uint8))
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_a_killed_run_makes_the_same_bytes(
-    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    whole = Made(models("llama"), "mxfp4", "quark", tmp_path / "whole")
+    whole = Made(models(name), "mxfp4", "quark", tmp_path / "whole")
     expected = whole.written(whole.rounded(blocks).plans)
-    made = Made(models("llama"), "mxfp4", "quark", tmp_path / "killed")
+    made = Made(models(name), "mxfp4", "quark", tmp_path / "killed")
     seen: list[int] = []
     solve = layerwise._Layers.solve
 

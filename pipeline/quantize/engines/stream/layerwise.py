@@ -4,10 +4,11 @@
 
 What is made of a layer lies in one file of the working folder, which is there when the layer is done; the steps of the
 plans that it answers name it, and the rest of the engine takes rows from it in the place of a kernel's. Modules that no
-Hessian is measured for, stacked experts and what lies outside the layers, are left to their kernels, and named.
+Hessian is measured for, experts that no token reached and what lies outside the layers, are left to their kernels, and
+named. Experts get no compensation: in the 16-bit model the router may send them other tokens.
 
 Where channels are scaled first (`scaling`), all that the factors may reach is made here: norms, biases and what stays
-in 16 bit as well, and experts, which are rounded to the nearest.
+in 16 bit as well, and experts that no token reached.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ _STATES = "layers"  # what an interrupted run is gone on with
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What GPTQ made of one module: tr((W-Q) H (W-Q)^T) rounded to the nearest and as it is stored, and of how many
-    tokens H is; ``fault`` says why it was rounded to the nearest."""
+    """What GPTQ made of one module: tr((W-Q) H (W-Q)^T) rounded to the nearest and as it is stored, and how many
+    tokens entered it; ``fault`` says why it was rounded to the nearest. ``pooled``: H is of all experts of its layer,
+    for its own tokens were fewer than its inputs."""
 
     before: float
     after: float
     tokens: int
     fault: str | None
+    pooled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ def round_layers(
             layers.solve,
             activations_for(device, need, host_bytes(activation_bytes), work / _STATES),
             layers.facts,
+            stacked=layers.stacked,
             fold=layers.fold if parameters.get("scaling") else None,
             beside=layers.strength > 0,
             advance=advance,
@@ -155,11 +159,15 @@ def _own_modules(one: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A step of a plan, the model's own parameter that its tensor is (a part of), and how it is taken out of that."""
+    """A step of a plan, the model's own parameter that its tensor is (a part of), and how it is taken out of that.
+
+    ``expert`` is the number of one of several that the parameter stacks.
+    """
 
     step: Step
     parameter: str
     take: Callable[[torch.Tensor], torch.Tensor]
+    expert: int | None = None
 
 
 def _members(one: Replica, structure: Structure, steps: Iterable[Step]) -> Iterator[_Member]:
@@ -175,7 +183,10 @@ def _members(one: Replica, structure: Structure, steps: Iterable[Step]) -> Itera
             name = own.rpartition(".")[0]
             place = place_of(modules[name], name, int(number), projection)
             whole = _whole(turned=source.transposed != place.transposed)
-            yield _Member(step, own, whole if step.name in stacks else place.of)
+            if step.name in stacks:
+                yield _Member(step, own, whole)
+            else:
+                yield _Member(step, own, place.of, int(number))
         elif own in parameters and tuple(parameters[own].shape) == step.origin.shape:
             yield _Member(step, own, _whole(turned=False))
 
@@ -218,9 +229,17 @@ class _Layers:
         self._steps = {own[name]: quantized[name] for name in own}
         self._names = layer_names(one.model, one.attention.values())
         self._members = list(_members(one, structure, steps))
+        carried = [each for each in self._members if each.expert is not None and each.step.kernel in CARRIED]
+        self._experts: dict[str, list[str]] = {}  # steps by the product that makes them
+        for each in carried:
+            self._experts.setdefault(f"{each.parameter}.{each.expert}", []).append(each.step.name)
+        self._parts = {each.step.name: each for each in carried}
+        self._steps |= {each.step.name: each.step for each in carried}
         self._ranges, self._changed = dict(ranges), dict[str, float]()
-        self.roundings = {name: self._served(step) for name, step in self._steps.items()}
-        self.facts = [[name, choice.schemes[name], quantized[name].kernel] for name in sorted(own)] + [dict(parameters)]
+        self.roundings = {own[name]: self._served(quantized[name]) for name in own}
+        self.stacked = {name: self._served(self._steps[steps[0]]) for name, steps in self._experts.items()}
+        made_here = sorted([*own, *self._parts])
+        self.facts = [[name, choice.schemes[name], quantized[name].kernel] for name in made_here] + [dict(parameters)]
         self._folds: dict[str, tuple[Fold, ...]] = {}
         self._touched: set[str] = set()
         self._made = _Made()
@@ -252,8 +271,13 @@ class _Layers:
                 if (scale := f"{member.step.name}.input_scale") in self._ranges:
                     self._ranges[scale] = largest.amax().reshape(1).cpu()
                     self._changed[scale] = float(self._ranges[scale])
-        inside = {module: step for module, step in self._steps.items() if module.startswith(f"{name}.")}
-        self.roundings |= {module: self._served(step) for module, step in inside.items()}
+        inside = [module for module in self.roundings if module.startswith(f"{name}.")]
+        self.roundings |= {module: self._served(self._steps[module]) for module in inside}
+        self.stacked |= {
+            product: self._served(self._steps[steps[0]])
+            for product, steps in self._experts.items()
+            if product.startswith(f"{name}.")
+        }
 
     def _served(self, step: Step, largest: torch.Tensor | None = None) -> Rounding:
         known = self._ranges.get(f"{step.name}.input_scale")
@@ -273,6 +297,7 @@ class _Layers:
 
     def solve(self, number: int, found: Sequence[Inputs], last: bool) -> None:
         """Make the weights of a layer's turn; with its last one, all of the layer is put on the disk."""
+        found = [replace(each, modules=self._named(each.modules)) for each in found]
         targets = {name: target for inputs in found for name, target in self._targets(inputs).items()}
         largest = self._largest({self._steps[name]: target for name, target in targets.items()})
         for inputs in found:
@@ -286,7 +311,9 @@ class _Layers:
                     step = self._steps[name]
                     self._put(name, dequantize(self._choice.schemes[step.name], made.parts).to(weight.dtype))
                     self._made.add(step, weight, made.parts)
-                    self._made.gains[step.name] = Gain(made.before, made.after, inputs.tokens, made.fault)
+                    self._made.gains[step.name] = Gain(
+                        made.before, made.after, inputs.tokens, made.fault, inputs.pooled
+                    )
         if last:
             members = [each for each in self._members if each.parameter.startswith(f"{self._names[number]}.")]
             changed = [each for each in members if each.parameter in self._touched]
@@ -299,7 +326,13 @@ class _Layers:
             self._save(f"{number:05}", self._made)
             self._made = _Made()
 
+    def _named(self, modules: Iterable[str]) -> tuple[str, ...]:
+        """The names that `_steps` has: of an expert's product those of its projections."""
+        return tuple(name for module in modules for name in self._experts.get(module, [module]))
+
     def _own(self, name: str) -> torch.Tensor:
+        if name in self._parts:
+            return self._weight(self._parts[name]).clone()
         weight: torch.Tensor = self._replica.model.get_submodule(name).weight.detach()
         return weight
 
@@ -333,6 +366,10 @@ class _Layers:
         return weight
 
     def _put(self, name: str, weight: torch.Tensor) -> None:
+        if name in self._parts:
+            part = self._parts[name]
+            part.take(self._replica.model.get_parameter(part.parameter).detach()).copy_(weight)
+            return
         self._replica.model.get_submodule(name).weight = torch.nn.Parameter(weight, requires_grad=False)
 
     def _copies(self, members: Iterable[_Member]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,95 @@
+"""Stacked experts in layer mode: X^T X of what the router sends to each of them, and inputs as they will be served.
+
+An expert whose tokens are fewer than its inputs has a sum that says nothing of some directions: in its place stands
+that of all tokens of all experts of the layer, and the expert is named by whoever rounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from calibration.hessians import Inputs, Rounding, add_square, mirrored
+from calibration.hooks import hooked, while_called, within_products
+from calibration.lazy import torch
+
+See = Callable[[str, int, "torch.Tensor"], None]
+"""Takes a stack's name, an expert's number, and what enters its product, [tokens, I], rounded."""
+
+
+def stacks(model: Any, layer: str, roundings: Mapping[str, Rounding]) -> list[str]:
+    """The parameters below a layer that stack experts which have a rounding, in the order of their products.
+
+    ``roundings`` are by the parameter's name with the expert's number behind.
+    """
+    wanted = {name.rpartition(".")[0] for name in roundings}
+    inside = model.get_submodule(layer).named_parameters()
+    return [name for name, _ in ((f"{layer}.{inner}", one) for inner, one in inside) if name in wanted]
+
+
+@contextmanager
+def rounding_experts(
+    model: Any, names: Sequence[str], roundings: Mapping[str, Rounding], see: See = lambda *_: None
+) -> Iterator[None]:
+    """Round what enters the experts of some stacks, and have it seen."""
+    modules: dict[str, dict[str, torch.nn.Parameter]] = {}
+    for name in names:
+        module, _, key = name.rpartition(".")
+        modules.setdefault(module, {})[key] = model.get_parameter(name)
+
+    def taking(module: str) -> Callable[[torch.Tensor, str, int | None], torch.Tensor]:
+        def take(entering: torch.Tensor, key: str, one: int | None) -> torch.Tensor:
+            if one is None:
+                return torch.stack([take(tokens, key, number) for number, tokens in enumerate(entering)])
+            how = roundings.get(f"{module}.{key}.{one}")
+            rounded = entering if how is None else how(entering)
+            rows = rounded.reshape(-1, rounded.shape[-1])
+            # An expert that gets all rows gets zeros for those that the router sent elsewhere.
+            see(f"{module}.{key}", one, rows[(rows != 0).any(dim=-1)])
+            return rounded
+
+        return take
+
+    with hooked(
+        handle
+        for module, parameters in modules.items()
+        for handle in while_called(
+            model.get_submodule(module),
+            lambda *_, module=module, parameters=parameters: within_products(parameters, taking(module)),
+        )
+    ):
+        yield
+
+
+class ExpertSums:
+    """X^T X of each of some experts of a stack, and of all its tokens; float32 [I, I] each."""
+
+    def __init__(self, name: str, numbers: range) -> None:
+        self._name, self._numbers = name, numbers
+        self._sums: dict[int, torch.Tensor] = {}
+        self._tokens: dict[int, int] = {}
+        self._all: torch.Tensor | None = None
+
+    def see(self, name: str, number: int, rows: torch.Tensor) -> None:
+        """Add what enters an expert's product, [tokens, I]."""
+        if name != self._name or not len(rows):
+            return
+        if self._all is None:
+            self._all = rows.new_zeros(rows.shape[1], rows.shape[1], dtype=torch.float32)
+        add_square(self._all, rows)
+        if number in self._numbers:
+            square = self._sums.setdefault(number, torch.zeros_like(self._all))
+            add_square(square, rows)
+            self._tokens[number] = self._tokens.get(number, 0) + len(rows)
+
+    def found(self) -> list[Inputs]:
+        """What was summed, by expert; nothing of one that the router sent no token to."""
+        if self._all is None:
+            return []
+        of_all, width = mirrored(self._all), self._all.shape[0]
+        return [
+            Inputs((f"{self._name}.{number}",), of_all if few else mirrored(self._sums[number]), tokens, pooled=few)
+            for number, tokens in sorted(self._tokens.items())
+            for few in (tokens < width,)
+        ]
