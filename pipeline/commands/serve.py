@@ -45,7 +45,8 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
     is_flag=True,
     help="Leave --port to a balancer, which --compose adds; servers get ports from the next on.",
 )
-@click.option("--launcher", type=click.Choice(["local", "docker"]), default="local", show_default=True)
+@click.option("--launcher", type=click.Choice(["local", "docker", "endpoint"]), default="local", show_default=True)
+@click.option("--endpoint", metavar="URL", help="A server that runs already, for --launcher endpoint.")
 @click.option("--image", help="Container image (default: vLLM's own of the version).")
 @click.option("--volume-claim", metavar="NAME", help="PersistentVolumeClaim with the model, for --kubernetes.")
 @click.option("--host-ip", metavar="A,B,...", help="Addresses of several nodes on their private network, in order.")
@@ -78,7 +79,7 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
     if dry_run or forms:
         _show(request, forms[0] if forms else "", given)
         return 0
-    own = {name: given[name] for name in ("image", "node_rank")}
+    own = {name: given[name] for name in ("image", "endpoint", "node_rank")}
     logs = given["store_path"] / "logs"
     return serve_until_stopped(request, given["launcher"], logs=logs, startup_timeout=startup_timeout, **own)
 
@@ -97,7 +98,7 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         vllm_for,
     )
 
-    version, environment = vllm_for(given["vllm"], elsewhere=planning or given["launcher"] == "docker")
+    version, environment = vllm_for(given["vllm"], elsewhere=planning or given["launcher"] in ("docker", "endpoint"))
     found = find_model(
         model,
         store=given["store_path"],
@@ -112,7 +113,7 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         given["workload"], recipe, concurrency=given["concurrency"], max_model_len=given["max_model_len"]
     )
     trusted = given["trust_remote_code"] or (recipe is not None and recipe.trust_remote_code)
-    if not planning:
+    if not planning and given["launcher"] != "endpoint":
         found = fetched(found, with_code=trusted, progress=reporter_for(json=False))
     return Request(
         found,

@@ -46,7 +46,7 @@ from pipeline.serving.knobs.table import NEWEST_READ, knob, table
 from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
-from pipeline.serving.running.launchers import DockerLauncher, LocalLauncher
+from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
 from pipeline.serving.running.server import Server
 from pipeline.stages.planning import build_plan, find_entry
 from pipeline.stages.search import stand_in
@@ -293,26 +293,32 @@ def serve(
     logs: Path,
     startup_timeout: float,
     image: str | None,
+    endpoint: str | None,
     node_rank: int,
 ) -> int:
     """Serve until somebody asks for the end, which is exit code 0; 130 where that was before a server answered.
 
-    ``kind`` of launcher is local or docker, which takes ``image``. Raises `ServingError` where a server does not start
-    or dies, with the cause that its log names.
+    ``kind`` of launcher is local, docker or endpoint; each takes of the rest what is its own. Raises `ServingError`
+    where a server does not start or dies, with the cause that its log names.
     """
     plan, processes = request.plan()
     reporter = reporter_for(json=False)
-    launcher: LocalLauncher | DockerLauncher
-    nodes = plan.layout.nodes
-    if nodes > 1 and len(request.hosts) < nodes:
-        raise UserError(f"--host-ip: found {len(request.hosts)} addresses, expected {nodes}, one for each node")
-    if kind == "docker":
-        launcher = DockerLauncher(image, node_rank=node_rank)
+    launcher: LocalLauncher | DockerLauncher | EndpointLauncher
+    if kind == "endpoint":
+        if endpoint is None:
+            raise UserError("--launcher endpoint: found no --endpoint URL, expected the address of the server")
+        launcher = EndpointLauncher(endpoint)
     else:
-        assert request.environment is not None  # noqa: S101 - looked for before anything else
-        launcher = LocalLauncher(request.environment.executable, node_rank=node_rank)
-    for line in (*plan.warnings, *_unready(request, plan)):
-        reporter.warn(line)
+        nodes = plan.layout.nodes
+        if nodes > 1 and len(request.hosts) < nodes:
+            raise UserError(f"--host-ip: found {len(request.hosts)} addresses, expected {nodes}, one for each node")
+        if kind == "docker":
+            launcher = DockerLauncher(image, node_rank=node_rank)
+        else:
+            assert request.environment is not None  # noqa: S101 - looked for before anything else
+            launcher = LocalLauncher(request.environment.executable, node_rank=node_rank)
+        for line in (*plan.warnings, *_unready(request, plan)):
+            reporter.warn(line)
     folder = logs / f"serve-{plan.served_model_name.replace('/', '-')}-{request.port}"
     answered = False
     orders: list[int] = []
@@ -338,10 +344,13 @@ def serve(
 def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator[str]:
     """What there is to know of servers that answer, what became of the plan's promises, and how one is asked.
 
-    A node that only joins has no server.
+    A node that only joins has no server; of one that somebody else started there is no log here.
     """
     for server in servers:
         yield f"serving     {server.model_name} at {server.base_url}, ready after {server.started_seconds:.0f} s"
+        if server.log_path is None:
+            yield f"vllm        {server.version()}"
+            continue
         scan = held_to(plan, server.scan_log(), Path(plan.model))
         version = scan.vllm_version or server.version()
         yield f"vllm        {version}" + (f", attention {scan.attention_backend}" if scan.attention_backend else "")

@@ -193,6 +193,7 @@ def over_nodes(setting: Setting, vllm: VllmEnvironment, plan: LaunchPlan) -> Clu
 
 def keep_log(server: Server, destination: Path) -> LogScan:
     """Copy what the server has logged so far; returns what it says."""
+    assert server.log_path is not None  # noqa: S101 - a run starts its servers itself
     text = server.log_path.read_text(encoding="utf-8", errors="replace")
     destination.write_text(text, encoding="utf-8")
     return scan_log(text)

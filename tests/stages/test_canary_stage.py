@@ -86,7 +86,7 @@ def serve() -> Iterator[Callable[[Model], Server]]:
         server = ThreadingHTTPServer((HOST, 0), Handler)
         running.append(server)
         Thread(target=server.serve_forever, daemon=True).start()
-        return Server("m", f"http://{HOST}:{server.server_port}", Path("server.log"), 0.0)
+        return Server("m", f"http://{HOST}:{server.server_port}", None, 0.0)
 
     yield start
     for server in running:

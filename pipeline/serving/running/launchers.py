@@ -1,4 +1,5 @@
-"""Starts vLLM from a plan, and leaves nothing behind: on this machine, in containers, on a Ray cluster that is there.
+"""Starts vLLM from a plan, and leaves nothing behind: on this machine, in containers, on a Ray cluster that is there;
+or takes a server that already runs.
 
 Servers listen on 127.0.0.1 only. What tells replicas apart (port, devices) comes with each process of the plan. A
 container is no child of the docker client, whose output is the server's log: the supervisor stops and removes it by its
@@ -7,6 +8,7 @@ name, also when our own end was SIGKILL.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,9 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import ServingError, UserError
 from pipeline.base.processes import OFFLINE, Child, child_environment
+from pipeline.serving.environment import parse_version
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.containers import docker_run
 from pipeline.serving.render.invocation import image_of
@@ -200,3 +204,75 @@ class ClusterLauncher(LocalLauncher):
         own = {"RAY_ADDRESS": self.cluster.address, "VLLM_HOST_IP": self.cluster.own}
         environment = child_environment(os.environ, {**_QUIET, **told, **plan.env, **own}) | passed
         return {name: value for name, value in environment.items() if name not in _VISIBLE}
+
+
+class EndpointLauncher:
+    """Takes a server that already runs: looks whether it is the right one, and never stops it.
+
+    HTTP tells a name, a folder and a version, never the weights: on this machine the folder is proof; elsewhere a
+    server can be shown to be the wrong one, never the right, which is said.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = endpoint_url(url)
+
+    @contextmanager
+    def deploy(self, plan: LaunchPlan, *_: object, say: Say = print, **__: object) -> Iterator[Deployment]:
+        """The server while the block runs; the plan's processes, logs and timeout have no part in it.
+
+        Raises ServingError where nobody answers, or another model does.
+        """
+        server = Server(plan.served_model_name, self.url, None, 0.0)
+        server.get("/health")
+        yield _Attached([replace(server, model_name=_name(server, plan, say))], [])
+
+
+class _Attached(Deployment):
+    """A server of somebody else: there is no process to look at, so it is asked."""
+
+    poll_s = 5.0
+
+    def check(self) -> None:
+        """Raise `ServingError` when it does not answer for half a minute."""
+        self.servers[0].get("/health")
+
+
+def endpoint_url(text: str) -> str:
+    """An address without the API's path: "http://gpu7:8000/v1/" is "http://gpu7:8000". UserError for another thing."""
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        valid = False
+    if not valid or parts.query or parts.fragment:
+        raise UserError("--endpoint is not the address of a server: expected something like http://gpu7:8000")
+    if parts.username is not None or parts.password is not None:
+        raise UserError("the address holds a name or password, which would stand in the process list")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def _name(server: Server, plan: LaunchPlan, say: Say) -> str:
+    """What the server calls our model, found by its name, else by its folder; what cannot be proven of it is said.
+
+    ServingError where it has another.
+    """
+    try:
+        models = [dict(model) for model in json.loads(server.get("/v1/models"))["data"]]
+        ours = [model for model in models if model["id"] == server.model_name]
+        ours += [model for model in models if model.get("root") == plan.model]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServingError(f"{server.base_url} does not list its models as vLLM does: {error}") from error
+    another = f"{server.base_url} is not the server of this plan"
+    if not ours:
+        names = ", ".join(str(model["id"]) for model in models) or "nothing"
+        raise ServingError(f"{another}: it serves {names}, expected {plan.served_model_name}")
+    root, version = ours[0].get("root"), server.version()
+    local = urlsplit(server.base_url).hostname in {"127.0.0.1", "localhost", "::1"}
+    if root is None or not local or not Path(root).is_dir():
+        seen = root or "a folder that it does not name"
+        say(f"warning: {server.base_url}: it serves {seen}, whose files cannot be seen from here")
+    elif not (Path(plan.model).is_dir() and Path(root).samefile(plan.model)):
+        raise ServingError(f"{another}: it serves {root}, expected {plan.model}")
+    if plan.vllm_version and parse_version(version) != parse_version(plan.vllm_version):
+        say(f"warning: {server.base_url}: it is vLLM {version}, the plan was made for {plan.vllm_version}")
+    return str(ours[0]["id"])

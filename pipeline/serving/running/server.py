@@ -32,13 +32,13 @@ _SHOWN = 300  # characters of a refusal that an error quotes
 class Server:
     """A server that answered. `started_seconds` is the time from its start to the first healthy answer.
 
-    `base_url` is its address without a path of the API: ``http://127.0.0.1:PORT``. `pid` is the process of this machine
-    that the server is below, None where it is below none.
+    `base_url` is its address without a path of the API: ``http://127.0.0.1:PORT``. A server that somebody else started
+    has no log here. `pid` is the process of this machine that the server is below, None where it is below none.
     """
 
     model_name: str
     base_url: str
-    log_path: Path
+    log_path: Path | None
     started_seconds: float
     pid: int | None = None
 
@@ -48,6 +48,7 @@ class Server:
 
     def scan_log(self) -> LogScan:
         """What the log says up to now."""
+        assert self.log_path is not None  # noqa: S101 - nobody reads the log of somebody else's server
         return scan_log(self.log_path.read_text(encoding="utf-8", errors="replace"))
 
     def get(self, path: str, *, timeout: float = 30.0) -> str:
@@ -56,7 +57,7 @@ class Server:
 
     def post(self, path: str, body: Mapping[str, object] | None, *, timeout: float = 30.0) -> str:
         """The same of a POST of JSON."""
-        where = f"its log: {self.log_path}"
+        where = f"its log: {self.log_path}" if self.log_path is not None else f"it was asked at {self.base_url}"
         try:
             status, answer = fetch(self.base_url, path, body=body, timeout=timeout)
         except (OSError, http.client.HTTPException) as error:
@@ -72,8 +73,9 @@ class Server:
 def fetch(base_url: str, path: str, *, timeout: float, body: Mapping[str, object] | None = None) -> tuple[int, str]:
     """Status and body of one request: a GET, or a POST of ``body`` as JSON."""
     address = urlsplit(base_url)
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     content = None if body is None else json.dumps(body)
-    connection = http.client.HTTPConnection(address.hostname or HOST, address.port, timeout=timeout)
+    connection = kind(address.hostname or HOST, address.port, timeout=timeout)
     try:
         method = "GET" if content is None else "POST"
         connection.request(method, address.path + path, content, {"Content-Type": "application/json"})
@@ -121,6 +123,8 @@ class Member:
 class Deployment:
     """Servers that answer. ``members`` are all processes behind them, in the order of their start."""
 
+    poll_s = _POLL_S
+
     def __init__(self, servers: Sequence[Server], members: Sequence[Member]) -> None:
         self.servers = tuple(servers)
         self.members = tuple(members)
@@ -134,7 +138,7 @@ class Deployment:
         """Block until a process ends, which is a `ServingError`; an interrupt passes through."""
         while True:
             self.check()
-            time.sleep(_POLL_S)
+            time.sleep(self.poll_s)
 
 
 def on_node(plan: LaunchPlan, processes: Sequence[Process], rank: int) -> list[Process]:

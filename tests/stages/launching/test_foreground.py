@@ -177,3 +177,19 @@ def test_a_folder_without_weights(start: Start, model: Callable[..., Path]) -> N
     assert process.returncode == 2
     assert "has no *.safetensors" in err
     assert not (folder / "starts").exists()
+
+
+def test_a_server_that_runs_already_is_left_alone(start: Start, model: Callable[..., Path]) -> None:
+    folder, port = model(children=[]), free_port()
+    first = start(folder, "--port", port)
+    ready(first)
+    second = start(folder, "--launcher", "endpoint", "--endpoint", f"http://127.0.0.1:{port}/v1")
+    told = ready(second)
+    assert told[0].startswith(f"serving     model at http://127.0.0.1:{port}")
+    second.send_signal(signal.SIGINT)
+    out, err = second.communicate(timeout=60)
+    assert (second.returncode, out) == (0, "stopped\n"), err
+    assert first.poll() is None
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=60)
+    assert first.returncode == 0
