@@ -138,16 +138,13 @@ def _show(points: Sequence[Point], point: Point | None) -> None:
     schemes = sorted({name for each in points for name in each.counts})
     console = terminal()
     cells = [
-        [f"{each.bits:.2f}", *_speed(each), f"{each.cost:.4f}", *(str(each.counts.get(name, 0)) for name in schemes)]
+        [f"{each.bits:.2f}", *speed, f"{each.cost:.4f}", *(str(each.counts.get(name, 0)) for name in schemes)]
         for each in sorted(rows, key=lambda each: each.bits)
+        for speed in ([] if each.speedup is None else [f"{each.speedup:.2f}"],)
     ]
     columns = ("bits", *(["estimated speedup"] if points[0].speedup else []), "predicted KL", *schemes)
     console.print(table(*columns, right=columns, rows=cells))
     console.print(f"groups by scheme, {len(rows)} of {len(points)} points; KL in nats, predicted")
-
-
-def _speed(point: Point) -> list[str]:
-    return [] if point.speedup is None else [f"{point.speedup:.2f}"]
 
 
 def _draw(points: Sequence[Point], point: Point | None, path: Path) -> None:

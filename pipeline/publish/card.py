@@ -241,11 +241,6 @@ _HUB = "https://huggingface.co"
 _ENGINES = {"stream": "quantmint", "llmcompressor": "llm-compressor", "quark": "AMD Quark"}
 
 
-def base_link(base: Base) -> Markdown:
-    """The base by its name; that of a repository with its address."""
-    return Markdown(escaped(base.name)) if base.repo is None else link(base.repo, f"{_HUB}/{base.repo}")
-
-
 def eval_results(facts: CardFacts) -> dict[str, str]:
     """The files by their names in the release; none for tasks that are no benchmark of the Hub."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
@@ -294,11 +289,11 @@ _MANY: Final = re.compile(r"\n{3,}")  # what is left of parts that have nothing 
 def render(facts: CardFacts) -> str:
     """The whole README.md."""
     report, launches, made = facts.report, facts.launches, facts.made
-    gate = GateReport.from_json(report["gate"])
+    gate, base = GateReport.from_json(report["gate"]), facts.base
     values = {
         "facts": facts,
         "gate": gate,
-        "base": base_link(facts.base),
+        "base": Markdown(escaped(base.name)) if base.repo is None else link(base.repo, f"{_HUB}/{base.repo}"),
         "meaning": meaning(report, gate),
         "runtime": runtime(report),
         "device": gate.device or gate.hardware,

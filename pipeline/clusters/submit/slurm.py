@@ -144,7 +144,8 @@ def parameters(task: Task, options: Options, folder: Path, logs: Path) -> dict[s
     for name, value in [*given.items(), *options.sbatch.items(), *lines, ("the working folder", str(folder))]:
         if isinstance(value, str):
             require_plain(name, value)
-            _no_secret(name, value)
+            for assigned in _ASSIGNED.findall(value):
+                require_no_secret(name, assigned, "Export it before you submit: sbatch takes your environment along.")
     own = {name.replace("-", "_"): value for name, value in options.sbatch.items()}  # submitit's names, and so ours
     warning = WARNING_S if task.seconds is None else max(1, min(WARNING_S, int(task.seconds / 4)))
     gpus = {} if not task.gpus or "gres" in own else {"gpus_per_node": task.gpus}
@@ -194,11 +195,6 @@ def command(task: Task, options: Options, folder: Path) -> str:
         head = f'"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{_PORT}"'
         line = f"{start} {head} {shlex.join(cluster)} {noted}"
     return f"{line} &\n{_WAIT}"
-
-
-def _no_secret(option: str, text: str) -> None:
-    for name in _ASSIGNED.findall(text):
-        require_no_secret(option, name, "Export it before you submit: sbatch takes your environment along.")
 
 
 def _environment(task: Task, options: Options) -> list[str]:

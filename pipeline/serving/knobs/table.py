@@ -73,11 +73,9 @@ def parse_condition(given: str | list[Fact]) -> Condition:
     return Condition(comparisons=tuple(found))
 
 
-def _bounds(given: list[str | None]) -> tuple[Version, ...]:
-    return tuple(parse_version(bound) if bound else () for bound in given)
-
-
-Range = Annotated[tuple[Version, Version], BeforeValidator(_bounds)]
+Range = Annotated[
+    tuple[Version, Version], BeforeValidator(lambda given: tuple(parse_version(one) if one else () for one in given))
+]
 """The first version, and the one before which it ends; an empty one leaves that side open."""
 _Words = Annotated[str, BeforeValidator(lambda text: " ".join(text.split()))]
 _EVERY: tuple[Version, Version] = ((), ())

@@ -126,7 +126,9 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     heads = integer(text, "num_attention_heads", "n_head")
     experts, moe_size = integer(text, *_EXPERTS), integer(text, "moe_intermediate_size", "intermediate_size")
     shared_experts, shared = _shared(text, model_type, moe_size, experts)
-    kinds, feeds = _kinds(text, model_type, layers), _feeds(text, model_type, layers, experts)
+    routed = ("E" if experts > 0 and _routed(text, model_type, number) else "-" for number in range(layers))
+    feeds = tuple(_FEEDS.get(mark, "none") for mark in _blocks(text) or routed)[:layers]
+    kinds = _kinds(text, model_type, layers)
     wide = integer(text, "intermediate_size_mlp", "intermediate_size", "n_inner") or 4 * hidden
     return Shape(
         text_type=model_type,
@@ -231,11 +233,6 @@ def _blocks(text: Mapping[str, Any]) -> str:
     if isinstance(named, list) and text.get("model_type") == "nemotron_h":
         return "".join(_BLOCKS.get(str(name), "-") for name in named)
     return str(text.get("hybrid_override_pattern") or "")
-
-
-def _feeds(text: Mapping[str, Any], model_type: str, layers: int, experts: int) -> tuple[Feed, ...]:
-    routed = ("E" if experts > 0 and _routed(text, model_type, number) else "-" for number in range(layers))
-    return tuple(_FEEDS.get(mark, "none") for mark in _blocks(text) or routed)[:layers]
 
 
 def _routed(text: Mapping[str, Any], model_type: str, number: int) -> bool:

@@ -38,7 +38,6 @@ _TYPES = {"gfx942": "torch.float8_e4m3fnuz", "gfx950": "torch.float8_e4m3fn"}
 _FUSED = re.compile(r"\.([qkv]|gate|up)_proj$")
 _BY_COLUMNS = re.compile(r"\.(o|out|down)_proj$")
 _SOURCES = "from aiter.jit.core import AITER_META_DIR; print(AITER_META_DIR)"
-_PATIENCE_S = 300.0  # for an import, which may build
 
 
 class Gemms(NamedTuple):
@@ -84,14 +83,8 @@ def tune_gemms(
 
     StageError, `OutOfTimeError`. A tuner that was stopped leaves nothing that counts.
     """
-    payload = {
-        "stage": FOLDER,
-        "version": 1,
-        "inputs": {},
-        "gemms": asked._asdict(),
-        "machine": dict(subject.machine),
-        "vllm": subject.vllm.version,
-    }
+    machine = {"machine": dict(subject.machine), "vllm": subject.vllm.version}
+    payload = {"stage": FOLDER, "version": 1, "inputs": {}, "gemms": asked._asdict(), **machine}
     name, print_ = f"{asked.table}_tuned_gemm", fingerprint(payload)
     if redo and (entry := store.find(FOLDER, print_)) is not None:
         store.retire(entry)
@@ -115,12 +108,11 @@ def _run(asked: Gemms, subject: Subject, store: Store, budget: Budget, folder: P
     shapes.write_text("\n".join(asked.lines) + "\n", encoding="utf-8")
     python = str(subject.vllm.python)
     try:
-        found = subprocess.run(
-            [python, "-c", _SOURCES], check=True, capture_output=True, text=True, timeout=_PATIENCE_S
-        ).stdout.split()
+        # Importing it may build something.
+        found = subprocess.run([python, "-c", _SOURCES], check=True, capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.SubprocessError) as error:
         raise StageError(f"cannot find AITER's tuners: {error}", hint="they come with its wheel") from error
-    tuner = Path(found[-1]) / "csrc" / f"ck_gemm_{asked.table}" / f"gemm_{asked.table}_tune.py"
+    tuner = Path(found.stdout.split()[-1]) / "csrc" / f"ck_gemm_{asked.table}" / f"gemm_{asked.table}_tune.py"
     log = store.root / "logs" / f"aiter-{subject.name}.log"
     argv = [python, str(tuner), "-i", str(shapes), "-o", str(tuned)]
     run_logged(argv, log, what="AITER's tuner", env={}, watch=budget.check)

@@ -297,7 +297,8 @@ class _Layers:
 
     def solve(self, number: int, found: Sequence[Inputs], last: bool) -> None:
         """Make the weights of a layer's turn; with its last one, all of the layer is put on the disk."""
-        found = [replace(each, modules=self._named(each.modules)) for each in found]
+        # Of an expert's product the names are those of its projections.
+        found = [replace(each, modules=tuple(self._experts.get(each.modules[0], each.modules))) for each in found]
         targets = {name: target for inputs in found for name, target in self._targets(inputs).items()}
         largest = self._largest({self._steps[name]: target for name, target in targets.items()})
         for inputs in found:
@@ -322,13 +323,14 @@ class _Layers:
             largest = self._largest(weights)
             for step, weight in weights.items():
                 self._made.add(step, weight, KERNELS[str(step.kernel)].compute(weight, largest.get(step.name)))
-            self._made.tensors |= self._copies(changed)
+            self._made.tensors |= {  # of what no kernel makes
+                f"{each.step.name}.{out.role}": self._weight(each).to(torch_dtype(out.dtype)).cpu()
+                for each in changed
+                if each.step.kernel is None
+                for out in each.step.outputs
+            }
             self._save(f"{number:05}", self._made)
             self._made = _Made()
-
-    def _named(self, modules: Iterable[str]) -> tuple[str, ...]:
-        """The names that `_steps` has: of an expert's product those of its projections."""
-        return tuple(name for module in modules for name in self._experts.get(module, [module]))
 
     def _own(self, name: str) -> torch.Tensor:
         if name in self._parts:
@@ -371,15 +373,6 @@ class _Layers:
             part.take(self._replica.model.get_parameter(part.parameter).detach()).copy_(weight)
             return
         self._replica.model.get_submodule(name).weight = torch.nn.Parameter(weight, requires_grad=False)
-
-    def _copies(self, members: Iterable[_Member]) -> dict[str, torch.Tensor]:
-        """What is stored of tensors that no kernel makes."""
-        return {
-            f"{each.step.name}.{out.role}": self._weight(each).to(torch_dtype(out.dtype)).cpu()
-            for each in members
-            if each.step.kernel is None
-            for out in each.step.outputs
-        }
 
     def _largest(self, weights: Mapping[Step, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The largest magnitude behind each scale that several weights share, by step."""
