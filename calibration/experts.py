@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from calibration.hessians import Inputs, Rounding, add_square, mirrored
-from calibration.hooks import hooked, while_called, within_products
+from calibration.hooks import hooked, taking_inputs
 from calibration.lazy import torch
 
 See = Callable[[str, int, "torch.Tensor"], None]
@@ -33,32 +33,20 @@ def rounding_experts(
     model: Any, names: Sequence[str], roundings: Mapping[str, Rounding], see: See = lambda *_: None
 ) -> Iterator[None]:
     """Round what enters the experts of some stacks, and have it seen."""
-    modules: dict[str, dict[str, torch.nn.Parameter]] = {}
-    for name in names:
-        module, _, key = name.rpartition(".")
-        modules.setdefault(module, {})[key] = model.get_parameter(name)
 
-    def taking(module: str) -> Callable[[torch.Tensor, str, int | None], torch.Tensor]:
-        def take(entering: torch.Tensor, key: str, one: int | None) -> torch.Tensor:
-            if one is None:
-                return torch.stack([take(tokens, key, number) for number, tokens in enumerate(entering)])
-            how = roundings.get(f"{module}.{key}.{one}")
+    def taking(module: str) -> Callable[[str, int, torch.Tensor], torch.Tensor]:
+        def take(key: str, number: int, entering: torch.Tensor) -> torch.Tensor:
+            how = roundings.get(f"{module}.{key}.{number}")
             rounded = entering if how is None else how(entering)
             rows = rounded.reshape(-1, rounded.shape[-1])
             # An expert that gets all rows gets zeros for those that the router sent elsewhere.
-            see(f"{module}.{key}", one, rows[(rows != 0).any(dim=-1)])
+            see(f"{module}.{key}", number, rows[(rows != 0).any(dim=-1)])
             return rounded
 
         return take
 
-    with hooked(
-        handle
-        for module, parameters in modules.items()
-        for handle in while_called(
-            model.get_submodule(module),
-            lambda *_, module=module, parameters=parameters: within_products(parameters, taking(module)),
-        )
-    ):
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    with hooked(handle for module in modules for handle in taking_inputs(model.get_submodule(module), taking(module))):
         yield
 
 

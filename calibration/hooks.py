@@ -132,6 +132,23 @@ def within_products(
     return Products()
 
 
+def taking_inputs(module: Any, take: Callable[[str, int, torch.Tensor], torch.Tensor]) -> tuple[Any, Any]:
+    """Have the experts that a module stacks multiply what ``take`` makes of their inputs; the handles of its hooks.
+
+    It gets the parameter's own name, the expert's number and [tokens, I].
+    """
+
+    def each(entering: torch.Tensor, key: str, one: int | None) -> torch.Tensor:
+        if one is None:
+            return torch.stack([take(key, number, rows) for number, rows in enumerate(entering)])
+        return take(key, one, entering)
+
+    def within(*_: Any) -> AbstractContextManager[Any]:
+        return within_products({key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}, each)
+
+    return while_called(module, within)
+
+
 def while_called(module: Any, context: Callable[..., AbstractContextManager[Any]]) -> tuple[Any, Any]:
     """Hooks that enter a context for each call of a module, which ``context`` makes of its arguments; their handles."""
     entered: list[AbstractContextManager[Any]] = []

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from calibration.errors import CalibrationError
-from calibration.hooks import while_called, within_products
+from calibration.hooks import taking_inputs
 from calibration.lazy import torch
 from calibration.replica import owners
 from calibration.weights import Shards, Weights, held, settle_buffers
@@ -232,13 +231,4 @@ def round_inputs(module: Any, rounds: Mapping[tuple[str, int], Round]) -> tuple[
 
     Returns the handles of its hooks.
     """
-
-    def rounded(entering: torch.Tensor, key: str, one: int | None) -> torch.Tensor:
-        if one is None:
-            return torch.stack([rounded(rows, key, number) for number, rows in enumerate(entering)])
-        return rounds[key, one](entering) if (key, one) in rounds else entering
-
-    def within(*_: Any) -> AbstractContextManager[Any]:
-        return within_products({key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}, rounded)
-
-    return while_called(module, within)
+    return taking_inputs(module, lambda key, one, rows: rounds[key, one](rows) if (key, one) in rounds else rows)
