@@ -38,9 +38,7 @@ def rounding_experts(
         def take(key: str, number: int, entering: torch.Tensor) -> torch.Tensor:
             how = roundings.get(f"{module}.{key}.{number}")
             rounded = entering if how is None else how(entering)
-            rows = rounded.reshape(-1, rounded.shape[-1])
-            # An expert that gets all rows gets zeros for those that the router sent elsewhere.
-            see(f"{module}.{key}", number, rows[(rows != 0).any(dim=-1)])
+            see(f"{module}.{key}", number, rounded)
             return rounded
 
         return take
@@ -61,7 +59,11 @@ class ExpertSums:
 
     def see(self, name: str, number: int, rows: torch.Tensor) -> None:
         """Add what enters an expert's product, [tokens, I]."""
-        if name != self._name or not len(rows):
+        if name != self._name:
+            return
+        # An expert that gets all rows gets zeros for those that the router sent elsewhere.
+        rows = rows[(rows != 0).any(dim=-1)]
+        if not len(rows):
             return
         if self._all is None:
             self._all = rows.new_zeros(rows.shape[1], rows.shape[1], dtype=torch.float32)
@@ -77,7 +79,8 @@ class ExpertSums:
             return []
         of_all, width = mirrored(self._all), self._all.shape[0]
         return [
-            Inputs((f"{self._name}.{number}",), of_all if few else mirrored(self._sums[number]), tokens, pooled=few)
+            Inputs((f"{self._name}.{number}",), of_all, tokens, pooled=True)
+            if tokens < width
+            else Inputs((f"{self._name}.{number}",), mirrored(self._sums[number]), tokens)
             for number, tokens in sorted(self._tokens.items())
-            for few in (tokens < width,)
         ]

@@ -75,8 +75,8 @@ def run_sequential(
     very same function have one Hessian. ``stacked`` are those of stacked experts, by the parameter's name with the
     expert's number behind: these come last in a layer, each with a Hessian of its own. ``facts`` are plain values that
     must be the same for a run to be gone on with. ``fold`` is called before anything of the layer is measured.
-    ``beside`` has the 16-bit model run along: then hidden
-    states take twice the room. ``advance`` is told samples as by `calibration.layers.run_layers`.
+    ``beside`` has the 16-bit model run along: then hidden states take twice the room. ``advance`` is told samples as by
+    `calibration.layers.run_layers`.
 
     Raises `CalibrationError` where weights are missing or the disk is full, and `NotReplayableError` where the layers
     cannot be run one at a time.

@@ -138,9 +138,13 @@ def _show(points: Sequence[Point], point: Point | None) -> None:
     schemes = sorted({name for each in points for name in each.counts})
     console = terminal()
     cells = [
-        [f"{each.bits:.2f}", *speed, f"{each.cost:.4f}", *(str(each.counts.get(name, 0)) for name in schemes)]
+        [
+            f"{each.bits:.2f}",
+            *([] if each.speedup is None else [f"{each.speedup:.2f}"]),
+            f"{each.cost:.4f}",
+            *(str(each.counts.get(name, 0)) for name in schemes),
+        ]
         for each in sorted(rows, key=lambda each: each.bits)
-        for speed in ([] if each.speedup is None else [f"{each.speedup:.2f}"],)
     ]
     columns = ("bits", *(["estimated speedup"] if points[0].speedup else []), "predicted KL", *schemes)
     console.print(table(*columns, right=columns, rows=cells))

@@ -309,11 +309,7 @@ class _Reading:
             self._kept.add(module)
         elif parameter.ndim != 2 or isinstance(owner, torch.nn.Embedding):
             return
-        elif (
-            isinstance(owner, torch.nn.Linear)
-            and inside not in self._routers
-            and (not self._decoder or inside.startswith(f"{self._decoder}."))
-        ):
+        elif isinstance(owner, torch.nn.Linear) and inside not in self._routers and self._is_text(inside):
             self._add(module, inside, (owner.out_features, owner.in_features), self._plain(module))
         else:
             self._kept.add(module)
@@ -323,6 +319,9 @@ class _Reading:
 
     def _plain(self, module: str) -> WeightSource:
         return WeightSource(f"{module}.weight", scale=self._encoded.get(f"{module}.weight"))
+
+    def _is_text(self, inside: str) -> bool:
+        return not self._decoder or inside.startswith(f"{self._decoder}.")
 
 
 def _plain(name: str) -> str:

@@ -63,7 +63,7 @@ def gemms(facts: ModelFacts, arch: str, plan: LaunchPlan) -> Gemms:
 
 def shapes(facts: ModelFacts, ranks: int) -> list[tuple[int, int]]:
     """Outputs and inputs of each dense product of a layer as vLLM fuses them and divides them over ``ranks``."""
-    outputs: dict[tuple[object, ...], int] = defaultdict(int)
+    outputs: dict[tuple[int, str, int], int] = defaultdict(int)
     for piece in facts.pieces:
         name = piece.name.removesuffix(".weight")
         if piece.linear and piece.layer is not None and piece.split in ("tensor", "kv", "shared"):
@@ -73,7 +73,7 @@ def shapes(facts: ModelFacts, ranks: int) -> list[tuple[int, int]]:
             module = _FUSED.sub("", name) if _FUSED.search(name) else name
             inputs = columns // ranks if by_columns else columns
             outputs[piece.layer, module, inputs] += piece.rows if by_columns else piece.rows // copies
-    return sorted({(rows, int(str(inputs))) for (*_, inputs), rows in outputs.items()})
+    return sorted({(rows, inputs) for (_, _, inputs), rows in outputs.items()})
 
 
 def tune_gemms(
