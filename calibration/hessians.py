@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from calibration.hooks import entering, following, preceding
@@ -134,7 +135,7 @@ class Sums:
 
         The forward ends there, but for one that is to be ``whole``.
         """
-        states, waited = [hidden], set(self._modules)
+        states, waited = [hidden], self._awaited()
         behind = self._modules & (self._way.adding | self._way.ends.keys())  # those whose results are wanted too
 
         def seen(name: str) -> None:
@@ -173,7 +174,7 @@ class Sums:
         self, model: Any, number: int, hidden: torch.Tensor, roundings: Mapping[str, Rounding]
     ) -> Iterator[None]:
         """Round what enters modules, and count what enters those of the turn, where the forward ends."""
-        self._hidden, waited = hidden, set(self._modules)
+        self._hidden, waited = hidden, self._awaited()
 
         def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             rounded = self._take(name, entering(args, kwargs), roundings[name])
@@ -197,6 +198,10 @@ class Sums:
             )
             yield
 
+    def _awaited(self) -> set[str]:
+        """Modules that a forward goes on for: of those that read one input the first, once all were seen to."""
+        return set(self._first.values() if len(self._first) == len(self._modules) else self._modules)
+
     def _take(self, name: str, came: torch.Tensor, how: Rounding) -> torch.Tensor:
         """What enters a module, rounded; of several that it enters it is counted once."""
         if self._last is None or self._last[0] is not came or self._last[1] is not how:
@@ -217,17 +222,18 @@ class Sums:
                 known = replace(known, gap=square.clone())
             if states is not None:
                 known = replace(known, owed=rows.new_zeros(width, states[0].shape[-1], dtype=torch.float32))
-        with _exact_in_tf32(rows):
-            wide = rows.float()
-            weight = wide.new_ones(()) if states is None else states[1].float().square().mean(-1, keepdim=True).rsqrt()
-            scaled = wide if states is None else wide * weight
-            _add_upper(known.hessian, scaled)
-            # Tokens that another expert gets in the 16-bit model have no counterpart here.
-            if known.gap is not None and original is not None and original.shape == rows.shape:
-                known.gap.addmm_(scaled.t(), (original.float() - wide) * weight)
-            if known.owed is not None and states is not None and self._hidden is not None:
-                here = self._hidden.reshape(-1, self._hidden.shape[-1])
-                known.owed.addmm_(scaled.t(), (states[0].float() - here.float()) * weight)
+        kind = rows.dtype if _sums_in_float32(rows.dtype, rows.device) else torch.float32
+        came, weight = rows.to(kind), rows.new_ones((), dtype=kind)
+        if states is not None:
+            weight = states[1].float().square().mean(-1, keepdim=True).rsqrt().to(kind)
+        scaled = came if states is None else came * weight
+        _add_upper(known.hessian, scaled)
+        # Tokens that another expert gets in the 16-bit model have no counterpart here.
+        if known.gap is not None and original is not None and original.shape == rows.shape:
+            _add_product(known.gap, scaled, (original.to(kind) - came) * weight)
+        if known.owed is not None and states is not None and self._hidden is not None:
+            here = self._hidden.reshape(-1, self._hidden.shape[-1])
+            _add_product(known.owed, scaled, (states[0].to(kind) - here.to(kind)) * weight)
         self._found[name] = replace(known, tokens=known.tokens + len(rows))
 
     def end_batch(self) -> None:
@@ -248,8 +254,7 @@ class Sums:
 
 def add_square(square: torch.Tensor, rows: torch.Tensor) -> None:
     """Add X^T X of rows [tokens, I] to a float32 [I, I], above the diagonal alone: see `mirrored`."""
-    with _exact_in_tf32(rows):
-        _add_upper(square, rows.float())
+    _add_upper(square, rows if _sums_in_float32(rows.dtype, rows.device) else rows.float())
 
 
 def mirrored(square: torch.Tensor) -> torch.Tensor:
@@ -260,15 +265,24 @@ def mirrored(square: torch.Tensor) -> torch.Tensor:
 def _add_upper(square: torch.Tensor, rows: torch.Tensor) -> None:
     width = rows.shape[1]
     for first in range(0, width, step := -(-width // _BLOCKS)):
-        square[first : first + step, first:].addmm_(rows[:, first : first + step].t(), rows[:, first:])
+        _add_product(square[first : first + step, first:], rows[:, first : first + step], rows[:, first:])
 
 
-@contextmanager
-def _exact_in_tf32(rows: torch.Tensor) -> Iterator[None]:
-    """Let a GPU multiply numbers of 16 bit in TF32, whose 11 bits of mantissa hold them, and add in float32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = before or rows.element_size() == 2
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add A^T B of [tokens, I] and [tokens, O], whose products are exact in float32, to a float32 [I, O]."""
+    if left.dtype == torch.float32:
+        total.addmm_(left.t(), right)
+    else:
+        total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
+
+
+@cache
+def _sums_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a device multiplies matrices of 16 bits into float32: a GPU does, with ROCm since PyTorch 2.10."""
+    if device.type == "cpu" or dtype == torch.float32:
+        return False
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
     try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        return bool((torch.mm(ones, ones, out_dtype=torch.float32) == len(ones)).all())
+    except RuntimeError:
+        return False

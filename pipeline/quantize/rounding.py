@@ -13,7 +13,7 @@ from typing import Any
 
 from calibration.lazy import torch
 from pipeline.base.schemes import ActivationFormat
-from pipeline.quantize.engines.stream.kernels import FP8_MAX, MX_GROUP, to_nearest
+from pipeline.quantize.engines.stream.kernels import FP8_MAX, MX_GROUP
 
 Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]
 """Scales of K and of V by layer: one number, or [heads, 1, 1] with one for each KV head."""
@@ -27,16 +27,19 @@ _MX = {"e2m1": (2, 1, 6.0, 1), "e2m3": (2, 3, 7.5, 3), "e3m2": (3, 2, 28.0, 2), 
 def round_activations(
     x: torch.Tensor, activations: ActivationFormat, input_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The inputs of a linear layer, [..., I], as its scheme leaves them, a static one by ``input_scale``; float32."""
+    """The inputs of a linear layer, [..., I], as its scheme leaves them, a static one by ``input_scale``.
+
+    In float32, but for a microscaling format: see `round_mx`.
+    """
+    if activations.group == MX_GROUP and x.numel():
+        assert activations.dtype is not None  # noqa: S101 - a dynamic format has a type
+        return round_mx(x, activations.dtype)
     x = x.float()
     if activations.kind == "none" or not x.numel():
         return x
     if activations.kind == "static":
         assert input_scale is not None, "a static format without its scale"  # noqa: S101 - the loader reads it
         return round_fp8(x, input_scale)
-    if activations.group == MX_GROUP:
-        assert activations.dtype is not None  # noqa: S101 - a dynamic format has a type
-        return round_mx(x, activations.dtype)
     return _by_row(x, activations.dtype, activations.group)
 
 
@@ -61,24 +64,29 @@ def kv_cache(config: Any, scales: Scales, round_: Callable[..., torch.Tensor] = 
 
 
 def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Through an OCP microscaling format along the last dimension, which 32 divides; float32.
+    """Through an OCP microscaling format along the last dimension, which 32 divides.
 
-    The scale is 2 ** (floor(log2 amax) - emax), one exponent more where amax would round up to the next power of two.
+    In bfloat16 for such x, which holds all results, else in float32. The scale is 2 ** (floor(log2 amax) - emax), one
+    exponent more where amax would round up to the next power of two; 2 ** -126 is the least. x is below 2 ** 100.
     """
     exponent_bits, mantissa_bits, largest, deciding = _MX[dtype]
-    groups = x.float().reshape(*x.shape[:-1], -1, MX_GROUP)
-    # float32's exponent field is read as an integer: adding half a step of the mantissa carries into it.
-    field = (groups.abs().amax(-1, keepdim=True).view(torch.int32) + (1 << (22 - deciding))) >> 23
-    exponent = (field - (math.frexp(largest)[1] - 1)).clamp(min=0)
-    scale = torch.ldexp(torch.ones_like(groups[..., :1]), exponent - 127)
-    values = (groups / scale).clamp_(-largest, largest)
+    x = x if x.dtype == torch.bfloat16 else x.float()
+    integers, digits = (torch.int16, 7) if x.dtype == torch.bfloat16 else (torch.int32, 23)
+    groups = x.reshape(*x.shape[:-1], -1, MX_GROUP)
+    magnitude = groups.view(integers) & torch.iinfo(integers).max
+    # The exponent's field is read as an integer: adding half a step of the mantissa carries into it.
+    field = (magnitude.amax(-1, keepdim=True) + (1 << (digits - 1 - deciding))) >> digits
+    field = (field - (math.frexp(largest)[1] - 1)).clamp_(min=1)
+    limit = (field << digits).view(x.dtype) * largest
     if dtype == "e4m3":
-        rounded = values.to(torch.float8_e4m3fn).float()
-    else:
-        least = 1 - (2 ** (exponent_bits - 1) - 1)  # exponent of the smallest normal number
-        rounded = to_nearest(values, mantissa_bits, least, out=values)
-    restored: torch.Tensor = rounded.mul_(scale)
-    return restored.reshape(x.shape)
+        values = (groups.float() / (field.int() << 23).view(torch.float32)).clamp_(-largest, largest)
+        return values.to(torch.float8_e4m3fn).to(x.dtype).mul_(limit / largest).reshape(x.shape)
+    # As `to_nearest`, with the scale's exponent added to that of the format's smallest normal number.
+    least = (field + (1 - (2 ** (exponent_bits - 1) - 1))).clamp_(min=1) << digits
+    power = magnitude.bitwise_and_(-(1 << digits)).clamp_(min=least).view(x.dtype)
+    shift = 1.5 * 2.0 ** (digits - mantissa_bits)
+    rounded = torch.add(groups, power, alpha=shift).sub_(power, alpha=shift)
+    return rounded.clamp_(-limit, limit).reshape(x.shape)
 
 
 def _by_row(x: torch.Tensor, dtype: str | None, group: int | None) -> torch.Tensor:

@@ -181,9 +181,9 @@ def to_nearest(numbers: torch.Tensor, mantissa: int, least: int, *, out: torch.T
     A number is rounded to a multiple of a power of two by adding 1.5 * 2 ** 23 times that, which leaves a float32 no
     smaller digit, and taking it away.
     """
-    exponent = (numbers.view(torch.int32) & 0x7F800000).clamp_(min=(least + 127) << 23)
-    shift = exponent.view(torch.float32).mul_(1.5 * 2.0 ** (23 - mantissa))
-    return torch.add(numbers, shift, out=out).sub_(shift)
+    power = (numbers.view(torch.int32) & 0x7F800000).clamp_(min=(least + 127) << 23).view(torch.float32)
+    shift = 1.5 * 2.0 ** (23 - mantissa)
+    return torch.add(numbers, power, alpha=shift, out=out).sub_(power, alpha=shift)
 
 
 def pack_e2m1(scaled: torch.Tensor, *, signed_zero: bool) -> torch.Tensor:
