@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ class Activations:
     """Hidden states by the number of their batch, layer after layer.
 
     ``budget`` are the bytes of states that may lie in memory; others are spilled to ``folder``, where states are
-    committed too. ``on_device``: those in memory stay on the device that computed them.
+    committed too. ``on_device``: those in memory stay on the device that computed them. Several threads may put.
     """
 
     def __init__(self, folder: Path, budget: int, *, on_device: bool = False) -> None:
@@ -40,7 +41,7 @@ class Activations:
         self._here: dict[int, torch.Tensor] = {}
         self._there: dict[int, Path] = {}
         self._next: dict[int, torch.Tensor | Path] = {}
-        self._used = 0
+        self._used, self._lock = 0, threading.Lock()
         # Two attempts at once, of which one was taken for lost, never write the same file.
         self._own = secrets.token_hex(4)
 
@@ -67,10 +68,12 @@ class Activations:
 
     def put(self, number: int, hidden: torch.Tensor) -> None:
         """Take the states of a batch that enter the next layer; those that it had are not needed any more."""
-        gone = self._here.pop(number, None)
-        self._used -= 0 if gone is None else gone.nbytes
-        if self._used + hidden.nbytes <= self._budget:
-            self._used += hidden.nbytes
+        with self._lock:
+            gone = self._here.pop(number, None)
+            self._used -= 0 if gone is None else gone.nbytes
+            fits = self._used + hidden.nbytes <= self._budget
+            self._used += hidden.nbytes if fits else 0
+        if fits:
             self._next[number] = hidden if self._on_device else hidden.cpu()
         else:
             self._next[number] = _write(_file(self._partial(self.layer + 1), number), hidden)

@@ -284,7 +284,7 @@ def measured(
     """
     if mode == "resident":
         return run_resident(one, batches, observation, work, advance)
-    activations = activations_for(one.device, need_of(one, batches)[0], host, work)
+    activations = activations_for([one.device], need_of(one, batches)[0], host, work)
     return run_layers(one, batches, observation, activations, advance)
 
 

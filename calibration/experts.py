@@ -73,6 +73,17 @@ class ExpertSums:
             add_square(square, rows)
             self._tokens[number] = self._tokens.get(number, 0) + len(rows)
 
+    def join(self, other: ExpertSums, device: str) -> None:
+        """Take what was summed of other tokens too, on a ``device``."""
+        if other._all is None:
+            return
+        self._all = torch.zeros_like(other._all, device=device) if self._all is None else self._all
+        self._all += other._all.to(device)
+        for number, square in other._sums.items():
+            here = self._sums.setdefault(number, torch.zeros_like(self._all))
+            here += square.to(device)
+            self._tokens[number] = self._tokens.get(number, 0) + other._tokens[number]
+
     def found(self) -> list[Inputs]:
         """What was summed, by expert; nothing of one that the router sent no token to."""
         if self._all is None:

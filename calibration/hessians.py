@@ -38,6 +38,18 @@ class Inputs:
     owed: torch.Tensor | None = None
     pooled: bool = False
 
+    def on(self, device: str) -> Inputs:
+        """The same on a device."""
+        gap, owed = (None if each is None else each.to(device) for each in (self.gap, self.owed))
+        return replace(self, hessian=self.hessian.to(device), gap=gap, owed=owed)
+
+    def plus(self, other: Inputs) -> Inputs:
+        """What entered the same modules with other tokens too; the sums of this one are changed."""
+        for here, there in ((self.hessian, other.hessian), (self.gap, other.gap), (self.owed, other.owed)):
+            if here is not None and there is not None:
+                here.add_(there)
+        return replace(self, tokens=self.tokens + other.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Way:
@@ -241,6 +253,13 @@ class Sums:
         self._last = self._hidden = None
         self._original.clear()
         self._states.clear()
+
+    def join(self, other: Sums, device: str) -> None:
+        """Take what was summed of other batches too, on a ``device``."""
+        for name, one in other._found.items():
+            there = one.on(device)
+            self._found[name] = self._found[name].plus(there) if name in self._found else there
+        self._first = other._first | self._first
 
     def found(self) -> list[Inputs]:
         """What was summed, in the order of the forward; no more can be."""

@@ -40,7 +40,7 @@ def run_layers(
     Raises `CalibrationError` where weights are missing or the disk is full, and `NotReplayableError` where the layers
     cannot be run one at a time.
     """
-    walk = Walk(replica, batches, activations, [asdict(observation), sorted(replica.owned.items())], advance)
+    walk = Walk([replica], batches, activations, [asdict(observation), sorted(replica.owned.items())], advance)
     whole = Measurement.of(observation, walk.known) if walk.known else Measurement(observation)
     walk.through(lambda layer: whole.add(walk.measured(layer, observation)), whole.state)
     return whole
@@ -50,20 +50,20 @@ class Walk:
     """A model a layer at a time: weights of the layer at hand and of the next one, and the states between layers.
 
     It begins at the last layer that was committed with the same ``facts``, plain values, and batches; ``known`` is what
-    was committed there.
+    was committed there. Of several ``replicas`` each is on a device of its own, and batches are dealt out to them.
     """
 
     def __init__(
         self,
-        replica: Replica,
+        replicas: Sequence[Replica],
         batches: Sequence[torch.Tensor],
         activations: Activations,
         facts: Any,
         advance: Callable[[int], None],
     ) -> None:
-        self.replica, self.activations, self.advance = replica, activations, advance
-        self.layers = layer_names(replica.model, replica.attention.values())
-        self.calls: list[list[Call]] = []
+        self.replicas, self.replica, self.activations, self.advance = replicas, replicas[0], activations, advance
+        self.layers = layer_names(self.replica.model, self.replica.attention.values())
+        self.calls: list[list[Call]] = [[] for _ in batches]
         self._batches, self._identity = batches, digest_of(facts, batches)
         self._start, self.known = activations.last_commit(self._identity)
         self._ahead: Future[None] | None = None
@@ -90,13 +90,20 @@ class Walk:
 
     def _record(self, *, keep: bool) -> None:
         """Learn how the layers are called, and ``keep`` what enters the first one."""
-        with self.replica.around(self.layers):
-            for number, (hidden, calls) in enumerate(record(self.replica, self.layers, self._batches)):
-                self.calls.append(calls)
-                if keep:
-                    self.activations.put(number, hidden)
+        for one, numbers in zip(self.replicas, self.dealt, strict=True):
+            mine = (self._batches[number] for number in numbers)
+            with one.around(self.layers):
+                for number, (hidden, calls) in zip(numbers, record(one, self.layers, mine), strict=True):
+                    self.calls[number] = calls
+                    if keep:
+                        self.activations.put(number, hidden)
         if keep:
             self.activations.advance()
+
+    @property
+    def dealt(self) -> list[range]:
+        """The numbers of the batches of each replica."""
+        return [range(turn, len(self._batches), len(self.replicas)) for turn in range(len(self.replicas))]
 
     def enter(self, layer: int) -> Any:
         """A layer with its weights; those of the next one are read from now on."""
@@ -106,7 +113,8 @@ class Walk:
 
     def leave(self, layer: int) -> None:
         """Let go of a layer's weights."""
-        self.replica.weights.free(held(self.replica.model, self.layers[layer]))
+        for one in self.replicas:
+            one.weights.free(held(one.model, self.layers[layer]))
 
     def measured(self, layer: int, observation: Observation) -> Measurement:
         """Take all batches through a layer."""
@@ -122,4 +130,8 @@ class Walk:
         return measurement
 
     def _read(self, layer: int) -> Future[None]:
-        return self._reader.submit(self.replica.weights.load, held(self.replica.model, self.layers[layer]))
+        def load() -> None:
+            for one in self.replicas:
+                one.weights.load(held(one.model, self.layers[layer]))
+
+        return self._reader.submit(load)

@@ -129,11 +129,12 @@ def host_bytes(asked: int | None) -> int:
     return free_bytes("cpu") // _STATES if asked is None else asked
 
 
-def activations_for(device: str, need: Need, host: int, folder: Path) -> Activations:
-    """Where the hidden states of layer mode are kept: on a GPU where that has ample room, or in ``host`` bytes of the
+def activations_for(devices: Sequence[str], need: Need, host: int, folder: Path) -> Activations:
+    """Where the hidden states of layer mode are kept: on GPUs that have ample room, or in ``host`` bytes of the
     host's memory, the rest of which is spilled to ``folder``."""
     # Beside two layers and a forward, and half of the rest is left free.
-    room = 0 if device.startswith("cpu") else (free_bytes(device) - 2 * need.layer - need.forward) // 2
+    free = 0 if devices[0].startswith("cpu") else min(map(free_bytes, devices))
+    room = len(devices) * ((free - 2 * need.layer - need.forward) // 2)
     return Activations(folder, room, on_device=True) if 0 < need.states <= room else Activations(folder, host)
 
 

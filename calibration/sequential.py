@@ -5,6 +5,9 @@ Each batch goes through a layer twice: with the weights that are read, while X^T
 are rounded both times as they will be when the model is served. So every layer sees what was lost before it. Memory is
 that of two layers, of the hidden states, and of one layer's Hessians.
 
+On several devices each takes its share of the batches through a layer of its own. The sums are added on the first, in
+the order of the devices, which makes the weights and hands them to the others: how many they are decides the last bit.
+
 Beside the 16-bit model, whose hidden states run along, a layer gets its weights in turns: what reads the same input is
 one, and the next turn's inputs are those that the last one's weights make. What the 16-bit model has more there is
 summed too, with what its hidden states have more before a module adds to them.
@@ -13,11 +16,14 @@ summed too, with what its hidden states have more before a module adds to them.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from calibration.activations import Activations
 from calibration.experts import ExpertSums, rounding_experts, stacks
@@ -30,6 +36,9 @@ from calibration.observers import Observation
 from calibration.replica import Replica
 from calibration.room import free_bytes
 
+_Given = TypeVar("_Given")
+_Found = TypeVar("_Found")
+_Summed = TypeVar("_Summed", Sums, ExpertSums)
 _ROWS = 1024  # of what is seen
 _ALIKE = 0.02  # share of what a layer adds that may be lost to the rounding of 16-bit sums
 
@@ -56,7 +65,7 @@ With the layer's last turn, what was made of it must be on the disk for good on 
 
 
 def run_sequential(
-    replica: Replica,
+    replicas: Sequence[Replica],
     batches: Sequence[torch.Tensor],
     roundings: Mapping[str, Rounding],
     solve: Solve,
@@ -70,21 +79,34 @@ def run_sequential(
 ) -> None:
     """Give every layer new weights, going on at the last layer that an earlier attempt committed.
 
-    ``replica`` has nothing loaded; ``batches`` are int64 token ids of [batch, sequence]. ``roundings`` are those of the
-    inputs of the linear modules that get new weights, by the model's own names: modules with the same input and the
-    very same function have one Hessian. ``stacked`` are those of stacked experts, by the parameter's name with the
-    expert's number behind: these come last in a layer, each with a Hessian of its own. ``facts`` are plain values that
-    must be the same for a run to be gone on with. ``fold`` is called before anything of the layer is measured.
-    ``beside`` has the 16-bit model run along: then hidden states take twice the room. ``advance`` is told samples as by
+    ``replicas``, one a device and no more than batches, have nothing loaded; the first is the one that ``solve`` and
+    ``fold`` change. ``batches`` are int64 token ids of [batch, sequence]. ``roundings`` are those of the inputs of the
+    linear modules that get new weights, by the model's own names: modules with the same input and the very same
+    function have one Hessian. ``stacked`` are those of stacked experts, by the parameter's name with the expert's
+    number behind: these come last in a layer, each with a Hessian of its own. ``facts`` are plain values that must be
+    the same for a run to be gone on with. ``fold`` is called before anything of the layer is measured. ``beside`` has
+    the 16-bit model run along: then hidden states take twice the room. ``advance`` is told samples as by
     `calibration.layers.run_layers`.
 
     Raises `CalibrationError` where weights are missing or the disk is full, and `NotReplayableError` where the layers
     cannot be run one at a time.
     """
-    facts = [facts, sorted(replica.owned.items())]
-    given = replica, batches, activations, facts, advance
+    facts = [facts, sorted(replicas[0].owned.items())]
+    given = replicas, batches, activations, facts, advance
     walk = _Sequential(*given, roundings=roundings, stacked=stacked, beside=beside)
     walk.through(lambda layer: walk.renew(layer, fold, solve))
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The batches of a device, by number, with the 16-bit weights of its layer, the way through that, and what is kept
+    of batches there."""
+
+    replica: Replica
+    numbers: range
+    original: Mapping[str, torch.Tensor]
+    way: Way
+    kept: Kept
 
 
 class _Sequential(Walk):
@@ -94,53 +116,78 @@ class _Sequential(Walk):
         super().__init__(*given)
         self._roundings, self._stacked, self._beside = roundings, stacked, beside
         self._ways: dict[tuple[str, ...], tuple[str, Way]] = {}
+        self._lock = threading.Lock()
 
     def renew(self, layer: int, fold: Fold | None, solve: Solve) -> None:
         """Give a layer its weights, and take all batches through it."""
         self.enter(layer)
-        name = self.layers[layer]
+        name, model = self.layers[layer], self.replica.model
         with torch.inference_mode():
             if fold is not None:
                 fold(layer, lambda inputs, outputs: self._seen(layer, inputs, outputs))
+                self._hand_on(f"{name}.{each}" for each, _ in list(model.get_submodule(name).named_parameters()))
             linear = {each: how for each, how in self._roundings.items() if each.startswith(f"{name}.")}
-            model = self.replica.model
             experts = stacks(model, name, self._stacked)
-            original = {each: model.get_parameter(each) for each in (*(f"{one}.weight" for one in linear), *experts)}
+            weights = [*(f"{one}.weight" for one in linear), *experts]
             way = self._way(layer, linear) if self._beside and linear else Way([list(linear)])
-            kept = Kept(way, self.activations.spare(self.replica.device))
+            room = self.activations.spare(self.replica.device) // len(self.replicas)
+            shares = [
+                _Share(one, numbers, {each: one.model.get_parameter(each) for each in weights}, way, Kept(way, room))
+                for one, numbers in zip(self.replicas, self.dealt, strict=True)
+            ]
             for turn in way.turns:
-                sums, last = Sums(way, turn, kept), turn is way.turns[-1]
-                for number in range(len(self.calls)):
-                    first, served = self._states(layer, number)
-                    if self._beside:
-                        watching = sums.watching_original(model, number, first, whole=last)
-                        with _weights(model, original), watching:
-                            made = self._run(layer, number, first)
-                        if last:
-                            kept.put(number, True, name, made)
-                    with sums.rounding(model, number, served, linear):
-                        self._run(layer, number, served)
-                    sums.end_batch()
-                solve(layer, sums.found(), last and not experts)
-            self._experts(layer, experts, linear, Sums(way, [], kept), solve)
-            sums = Sums(way, [], kept)
-            for number in range(len(self.calls)):
-                first, served = self._states(layer, number)
-                with sums.rounding(model, number, served, linear), rounding_experts(model, experts, self._stacked):
-                    found = self._run(layer, number, served)
-                sums.end_batch()
-                if self._beside:
-                    beside = kept.pop(number, True, name)
-                    if beside is None:
-                        with _weights(model, original):
-                            beside = self._run(layer, number, first)
-                    found = torch.stack([beside, found])
-                self.activations.put(number, found)
-                self.advance(served.shape[0])
+                last = turn is way.turns[-1]
+                sums = partial(self._sums, layer=layer, linear=linear, turn=turn, whole=last)
+                solve(layer, self._joined(sums, shares).found(), last and not experts)
+                self._hand_on(f"{each}.weight" for each in turn)
+            self._experts(layer, experts, linear, shares, solve)
+            self._each(partial(self._leave, layer=layer, linear=linear, experts=experts), shares)
         self.leave(layer)
 
+    def _sums(
+        self, share: _Share, *, layer: int, linear: Mapping[str, Rounding], turn: Sequence[str], whole: bool
+    ) -> Sums:
+        """What enters the modules of a turn; the 16-bit model's layer is run as a ``whole`` once."""
+        sums, one = Sums(share.way, turn, share.kept), share.replica
+        for number in share.numbers:
+            first, served = self._states(layer, number, one)
+            if self._beside:
+                watching = sums.watching_original(one.model, number, first, whole=whole)
+                with _weights(one.model, share.original), watching:
+                    made = self._run(layer, number, first, one)
+                if whole:
+                    share.kept.put(number, True, self.layers[layer], made)
+            with sums.rounding(one.model, number, served, linear):
+                self._run(layer, number, served, one)
+            sums.end_batch()
+        return sums
+
+    def _leave(self, share: _Share, *, layer: int, linear: Mapping[str, Rounding], experts: Sequence[str]) -> None:
+        """Take batches through the layer with its new weights."""
+        sums, one = Sums(share.way, [], share.kept), share.replica
+        for number in share.numbers:
+            first, served = self._states(layer, number, one)
+            rounding = rounding_experts(one.model, experts, self._stacked)
+            with sums.rounding(one.model, number, served, linear), rounding:
+                found = self._run(layer, number, served, one)
+            sums.end_batch()
+            if self._beside:
+                beside = share.kept.pop(number, True, self.layers[layer])
+                if beside is None:
+                    with _weights(one.model, share.original):
+                        beside = self._run(layer, number, first, one)
+                found = torch.stack([beside, found])
+            self.activations.put(number, found)
+            with self._lock:
+                self.advance(served.shape[0])
+
     def _experts(
-        self, layer: int, experts: Sequence[str], linear: Mapping[str, Rounding], sums: Sums, solve: Solve
+        self,
+        layer: int,
+        experts: Sequence[str],
+        linear: Mapping[str, Rounding],
+        shares: Sequence[_Share],
+        solve: Solve,
     ) -> None:
         """Give the stacked experts of a layer their weights, whose other modules have theirs: a stack after the other.
 
@@ -149,30 +196,62 @@ class _Sequential(Walk):
         model = self.replica.model
         for name in experts:  # a copy gets the new weights
             _set(model, name, model.get_parameter(name).detach().clone())
+
+        def see(share: _Share, name: str, numbers: range) -> ExpertSums:
+            of_experts, one = ExpertSums(name, numbers), share.replica
+            sums = Sums(share.way, [], share.kept)
+            for number in share.numbers:
+                _, served = self._states(layer, number, one)
+                taking = rounding_experts(one.model, experts, self._stacked, of_experts.see)
+                with sums.rounding(one.model, number, served, linear), taking:
+                    self._run(layer, number, served, one)
+                sums.end_batch()
+            return of_experts
+
         for name in experts:
             # The columns are one of the last two dimensions; the larger sum is planned with.
             count, width = model.get_parameter(name).shape[0], max(model.get_parameter(name).shape[1:])
-            step = max(1, min(count, free_bytes(self.replica.device) // (16 * width**2)))
+            step = max(1, min(count, min(free_bytes(one.device) for one in self.replicas) // (16 * width**2)))
             for start in range(0, count, step):
-                of_experts = ExpertSums(name, range(start, start + step))
-                for number in range(len(self.calls)):
-                    _, served = self._states(layer, number)
-                    taking = rounding_experts(model, experts, self._stacked, of_experts.see)
-                    with sums.rounding(model, number, served, linear), taking:
-                        self._run(layer, number, served)
-                    sums.end_batch()
-                solve(layer, of_experts.found(), name == experts[-1] and start + step >= count)
+                found = self._joined(partial(see, name=name, numbers=range(start, start + step)), shares).found()
+                solve(layer, found, name == experts[-1] and start + step >= count)
+            self._hand_on([name])
 
-    def _states(self, layer: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _each(self, work: Callable[[_Given], _Found], shares: Sequence[_Given]) -> list[_Found]:
+        """Have work done on all devices at a time."""
+        if len(shares) == 1:  # in this thread, whose memory the C library gives back
+            return [work(shares[0])]
+
+        def there(share: _Given) -> _Found:
+            with torch.inference_mode():  # is of a thread
+                return work(share)
+
+        with ThreadPoolExecutor(len(shares)) as pool:
+            return list(pool.map(there, shares))
+
+    def _joined(self, work: Callable[[_Share], _Summed], shares: Sequence[_Share]) -> _Summed:
+        """What was summed on all devices, on the first."""
+        found = self._each(work, shares)
+        for other in found[1:]:
+            found[0].join(other, self.replica.device)
+        return found[0]
+
+    def _hand_on(self, names: Iterable[str]) -> None:
+        """Have parameters of all devices those of the first."""
+        for name in names if self.replicas[1:] else ():
+            for one in self.replicas[1:]:
+                _set(one.model, name, self.replica.model.get_parameter(name).detach().to(one.device))
+
+    def _states(self, layer: int, number: int, one: Replica) -> tuple[torch.Tensor, torch.Tensor]:
         """What enters the layer: the 16-bit model's hidden states and those of the model that is made."""
-        hidden = self.activations.get(number, self.replica.device)
+        hidden = self.activations.get(number, one.device)
         return (hidden[0], hidden[1]) if self._beside and layer else (hidden, hidden)
 
-    def _run(self, layer: int, number: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _run(self, layer: int, number: int, hidden: torch.Tensor, one: Replica) -> torch.Tensor:
         """The hidden states that a layer makes; those that entered it where a hook has seen enough."""
-        cache = recording_cache(Measurement(Observation()), self.replica.attention)
+        cache = recording_cache(Measurement(Observation()), one.attention)
         try:
-            return self.calls[number][layer].run(self.replica.model.get_submodule(self.layers[layer]), hidden, cache)
+            return self.calls[number][layer].run(one.model.get_submodule(self.layers[layer]), hidden, cache)
         except Enough:
             return hidden
 
@@ -208,10 +287,10 @@ class _Sequential(Walk):
             if found.shape == hidden.shape:
                 made[name] = found
 
-        hidden, _ = self._states(layer, number)
+        hidden, _ = self._states(layer, number, self.replica)
         below = [f"{name}.{each}" for each, _ in model.get_submodule(name).named_modules() if each]
         with following(model, below, see):
-            out = self._run(layer, number, hidden)
+            out = self._run(layer, number, hidden, self.replica)
         count = len(set(turns.values()))
         by_turn = [[each for each in linear if turns.get(_kind(each)) == turn] for turn in range(count)]
         # One that reads an input with others (q of as many heads as k and v) makes something else of the same shape.
@@ -223,27 +302,34 @@ class _Sequential(Walk):
         return self._ways[kind][1]
 
     def _seen(self, layer: int, inputs: Sequence[str], outputs: Sequence[str]) -> dict[str, Seen]:
-        rows: dict[str, list[torch.Tensor]] = {}
-        largest: dict[str, torch.Tensor] = {}
-        count = -(-_ROWS // len(self.calls))
+        rows: dict[str, dict[int, torch.Tensor]] = {name: {} for name in (*inputs, *outputs)}
+        count, device = -(-_ROWS // len(self.calls)), self.replica.device
 
-        def take(name: str, found: Any) -> None:
-            found = found[0] if isinstance(found, tuple) else found
-            flat = found.reshape(-1, found.shape[-1])
-            # Not every n-th: the first token of each sequence, which is like no other, would be among them.
-            chosen = torch.randperm(len(flat), generator=torch.Generator().manual_seed(0))[:count]
-            rows.setdefault(name, []).append(flat[chosen.to(flat.device)])
-            here = flat.abs().amax(dim=0).float()
-            largest[name] = here.maximum(largest[name]) if name in largest else here
+        def see(dealt: tuple[Replica, range]) -> dict[str, torch.Tensor]:
+            (one, numbers), largest = dealt, dict[str, "torch.Tensor"]()
 
-        model = self.replica.model
-        with (
-            following(model, inputs, lambda name, args, kwargs, _: take(name, entering(args, kwargs))),
-            following(model, outputs, lambda name, _args, _kwargs, found: take(name, found)),
-        ):
-            for number in range(len(self.calls)):
-                self._run(layer, number, self._states(layer, number)[0])
-        return {name: Seen(torch.cat(parts), largest[name]) for name, parts in rows.items()}
+            def take(name: str, found: Any) -> None:
+                found = found[0] if isinstance(found, tuple) else found
+                flat = found.reshape(-1, found.shape[-1])
+                # Not every n-th: the first token of each sequence, which is like no other, would be among them.
+                chosen = torch.randperm(len(flat), generator=torch.Generator().manual_seed(0))[:count]
+                rows[name][number] = flat[chosen.to(flat.device)].to(device)
+                here = flat.abs().amax(dim=0).float()
+                largest[name] = here.maximum(largest[name]) if name in largest else here
+
+            with (
+                following(one.model, inputs, lambda name, args, kwargs, _: take(name, entering(args, kwargs))),
+                following(one.model, outputs, lambda name, _args, _kwargs, found: take(name, found)),
+            ):
+                for number in numbers:
+                    self._run(layer, number, self._states(layer, number, one)[0], one)
+            return {name: found.to(device) for name, found in largest.items()}
+
+        found = self._each(see, list(zip(self.replicas, self.dealt, strict=True)))
+        return {
+            name: Seen(torch.cat([of[number] for number in sorted(of)]), torch.stack([e[name] for e in found]).amax(0))
+            for name, of in rows.items()
+        }
 
 
 def _kind(name: str) -> str:

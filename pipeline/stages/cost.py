@@ -45,8 +45,7 @@ def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: s
         stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
         if quantization.algorithm == "gptq" and recipe.calibration is not None:
             volume = replace(calibrate_volume(source, structure, recipe.calibration), mode="layer")
-            once = calibrate_cost(volume, replace(machine, devices=devices[:1]))
-            stages["quantize"] = _after(stages["quantize"], once)
+            stages["quantize"] = _after(stages["quantize"], calibrate_cost(volume, machine))
     return {
         "rates": {"origin": origin, **asdict(rates)},
         "stages": {name: asdict(cost) for name, cost in stages.items()},

@@ -166,7 +166,7 @@ def _rounded(
             source.folder,
             list(batched(samples, section.batch_size)),
             scales,
-            device=resolve_devices(job.setting.device)[0],
+            devices=resolve_devices(job.setting.device),
             work=job.path / _WORK,
             parameters=quantization.parameters,
             activation_bytes=section.activation_bytes,

@@ -73,16 +73,17 @@ def renew(
     beside: bool = False,
     room: int = 10**9,
     fused: bool = False,
+    devices: int = 1,
     **more: Any,
 ) -> Halving:
-    one = replica(folder, "cpu")
-    if fused:
+    replicas = [replica(folder, "cpu") for _ in range(devices)]
+    for one in replicas if fused else ():
         one.fuse_attention()
-    halving = Halving(one.model, **more)
+    halving = Halving(replicas[0].model, **more)
     activations = Activations(work, room)
     roundings = dict.fromkeys(names(), how)
     batches = list(torch.split(blocks[:, :16], 4))
-    run_sequential(one, batches, roundings, halving, activations, facts, beside=beside)
+    run_sequential(replicas, batches, roundings, halving, activations, facts, beside=beside)
     return halving
 
 
@@ -126,6 +127,22 @@ def test_hessians_are_those_of_inputs_that_new_weights_have_made(
         assert seen[name].tokens == blocks[:, :16].numel()
 
 
+@pytest.mark.parametrize("devices", [2, 3])
+def test_devices_that_share_the_batches_sum_what_one_does(
+    deep: Path, blocks: torch.Tensor, tmp_path: Path, devices: int
+) -> None:
+    alone = renew(deep, blocks, tmp_path / "alone", coarse, beside=True).seen
+    shared = renew(deep, blocks, tmp_path / "shared", coarse, beside=True, devices=devices).seen
+    assert list(shared) == list(alone)
+    for name, one in alone.items():
+        assert (shared[name].modules, shared[name].tokens) == (one.modules, one.tokens)
+        for part in ("hessian", "gap", "owed"):
+            here, there = getattr(one, part), getattr(shared[name], part)
+            assert (here is None) == (there is None)
+            if here is not None:
+                torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-4 * float(here.abs().max()))
+
+
 def test_modules_with_one_input_have_one_hessian(deep: Path, blocks: torch.Tensor, tmp_path: Path) -> None:
     seen = renew(deep, blocks, tmp_path).seen
     at = "model.layers.2"
@@ -138,7 +155,7 @@ def test_inputs_that_are_rounded_otherwise_are_counted_apart(deep: Path, blocks:
     one = replica(deep, "cpu")
     halving, roundings = Halving(one.model, change=False), dict.fromkeys(names(), unchanged)
     roundings["model.layers.0.self_attn.k_proj"] = coarse
-    run_sequential(one, [blocks[:4, :16]], roundings, halving, Activations(tmp_path, 10**9), "")
+    run_sequential([one], [blocks[:4, :16]], roundings, halving, Activations(tmp_path, 10**9), "")
     q, k, v = (halving.seen[f"model.layers.0.self_attn.{part}_proj"] for part in "qkv")
     assert not torch.equal(q.hessian, k.hessian)
     assert torch.equal(q.hessian, v.hessian)

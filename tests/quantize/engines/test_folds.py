@@ -45,7 +45,7 @@ class Scaled:
         static = {f"{name}.input_scale": torch.tensor([size]) for name, size in sizes.items()}
         self.ranges = static if scheme in ("fp8", "mxfp4_fp8") else {}
 
-    def rounded(self, blocks: torch.Tensor, **more: Any) -> Rounded:
+    def rounded(self, blocks: torch.Tensor, devices: int = 1) -> Rounded:
         return round_layers(
             self.plans,
             self.structure,
@@ -53,10 +53,9 @@ class Scaled:
             self.source.folder,
             list(torch.split(blocks, 8)),
             self.ranges,
-            device="cpu",
+            devices=["cpu"] * devices,
             work=self.work / "rounding",
             parameters=SCALED,
-            **more,
         )
 
     def written(self, rounded: Rounded) -> Checkpoint:
@@ -156,11 +155,12 @@ def test_factors_are_those_with_which_the_product_of_what_is_rounded_loses_the_l
     assert torch.equal(neither, torch.ones(8)) or float((neither - 1).abs().max()) < 1e-6
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 def test_a_killed_run_that_scales_makes_the_same_bytes(
-    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int
 ) -> None:
     whole = Scaled(models("qwen3"), "mxfp4_fp8", "quark", tmp_path / "whole")
-    expected = whole.written(whole.rounded(blocks))
+    expected = whole.written(whole.rounded(blocks, devices))
     killed = Scaled(models("qwen3"), "mxfp4_fp8", "quark", tmp_path / "killed")
     seen: list[int] = []
     fold = layerwise._Layers.fold
@@ -174,8 +174,8 @@ def test_a_killed_run_that_scales_makes_the_same_bytes(
     monkeypatch.setattr(layerwise._Layers, "fold", stops)
     monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        killed.rounded(blocks)
-    checkpoint = killed.written(killed.rounded(blocks))
+        killed.rounded(blocks, devices)
+    checkpoint = killed.written(killed.rounded(blocks, devices))
     assert seen == [0, 1, 1]
     for name in ("config.json", *expected.shards):
         assert (checkpoint.folder / name).read_bytes() == (expected.folder / name).read_bytes()

@@ -40,7 +40,7 @@ class Made:
         static = {f"{name}.input_scale": torch.tensor([9.0]) for name in self.choice.schemes}
         self.ranges: Mapping[str, torch.Tensor] = static if scheme in ("fp8", "mxfp4_fp8") else {}
 
-    def rounded(self, blocks: torch.Tensor, **more: Any) -> Rounded:
+    def rounded(self, blocks: torch.Tensor, devices: int = 1) -> Rounded:
         return round_layers(
             self.plans,
             self.structure,
@@ -48,10 +48,9 @@ class Made:
             self.source.folder,
             list(torch.split(blocks, 8)),
             self.ranges,
-            device="cpu",
+            devices=["cpu"] * devices,
             work=self.work / "rounding",
             parameters=PARAMETERS,
-            **more,
         )
 
     def written(self, plans: tuple[ShardPlan, ...], algorithm: str = "gptq") -> Checkpoint:
@@ -103,12 +102,14 @@ def test_a_checkpoint_holds_what_was_made_of_its_layers(
         assert not torch.equal(dequantize(scheme, stored), dequantize(scheme, other))
 
 
-@pytest.mark.parametrize(("scheme", "layout"), [("ptpc_fp8", "compressed-tensors"), ("mxfp4", "quark")])
+@pytest.mark.parametrize(
+    ("scheme", "layout", "devices"), [("ptpc_fp8", "compressed-tensors", 1), ("mxfp4", "quark", 2)]
+)
 def test_experts_are_rounded_for_the_tokens_that_reach_them(
-    models: Models, blocks: torch.Tensor, tmp_path: Path, scheme: str, layout: str
+    models: Models, blocks: torch.Tensor, tmp_path: Path, scheme: str, layout: str, devices: int
 ) -> None:
     made = Made(models("mixtral"), scheme, layout, tmp_path)
-    rounded = made.rounded(blocks)
+    rounded = made.rounded(blocks, devices)
     experts = {name: gain for name, gain in rounded.gains.items() if ".experts." in name}
     assert experts
     assert all(".experts." in name for name in rounded.left), "that no token reached"

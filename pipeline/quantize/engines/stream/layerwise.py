@@ -1,6 +1,6 @@
 """Weights that calibration decides on: linear modules by GPTQ, layer by layer, each made with what came before.
 
-    plans = round_layers(plans, choice, folder, batches, ranges, device="cuda:0", work=scratch, ...).plans
+    plans = round_layers(plans, choice, folder, batches, ranges, devices=["cuda:0"], work=scratch, ...).plans
 
 What is made of a layer lies in one file of the working folder, which is there when the layer is done; the steps of the
 plans that it answers name it, and the rest of the engine takes rows from it in the place of a kernel's. Modules that no
@@ -84,7 +84,7 @@ def round_layers(
     batches: Sequence[torch.Tensor],
     ranges: Mapping[str, torch.Tensor],
     *,
-    device: str,
+    devices: Sequence[str],
     work: Path,
     parameters: Mapping[str, float | int | bool],
     activation_bytes: int | None = None,
@@ -94,15 +94,16 @@ def round_layers(
     """Make the weights of a model's linear modules, going on at the last layer that an earlier attempt committed.
 
     ``ranges`` are those behind static scales of inputs, by their tensors' names. ``parameters`` are the recipe's.
-    ``advance`` is told samples, once a layer.
+    The ``devices`` share the batches. ``advance`` is told samples, once a layer.
 
     Raises `CalibrationError` where the model cannot be run layer by layer, `StageError` for weights that are not
     finite.
     """
     with measuring(folder):
-        one = replica(folder, device, trust_remote_code=trust_remote_code)
-        one.fuse_attention()
-        need, _ = need_of(one, batches)
+        replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in devices[: len(batches)]]
+        for each in replicas:
+            each.fuse_attention()
+        one, (need, _) = replicas[0], need_of(replicas[0], batches)
         if parameters["compensation"]:
             need = replace(need, states=2 * need.states)
         made = work / _MADE
@@ -110,11 +111,11 @@ def round_layers(
         layers = _Layers(one, plans, structure, choice, made, parameters, ranges)
         unscaled = layers.study(batches[0]) if parameters.get("scaling") else ()
         run_sequential(
-            one,
+            replicas,
             batches,
             layers.roundings,
             layers.solve,
-            activations_for(device, need, host_bytes(activation_bytes), work / _STATES),
+            activations_for(devices, need, host_bytes(activation_bytes), work / _STATES),
             layers.facts,
             stacked=layers.stacked,
             fold=layers.fold if parameters.get("scaling") else None,
