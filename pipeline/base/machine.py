@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -146,10 +146,6 @@ class Device:
 
     hardware: str
     name: str
-
-    def to_json(self) -> dict[str, str]:
-        """A plain mapping of the fields."""
-        return asdict(self)
 
 
 def cpu_name(machine: Machine) -> str:

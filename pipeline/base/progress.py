@@ -28,15 +28,12 @@ class Progress(Protocol):
 
     def bar(self, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
         """A bar over ``total`` units ("B", "samples", ...); its value is called with each advance."""
-        ...
 
     def say(self, message: str) -> None:
         """One line about what goes on now."""
-        ...
 
     def warn(self, message: str) -> None:
         """One line that must not be missed."""
-        ...
 
 
 class Reporter(Progress, Protocol):
@@ -44,15 +41,12 @@ class Reporter(Progress, Protocol):
 
     def started(self, key: str, number: int, total: int) -> None:
         """A stage begins."""
-        ...
 
     def cached(self, key: str, number: int, total: int, summary: str) -> None:
         """A stage was done before."""
-        ...
 
     def finished(self, key: str, number: int, total: int, seconds: float, summary: str) -> None:
         """A stage is committed."""
-        ...
 
 
 class PlainReporter:

@@ -62,7 +62,6 @@ def gate(
     fetched. Nothing of the recorded verdict is used; whether it is the same is said. Where a quantmint.json lists other
     files than those that are judged, the verdict is INVALID. Ends with the verdict's exit code.
     """
-
     file = _record_of(subject, Store(store_path), as_json=as_json)
     try:
         measurements, recorded = record.read(file)

@@ -84,7 +84,6 @@ def releases(place: str, as_json: bool) -> None:
 
     PLACE is a published folder (published/NAME), a bucket (s3://bucket/prefix/NAME) or a repository (org/name).
     """
-
     there = open_place(place)
     found = there.releases()
     if as_json:
@@ -155,7 +154,6 @@ def _change(way: Literal["promote", "rollback"], place: str, tag: str | None, *,
 @json_option
 def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
     """Remove old releases from PLACE, never the current one or a candidate."""
-
     there = open_place(place)
     done = there.prune(keep=keep, dry_run=dry_run, progress=reporter_for(json=as_json))
     if as_json:

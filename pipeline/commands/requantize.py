@@ -12,14 +12,7 @@ from rich.markup import escape
 
 from eval.report.numbers import duration, size
 from pipeline.base.progress import reporter_for
-from pipeline.commands.options import (
-    device_option,
-    emit,
-    fleet_options,
-    json_option,
-    store_option,
-    vllm_option,
-)
+from pipeline.commands.options import device_option, emit, fleet_options, json_option, store_option, vllm_option
 from pipeline.commands.tables import table, terminal
 from pipeline.store.tree import Store
 from pipeline.upkeep.due.due import Due, all_recipes, look

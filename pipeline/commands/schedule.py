@@ -187,7 +187,6 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
     RECIPES: default are those of ./recipes that have a schedule. What the scheduler cannot say of a schedule is
     refused with the reason; docs/scheduling.md compares them.
     """
-
     forms = [form for form in _FORMS if given[form]]
     if len(forms) != 1:
         options = [f"--{form.replace('_', '-')}" for form in (*forms, *_FORMS)]

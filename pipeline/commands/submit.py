@@ -150,7 +150,6 @@ def _task(given: dict[str, Any]) -> Task:
 
 def _follow(place: Place, told: dict[str, Any], as_json: bool) -> int:
     """The log on standard output (with --json on standard error), then the run's own exit code."""
-
     heard: set[str] = set()
 
     def look(state: State) -> None:

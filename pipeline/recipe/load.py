@@ -109,7 +109,7 @@ def load_recipe(name_or_path: str | Path) -> LoadedRecipe:
     """
     path = find(name_or_path)
     document = _merged(path, ())
-    return _loaded(document, path, _name_faults(document, path))
+    return validated(document, path, _name_faults(document, path))
 
 
 def recipe_of(sections: Mapping[str, Any]) -> LoadedRecipe:
@@ -123,16 +123,11 @@ def recipe_of(sections: Mapping[str, Any]) -> LoadedRecipe:
         given = isinstance(section, Mapping)
         data[name] = {key: value for key, value in section.items() if value is not None} if given else section
     document = Document(data, {(): OPTIONS}, {(): OPTIONS})
-    return _loaded(document, Path(OPTIONS.file))
+    return validated(document, Path(OPTIONS.file))
 
 
-def reread(document: Document, path: Path) -> LoadedRecipe:
-    """The recipe of a document that was changed since it was read. Raises `RecipeError` as for a file."""
-    return _loaded(document, path)
-
-
-def _loaded(document: Document, path: Path, faults: Sequence[Fault] = ()) -> LoadedRecipe:
-    """The recipe of a document, unless the models or ``faults`` say what is wrong with it."""
+def validated(document: Document, path: Path, faults: Sequence[Fault] = ()) -> LoadedRecipe:
+    """The recipe of a document; `RecipeError` where the models or ``faults`` say what is wrong with it."""
     data = dict(document.data)
     for section, name in _DEFINITIONS:
         found = data[section].get(name) if isinstance(data.get(section), dict) else None

@@ -20,7 +20,7 @@ from pipeline.base.errors import RecipeError
 from pipeline.base.progress import Reporter
 from pipeline.base.schemes import scheme, table
 from pipeline.quantize.budget import Group, Point, overrides, spend, tries
-from pipeline.recipe.load import LoadedRecipe, reread
+from pipeline.recipe.load import LoadedRecipe, validated
 from pipeline.recipe.modules import override_of
 from pipeline.recipe.schema import AUTO, BUDGET, Recipe
 from pipeline.stages.advice import choices
@@ -133,7 +133,7 @@ def opened(
         budget = {"bits": asked["bits"] or min(known, default=4.25)}
     quantization |= {"from": list(names), **budget}
     data |= {"search": None, "calibration": calibration or data["calibration"]}
-    return replace(reread(replace(loaded.positions, data=data), loaded.path), source_folder=loaded.source_folder)
+    return replace(validated(replace(loaded.positions, data=data), loaded.path), source_folder=loaded.source_folder)
 
 
 def known_groups(setting: Setting) -> tuple[Group, ...] | None:

@@ -27,7 +27,6 @@ from pipeline.store.locks import Lock, is_held, runs_still, this_process
 from pipeline.store.tree import QUARANTINE, RESERVED, RUNS, STAGE, TRASH, Store
 
 RUN_SCHEMA: Final = 1
-_RUNS: Final = "runs"
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class RunLog:
         name = f"{now.strftime('%Y%m%dT%H%M%S.%fZ')}-{slug}-{secrets.token_hex(4)}.json"
         facts: dict[str, Json] = {"process": {**this_process()}}
         named = None if file is None else str(file.absolute())
-        log = cls(Run(root / _RUNS / name, recipe, recipe_digest, tuple(plan), timestamp(now), facts=facts, file=named))
+        log = cls(Run(root / RUNS / name, recipe, recipe_digest, tuple(plan), timestamp(now), facts=facts, file=named))
         log._write()
         return log
 
@@ -111,12 +110,12 @@ class RunLog:
 
 def forget(root: Path, run: str) -> None:
     """Take a run by its `Run.id` out of the list: it only looked."""
-    (root / _RUNS / f"{run}.json").unlink(missing_ok=True)
+    (root / RUNS / f"{run}.json").unlink(missing_ok=True)
 
 
 def list_runs(root: Path) -> list[Run]:
     """Every run of the store at ``root``, newest first; files that cannot be read as one are passed over."""
-    runs = [run for path in (root / _RUNS).glob("*.json") if (run := _read(path)) is not None]
+    runs = [run for path in (root / RUNS).glob("*.json") if (run := _read(path)) is not None]
     return sorted(runs, key=lambda run: run.path.name, reverse=True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def _answer(options: argparse.Namespace) -> None:
     facts = {
         "version": reference_version(),
         "runtime": loaded.runtime,
-        "device": device_here(device).to_json(),
+        "device": asdict(device_here(device)),
         "kv_cache_dtype": loaded.kv_cache_dtype,
     }
     print(f"{loaded.runtime}, on {facts['device']}", file=sys.stderr, flush=True)  # noqa: T201

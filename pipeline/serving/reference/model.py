@@ -192,9 +192,7 @@ class Placing:
         if getattr(experts, place.parameter).is_meta:
             empty = torch.empty_like(getattr(experts, place.parameter), device=self._device)
             setattr(experts, place.parameter, torch.nn.Parameter(empty, requires_grad=False))
-        part = getattr(experts, place.parameter)[place.expert]
-        part = part.t() if place.transposed else part
-        part[slice(*place.rows)].copy_(weight)
+        place.of(getattr(experts, place.parameter)).copy_(weight)
         return f"{stack}.{place.parameter}"
 
     def _weight(self, module: str) -> torch.Tensor:

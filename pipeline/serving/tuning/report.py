@@ -16,16 +16,7 @@ from eval.report.page import environment
 from eval.report.plots import WIDE, Spot, drawn, plane
 from pipeline.serving.plan import Process
 from pipeline.serving.render.invocation import command
-from pipeline.serving.tuning.space import (
-    BASE,
-    TUNABLEOP,
-    Point,
-    Value,
-    change_label,
-    device_name,
-    gated,
-    label,
-)
+from pipeline.serving.tuning.space import BASE, TUNABLEOP, Point, Value, change_label, device_name, gated, label
 from pipeline.serving.tuning.sweep import Objective, Sweep, frontier
 from pipeline.serving.tuning.trials import Budget
 from pipeline.store.disk import write_atomic

@@ -10,30 +10,20 @@ from pathlib import Path
 from typing import Final
 
 from pipeline.base.machine import Machine
-from pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, chosen, visible_amd
+from pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, chosen, nvidia_smi, visible_amd
 from pipeline.store.locks import HEARTBEAT_S, Lock, is_held
 from pipeline.upkeep.fleet.events import folder_of
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """``number`` is the machine's, ``value`` what a child's variable calls it."""
-
-    number: int
-    value: str
-
-
-@dataclass(frozen=True, slots=True)
 class Devices:
-    """What a fleet may use. ``variable`` is the one that the runtime reads, None on a machine without accelerators."""
+    """What a fleet may use. ``variable`` is the one that the runtime reads, None on a machine without accelerators.
+
+    ``values`` are what a child's variable calls them, by the machine's numbers.
+    """
 
     variable: str | None
-    devices: tuple[Device, ...]
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The machine's numbers."""
-        return tuple(device.number for device in self.devices)
+    values: Mapping[int, str]
 
     def environment(self, ours: Mapping[str, str], taken: Iterable[int]) -> dict[str, str]:
         """The variables of a child with these devices; without any, it sees none.
@@ -44,12 +34,12 @@ class Devices:
         if self.variable is None:
             return dict(ours)
         numbers = set(taken)
-        values = [device.value for device in self.devices if device.number in numbers]
+        values = [value for number, value in self.values.items() if number in numbers]
         rest = {name: value for name, value in ours.items() if name not in (HIP, CUDA)}
         return {**rest, self.variable: ",".join(values) or "-1"}
 
 
-NONE: Final = Devices(None, ())
+NONE: Final = Devices(None, {})
 """What a fleet has that runs its recipes elsewhere."""
 
 
@@ -63,14 +53,13 @@ def devices_of(machine: Machine) -> Devices:
         before = environ.get(CUDA) or environ.get(HIP) or None
         places = len(chosen(environ.get(ROCR) or None, uuids))
     else:
-        listed = machine.run(("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"))
-        uuids = [line.strip() for line in (listed or "").splitlines() if line.strip()]
+        uuids = [uuid for (uuid,) in nvidia_smi(machine, ("uuid",))]
         variable = CUDA if uuids else None
         visible = chosen(environ.get(CUDA), uuids)
         before = environ.get(CUDA)
         places = len(uuids)
     values = list(map(str, range(places))) if before is None else [entry.strip() for entry in before.split(",")]
-    return Devices(variable, tuple(map(Device, visible, values)))
+    return Devices(variable, dict(zip(visible, values, strict=False)))
 
 
 def free_of(root: Path, numbers: Iterable[int]) -> tuple[int, ...]:

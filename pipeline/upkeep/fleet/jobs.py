@@ -213,7 +213,7 @@ def not_run(request: Request, due: Due, options: Options, devices: Devices) -> E
             return replace(_left(request, due, "held", due.verdict.exit_code, due.reason), verdict=due.verdict.value)
         if due.state != "due":
             return _left(request, due, due.state, 0, due.reason)
-    needed, there = devices_needed(due), len(devices.numbers)
+    needed, there = devices_needed(due), len(devices.values)
     if devices.variable is None or needed <= there:
         return None
     return _left(request, due, "failed", 2, f"its target has {needed} devices, and this fleet has {there}")

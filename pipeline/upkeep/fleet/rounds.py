@@ -68,7 +68,7 @@ class Fleet:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._one_look = threading.Lock()  # what two looks at once would ask the Hub for is mostly the same
         self._devices = NONE if options.on is not None else devices_of(Machine())
-        self._slots = options.slots(len(self._devices.numbers))
+        self._slots = options.slots(len(self._devices.values))
         self._looking: list[Request] = []
         self._waiting: dict[str, Job] = {}
         self._running: dict[str, Job] = {}
@@ -380,7 +380,7 @@ class Fleet:
     def _room(self) -> Room:
         slots = self._slots - len(self._running)
         taken = {number for job in self._running.values() for number in job.devices}
-        ours = [number for number in self._devices.numbers if number not in taken]
+        ours = [number for number in self._devices.values if number not in taken]
         free = free_of(self._options.store, ours) if slots > 0 else ()
         limit = self._options.max_disk
         bytes_left = None if limit is None else limit - (self._grown or 0)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from pipeline.base.machine import Machine
-from pipeline.upkeep.fleet.devices import Device, Devices, devices_of, free_of, take
+from pipeline.upkeep.fleet.devices import Devices, devices_of, free_of, take
 
 UUIDS = "GPU-aaaa\nGPU-bbbb\nGPU-cccc\nGPU-dddd\n"
 
@@ -18,7 +18,7 @@ def machine(tmp_path: Path, **environ: str) -> Machine:
 
 def test_a_machine_without_accelerators(tmp_path: Path) -> None:
     none = devices_of(Machine(root=tmp_path, environ={}, run=lambda _: None))
-    assert none == Devices(None, ())
+    assert none == Devices(None, {})
     assert none.environment({"PATH": "x", "CUDA_VISIBLE_DEVICES": "3"}, ()) == {
         "PATH": "x",
         "CUDA_VISIBLE_DEVICES": "3",
@@ -26,14 +26,14 @@ def test_a_machine_without_accelerators(tmp_path: Path) -> None:
 
 
 def test_devices_are_the_machines_whatever_variables_leave(tmp_path: Path) -> None:
-    assert devices_of(machine(tmp_path)).numbers == (0, 1, 2, 3)
+    assert list(devices_of(machine(tmp_path)).values) == [0, 1, 2, 3]
     some = devices_of(machine(tmp_path, CUDA_VISIBLE_DEVICES="3, GPU-bb"))
-    assert some.devices == (Device(3, "3"), Device(1, "GPU-bb"))
+    assert some.values == {3: "3", 1: "GPU-bb"}
 
 
 def test_a_child_sees_its_devices_by_one_variable() -> None:
     ours = {"PATH": "x", "HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "4,5"}
-    amd = Devices("HIP_VISIBLE_DEVICES", (Device(4, "0"), Device(5, "1")))
+    amd = Devices("HIP_VISIBLE_DEVICES", {4: "0", 5: "1"})
     assert amd.environment(ours, (5,)) == {"PATH": "x", "ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}
     assert amd.environment(ours, ())["HIP_VISIBLE_DEVICES"] == "-1", "a recipe for a CPU sees none"
 

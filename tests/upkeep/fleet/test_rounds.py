@@ -12,7 +12,7 @@ import pytest
 
 from eval.verdict import Verdict
 from pipeline.upkeep.due.due import Due
-from pipeline.upkeep.fleet.devices import Device, Devices, take
+from pipeline.upkeep.fleet.devices import Devices, take
 from pipeline.upkeep.fleet.events import Event, Summary
 from pipeline.upkeep.fleet.jobs import Request
 from tests.upkeep.fleet.staged import Stage, by_name
@@ -171,7 +171,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """``devices(4)``: the machine has so many Instinct GPUs."""
 
     def have(count: int) -> None:
-        found = Devices("HIP_VISIBLE_DEVICES", tuple(Device(number, str(number)) for number in range(count)))
+        found = Devices("HIP_VISIBLE_DEVICES", {number: str(number) for number in range(count)})
         monkeypatch.setattr("pipeline.upkeep.fleet.rounds.devices_of", lambda *_: found)
 
     return have
