@@ -1,8 +1,5 @@
 """Ranges of a model of any size, on one device or several, of this machine or of others that see the same files.
 
-    outcome = calibrate(folder, batches, Observation(), devices=["cuda:0", "cuda:1"], work=scratch)
-    outcome.ranges.save(path)
-
 Layer by layer (`calibration.layers`), or with the whole model loaded (`calibration.ranges`) where its layers cannot be
 run one at a time or the hidden states between them are larger. The same batches give the same ranges to the last bit,
 whichever it is, on however many devices of a kind, and in whatever order: summaries are joined before anything follows

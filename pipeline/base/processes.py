@@ -1,8 +1,5 @@
 """Programs that end when we do: children below `supervisor.py`, their output in a file.
 
-    with Child(command, env, log, grace=15) as child: ...     # a server
-    run_logged(argv, log, what="lm-eval", env={})             # a program to its end
-
 The supervisor ends the whole process group when this process lets go of a pipe, which the kernel does for it even after
 SIGKILL. What a child gets of our environment holds no secret.
 

@@ -1,7 +1,5 @@
 """The card of a published checkpoint: README.md with metadata that the Hub reads, and scores beside it.
 
-    text, scores = render(facts), eval_results(facts)
-
 `README.md.j2` is filled with the facts, where every value is escaped unless it is Markdown already, as its type says.
 The front matter is made by the Hub client's own classes.
 """

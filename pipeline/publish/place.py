@@ -1,11 +1,5 @@
 """A place that releases are published to: a folder, a bucket or a repository of the Hub, under one state machine.
 
-    place = open_place("my-org/Llama-3.3-70B-FP8-KV")
-    place.publish(release, candidate=False, progress=progress)
-    place.releases()
-    place.promote(None, dry_run=False, progress=progress)
-    place.rollback("v20261121-3f1c0a52", dry_run=False, progress=progress)
-
 Readers get one release at a time, the current one, and it changes from one to another in a single step. A publication
 puts the files where nobody looks, points to them, and notes that it is over; each step finds what an earlier attempt
 has done, so that the same command finishes what was cut off. A release that was published to its end is left as it is:

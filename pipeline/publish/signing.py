@@ -1,8 +1,5 @@
 """Signatures over the files of a release, in the form of OpenSSF's model-signing; the keys, and what a signature says.
 
-    sign("llama-fp8", {"config.json": path, ...}, folder / "model.sig", key=Path("signing.pem"), passphrase=word)
-    signed = verified(folder / "model.sig", key=Path("signing.pub"))
-
 Anybody can check one without us: ``python -m model_signing verify key FOLDER --signature FOLDER/model.sig
 --public_key signing.pub``. The library makes and proves signatures; the files are hashed here, several at once, and
 only once. A public key is known by the SHA-256 of its PEM text, which is what a signature holds as its hint and what

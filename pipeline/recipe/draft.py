@@ -1,8 +1,5 @@
 """A first recipe for a model of one's own: what `quantmint init` writes.
 
-    >>> drafted = draft(Wish("models/support-3b", "support", target="mi300x", scheme="ptpc_fp8"), Path("recipes"))
-    >>> written = write(drafted)  # all of it, loaded once; or nothing
-
 A text is cut into passages; some of them, evenly spread, are held out for a task that asks for their perplexity, and
 the others calibrate. No passage is in both.
 """

@@ -1,7 +1,5 @@
 """What may help after a FAIL: which layers cost most in few bits, what to paste, how to ask the tasks all the same.
 
-    for line in advise(setting, known_groups(setting)).lines: print(line)
-
 What layers cost is only known where it was measured, by `scheme: auto` or `quantmint search`: the errors of weights,
 which every run records, order layers no better than chance (docs/four-bits.md). Else the command that measures is told.
 """

@@ -1,8 +1,5 @@
 """How long a run takes from its first stage to its last: as it took before, else as it is reckoned.
 
-    >>> times = ahead(plan, missing, setting, reckoned(...))
-    >>> sum(seconds for seconds, _ in times.values())
-
 What was seen counts before what is reckoned: a recipe's newest run says how long each stage took here, and a baseline's
 stage how long its candidate's takes. Answers are scaled by the items that are asked, weights only count where the stage
 is the same. A first run is reckoned by rates of such machines and by what items of such tasks are long.

@@ -1,9 +1,5 @@
 """What is to be served, where, for which load, as a person names it; and servers that run until somebody says stop.
 
-    found = find_model("meta-llama/Llama-3.1-8B-Instruct@main", store=Path("store"))
-    request = Request(found, partial(plan_serving, target=target, profile=profile, vllm_version="0.33.0"))
-    plan, processes = request.plan()
-
     >>> overrides_of(["max-num-seqs=256", "VLLM_ROCM_USE_AITER=0", "--enforce-eager"])
     {'--max-num-seqs': '256', 'VLLM_ROCM_USE_AITER': '0', '--enforce-eager': True}
     >>> speculation_of("eagle3:/models/draft:2")

@@ -1,8 +1,5 @@
 """One checkpoint without a recipe's file: an anonymous recipe, run up to its inspection, then moved into a folder.
 
-    job = open_job(recipe_of(options), Path("llama-fp8"))
-    make(job, reporter)
-
 The runner, the stages and the store are those of every recipe; the store lies in ``OUT/.quantmint``. When all is made
 and found sound, the files move up one by one, ``config.json`` last: before that no program takes the folder for a
 model. What was made from what stays with the checkpoint, in ``OUT/quantmint``.

@@ -1,8 +1,5 @@
 """`scheme: auto`: from what was measured to a recipe with plain overrides, and on to more bits after a FAIL.
 
-    setting = settled(setting)                      # what the store knows: the recipe that a run would follow now
-    outcome, setting, tries = run_search(setting, reporter)
-
 A recipe with a choice to be made is run in two parts. The first measures what each group of modules costs in each
 scheme; the choice follows from that, and the second is the run of a recipe that says it in overrides, which is planned,
 made, judged and published like any other. With a `search`, a FAIL sends the run to the next such recipe, with more

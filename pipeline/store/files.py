@@ -1,7 +1,4 @@
-"""Files that go from one place to another: plain names, digests held against the bytes as they go by, no halves.
-
-fetch(folder, sizes, digests, pieces, place="s3://bucket/models/r", progress=progress)
-"""
+"""Files that go from one place to another: plain names, digests held against the bytes as they go by, no halves."""
 
 from __future__ import annotations
 

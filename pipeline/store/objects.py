@@ -1,10 +1,5 @@
 """Objects below a URL: a bucket of S3 (and what is compatible), Google or Azure, or a folder that machines share.
 
-    objects = Objects("s3://bucket/models/r", endpoint=None)
-    objects.send("v1/model.safetensors", File(path, size, sha256), advance)
-    found = objects.read("current.json")
-    objects.put_if("current.json", data, found and found.mark)      # False: somebody else wrote it meanwhile
-
 obstore speaks to them: it repeats what a busy server refused, and sends large files in parts. Each object carries its
 SHA-256 as metadata, given when the upload began, which is completed only where the bytes had that digest.
 """

@@ -1,9 +1,5 @@
 """A second tier of the store, in a bucket or in a folder that machines share (file://), that several sites share.
 
-    tier = open_tier("s3://bucket/quantmint", print, device_here)
-    tier.bring(work, inputs, progress)      # the entry that another site made, or None
-    tier.send(entry, inputs, progress)      # for the other sites
-
     s3://bucket/quantmint/evaluate/3f2a....json                  the parcel, written last
     s3://bucket/quantmint/evaluate/3f2a.../9c01d2e3f4a5b6c7/...    its files
 

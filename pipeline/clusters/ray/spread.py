@@ -1,10 +1,5 @@
 """The parts of a stage on the nodes of a Ray cluster: shards of a checkpoint, shares of the calibration batches.
 
-::
-
-    with spread_over("ray://head", recipe, device="auto", source=None, store=root, progress=reporter) as spread:
-        run_plan(plan, replace(setting, spread=spread), reporter)
-
 Parts are plain tasks of Ray: it chooses the nodes, repeats what was lost with one, and tells what is finished. Files go
 by the filesystem that the nodes share, plans and results through Ray, which are small. What is committed is committed
 by this process: one manifest, in which a run without a cluster finds the same.

@@ -1,9 +1,5 @@
 """A command of ours as one pod of Kubernetes that runs once: what a Job and a CronJob have in common.
 
-    >>> pod = Pod("quantmint@sha256:...", name="llama8b-ptpc", command=("quantmint", "run", "llama8b-ptpc"))
-    >>> job_spec(pod)["template"]["spec"]["restartPolicy"]
-    'Never'
-
 An exit code of 1 to 4 is a judgement or a wrong recipe: another try finds the same, so the Job ends there. A pod that
 was evicted, preempted or drained counts as no try, and any other end is tried again; all of them go on where the last
 one stopped, because the store is on the volume. A token comes from a Secret of the cluster by reference: its value is

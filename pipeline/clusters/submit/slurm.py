@@ -1,9 +1,5 @@
 """Slurm as a place: a batch script by submitit's writer, and what Slurm's own commands say of its job.
 
-    >>> print(script(task, Options(partition="mi300x"), folder=Path("/shared/models"), logs=Path("/shared/logs")))
-    #!/bin/bash
-    ...
-
 submitit's own way to run something is a pickled function that a second process loads: with it a run's exit code and
 its log while it runs would be lost, SIGTERM would be swallowed, and a file that anyone with the folder's rights could
 replace would be executed. Its writer takes a command as well, and that is what is used here.

@@ -1,8 +1,5 @@
 """One way to ask the Hub: what is worth a second try gets it, and what goes wrong is said without secrets.
 
-    client = connect("my-org/Llama-3.3-70B-FP8-KV", progress)
-    info = client.call("read the repository", lambda: client.api.model_info(client.repo))
-
 The token is the client library's own matter: it reads HF_TOKEN or the file of ``hf auth login`` at each request. Here
 it is looked up for one reason only, to cut it out of messages.
 """

@@ -1,7 +1,5 @@
 """A repository of the Hugging Face Hub as a place to publish to.
 
-    HubPlace("my-org/Llama-3.3-70B-FP8-KV", recipe.publish.hub).publish(release, candidate=False, progress=progress)
-
 `main` is what readers get, and a release is a tag that never moves. Bytes go up first, where nobody sees them; then
 everything becomes visible in one commit on top of the one that was looked at: on `main`, or for a candidate on the
 branch `candidate`, or on a pull request, which is verified and merged. Its files are compared, and last comes the tag.

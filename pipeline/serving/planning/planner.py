@@ -1,8 +1,5 @@
 """The launch that a model on a target gets, with the reason and source of every value.
 
-    >>> plan = plan_serving("/models/m", facts, target=parse_target("mi300x:8"), profile=profile("throughput"),
-    ...                     vllm_version="0.33.0")
-
 Pure: nothing is read but the package's tables. The layout comes first (`layout.py`), then the knobs that it calls for
 (`launch_request.py`), then what they leave for the KV cache (`memory.py`). A model that does not fit is refused with
 the smallest changes that would make it fit.

@@ -1,8 +1,5 @@
 """Whether recipes are due: what each would be made from now, against what its newest release was made from.
 
-    for found in look(["llama70b-fp8kv", "llama8b-ptpc"], store=Store(Path("store"))):
-        print(found.name, found.state, found.reason)
-
 Nothing is run, and nothing is fetched but small files. Everything that lies elsewhere is asked first, for all recipes
 at once, and each repository once; then each recipe is planned as a run would plan it. A network that is away makes
 nothing due, and is told.

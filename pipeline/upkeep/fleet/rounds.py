@@ -1,12 +1,5 @@
 """Many recipes over the devices of one machine: queued, begun, repeated, judged, summed up.
 
-::
-
-    fleet = Fleet(Options(store=Path("store")), on_event=print, warn=print)
-    fleet.add([Request("llama8b-ptpc"), Request("qwen-mxfp4")])
-    fleet.close()
-    summary = fleet.run()
-
 One thread decides: it calls what comes out of an inbox, asks `next_begin` what begins, and owns every lock. What takes
 long has a thread of its own that puts its result there: looking at what is due, and a child. So requests may come while
 others run, and an order to stop is heard at once.

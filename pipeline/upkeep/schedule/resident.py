@@ -1,9 +1,5 @@
 """A scheduler that stays: at the times of each recipe's schedule it asks one fleet to look whether the recipe is due.
 
-::
-
-    code = stay(options, (), tell=print, hear=hear, planned=plan)
-
 A look at a recipe that is not due costs seconds and changes nothing, so nothing is remembered between two schedulers:
 one that starts looks at everything, which makes up for what was missed and goes on with what was cut short; then it
 sleeps to the next time. Several may run on one store, with no leader: the recipe's lock lets one through, and the
