@@ -23,7 +23,7 @@ FUSED = (
     ("q_a_proj", "kv_a_proj_with_mqa"),  # multi-head latent attention
 )
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+")
-_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+_EXPERT_KEYS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -88,6 +88,13 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def expert_count(config: Mapping[str, Any]) -> int:
+    """How many experts a layer of a mixture chooses from, by its config.json; 0 for a dense model."""
+    text = text_config(config)
+    counts = (text.get(key) for key in _EXPERT_KEYS)
+    return next((count for count in counts if count and isinstance(count, int)), 0)
+
+
 def declared_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The `quantization_config` of a config.json, None in 16 bit; some declare it for their language model alone."""
     found = config.get("quantization_config") or text_config(config).get("quantization_config")
@@ -101,7 +108,7 @@ def expected_names(config: Mapping[str, Any]) -> Iterator[str]:
     for.
     """
     text = text_config(config)
-    experts = next((int(text[key]) for key in _EXPERT_KEYS if text.get(key)), 0)
+    experts = expert_count(text)
     attention: tuple[str, ...] = _ATTENTION if text.get("kv_lora_rank") is None else _LATENT
     parents = {"self_attn": attention, "mlp": _MLP, "mlp.shared_experts": _MLP}
     for layer in range(int(text.get("num_hidden_layers") or 0)):

@@ -24,6 +24,7 @@ from pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
 from pipeline.quantize.formats.checkpoint import Checkpoint
 from pipeline.quantize.model.structure import Structure, select
+from pipeline.recipe.modules import expert_count
 from pipeline.recipe.schema import Calibration, Recipe
 from pipeline.stages.quantize import needs_ranges
 
@@ -242,7 +243,6 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _FILE = 5_000_000_000  # bytes, at which the Hub cuts; a model that is only imagined is one file
 CARRIED = "carried"
 """Stands for a kernel where numbers stay what they are, and only their largest is taken: it must be finite."""
-_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")  # as DeepSeek, Mixtral and Qwen call it
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +329,6 @@ def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Cali
 
 def routed_share(config: Mapping[str, Any]) -> float:
     """The share of a mixture's experts that a token passes through; 1 for a dense model."""
-    total = next((int(config[key]) for key in _COUNTS if config.get(key)), 0)
+    total = expert_count(config)
     chosen = int(config.get("num_experts_per_tok") or 0)
     return chosen / total if total and chosen else 1.0

@@ -22,7 +22,7 @@ from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.quantize.model.structure import Structure, select
 from pipeline.recipe.load import choice_yaml
-from pipeline.recipe.modules import text_config
+from pipeline.recipe.modules import expert_count, text_config
 from pipeline.recipe.schema import Quantization
 from pipeline.stages import by_library
 from pipeline.stages.calibrate import RANGES, read_tokens
@@ -53,11 +53,15 @@ class QuantizeStage(Stage):
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The whole section, and the calibration data where a library reads it itself."""
-        own = {} if _is_plain(setting.recipe.quantization) else by_library.settings(setting)
+        quantization = setting.recipe.quantization
+        own = {} if _is_plain(quantization) else by_library.settings(setting)
+        # Our GPTQ once left the experts of a mixture to the nearest; what it made of other models is the same.
+        mixed = quantization.engine == "stream" and quantization.algorithm == "gptq" and expert_count(setting.config)
         return {
-            **setting.recipe.quantization.model_dump(mode="json"),
+            **quantization.model_dump(mode="json"),
             "trust_remote_code": setting.recipe.trust_remote_code,
             **own,
+            **({"experts": "gptq"} if mixed else {}),
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:

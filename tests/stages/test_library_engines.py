@@ -114,7 +114,12 @@ def test_our_engine_runs_an_algorithm_on_the_same_data(opened: Open) -> None:
         return next(planned for planned in build_plan(setting) if planned.key == "quantize").payload["settings"]
 
     assert not {"calibration", "parameters"} & quantize_of(opened("mxfp4", "stream")).keys()
+    mixture = opened("mxfp4", "stream", "algorithm: gptq", model="mixtral")
+    assert quantize_of(mixture)["experts"] == "gptq"
+    others = (("stream", "algorithm: none"), ("llmcompressor", "algorithm: gptq"))
+    assert not any("experts" in quantize_of(opened("mxfp4", *other, model="mixtral")) for other in others)
     setting, reporter = opened("mxfp4", "stream", "algorithm: gptq"), Silent()
+    assert "experts" not in quantize_of(setting)
     assert quantize_of(setting)["calibration"]["samples"] == 8
     assert quantize_of(setting)["parameters"]["dampening"] == 0.01
     assert [step.key for step in build_plan(setting)][:3] == ["source", "quantize", "inspect"]
