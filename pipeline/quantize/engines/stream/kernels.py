@@ -212,8 +212,8 @@ def w4a16(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
 
 def int4_scale(largest: torch.Tensor) -> torch.Tensor:
     """amax / 7.5 in amax's own dtype; where amax is 0, that dtype's epsilon. (compressed-tensors again.)"""
-    # By a tensor: CUDA multiplies by the inverse of a number, which in float32 is another quotient now and then.
-    scale = largest / torch.tensor(INT4_MAX + 0.5, dtype=largest.dtype, device=largest.device)
+    # By a tensor, which a CUDA graph can make: by the inverse of a number it is another quotient now and then.
+    scale = largest / largest.new_full((), INT4_MAX + 0.5)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
