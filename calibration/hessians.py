@@ -234,7 +234,7 @@ class Sums:
                 known = replace(known, gap=square.clone())
             if states is not None:
                 known = replace(known, owed=rows.new_zeros(width, states[0].shape[-1], dtype=torch.float32))
-        kind = rows.dtype if _sums_in_float32(rows.dtype, rows.device) else torch.float32
+        kind = _multiplied(rows.dtype, rows.device)
         came, weight = rows.to(kind), rows.new_ones((), dtype=kind)
         if states is not None:
             weight = states[1].float().square().mean(-1, keepdim=True).rsqrt().to(kind)
@@ -273,7 +273,7 @@ class Sums:
 
 def add_square(square: torch.Tensor, rows: torch.Tensor) -> None:
     """Add X^T X of rows [tokens, I] to a float32 [I, I], above the diagonal alone: see `mirrored`."""
-    _add_upper(square, rows if _sums_in_float32(rows.dtype, rows.device) else rows.float())
+    _add_upper(square, rows.to(_multiplied(rows.dtype, rows.device)))
 
 
 def mirrored(square: torch.Tensor) -> torch.Tensor:
@@ -296,12 +296,14 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 @cache
-def _sums_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a device multiplies matrices of 16 bits into float32: a GPU does, with ROCm since PyTorch 2.10."""
+def _multiplied(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What inputs are multiplied in, so that float32 holds the products: their own 16 bits where the device sums those
+    in float32, as a GPU does (with ROCm since PyTorch 2.10)."""
     if device.type == "cpu" or dtype == torch.float32:
-        return False
+        return torch.float32
     ones = torch.ones(16, 16, dtype=dtype, device=device)
     try:
-        return bool((torch.mm(ones, ones, out_dtype=torch.float32) == len(ones)).all())
+        summed = bool((torch.mm(ones, ones, out_dtype=torch.float32) == len(ones)).all())
     except RuntimeError:
-        return False
+        summed = False
+    return dtype if summed else torch.float32

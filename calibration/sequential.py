@@ -125,7 +125,7 @@ class _Sequential(Walk):
         with torch.inference_mode():
             if fold is not None:
                 fold(layer, lambda inputs, outputs: self._seen(layer, inputs, outputs))
-                self._hand_on(f"{name}.{each}" for each, _ in list(model.get_submodule(name).named_parameters()))
+                self._hand_on(f"{name}.{each}" for each, _ in model.get_submodule(name).named_parameters())
             linear = {each: how for each, how in self._roundings.items() if each.startswith(f"{name}.")}
             experts = stacks(model, name, self._stacked)
             weights = [*(f"{one}.weight" for one in linear), *experts]
@@ -238,7 +238,7 @@ class _Sequential(Walk):
 
     def _hand_on(self, names: Iterable[str]) -> None:
         """Have parameters of all devices those of the first."""
-        for name in names if self.replicas[1:] else ():
+        for name in names:
             for one in self.replicas[1:]:
                 _set(one.model, name, self.replica.model.get_parameter(name).detach().to(one.device))
 

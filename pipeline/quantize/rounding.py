@@ -77,15 +77,16 @@ def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:
     # The exponent's field is read as an integer: adding half a step of the mantissa carries into it.
     field = (magnitude.amax(-1, keepdim=True) + (1 << (digits - 1 - deciding))) >> digits
     field = (field - (math.frexp(largest)[1] - 1)).clamp_(min=1)
-    limit = (field << digits).view(x.dtype) * largest
+    scale = (field << digits).view(x.dtype)
     if dtype == "e4m3":
-        values = (groups.float() / (field.int() << 23).view(torch.float32)).clamp_(-largest, largest)
-        return values.to(torch.float8_e4m3fn).to(x.dtype).mul_(limit / largest).reshape(x.shape)
+        values = (groups.float() / scale.float()).clamp_(-largest, largest)
+        return values.to(torch.float8_e4m3fn).to(x.dtype).mul_(scale).reshape(x.shape)
     # As `to_nearest`, with the scale's exponent added to that of the format's smallest normal number.
     least = (field + (1 - (2 ** (exponent_bits - 1) - 1))).clamp_(min=1) << digits
     power = magnitude.bitwise_and_(-(1 << digits)).clamp_(min=least).view(x.dtype)
     shift = 1.5 * 2.0 ** (digits - mantissa_bits)
     rounded = torch.add(groups, power, alpha=shift).sub_(power, alpha=shift)
+    limit = scale * largest
     return rounded.clamp_(-limit, limit).reshape(x.shape)
 
 

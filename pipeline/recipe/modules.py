@@ -108,7 +108,7 @@ def expected_names(config: Mapping[str, Any]) -> Iterator[str]:
     for.
     """
     text = text_config(config)
-    experts = expert_count(text)
+    experts = expert_count(config)
     attention: tuple[str, ...] = _ATTENTION if text.get("kv_lora_rank") is None else _LATENT
     parents = {"self_attn": attention, "mlp": _MLP, "mlp.shared_experts": _MLP}
     for layer in range(int(text.get("num_hidden_layers") or 0)):
