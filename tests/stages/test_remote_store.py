@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def baseline(orchestra: Any) -> Callable[..., list[Any]]:
 
     def make(weights: str = "8 bit", device: Device = MI300X) -> list[Any]:
         def serve(job: Job) -> None:
-            (job.path / "launch.json").write_text(json.dumps({"device": device.to_json()}))
+            (job.path / "launch.json").write_text(json.dumps({"device": asdict(device)}))
 
         def quantize(job: Job) -> None:
             (job.path / "checkpoint").mkdir()
