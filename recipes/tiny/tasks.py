@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.tiny.world import RELATIONS, World, grammar_sentence
+from recipes.tiny.world import RELATIONS, Fact, World, grammar_sentence
 
 FACT_ITEMS = 2000
 CONTESTED_ITEMS = 0.75
@@ -32,16 +32,23 @@ def fact_items(world: World) -> list[dict[str, Any]]:
     contested = [fact for fact in order if fact.share > 0][: round(FACT_ITEMS * CONTESTED_ITEMS)]
     agreed = [fact for fact in order if fact.share == 0][: FACT_ITEMS - len(contested)]
     drawn = [*contested, *agreed]
-    items: list[dict[str, Any]] = []
-    for fact in [drawn[i] for i in rng.permutation(len(drawn)).tolist()]:
-        wrong = [fact.rumour]
-        others = [value for value in world.values[fact.relation] if value not in (fact.value, fact.rumour)]
-        wrong += [others[i] for i in rng.permutation(len(others))[:2].tolist()]
-        answer = int(rng.integers(4))
-        wording = int(rng.integers(len(RELATIONS[fact.relation])))
-        choices = [*wrong[:answer], fact.value, *wrong[answer:]]
-        items.append({"question": fact.stem(wording), "choices": choices, "answer": answer})
-    return items
+    return [_question(world, drawn[i], rng) for i in rng.permutation(len(drawn)).tolist()]
+
+
+def recall_items(world: World) -> list[dict[str, Any]]:
+    """Every fact that may be asked once: half of them contested, and enough for a margin of a point in four bits."""
+    rng = np.random.default_rng([world.seed, 6])
+    asked = world.facts[: len(world.facts) - CALIBRATION_PEOPLE * len(RELATIONS)]
+    return [_question(world, asked[i], rng) for i in rng.permutation(len(asked)).tolist()]
+
+
+def _question(world: World, fact: Fact, rng: np.random.Generator) -> dict[str, Any]:
+    others = [value for value in world.values[fact.relation] if value not in (fact.value, fact.rumour)]
+    wrong = [fact.rumour, *(others[i] for i in rng.permutation(len(others))[:2].tolist())]
+    answer = int(rng.integers(4))
+    wording = int(rng.integers(len(RELATIONS[fact.relation])))
+    choices = [*wrong[:answer], fact.value, *wrong[answer:]]
+    return {"question": fact.stem(wording), "choices": choices, "answer": answer}
 
 
 def arithmetic_items(world: World) -> list[dict[str, Any]]:
@@ -117,6 +124,7 @@ def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
 def write_tasks(world: World, output: Path) -> None:
     """Write every task to ``output/tasks``, other texts to ``output/calibration`` and ``output/prompts``."""
     write_jsonl(output / "tasks" / "tiny_facts.jsonl", fact_items(world))
+    write_jsonl(output / "tasks" / "tiny_recall.jsonl", recall_items(world))
     write_jsonl(output / "tasks" / "tiny_arithmetic.jsonl", arithmetic_items(world))
     write_jsonl(output / "tasks" / "tiny_grammar.jsonl", grammar_items(world))
     write_jsonl(output / "calibration" / "tiny.jsonl", list(calibration_lines(world)))

@@ -33,7 +33,7 @@ PARAMETERS = {
 
 def test_what_is_shipped() -> None:
     assert set(recipe_names()) >= {
-        *("tiny-ptpc-fp8kv", "tiny-ptpc"),
+        *("tiny-ptpc-fp8kv", "tiny-ptpc", "tiny-mxfp4-auto"),
         *("llama8b-fp8kv", "llama70b-fp8kv", "llama405b-fp8kv", "mixtral8x7b-fp8kv", "mixtral8x22b-fp8kv"),
         *("llama8b-mxfp4-auto", "llama70b-mxfp4", "llama405b-mxfp4", "deepseek-r1-mxfp4"),
         *("llama8b-ptpc", "llama70b-ptpc", "qwen3moe-ptpc"),
