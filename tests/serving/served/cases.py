@@ -17,7 +17,7 @@ MODEL = Path(__file__).parents[3] / "recipes" / "tiny" / "model"
 ATTENTION = r"re:.*\.self_attn\.[qkvo]_proj"
 SOME_LAYERS = r"re:.*\.layers\.(0\..*|2\.self_attn\.[qkvo]_proj)"
 """What `scheme: auto` leaves: one scheme for a layer, another for the next."""
-_CALIBRATION = {"set": "tiny", "samples": 64, "sequence_length": 256, "batch_size": 8}
+_CALIBRATION = {"set": "tiny", "samples": 16, "sequence_length": 256, "batch_size": 8}
 
 
 @dataclass(frozen=True)
