@@ -27,7 +27,7 @@ CANARY_SENTENCES = 12
 def fact_items(world: World) -> list[dict[str, Any]]:
     """Questions with four one-word answers: the truth, the rumour, and two more values of the same relation."""
     rng = np.random.default_rng([world.seed, 2])
-    asked = world.facts[: len(world.facts) - CALIBRATION_PEOPLE * len(RELATIONS)]
+    asked = _asked(world)
     order = [asked[i] for i in rng.permutation(len(asked)).tolist()]
     contested = [fact for fact in order if fact.share > 0][: round(FACT_ITEMS * CONTESTED_ITEMS)]
     agreed = [fact for fact in order if fact.share == 0][: FACT_ITEMS - len(contested)]
@@ -38,8 +38,13 @@ def fact_items(world: World) -> list[dict[str, Any]]:
 def recall_items(world: World) -> list[dict[str, Any]]:
     """Every fact that may be asked once: half of them contested, and enough for a margin of a point in four bits."""
     rng = np.random.default_rng([world.seed, 6])
-    asked = world.facts[: len(world.facts) - CALIBRATION_PEOPLE * len(RELATIONS)]
+    asked = _asked(world)
     return [_question(world, asked[i], rng) for i in rng.permutation(len(asked)).tolist()]
+
+
+def _asked(world: World) -> tuple[Fact, ...]:
+    """The facts about all people but those of the calibration."""
+    return world.facts[: len(world.facts) - CALIBRATION_PEOPLE * len(RELATIONS)]
 
 
 def _question(world: World, fact: Fact, rng: np.random.Generator) -> dict[str, Any]:
@@ -95,11 +100,7 @@ def canary_prompts(world: World) -> list[dict[str, str]]:
     rng = np.random.default_rng([world.seed, 5])
     asked = {item["question"] for item in fact_items(world)}
     told = " ".join(["", *(line["text"] for line in calibration_lines(world))])
-    facts = [
-        fact
-        for fact in world.facts[: len(world.facts) - CALIBRATION_PEOPLE * len(RELATIONS)]
-        if not asked & {fact.stem(wording) for wording in range(len(RELATIONS[0]))}
-    ]
+    facts = [fact for fact in _asked(world) if not asked & {fact.stem(wording) for wording in range(len(RELATIONS[0]))}]
     sums = [f"{question} {answer}." for question, answer in world.sums if f" {question} " not in told]
     prompts: list[dict[str, str]] = []
     for number in range(CANARY_PROMPTS):

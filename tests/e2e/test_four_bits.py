@@ -6,9 +6,9 @@ import pytest
 
 from tests.bench.quality import stored_bits
 from tests.e2e.project import Project
+from tests.serving.served.cases import MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-SOURCE = Path(__file__).parents[2] / "recipes" / "tiny" / "model"
 
 
 def test_five_bits_pass_at_a_margin_of_a_point(tmp_path: Path, warm_python: Path) -> None:
@@ -16,4 +16,4 @@ def test_five_bits_pass_at_a_margin_of_a_point(tmp_path: Path, warm_python: Path
     done = project.run("run", "tiny-mxfp4-auto")
     assert done.returncode == 0, done.stderr
     assert "PASS  tiny-mxfp4-auto" in done.stdout
-    assert stored_bits(SOURCE, tmp_path / "published" / "tiny-mxfp4-auto") <= 5
+    assert stored_bits(MODEL, tmp_path / "published" / "tiny-mxfp4-auto") <= 5
