@@ -40,20 +40,22 @@ _Given = TypeVar("_Given")
 _Found = TypeVar("_Found")
 _Summed = TypeVar("_Summed", Sums, ExpertSums)
 _ROWS = 1024  # of what is seen
+_SAMPLES = 16  # that they are taken from
 _ALIKE = 0.02  # share of what a layer adds that may be lost to the rounding of 16-bit sums
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What was in a place: some ``rows`` of it, [n, I] in the model's dtype, and the ``largest`` magnitude of each
-    channel over all tokens, float32 [I]."""
+    channel over all tokens that were run, float32 [I]."""
 
     rows: torch.Tensor
     largest: torch.Tensor
 
 
-Look = Callable[[Sequence[str], Sequence[str]], Mapping[str, Seen]]
-"""Takes modules whose inputs are to be seen, and others whose outputs are, and runs all batches through the layer."""
+Look = Callable[[Sequence[str], Sequence[str], bool], Mapping[str, Seen]]
+"""Takes modules whose inputs are to be seen, others whose outputs are, and whether all batches are run for it: a few
+are enough for rows."""
 Fold = Callable[[int, Look], None]
 """Takes a layer by its number, and changes its weights so that it computes the same.
 
@@ -124,7 +126,7 @@ class _Sequential(Walk):
         name, model = self.layers[layer], self.replica.model
         with torch.inference_mode():
             if fold is not None:
-                fold(layer, lambda inputs, outputs: self._seen(layer, inputs, outputs))
+                fold(layer, partial(self._seen, layer))
                 self._hand_on(f"{name}.{each}" for each, _ in model.get_submodule(name).named_parameters())
             linear = {each: how for each, how in self._roundings.items() if each.startswith(f"{name}.")}
             experts = stacks(model, name, self._stacked)
@@ -301,11 +303,14 @@ class _Sequential(Walk):
         self._ways[kind] = name, Way(by_turn, frozenset(alone if adds else ()), ends)
         return self._ways[kind][1]
 
-    def _seen(self, layer: int, inputs: Sequence[str], outputs: Sequence[str]) -> dict[str, Seen]:
+    def _seen(self, layer: int, inputs: Sequence[str], outputs: Sequence[str], whole: bool) -> dict[str, Seen]:
         rows: dict[str, dict[int, torch.Tensor]] = {name: {} for name in (*inputs, *outputs)}
-        count, device = -(-_ROWS // len(self.calls)), self.replica.device
+        few = -(-_SAMPLES // self._batches[0].shape[0])
+        step = 1 if whole else max(1, len(self.calls) // few)
+        looked = [[number for number in numbers if not number % step] for numbers in self.dealt]
+        count, device = -(-_ROWS // sum(map(len, looked))), self.replica.device
 
-        def see(dealt: tuple[Replica, range]) -> dict[str, torch.Tensor]:
+        def see(dealt: tuple[Replica, Sequence[int]]) -> dict[str, torch.Tensor]:
             (one, numbers), largest = dealt, dict[str, "torch.Tensor"]()
 
             def take(name: str, found: Any) -> None:
@@ -325,9 +330,12 @@ class _Sequential(Walk):
                     self._run(layer, number, self._states(layer, number, one)[0], one)
             return {name: found.to(device) for name, found in largest.items()}
 
-        found = self._each(see, list(zip(self.replicas, self.dealt, strict=True)))
+        found = self._each(see, list(zip(self.replicas, looked, strict=True)))
         return {
-            name: Seen(torch.cat([of[number] for number in sorted(of)]), torch.stack([e[name] for e in found]).amax(0))
+            name: Seen(
+                torch.cat([of[number] for number in sorted(of)]),
+                torch.stack([each[name] for each in found if name in each]).amax(0),
+            )
             for name, of in rows.items()
         }
 

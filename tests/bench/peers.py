@@ -63,7 +63,8 @@ def oneshot(task: dict[str, Any], source: str, destination: str) -> Work:
         None: lambda: QuantizationModifier(**scheme),
         "gptq": lambda: GPTQModifier(**scheme),
         "awq": lambda: [AWQModifier(), QuantizationModifier(**scheme)],
-        "autoround": lambda: AutoRoundModifier(**scheme),
+        # On an H100 without a network torch.compile stood for five minutes.
+        "autoround": lambda: AutoRoundModifier(**scheme, enable_torch_compile=False),
     }
     if not torch.accelerator.is_available():
         IntermediatesCache.pin_memory = lambda *_, **__: None  # AWQ would, which takes an accelerator

@@ -178,7 +178,7 @@ def compensated(
     lower, info = torch.linalg.cholesky_ex(matrix)
     if int(info) or not bool(lower.isfinite().all()):
         return source
-    with _in_tf32():
+    with in_tf32():
         wanted = gap @ source.t()
     return source + strength * torch.cholesky_solve(wanted if owed is None else wanted.add_(owed), lower).t()
 
@@ -247,12 +247,12 @@ def _gptq(
 def _costs(source: torch.Tensor, parts: Parts, factor: Factor, kernel: str) -> torch.Tensor:
     """(w-q) H (w-q)^T of each row as it is read back, float32 [O]."""
     error = source - dequantize("mxfp4" if _ELEMENTS[kernel] is _E2M1 else kernel, parts)
-    with _in_tf32():  # what is compared differs by more
+    with in_tf32():  # what is compared differs by more
         return (error @ factor.hessian).mul_(error).sum(dim=1)
 
 
 @contextmanager
-def _in_tf32() -> Iterator[None]:
+def in_tf32() -> Iterator[None]:
     """Let a GPU that can multiply float32 with 11 bits of mantissa, which takes an eighth of the time."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True

@@ -266,7 +266,8 @@ class _Layers:
             module = f"{name}.{matrix.module}"
             return self._reader(module) if module in self._steps else None
 
-        for fold, largest in scale_layer(self._replica.model, name, self._folds[name], look, reader):
+        ranged = any(each.endswith(".input_scale") for each in self._ranges)
+        for fold, largest in scale_layer(self._replica.model, name, self._folds[name], look, reader, ranged):
             weights = {f"{name}.{each.weight}" for each in fold.readers}
             for member in (each for each in self._members if each.parameter in weights):
                 if (scale := f"{member.step.name}.input_scale") in self._ranges:

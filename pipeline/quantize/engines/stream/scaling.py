@@ -17,6 +17,7 @@ from typing import Any
 from calibration.lazy import torch
 from calibration.sequential import Look, Seen
 from pipeline.quantize.engines.stream.folds import Fold, Matrix
+from pipeline.quantize.engines.stream.gptq import in_tf32
 
 _STEPS = 10  # and the halves beside the best of them
 
@@ -34,16 +35,22 @@ class Reader:
 
 
 def scale_layer(
-    model: Any, name: str, folds: Iterable[Fold], look: Look, reader: Callable[[Matrix], Reader | None]
+    model: Any,
+    name: str,
+    folds: Iterable[Fold],
+    look: Look,
+    reader: Callable[[Matrix], Reader | None],
+    ranged: bool = False,
 ) -> Iterator[tuple[Fold, torch.Tensor]]:
     """Scale the channels of a layer; each fold with the largest magnitude in each channel, float32 [C].
 
-    ``reader`` knows what becomes of a matrix; of those that stay in 16 bit nothing.
+    ``reader`` knows what becomes of a matrix; of those that stay in 16 bit nothing. ``ranged``: the magnitudes are of
+    all batches, and not of those alone that rows are taken from.
     """
     layer = model.get_submodule(name)
     places = {fold: f"{name}.{fold.place}" for fold in folds}
     entering = [place for fold, place in places.items() if fold.entering]
-    seen = look(entering, [name, *(place for fold, place in places.items() if not fold.entering)])
+    seen = look(entering, [name, *(place for fold, place in places.items() if not fold.entering)], ranged)
     sizes = seen[name].rows.float().square().mean(dim=1, keepdim=True).sqrt().clamp_(min=1e-6)
     for fold, place in places.items():
         largest, readers = seen[place].largest, [each for each in map(reader, fold.readers) if each is not None]
@@ -60,7 +67,8 @@ def best_factors(seen: Seen, readers: Sequence[Reader], weights: torch.Tensor | 
     ``weights`` of the rows, float32 [n, 1], are what their errors are multiplied with.
     """
     rows = seen.rows.float()
-    wanted = [rows @ reader.weight.t() for reader in readers]
+    with in_tf32():  # holds the rows' and weights' own 16 bits, and what is rounded to fewer
+        wanted = [rows @ reader.weight.t() for reader in readers]
     size = rows.square().mean(dim=0).sqrt()
     size = size.clamp_(min=float(size.amax()) * 1e-5 or 1.0)
     found: dict[float, tuple[float, torch.Tensor]] = {}
@@ -70,7 +78,9 @@ def best_factors(seen: Seen, readers: Sequence[Reader], weights: torch.Tensor | 
         factors /= (factors.amax() * factors.amin()).sqrt()
         scaled, largest, total = rows / factors, seen.largest / factors, 0.0
         for reader, of in zip(readers, wanted, strict=True):
-            made = reader.served(scaled, largest) @ reader.stored(reader.weight * factors).t()
+            entering, weight = reader.served(scaled, largest), reader.stored(reader.weight * factors)
+            with in_tf32():
+                made = entering @ weight.t()
             total += float(made.sub_(of).mul_(weights).square_().sum())
         found[power] = total, factors
         return total
