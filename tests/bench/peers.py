@@ -59,12 +59,13 @@ def oneshot(task: dict[str, Any], source: str, destination: str) -> Work:
     scheme: dict[str, Any] = {"targets": "Linear", "ignore": ["lm_head"], "scheme": task["scheme"]}
     if task.get("kv_cache"):
         scheme["kv_cache_scheme"] = _KV
+    tuned = "0" if torch.accelerator.is_available() else None
     recipe: dict[str | None, Callable[[], Any]] = {
         None: lambda: QuantizationModifier(**scheme),
         "gptq": lambda: GPTQModifier(**scheme),
         "awq": lambda: [AWQModifier(), QuantizationModifier(**scheme)],
-        # On an H100 without a network torch.compile stood for five minutes.
-        "autoround": lambda: AutoRoundModifier(**scheme, enable_torch_compile=False),
+        # torch.compile stood for five minutes on an H100.
+        "autoround": lambda: AutoRoundModifier(**scheme, enable_torch_compile=False, device_ids=tuned),
     }
     if not torch.accelerator.is_available():
         IntermediatesCache.pin_memory = lambda *_, **__: None  # AWQ would, which takes an accelerator
