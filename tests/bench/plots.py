@@ -139,12 +139,15 @@ def quality(result: Mapping[str, Any], path: Path) -> None:
     """Bits of a weight against KL to the 16-bit model, a mark for each checkpoint; lines are two standard errors."""
     with _drawing(path, figsize=(9, 5)) as (_, (axis,)):
         known: set[str] = set()
-        for row in (row for row in result["rows"] if "kl" in row):
+        names: dict[float, float] = {}  # the height of the last one by bits: each stands above the one before
+        for row in sorted((row for row in result["rows"] if "kl" in row), key=lambda row: row["kl"]):
             colour, kl, error = _COLOURS.get(row["by"], _GREY), row["kl"], 2 * row["kl_error"]
             axis.plot([row["bits"]] * 2, [max(kl - error, kl / 2), kl + error], color=colour, linewidth=1)
             label = row["by"] if row["by"] not in known else None
             axis.plot([row["bits"]], [kl], "o", color=colour, label=label)
-            axis.annotate(row["name"], (row["bits"], kl), (6, 0), textcoords="offset points", va="center", fontsize=8)
+            column = round(row["bits"], 1)
+            names[column] = max(kl, 1.12 * names.get(column, 0))
+            axis.annotate(row["name"], (row["bits"], kl), (row["bits"] + 0.05, names[column]), va="center", fontsize=8)
             known.add(row["by"])
         axis.set_yscale("log")
         axis.margins(x=0.15)
