@@ -40,7 +40,7 @@ def scale_layer(
     folds: Iterable[Fold],
     look: Look,
     reader: Callable[[Matrix], Reader | None],
-    ranged: bool = False,
+    ranged: bool,
 ) -> Iterator[tuple[Fold, torch.Tensor]]:
     """Scale the channels of a layer; each fold with the largest magnitude in each channel, float32 [C].
 
@@ -55,7 +55,8 @@ def scale_layer(
     for fold, place in places.items():
         largest, readers = seen[place].largest, [each for each in map(reader, fold.readers) if each is not None]
         if readers:
-            factors = best_factors(seen[place], readers, 1 / sizes if fold.entering else 1.0)
+            with in_tf32():  # which holds 16 bits of rows and weights, and what is rounded to fewer
+                factors = best_factors(seen[place], readers, 1 / sizes if fold.entering else 1.0)
             fold.scale(layer, factors)
             largest = largest / factors
         yield fold, largest
@@ -67,8 +68,7 @@ def best_factors(seen: Seen, readers: Sequence[Reader], weights: torch.Tensor | 
     ``weights`` of the rows, float32 [n, 1], are what their errors are multiplied with.
     """
     rows = seen.rows.float()
-    with in_tf32():  # holds the rows' and weights' own 16 bits, and what is rounded to fewer
-        wanted = [rows @ reader.weight.t() for reader in readers]
+    wanted = [rows @ reader.weight.t() for reader in readers]
     size = rows.square().mean(dim=0).sqrt()
     size = size.clamp_(min=float(size.amax()) * 1e-5 or 1.0)
     found: dict[float, tuple[float, torch.Tensor]] = {}
@@ -78,9 +78,7 @@ def best_factors(seen: Seen, readers: Sequence[Reader], weights: torch.Tensor | 
         factors /= (factors.amax() * factors.amin()).sqrt()
         scaled, largest, total = rows / factors, seen.largest / factors, 0.0
         for reader, of in zip(readers, wanted, strict=True):
-            entering, weight = reader.served(scaled, largest), reader.stored(reader.weight * factors)
-            with in_tf32():
-                made = entering @ weight.t()
+            made = reader.served(scaled, largest) @ reader.stored(reader.weight * factors).t()
             total += float(made.sub_(of).mul_(weights).square_().sum())
         found[power] = total, factors
         return total
