@@ -169,6 +169,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     """
     from eval.gate.reach import reach
     from pipeline.base.hardware import cautions
+    from pipeline.quantize.engines.algorithms import algorithm
     from pipeline.stages.ahead import ahead, reckoned, savings
     from pipeline.stages.bench import outlook
     from pipeline.stages.checks import as_asked
@@ -213,6 +214,8 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     times = ahead(plan, missing, setting, reckoned(setting, prediction, costs, asked, bench.get("seconds")))
     seconds = {key: spent for key, (spent, _) in times.items()}
     unknown = (None, None)  # of a library
+    harm = algorithm(quantization.algorithm).caution(quantization.schemes)
+    served = cautions(target.hardware, quantization.scheme, quantization.kv_cache, quantization.format)
     told = {
         "recipe": setting.recipe.name,
         **auto,
@@ -233,7 +236,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
         "disk": {"needed": needed, "free": free, "where": str(where)},
         "gate": judged,
         "bench": bench or None,
-        "cautions": list(cautions(target.hardware, quantization.scheme, quantization.kv_cache, quantization.format)),
+        "cautions": [*filter(None, (harm,)), *served],
     }
     if not as_json:
         _print_plan(setting.recipe, told)

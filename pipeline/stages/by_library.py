@@ -71,6 +71,8 @@ def run(job: Job) -> Output:
     job.progress.say("asking the model which of its modules are linear")
     source, structure = read_source(job)
     choice = select(structure, quantization)
+    if caution := algorithm(quantization.algorithm).caution(quantization.schemes):
+        job.progress.warn(caution)
     device = resolve_devices(job.setting.device)[0]
     if structure.encoded:
         raise UserError(

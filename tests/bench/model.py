@@ -167,6 +167,8 @@ def describe(device: str) -> dict[str, Any]:
     """Processor, cores, memory, accelerator and PyTorch of this machine."""
     import torch
 
+    from pipeline.quantize.device import device_title, resolve_devices
+
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.processor())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -177,5 +179,5 @@ def describe(device: str) -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 1),
         "torch": torch.__version__,
         "simd": torch.backends.cpu.get_cpu_capability(),
-        "accelerator": None if device == "cpu" else torch.cuda.get_device_name(device),
+        "accelerator": None if device == "cpu" else device_title(resolve_devices(device)),
     }

@@ -103,7 +103,7 @@ class Bench:
             task = {"device": self.device, "text": str(self.folder / "words.txt"), "batch": _BATCH} | row["task"]
             peers = Path(__file__).with_name("peers.py")
             return [sys.executable, str(peers), row["peer"], json.dumps(task), str(self.source), str(out)]
-        options = [*shlex.split(row["options"]), "--device", self.device, "--json", "--no-packing"]
+        options = ["--device", self.device, "--json", "--no-packing", *shlex.split(row["options"])]
         options += ["--calibration", str(self.folder / "words.yaml"), "--samples", str(len(self.calibration))]
         options += ["--sequence-length", str(LENGTH), "--batch-size", str(_BATCH)]
         return [sys.executable, "-m", "pipeline", "quantize", str(self.source), str(out), *options]

@@ -174,7 +174,7 @@ def _listed(known: Any, value: str | None, option: str, default: Any = None) -> 
 @click.option("--rounds", default=3, show_default=True, help="How often each contender runs.")
 @click.option("--only", help=f"Cases, with commas between them: {', '.join(CASES)} (default: all but the last).")
 @click.option("--contenders", "names", help=f"Some of {', '.join(_EVERYBODY)} (default: all but the unproven).")
-@click.option("--device", default="cpu", show_default=True, help="cpu, or cuda:0.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda:0, or auto, every GPU: ours alone.")
 @click.option("--samples", type=int, help="Calibration samples (default: 64 on a GPU, 16 on a CPU).")
 @click.option("--length", type=int, help="Tokens of a sample (default: 1024 on a GPU, 128 on a CPU).")
 @click.option("--beside", type=int, help="Also run as many of ours at once, of the first case.")

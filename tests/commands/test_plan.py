@@ -161,6 +161,24 @@ def test_what_is_not_done_costs_nothing(quantmint: Quantmint, project: Path) -> 
         assert ("calibrate" in stages, "calibrate" in plan["costs"]["stages"]) == (calibrated, calibrated)
 
 
+@pytest.mark.usefixtures("large_disk")
+def test_an_algorithm_that_harms_a_scheme_is_a_caution(quantmint: Quantmint, project: Path) -> None:
+    def cautions(scheme: str, more: str) -> str:
+        (project / "other.yaml").write_text(
+            "extends: r.yaml\nname: other\ncalibration: null\n"
+            f"quantization: {{scheme: {scheme}, kv_cache: auto, engine: quark, format: quark{more}}}\n"
+        )
+        ended = quantmint("plan", "other.yaml", "--json")
+        assert ended.code == 0, ended.err
+        return " ".join(ended.json["cautions"])
+
+    assert "rotation may harm mxfp4: SmolLM2-135M loses less by rounding" in cautions("mxfp4", ", algorithm: rotation")
+    assert "may harm" not in cautions("mxfp4", "")
+    assert "may harm" not in cautions("int8_w8a8", ", algorithm: rotation")
+    mixed = ", algorithm: rotation, overrides: [{modules: ['re:.*down_proj'], scheme: mxfp4_weight_only}]"
+    assert "rotation may harm mxfp4_weight_only" in cautions("int8_w8a8", mixed)
+
+
 def test_texts_that_make_too_few_tokens_are_told_of(quantmint: Quantmint, models: Callable[..., Path]) -> None:
     Path("words.txt").write_text("w5 w6 w7 w8\n" * 20)
     Path("words.yaml").write_text("name: words\ndescription: Words.\nfile: words.txt\n")

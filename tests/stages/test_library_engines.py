@@ -189,8 +189,10 @@ def test_the_process_gets_no_token_and_no_network(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hidden")
     library(code="import json, os; print(json.dumps(dict(os.environ)))")
+    reporter = Silent()
     with pytest.raises(StageError):
-        run(opened("ptpc_fp8", "llmcompressor"))
+        run(opened("ptpc_fp8", "llmcompressor", "algorithm: rotation"), reporter=reporter)
+    assert any("warning: rotation may harm ptpc_fp8" in line for line in reporter.lines)
     [log] = Path("store").rglob("engine.log")
     seen = json.loads(log.read_text())
     assert "HF_TOKEN" not in seen

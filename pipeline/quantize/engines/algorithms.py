@@ -11,7 +11,7 @@ what it rotated into ``transform_config`` as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -49,6 +49,7 @@ class Algorithm:
     alters: Alters
     calibrated: bool
     engines: Mapping[str, Support] = field(default_factory=dict)
+    harms: tuple[str, ...] = ()
 
     def refusal(self, engine: str, scheme_name: str) -> str | None:
         """Why an engine does not run it for a scheme, in one clause with those that do; None when it does."""
@@ -57,6 +58,16 @@ class Algorithm:
         able = [name for name, support in self.engines.items() if scheme_name in support.schemes]
         others = f"{' and '.join(able)} {'has' if len(able) == 1 else 'have'}" if able else "no engine has"
         return f"engine {engine} has no {self.name} for {scheme_name}: {others}"
+
+    def caution(self, schemes: Collection[str]) -> str | None:
+        """What to know before schemes are made by it; None where nothing is known against it."""
+        harmed = [name for name in self.harms if name in schemes]
+        if not harmed:
+            return None
+        return (
+            f"{self.name} may harm {' and '.join(harmed)}: SmolLM2-135M loses less by rounding to the nearest, "
+            "and the least by gptq where a scheme has it (docs/benchmarks.md)"
+        )
 
 
 @cache
