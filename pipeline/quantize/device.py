@@ -16,25 +16,29 @@ from pipeline.base.machine import Machine, cpu_name
 def resolve_device(wanted: str) -> str:
     """PyTorch's name of a device: "auto" takes a GPU (ROCm's too is called cuda) where there is one.
 
+    It becomes this thread's current one: CUDA graphs, and an operation that forgets to ask, run there.
+
     Raises `UserError` for one that PyTorch does not see.
     """
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(1, device=wanted)
+        if torch.empty(1, device=wanted).is_cuda:
+            torch.cuda.set_device(wanted)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device: found {wanted!r}, which PyTorch cannot use here: {error}") from None
     return wanted
 
 
 def resolve_devices(wanted: str) -> tuple[str, ...]:
-    """The devices that work is spread over: "auto" takes every GPU, else the CPU; a list has commas.
+    """The devices that work is spread over: "auto" takes every GPU, else the CPU; a list has commas. The first becomes
+    the current one.
 
     Raises `UserError` for one that PyTorch does not see.
     """
     if wanted == "auto" and torch.cuda.is_available():
         return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
-    return tuple(resolve_device(name.strip()) for name in wanted.split(","))
+    return tuple(resolve_device(name.strip()) for name in reversed(wanted.split(",")))[::-1]
 
 
 def device_memory(device: str) -> int:

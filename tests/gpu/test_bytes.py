@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from pipeline.store.disk import sha256_of
 from tests.bench.model import SHAPES, write_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+ROOT = Path(__file__).parents[2]
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,6 +63,18 @@ def test_a_group_of_columns_at_once_gives_what_its_kernels_give_one_by_one(
         other = gptq.gptq(weight, factor, kernel)
         assert one.after < one.before
         assert all(torch.equal(raw(one.parts[role]), raw(other.parts[role])) for role in other.parts)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("cuda:0,cuda:1", "cuda:1,cuda:0")])
+def test_another_gpu_makes_what_the_first_one_does(devices: tuple[str, str], tmp_path: Path) -> None:
+    options = "--scheme mxfp4 --algorithm gptq --calibration tiny --samples 16 --sequence-length 48 --batch-size 4"
+    digests = []
+    for device in devices:
+        command = [sys.executable, "-m", "pipeline", "quantize", "recipes/tiny/model", str(tmp_path / device)]
+        subprocess.run([*command, *options.split(), "--device", device], check=True, cwd=ROOT, timeout=300)
+        digests.append({path.name: sha256_of(path) for path in (tmp_path / device).glob("*.safetensors")})
+    assert digests[0] == digests[1]
 
 
 def test_the_library_rounds_otherwise_on_a_gpu_than_on_a_cpu_and_ours_does_not() -> None:

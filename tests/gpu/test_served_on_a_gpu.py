@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.vllm, pytest.mark.t
 
 # What needs no library, in each layout that has it; an FP8 cache for the schemes that recipes ship with one.
 CASES = (
-    *(case for case in loaded("cuda") if "stream" in table()[case.scheme].engines),
+    *(case for case in loaded("cuda") if "stream" in table()[case.scheme].makers(case.checkpoint_format)),
     *with_fp8_cache("cuda", ["ptpc_fp8", "fp8"]),
     *(Case("mxfp4", checkpoint_format, "fp8", other="fp8") for checkpoint_format in WRITES["stream"]),
     # What `scheme: auto` makes.

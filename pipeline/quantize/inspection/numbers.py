@@ -38,9 +38,9 @@ def dequantize(scheme: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return numbers * scale.float().repeat_interleave(128, dim=1)
     if row.scale == "e8m0":
         values = _elements(row.dtype, row.bits, stored)
-        # ldexp and not exp2: the latter is not exact for every integer everywhere.
-        exponents = scale.int() - 127
-        powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+        # By their bits: exp2 is not exact for every integer everywhere, and ldexp runs on the current GPU alone. Of
+        # 2 ** -127 float32 has no normal number.
+        powers = torch.where(scale == 0, 1 << 22, scale.int() << 23).view(torch.float32)
         return values * powers.masked_fill(scale == 255, torch.nan).repeat_interleave(32, dim=1)
     weight = _elements(row.dtype, row.bits, stored)
     scale = scale.float()
