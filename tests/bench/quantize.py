@@ -60,7 +60,8 @@ class Bench:
         ours = contenders.command("quantmint", self.task("ptpc_fp8"), self.source, self.folder / "none")
         orders = [[*ours, "--dry-run"]] if any(name in OURS for name in chosen) else []
         peers = [PEERS[name] for name in chosen if name in PEERS and not contenders.absent(name)]
-        orders += [[sys.executable, "-c", f"import {module}"] for module in peers]
+        imports = ("transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama", *peers)
+        orders += [[sys.executable, "-c", f"import {names}"] for names in imports]
         for order in orders:
             environment = self._environment("quantmint")
             subprocess.run(order, cwd=ROOT, env=environment, capture_output=True, check=False)
@@ -69,7 +70,8 @@ class Bench:
         cache = self.folder / ("cache-first" if contender == FIRST else "cache")
         if contender == FIRST:
             shutil.rmtree(cache, ignore_errors=True)
-        return os.environ | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(cache)}
+        usual = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        return usual | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(cache)}
 
     def measure(self, contender: str, task: Task, count: int = 1) -> list[dict[str, Any]]:
         """Run a contender once, or as often beside itself as ``count`` says, each in its own process: what each took,
