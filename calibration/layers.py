@@ -21,8 +21,8 @@ from calibration.observers import Observation
 from calibration.replica import Replica
 from calibration.weights import held
 
-COMMIT_SECONDS = 60.0
-"""Work after which it is made resumable."""
+COMMIT_SECONDS = 300.0
+"""Work after which it is made resumable, the most that an interruption costs: states of an 8B model are gigabytes."""
 
 
 def run_layers(
