@@ -25,10 +25,11 @@ Rounding = Callable[["torch.Tensor"], "torch.Tensor"]
 class Inputs:
     """What entered linear modules: the ``hessian`` X^T X, float32 [I, I], of ``tokens`` rows, of those ``modules``.
 
-    Beside the 16-bit model whose inputs are Y: ``gap`` is X^T (Y - X), float32 [I, I], and ``owed``, of a module that
-    adds to the hidden states, X^T (S - R), float32 [I, O], where S are the 16-bit model's without the module, and R
-    these. Rows of such a module are divided by the size of the hidden states that it makes, which the next norm
-    divides by. ``pooled``: the hessian of an expert that few tokens reach is that of all experts of its layer.
+    Beside the 16-bit model whose inputs are Y: ``gap`` is X^T (Y - X), float32 [I, I]. A module of weight W that adds
+    to the hidden states has ``owed`` in its place, X^T (S + Y W^T - R - X W^T), float32 [I, O], where S are the 16-bit
+    model's without the module, and R these. Its rows are divided by the size of the hidden states that it makes, which
+    the next norm divides by. ``pooled``: the hessian of an expert that few tokens reach is that of all experts of its
+    layer.
     """
 
     modules: tuple[str, ...]
@@ -37,6 +38,15 @@ class Inputs:
     gap: torch.Tensor | None = None
     owed: torch.Tensor | None = None
     pooled: bool = False
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the 16-bit model ran along."""
+        return self.gap is not None or self.owed is not None
+
+    def lacking(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """X^T of what products with a weight [O, I] of the modules lack, float32 [I, O]; None beside nothing."""
+        return self.owed if self.gap is None else self.gap @ weight.float().t()
 
     def on(self, device: str) -> Inputs:
         """The same on a device."""
@@ -138,7 +148,7 @@ class Sums:
         self._first: dict[str, str] = {}  # by module
         self._last: tuple[Any, Rounding, torch.Tensor, str] | None = None
         self._original: dict[str, torch.Tensor] = {}
-        self._states: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._states: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._hidden: torch.Tensor | None = None  # what modules have added to, in the model that is made
 
     @contextmanager
@@ -165,8 +175,8 @@ class Sums:
             if name in self._way.adding:
                 states.append(states[-1] + found)
                 if name in self._modules:
-                    before, now = (each.reshape(-1, each.shape[-1]) for each in states[-2:])
-                    self._states[name] = before, now
+                    before, made, now = (each.reshape(-1, each.shape[-1]) for each in (states[-2], found, states[-1]))
+                    self._states[name] = before, made, now
 
         def after(name: str, _args: Any, _kwargs: Any, found: torch.Tensor) -> None:
             added(name, found)
@@ -189,7 +199,7 @@ class Sums:
         self._hidden, waited = hidden, self._awaited()
 
         def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            rounded = self._take(name, entering(args, kwargs), roundings[name])
+            rounded = self._take(model, name, entering(args, kwargs), roundings[name])
             if name in self._modules:
                 if name in self._way.ends:
                     self._kept.put(number, False, name, rounded)
@@ -214,38 +224,39 @@ class Sums:
         """Modules that a forward goes on for: of those that read one input the first, once all were seen to."""
         return set(self._first.values() if len(self._first) == len(self._modules) else self._modules)
 
-    def _take(self, name: str, came: torch.Tensor, how: Rounding) -> torch.Tensor:
+    def _take(self, model: Any, name: str, came: torch.Tensor, how: Rounding) -> torch.Tensor:
         """What enters a module, rounded; of several that it enters it is counted once."""
         if self._last is None or self._last[0] is not came or self._last[1] is not how:
             self._last = came, how, how(came), name
         rounded = self._last[2]
         if name in self._modules and self._first.setdefault(name, self._last[3]) == name:
-            self._add(name, rounded.reshape(-1, rounded.shape[-1]))
+            self._add(name, model.get_submodule(name), rounded.reshape(-1, rounded.shape[-1]))
         return rounded
 
-    def _add(self, name: str, rows: torch.Tensor) -> None:
+    def _add(self, name: str, module: Any, rows: torch.Tensor) -> None:
         width = rows.shape[1]
         known = self._found.get(name)
         original, states = self._original.get(name), self._states.get(name)
         if known is None:
             square = rows.new_zeros(width, width, dtype=torch.float32)
             known = Inputs((name,), square, 0)
-            if original is not None:
-                known = replace(known, gap=square.clone())
             if states is not None:
                 known = replace(known, owed=rows.new_zeros(width, states[0].shape[-1], dtype=torch.float32))
+            elif original is not None:
+                known = replace(known, gap=square.clone())
         kind = _multiplied(rows.dtype, rows.device)
-        came, weight = rows.to(kind), rows.new_ones((), dtype=kind)
-        if states is not None:
-            weight = states[1].float().square().mean(-1, keepdim=True).rsqrt().to(kind)
-        scaled = came if states is None else came * weight
-        _add_upper(known.hessian, scaled)
-        # Tokens that another expert gets in the 16-bit model have no counterpart here.
-        if known.gap is not None and original is not None and original.shape == rows.shape:
-            _add_product(known.gap, scaled, (original.to(kind) - came) * weight)
+        came = rows.to(kind)
         if known.owed is not None and states is not None and self._hidden is not None:
+            before, made, now = states
+            weight = now.float().square().mean(-1, keepdim=True).rsqrt().to(kind)
             here = self._hidden.reshape(-1, self._hidden.shape[-1])
-            _add_product(known.owed, scaled, (states[0].to(kind) - here.to(kind)) * weight)
+            lost = (before.to(kind) - here.to(kind)).add_(made.to(kind) - module.forward(rows).to(kind))
+            came = came * weight
+            _add_product(known.owed, came, lost.mul_(weight))
+        # Tokens that another expert gets in the 16-bit model have no counterpart here.
+        elif known.gap is not None and original is not None and original.shape == rows.shape:
+            _add_product(known.gap, came, original.to(kind) - came)
+        _add_upper(known.hessian, came)
         self._found[name] = replace(known, tokens=known.tokens + len(rows))
 
     def end_batch(self) -> None:

@@ -162,15 +162,15 @@ def test_a_compensated_weight_makes_up_for_inputs_that_lack_something() -> None:
     weight = torch.randn(16, 64, generator=source)
     inputs = torch.randn(2000, 64, generator=source) @ torch.randn(64, 64, generator=source)
     rows, more = (inputs * 0.2).round() / 0.2, torch.randn(2000, 16, generator=source)
-    hessian, gap, owed = rows.t() @ rows, rows.t() @ (inputs - rows), rows.t() @ more
+    hessian, wanted = rows.t() @ rows, rows.t() @ ((inputs - rows) @ weight.t() + more)
 
     def lost(made: torch.Tensor) -> float:
         return float((inputs @ weight.t() + more - rows @ made.t()).square().sum())
 
-    whole, half = (compensated(weight, hessian, gap, owed, strength) for strength in (1.0, 0.5))
+    whole, half = (compensated(weight, hessian, wanted, strength) for strength in (1.0, 0.5))
     assert lost(whole) < lost(half) < lost(weight)
     torch.testing.assert_close(half, (weight + whole) / 2)
-    assert torch.equal(compensated(weight, hessian, torch.zeros_like(gap), None, 1.0), weight)
+    assert torch.equal(compensated(weight, hessian, torch.zeros_like(wanted), 1.0), weight)
 
 
 @pytest.mark.parametrize("kernel", ALL)

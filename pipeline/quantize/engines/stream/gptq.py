@@ -163,14 +163,12 @@ def factored(hessian: torch.Tensor, kernel: str, *, dampening: float = 0.01, ord
     return Factor(hessian, none, none, none, "the Hessian of its inputs cannot be decomposed")
 
 
-def compensated(
-    weight: torch.Tensor, hessian: torch.Tensor, gap: torch.Tensor, owed: torch.Tensor | None, strength: float
-) -> torch.Tensor:
-    """A weight that makes up for a part of what its inputs lack, and the hidden states that it adds to: float32 [O, I].
+def compensated(weight: torch.Tensor, hessian: torch.Tensor, wanted: torch.Tensor, strength: float) -> torch.Tensor:
+    """A weight that makes up for a part of what its products lack: float32 [O, I].
 
-    With inputs X, the ``hessian`` X^T X, ``gap`` X^T (Y - X) and ``owed`` X^T (S - R), it is W + ``strength`` D, where
-    D has the least |X D^T - (Y - X) W^T - (S - R)|^2 + r |D|^2. r is half of the mean diagonal, and all of D would be
-    too much: other texts lose otherwise.
+    With inputs X, the ``hessian`` X^T X, and ``wanted`` X^T L, float32 [I, O], where L is lacking, it is W +
+    ``strength`` D, where D has the least |X D^T - L|^2 + r |D|^2. r is half of the mean diagonal, and all of D would
+    be too much: other texts lose otherwise.
     """
     source = weight.float()
     matrix = hessian.clone()
@@ -178,9 +176,7 @@ def compensated(
     lower, info = torch.linalg.cholesky_ex(matrix)
     if int(info) or not bool(lower.isfinite().all()):
         return source
-    with in_tf32():
-        wanted = gap @ source.t()
-    return source + strength * torch.cholesky_solve(wanted if owed is None else wanted.add_(owed), lower).t()
+    return source + strength * torch.cholesky_solve(wanted, lower).t()
 
 
 def gptq(
@@ -346,14 +342,13 @@ def _group(
     """
     scales = _tried(target, element, dtype) if scales is None else scales
     count, rows = columns.shape
-    due = (target.unsqueeze(1) / scales).view(count, -1)
-    errors = (columns.unsqueeze(1) / scales).view(count, -1)  # less what is stored, one row after the other
+    due, whole = ((each.unsqueeze(1) / scales).view(count, -1) for each in (target, columns))
+    due = torch.addmm(due, reach.tril(-1), whole)  # less what is stored of them, one row after the other
     rounded = torch.empty_like(due)
     for step in range(count):
         if step:
-            due[step].addmv_(errors[:step].t(), reach[step, :step])
+            due[step].addmv_(rounded[:step].t(), reach[step, :step], alpha=-1)
         to_nearest(due[step], element.mantissa, element.least, out=rounded[step]).clamp_(element.lowest, element.limit)
-        errors[step] -= rounded[step]
     if len(scales) == 1:
         return rounded, scales
     cost = (price @ due.sub_(rounded).square_()).view_as(scales) * scales.square()

@@ -30,7 +30,7 @@ from calibration.sequential import Look, run_sequential
 from pipeline.base.errors import StageError
 from pipeline.base.schemes import ActivationFormat, scheme
 from pipeline.quantize.engines.stream.folds import Fold, Matrix, study
-from pipeline.quantize.engines.stream.gptq import CARRIED, compensated, factored, gptq
+from pipeline.quantize.engines.stream.gptq import CARRIED, compensated, factored, gptq, in_tf32
 from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale
 from pipeline.quantize.engines.stream.plan import ShardPlan, Step
 from pipeline.quantize.engines.stream.scaling import Reader, scale_layer
@@ -307,7 +307,7 @@ class _Layers:
             factor = cache(lambda kernel, hessian=inputs.hessian: self._factored(hessian, kernel))
             for names in self._alike(inputs.modules):
                 step, each = self._steps[names[0]], [self._own(name) for name in names]
-                target = None if inputs.gap is None else torch.cat([targets[name] for name in names])
+                target = torch.cat([targets[name] for name in names]) if inputs.is_beside else None
                 kernel = str(step.kernel)
                 whole = gptq(torch.cat(each), factor(kernel), kernel, largest.get(step.name), target)
                 for name, weight, made in zip(names, each, whole.split(list(map(len, each))), strict=True):
@@ -351,10 +351,12 @@ class _Layers:
     def _targets(self, inputs: Inputs) -> dict[str, torch.Tensor]:
         """What is stored of weights, in their type, which their scales get from it."""
         weights = {name: self._finite(self._steps[name], self._own(name)) for name in inputs.modules}
-        if inputs.gap is None:
-            return weights
         whole = torch.cat(list(weights.values()))
-        whole = compensated(whole, inputs.hessian, inputs.gap, inputs.owed, self.strength).to(whole.dtype)
+        with in_tf32():
+            lacking = inputs.lacking(whole)
+        if lacking is None:
+            return weights
+        whole = compensated(whole, inputs.hessian, lacking, self.strength).to(whole.dtype)
         return dict(zip(weights, torch.split(whole, list(map(len, weights.values()))), strict=True))
 
     def _factored(self, hessian: torch.Tensor, kernel: str) -> Any:
