@@ -181,7 +181,7 @@ def test_what_the_16_bit_model_has_more_is_of_its_inputs_and_of_its_hidden_state
 ) -> None:
     halving = renew(deep, blocks, tmp_path, coarse, beside=True)
     model, layer = load_resident(deep, "cpu").model, "model.layers.1"
-    entering: list[torch.Tensor] = []
+    entering: list[torch.Tensor] = []  # gate_proj and down_proj, twice
     states: list[torch.Tensor] = []
 
     def after(_module: Any, args: Any, _found: torch.Tensor) -> None:
@@ -193,7 +193,8 @@ def test_what_the_16_bit_model_has_more_is_of_its_inputs_and_of_its_hidden_state
     def size(_module: Any, _args: Any, found: torch.Tensor) -> None:
         states.append(found.flatten(0, -2).double())
 
-    model.get_submodule(f"{layer}.mlp.down_proj").register_forward_hook(after)
+    for part in ("gate_proj", "down_proj"):
+        model.get_submodule(f"{layer}.mlp.{part}").register_forward_hook(after)
     model.get_submodule(f"{layer}.post_attention_layernorm").register_forward_pre_hook(around)
     model.get_submodule(layer).register_forward_hook(size)
     with torch.inference_mode():
@@ -203,14 +204,16 @@ def test_what_the_16_bit_model_has_more_is_of_its_inputs_and_of_its_hidden_state
             module.weight.data = module.weight.data / 2
             module.register_forward_pre_hook(lambda _, args: (coarse(args[0]),))
         model.model(input_ids=blocks[:, :16])
-    (original, before), (wanted, after_it, here, _) = entering, states
+    (whole_gate, original, gate, before), (wanted, after_it, here, _) = entering, states
     lost = (original - coarse(before)) @ model.get_submodule(f"{layer}.mlp.down_proj").weight.detach().double().t()
     rows = coarse(before)
     weight = after_it.square().mean(dim=1, keepdim=True).rsqrt()
-    found = halving.seen[f"{layer}.mlp.down_proj"]
+    found, reading = (halving.seen[f"{layer}.mlp.{part}_proj"] for part in ("down", "gate"))
     scaled = rows * weight
     assert found.owed is not None
+    assert reading.gap is not None
     for one, other in [
+        (reading.gap, gate.t() @ (whole_gate - gate)),
         (found.hessian, scaled.t() @ scaled),
         (found.owed, scaled.t() @ ((wanted - here + lost) * weight)),
     ]:
@@ -226,7 +229,8 @@ def test_what_there_is_no_room_for_is_made_again(deep: Path, blocks: torch.Tenso
         other = some.seen[name]
         assert torch.equal(one.hessian, other.hessian)
         for mine, its in ((one.gap, other.gap), (one.owed, other.owed)):
-            assert mine is its is None or (its is not None and torch.equal(mine, its))
+            assert (mine is None) == (its is None)
+            assert mine is None or its is None or torch.equal(mine, its)
 
 
 @pytest.mark.parametrize("beside", [False, True])
