@@ -227,6 +227,7 @@ def test_what_there_is_no_room_for_is_made_again(deep: Path, blocks: torch.Tenso
     assert whole.seen.keys() == some.seen.keys()
     for name, one in whole.seen.items():
         other = some.seen[name]
+        assert one.is_beside
         assert torch.equal(one.hessian, other.hessian)
         for mine, its in ((one.gap, other.gap), (one.owed, other.owed)):
             assert (mine is None) == (its is None)
