@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,40 @@ from calibration.lazy import torch
 
 _COMMITTED = re.compile(r"layer-(\d{5})")
 _STATE = "state.pt"
+_HIDDEN = "hidden"  # the name of the hidden states in a file; JSON lists are those of what is carried beside them
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What a batch is between two layers: hidden states [batch, sequence, ..., hidden], and tensors that layers hand on
+    beside them, by name: the choice of a sparse indexer, keys and values that later layers use again."""
+
+    hidden: torch.Tensor
+    carried: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return int(self.hidden.nbytes + sum(tensor.nbytes for tensor in self.carried.values()))
+
+    def to(self, device: str) -> States:
+        """Return the same on a device."""
+        return States(self.hidden.to(device), {name: tensor.to(device) for name, tensor in self.carried.items()})
+
+    @classmethod
+    def stacked(cls, parts: Sequence[States]) -> States:
+        """Return the states of several models on the same batch in one, each tensor with a dimension in front."""
+        names = parts[0].carried
+        carried = {name: torch.stack([part.carried[name] for part in parts]) for name in names}
+        return cls(torch.stack([part.hidden for part in parts]), carried)
+
+    def __getitem__(self, number: int) -> States:
+        """Return those of one model that were `stacked`."""
+        return States(self.hidden[number], {name: tensor[number] for name, tensor in self.carried.items()})
 
 
 class Activations:
-    """Hidden states by the number of their batch, layer after layer.
+    """States by the number of their batch, layer after layer.
 
     ``budget`` are the bytes of states that may lie in memory; others are spilled to ``folder``, where states are
     committed too. ``on_device``: those in memory stay on the device that computed them. Several threads may put.
@@ -38,9 +69,9 @@ class Activations:
     def __init__(self, folder: Path, budget: int, *, on_device: bool = False) -> None:
         self.folder, self._budget, self._on_device = folder, budget, on_device
         self.layer = -1
-        self._here: dict[int, torch.Tensor] = {}
+        self._here: dict[int, States] = {}
         self._there: dict[int, Path] = {}
-        self._next: dict[int, torch.Tensor | Path] = {}
+        self._next: dict[int, States | Path] = {}
         self._used, self._lock = 0, threading.Lock()
         # Two attempts at once, of which one was taken for lost, never write the same file.
         self._own = secrets.token_hex(4)
@@ -56,27 +87,27 @@ class Activations:
                 shutil.rmtree(stale)
         self._there = {number: _file(_committed(self.folder, layer), number) for number in range(count)}
 
-    def get(self, number: int, device: str) -> torch.Tensor:
-        """The states of a batch that enter the layer at hand, [batch, sequence, hidden]."""
+    def get(self, number: int, device: str) -> States:
+        """Return the states of a batch that enter the layer at hand."""
         from safetensors.torch import load_file
 
         if number in self._here:
             return self._here[number].to(device)
         with storing("the hidden states", self._there[number]):
-            hidden: torch.Tensor = load_file(self._there[number])["hidden"]
-            return hidden.to(device)
+            tensors = load_file(self._there[number])
+            return States(tensors.pop(_HIDDEN), tensors).to(device)
 
-    def put(self, number: int, hidden: torch.Tensor) -> None:
+    def put(self, number: int, states: States) -> None:
         """Take the states of a batch that enter the next layer; those that it had are not needed any more."""
         with self._lock:
-            gone = self._here.pop(number, None)
-            self._used -= 0 if gone is None else gone.nbytes
-            fits = self._used + hidden.nbytes <= self._budget
-            self._used += hidden.nbytes if fits else 0
+            former = self._here.pop(number, None)
+            self._used -= 0 if former is None else former.nbytes
+            fits = self._used + states.nbytes <= self._budget
+            self._used += states.nbytes if fits else 0
         if fits:
-            self._next[number] = hidden if self._on_device else hidden.cpu()
+            self._next[number] = states if self._on_device else states.to("cpu")
         else:
-            self._next[number] = _write(_file(self._partial(self.layer + 1), number), hidden)
+            self._next[number] = _write(_file(self._partial(self.layer + 1), number), states)
 
     def spare(self, device: str) -> int:
         """Bytes of what a device makes that may lie beside the states, and stay where they are."""
@@ -98,8 +129,8 @@ class Activations:
             return
         with storing("the hidden states", self.folder):
             partial.mkdir(parents=True, exist_ok=True)
-            for number, hidden in self._here.items():
-                _write(_file(partial, number), hidden)
+            for number, states in self._here.items():
+                _write(_file(partial, number), states)
             torch.save((identity, known), partial / _STATE)
             for path in (*partial.iterdir(), partial):
                 sync(path)
@@ -136,12 +167,13 @@ def _file(folder: Path, number: int) -> Path:
     return folder / f"{number:05}.safetensors"
 
 
-def _write(path: Path, hidden: torch.Tensor) -> Path:
+def _write(path: Path, states: States) -> Path:
     from safetensors.torch import save_file
 
     with storing("the hidden states", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"hidden": hidden.cpu().contiguous()}, path)
+        tensors = {_HIDDEN: states.hidden, **states.carried}
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
     return path
 
 

@@ -7,130 +7,318 @@ the next is called with: then the layers can be run one at a time, each over all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from calibration.activations import States
+from calibration.caches import empty_cache
 from calibration.errors import NotReplayableError
 from calibration.lazy import torch
-from calibration.measurement import Measurement, recording_cache
-from calibration.observers import Observation
-from calibration.replica import Replica
+from calibration.parts import cache_argument, layer_names, trunk_of
+
+if TYPE_CHECKING:
+    from calibration.replica import Replica
 
 _HIDDEN = object()
 _CACHE = object()
 _PLAIN = (type(None), bool, int, float, str)
+_MAPPINGS = (dict, UserDict)
+_LENGTHS = range(5)
+"""Lengths of the tuples that layers return, 0 for layers that return hidden states alone."""
+_TOKENS = 8
+"""Tokens that a probe is made of: a few more than any part of a forward could take for a dimension of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """The place of an element in the tuple that the layer before has returned."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """The place of a mapping that layers may write into, by its number among those of a forward, with its first items."""
+
+    number: int
+    kind: Callable[..., MutableMapping[Any, Any]]
+    items: Mapping[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one layer for one batch, with places for the hidden states and the cache."""
+    """The arguments of one layer for one batch, with places for the hidden states, the cache and what is carried on.
+
+    ``results`` are the positions of elements of what the layer returns that the next layer takes, ``mappings`` the
+    numbers of mappings that a later layer takes.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    results: frozenset[int] = frozenset()
+    mappings: frozenset[int] = frozenset()
 
-    def run(self, layer: Any, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Call the layer and return its hidden states.
+    def run(self, layer: Any, states: States, cache: Any) -> States:
+        """Call the layer and return the states behind it.
 
-        Raises `NotReplayableError` where it returns anything else.
+        Raises `NotReplayableError` where it returns anything else, or writes anything but tensors for later layers.
         """
+        filled: dict[int, MutableMapping[Any, Any]] = {}
+        first: dict[int, Mapping[Any, Any]] = {}
 
         def fill(value: Any) -> Any:
-            return hidden if value is _HIDDEN else cache if value is _CACHE else value
+            if value is _HIDDEN:
+                return states.hidden
+            if value is _CACHE:
+                return cache
+            if isinstance(value, tuple):
+                return tuple(map(fill, value))
+            if isinstance(value, _Result):
+                return states.carried.get(_name("result", value.position))
+            if isinstance(value, _Mapping):
+                if value.number not in filled:
+                    first[value.number] = {key: fill(item) for key, item in value.items.items()}
+                    carried = _items(states.carried, value.number)
+                    filled[value.number] = value.kind({**first[value.number], **carried})
+                return filled[value.number]
+            return value
 
-        found = layer(*map(fill, self.args), **{name: fill(value) for name, value in self.kwargs.items()})
-        if not isinstance(found, torch.Tensor):
-            raise NotReplayableError(f"its layers return {type(found).__name__}, not hidden states")
-        return found
+        returned = layer(*map(fill, self.args), **{name: fill(value) for name, value in self.kwargs.items()})
+        hidden, *more = returned if isinstance(returned, tuple | list) else (returned,)
+        if not isinstance(hidden, torch.Tensor):
+            raise NotReplayableError(f"its layers return {type(hidden).__name__}, not hidden states")
+        carried: dict[str, torch.Tensor] = {}
+        for position in self.results:
+            value = more[position - 1] if position <= len(more) else None
+            if value is not None:
+                carried[_name("result", position)] = _tensor(value)
+        for number in self.mappings & filled.keys():
+            for key, value in filled[number].items():
+                if key not in first[number] or value is not first[number][key]:
+                    carried |= _flat(number, key, value)
+        return States(hidden, carried)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the layer may write into what a later one reads."""
+        return bool(self.mappings)
 
 
-def layer_names(model: Any, attention: Iterable[str]) -> list[str]:
-    """Names of the decoder's layers, in order.
+def _name(*path: Any) -> str:
+    return json.dumps(path)
 
-    Raises `NotReplayableError` where there is not one list of them that holds all attention, or they share K and V.
+
+def _flat(number: int, key: Any, value: Any) -> dict[str, torch.Tensor]:
+    """An item of a mapping, a tensor or a tuple of them, as tensors by name."""
+    if isinstance(key, int | str) and isinstance(value, tuple | list):
+        return {_name("mapping", number, key, place): _tensor(each) for place, each in enumerate(value)}
+    return {_name("mapping", number, key): _tensor(value)}
+
+
+def _items(carried: Mapping[str, torch.Tensor], number: int) -> dict[Any, Any]:
+    """The items of a mapping by the names that `_flat` gave them."""
+    found: dict[Any, Any] = {}
+    for name, tensor in carried.items():
+        kind, *path = json.loads(name)
+        if kind == "mapping" and path[0] == number:
+            found[path[1]] = (*found.get(path[1], ()), tensor) if len(path) == 3 else tensor
+    return found
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise NotReplayableError(f"its layers hand on {type(value).__name__}, which is no tensor")
+    return value
+
+
+def replay_obstacle(model: Any) -> str | None:
+    """Return why a model's layers cannot be run one at a time, as a sentence without its subject; None where they can.
+
+    The model has all of its tensors on one device, the meta device say: nothing but its embedding part is run.
     """
-    config = model.config.get_text_config()
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise NotReplayableError("its last layers use K and V of earlier ones")
-    attention = list(attention)
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and any(one.startswith(f"{name}.") for one in attention)
-    ]
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    if len(outer) != 1:
-        raise NotReplayableError("its layers are not one list")
-    return [f"{outer[0]}.{number}" for number in range(len(model.get_submodule(outer[0])))]
+    try:
+        probe(model)
+    except NotReplayableError as error:
+        return str(error)
+    return None
 
 
-def record(
-    replica: Replica, layers: list[str], batches: Iterable[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, list[Call]]]:
-    """For each batch, the hidden states that enter the first layer, and the call of every layer.
+def probe(model: Any) -> int:
+    """Return how many numbers of hidden states each token has between two layers.
 
-    Raises `NotReplayableError` where the model does more between its layers than to hand on hidden states.
+    Raises `NotReplayableError` as `replay_obstacle` words it.
     """
-    pool: list[torch.Tensor] = []
+    layers = layer_names(model)
+    device = model.get_input_embeddings().weight.device
+    tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
+    with torch.inference_mode(), _answering_no():
+        states, _ = _Recording(model, layers).play(tokens)
+    return states.hidden.numel() // _TOKENS
+
+
+def _answering_no() -> Any:
+    """Have questions about the values of tensors on the meta device, which have none, answered with 0 or no."""
+    from torch.overrides import TorchFunctionMode
+
+    answers = {torch.Tensor.__bool__: False, torch.Tensor.__int__: 0, torch.Tensor.__index__: 0}
+    answers |= {torch.Tensor.__float__: 0.0, torch.Tensor.item: 0}
+
+    class Answering(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in answers and args[0].is_meta:
+                return answers[func]
+            if func is torch.Tensor.tolist and args[0].is_meta:
+                return torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
+            return func(*args, **(kwargs or {}))
+
+    return Answering()
+
+
+def record(replica: Replica, layers: Sequence[str], batches: Iterable[torch.Tensor]) -> Iterator[tuple[States, list[Call]]]:
+    """For each batch, the states that enter the first layer, and the call of every layer.
+
+    Raises `NotReplayableError` where the model does more between its layers than to hand on what they return.
+    """
+    recording = _Recording(replica.model, layers)
     for batch in batches:
         with torch.inference_mode():
-            tape = _play(replica, layers, batch, pool)
+            tape = recording.play(batch.to(replica.device))
         yield tape
 
 
-def _play(
-    replica: Replica, layers: list[str], batch: torch.Tensor, pool: list[torch.Tensor]
-) -> tuple[torch.Tensor, list[Call]]:
-    """One batch; ``pool`` has each tensor of the calls once: masks of all layers of a kind and batches are the same."""
-    calls: list[Call] = []
-    first: list[torch.Tensor] = []
-    handed: list[Any] = []
-    same: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    cache = recording_cache(Measurement(Observation()), replica.attention)
+class _Recording:
+    """Runs of a model whose layers are stood in for; each tensor of the calls is kept once for all batches.
 
-    def keep(value: Any) -> Any:
-        if value is cache:
-            return _CACHE
-        if isinstance(value, torch.Tensor):
-            latest = handed[-1] if handed else first[0]
-            return _HIDDEN if value is latest else pooled(value)
-        if isinstance(value, tuple):
-            return tuple(map(keep, value))
-        if not isinstance(value, _PLAIN):
-            raise NotReplayableError(f"its layers are called with {type(value).__name__}, which they may change")
-        return value
+    Masks of all layers of a kind and of all batches are the same, and so are position embeddings.
+    """
 
-    def pooled(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in same:
-            alike = (one for one in pool if one.dtype == tensor.dtype and one.shape == tensor.shape)
-            known = next((one for one in alike if torch.equal(one, tensor)), None)
-            if known is None:
-                pool.append(known := tensor)
-            same[id(tensor)] = tensor, known  # the first too: its number is not given to another meanwhile
-        return same[id(tensor)][1]
+    def __init__(self, model: Any, layers: Sequence[str]) -> None:
+        self._model, self._layers = model, layers
+        self._pool: list[torch.Tensor] = []
+        self._lengths: Iterable[int] = _LENGTHS
 
-    def recorder(number: int) -> Any:
+    def play(self, batch: torch.Tensor) -> tuple[States, list[Call]]:
+        """Run the model on a batch, its layers returning what they seem to return: what all layers are called with.
+
+        Layers that return tuples are known by a loop that takes them apart.
+        """
+        reasons: list[NotReplayableError] = []
+        for length in self._lengths:
+            run = _Run(self._model, self._layers, length, self._pool)
+            try:
+                tape = run.play(batch)
+            except NotReplayableError as error:
+                reasons.append(error)
+            except (TypeError, ValueError, IndexError, AttributeError) as error:
+                if not run.calls:  # it never came to its layers
+                    raise
+                reasons.append(NotReplayableError(f"it takes what a layer returns for something else: {error}"))
+            else:
+                self._lengths = (length,)
+                return tape
+        raise reasons[0]
+
+
+class _Run:
+    """One run of a model whose layers return hidden states, or tuples of a ``length`` that begin with them."""
+
+    def __init__(self, model: Any, layers: Sequence[str], length: int, pool: list[torch.Tensor]) -> None:
+        self._model, self._layers, self._length, self._pool = model, layers, length, pool
+        self.calls: list[Call] = []
+        self._cache = empty_cache(model)
+        self._first: list[torch.Tensor] = []
+        self._handed: list[torch.Tensor] = []
+        self._results: list[_Result] = []
+        self._mappings: list[Any] = []
+        self._same: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def play(self, batch: torch.Tensor) -> tuple[States, list[Call]]:
+        modules = [self._model.get_submodule(name) for name in self._layers]
+        for number, module in enumerate(modules):
+            module.forward = self._recorder(number)
+        try:
+            trunk = trunk_of(self._model)
+            trunk(input_ids=batch, use_cache=True, **{cache_argument(trunk): self._cache})
+        finally:
+            for module in modules:
+                del module.forward
+        if len(self.calls) != len(modules):
+            raise NotReplayableError(f"it ran {len(self.calls)} of its {len(modules)} layers")
+        return States(self._first[0]), self._linked()
+
+    def _recorder(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden = args[0] if args else kwargs.get("hidden_states")
-            if not isinstance(hidden, torch.Tensor) or number != len(calls) or (handed and hidden is not handed[-1]):
+            hidden = next(iter((*args, *kwargs.values())), None)
+            if "hidden_states" in kwargs:
+                hidden = kwargs["hidden_states"]
+            untouched = not self._handed or hidden is self._handed[-1]
+            if not isinstance(hidden, torch.Tensor) or number != len(self.calls) or not untouched:
                 raise NotReplayableError("it does more between its layers than to hand on hidden states")
-            if not first:
-                first.append(hidden)
-            calls.append(Call(tuple(map(keep, args)), {name: keep(value) for name, value in kwargs.items()}))
-            # Another object each time, so that one that was kept from before cannot pass for it.
-            handed.append(hidden.view_as(hidden))
-            return handed[-1]
+            if not self._first:
+                self._first.append(hidden)
+            self.calls.append(Call(tuple(map(self._place, args)), {k: self._place(v) for k, v in kwargs.items()}))
+            # Other objects each time, so that one that was kept from before cannot pass for them.
+            self._handed.append(hidden.view_as(hidden))
+            self._results = [_Result(position) for position in range(1, self._length)]
+            return (self._handed[-1], *self._results) if self._length else self._handed[-1]
 
         return forward
 
-    modules = [replica.model.get_submodule(name) for name in layers]
-    for number, module in enumerate(modules):
-        module.forward = recorder(number)
-    try:
-        replica.trunk(input_ids=batch.to(replica.device), past_key_values=cache, use_cache=True)
-    finally:
-        for module in modules:
-            del module.forward
-    if len(calls) != len(layers):
-        raise NotReplayableError(f"it ran {len(calls)} of its {len(layers)} layers")
-    return first[0], calls
+    def _place(self, value: Any) -> Any:
+        """An argument as it is kept: a place for what is another one when the call is run again."""
+        if value is self._cache:
+            return _CACHE
+        if isinstance(value, torch.Tensor):
+            latest = self._handed[-1] if self._handed else self._first[0]
+            return _HIDDEN if value is latest else self._pooled(value)
+        if isinstance(value, tuple):
+            return tuple(map(self._place, value))
+        if isinstance(value, _Result) and any(value is result for result in self._results):
+            return value
+        if type(value) in _MAPPINGS:
+            return self._mapping(value)
+        if not isinstance(value, (*_PLAIN, torch.dtype, torch.device)):
+            raise NotReplayableError(f"its layers are called with {type(value).__name__}, which they may change")
+        return value
+
+    def _mapping(self, value: MutableMapping[Any, Any]) -> _Mapping:
+        number = next((place for place, known in enumerate(self._mappings) if known is value), len(self._mappings))
+        if number == len(self._mappings):
+            self._mappings.append(value)
+        return _Mapping(number, type(value), {key: self._place(item) for key, item in value.items()})
+
+    def _pooled(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._same:
+            alike = (one for one in self._pool if one.dtype == tensor.dtype and one.shape == tensor.shape)
+            known = next((one for one in alike if one is tensor or _equal(one, tensor)), None)
+            if known is None:
+                self._pool.append(known := tensor)
+            # The first is kept too: its number is not given to another tensor meanwhile.
+            self._same[id(tensor)] = tensor, known
+        return self._same[id(tensor)][1]
+
+    def _linked(self) -> list[Call]:
+        """The calls with what each must carry on to later ones."""
+        found: list[Call] = []
+        results, mappings = frozenset[int](), frozenset[int]()
+        for call in reversed(self.calls):
+            found.append(Call(call.args, call.kwargs, results, mappings))
+            places = list(_places((call.args, tuple(call.kwargs.values()))))
+            results = frozenset(place.position for place in places if isinstance(place, _Result))
+            mappings |= {place.number for place in places if isinstance(place, _Mapping)}
+        return found[::-1]
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return not one.is_meta and torch.equal(one, other)
+
+
+def _places(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _places(each)
+    else:
+        yield value

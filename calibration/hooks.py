@@ -15,6 +15,7 @@ from typing import Any
 
 from calibration.lazy import torch
 from calibration.measurement import Measurement
+from calibration.parts import hands_keys
 
 
 def watch_stacked(
@@ -221,3 +222,16 @@ def _hooks(model: Any, part: str, measurement: Measurement) -> Iterator[Any]:
             stacked = {key: one for key, one in module.named_parameters(recurse=False) if one.ndim == 3}
             if stacked:
                 yield from watch_stacked(name, module, stacked, measurement)
+        elif hands_keys(type(module)):
+            yield from _watch_attention(name, module, measurement)
+
+
+def _watch_attention(name: str, module: Any, measurement: Measurement) -> Iterator[Any]:
+    """Put hooks on an attention module, and on what reads its latent where it has one; yield their handles."""
+    reader = getattr(module, "kv_b_proj", None)
+    rotary = 0 if reader is None else int(module.qk_rope_head_dim)
+    yield from while_called(module, lambda *_: measurement.attending(name, rotary))
+    if reader is not None:
+        yield reader.register_forward_pre_hook(
+            lambda _, args, kwargs: measurement.latent(name, entering(args, kwargs)), with_kwargs=True
+        )

@@ -14,7 +14,9 @@ from calibration.activations import storing, whole
 from calibration.lazy import torch
 from calibration.observers import Observation, Observer, Summary, observer
 
-Kind = Literal["input", "k", "v"]
+Kind = Literal["input", "k", "v", "latent", "rotary"]
+"""What a magnitude is of: a linear module's input, the keys or values that an attention module caches, or the two parts
+of what latent attention caches in a server: the latent that all heads share, and the rotated part of their keys."""
 Tokens = Literal["routed", "every"]
 """Which tokens an expert's input is made of: those that the router sends there, or every token of the layer."""
 Key = tuple[Kind, str]
@@ -40,7 +42,9 @@ class Measurement:
         self.batches = 0
         self._inputs = observer(observation.inputs, share=observation.percentile)
         self._cache = observer(observation.cache, share=observation.percentile)
+        self._largest = observer("amax")  # of what is served with a scale of 1, which must not be clipped
         self._running: Tokens = "routed"
+        self._attention: list[tuple[str, int]] = []
         self._last: tuple[Any, Summary] | None = None
 
     def input(self, name: str, tensor: torch.Tensor, *, expert: str | None = None) -> None:
@@ -57,16 +61,42 @@ class Measurement:
             self._last = tensor, self._inputs.summarise(tensor)
         self._add(("routed" if expert is None else self._running, key), self._last[1])
 
+    @contextmanager
+    def attending(self, name: str, rotary: int = 0) -> Iterator[None]:
+        """Within the block, take what is cached for that of an attention module.
+
+        ``rotary`` is the width of the rotated part of its keys where it is latent attention, 0 where it is not.
+        """
+        self._attention.append((name, rotary))
+        try:
+            yield
+        finally:
+            self._attention.pop()
+
+    @property
+    def attention(self) -> str | None:
+        """Name of the attention module that runs now."""
+        return self._attention[-1][0] if self._attention else None
+
     def cached(self, name: str, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add what an attention module caches: K after the rotary embedding and V, [batch, H_kv, sequence, D]."""
         self._add(("routed", ("k", name)), self._cache.summarise(keys, per_head=True))
         self._add(("routed", ("v", name)), self._cache.summarise(values, per_head=True))
+        if self._attention and self._attention[-1][1]:
+            rotated = rotary_part(keys, values, self._attention[-1][1])
+            self._add(("routed", ("rotary", name)), self._largest.summarise(rotated))
+
+    def latent(self, name: str, tensor: torch.Tensor) -> None:
+        """Add the latent that a module of latent attention makes its keys and values from, [..., kv_lora_rank]."""
+        self._add(("routed", ("latent", name)), self._largest.summarise(tensor))
 
     def _add(self, key: tuple[Tokens, Key], summary: Summary) -> None:
         known = self.summaries.get(key)
         self.summaries[key] = summary if known is None else self._how(key[1]).combine(known, summary)
 
     def _how(self, key: Key) -> Observer:
+        if key[0] in ("latent", "rotary"):
+            return self._largest
         return self._inputs if key[0] == "input" else self._cache
 
     def routed(self, expert: str, tokens: int) -> None:
@@ -129,7 +159,7 @@ class Measurement:
             floor, expert = self.observation.kv_floor, self.expert_of.get(key)
             tokens: Tokens = "every" if expert is not None and self.wants_every_token(expert) else "routed"
             amax = self._how(key).finish(self.summaries[tokens, key])
-            found[key] = torch.maximum(amax, torch.tensor(floor)) if key[0] != "input" and floor is not None else amax
+            found[key] = torch.maximum(amax, torch.tensor(floor)) if key[0] in ("k", "v") and floor is not None else amax
         return found
 
     def add(self, part: Measurement) -> None:
@@ -169,17 +199,14 @@ class Measurement:
             return cls.of(observation, torch.load(path, weights_only=True))
 
 
-def recording_cache(measurement: Measurement, attention: Mapping[int, str]) -> Any:
-    """An empty cache of transformers; ``attention`` names the attention module of each layer."""
-    from transformers import DynamicCache
+def rotary_part(keys: torch.Tensor, values: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the rotated part of latent attention's keys, [batch, H, sequence, ``width``], of what a module caches.
 
-    class RecordingCache(DynamicCache):  # type: ignore[misc]  # transformers has no types that mypy could follow
-        """Hands back what it is given."""
-
-        def update(
-            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            measurement.cached(attention[layer_idx], key_states, value_states)
-            return key_states, value_states
-
-    return RecordingCache()
+    A module caches the latent as keys and the rotated part as values, for one head, or the keys and values of all heads,
+    of which the rotated part is the same in each: the last or the first columns. Where no columns are the same in all
+    heads, all of the keys are returned, none of which is smaller.
+    """
+    if keys.shape[1] == values.shape[1] == 1 and values.shape[-1] == width:
+        return values
+    parts = (keys[..., -width:], keys[..., :width])
+    return next((part for part in parts if bool((part == part[:, :1]).all())), keys)

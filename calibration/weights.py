@@ -13,12 +13,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from calibration.encodings import SCALE_SUFFIX, decode_blocks, is_block_fp8
 from calibration.errors import CalibrationError
 from calibration.lazy import torch
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SCALE = "_scale_inv"
 _PART = 1 << 30  # bytes that are made parameters of at a time
 _PIECE = 16 << 20  # bytes: what a thread reads for a GPU at a time
 
@@ -78,7 +78,7 @@ class Shards:
         self.folder = folder
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            self._block = _block_size(config, folder) if only is None else None
+            self._encoded = only is None and _require_readable(config, folder)
             self._open: dict[str, Any] = {}
             place = {name: file for file in _files(folder) for name in self._mapped(file).keys()}  # noqa: SIM118
         except (OSError, ValueError, SafetensorError) as error:
@@ -89,7 +89,7 @@ class Shards:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the weights, without the scales that some are decoded with."""
-        return tuple(name for name in self._place if not (self._block and name.endswith(_SCALE)))
+        return tuple(name for name in self._place if not (self._encoded and name.endswith(SCALE_SUFFIX)))
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -105,10 +105,10 @@ class Shards:
     def read(self, name: str, device: str) -> torch.Tensor:
         """A tensor on a device; on a CPU a part of the mapped file, of which nothing is in memory until it is used."""
         read = self._view if device.startswith("cpu") else partial(self._uploaded, device=device)
-        scale = f"{name}{_SCALE}"
-        if self._block is None or scale not in self._place:
+        scale = f"{name}{SCALE_SUFFIX}"
+        if not self._encoded or scale not in self._place:
             return read(name)
-        return decode_blocks(read(name), read(scale), self._block)
+        return decode_blocks(read(name), read(scale))
 
     def _mapped(self, file: str) -> Any:
         from safetensors import safe_open
@@ -167,26 +167,15 @@ def _fill(file: Any, into: memoryview) -> None:
         into = into[count:]
 
 
-def decode_blocks(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """FP8 [O, I] times the scale of its block, [ceil(O / rows), ceil(I / columns)].
-
-    Computed in float32 and rounded once, to bfloat16.
-    """
-    rows, columns = weight.shape
-    wide = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return (weight.float() * wide).to(torch.bfloat16)
-
-
-def _block_size(config: Mapping[str, Any], folder: Path) -> tuple[int, int] | None:
-    declared = config.get("quantization_config")
-    if declared is None:
-        return None
-    block = declared.get("weight_block_size")
-    if declared.get("quant_method") == "fp8" and isinstance(block, list) and len(block) == 2:
-        return int(block[0]), int(block[1])
+def _require_readable(config: Mapping[str, Any], folder: Path) -> bool:
+    """Whether the weights are FP8 in blocks; raises `CalibrationError` for any other quantized source."""
+    text = config.get("text_config")
+    declared = config.get("quantization_config") or (text if isinstance(text, dict) else {}).get("quantization_config")
+    if declared is None or is_block_fp8(declared):
+        return declared is not None
     raise CalibrationError(
         f"{folder}: its weights are quantized already ({declared.get('quant_method')}), "
-        "expected 16 bit, or FP8 with a scale a block"
+        "expected 16 bit, or FP8 with a scale for each block of 128x128"
     )
 
 

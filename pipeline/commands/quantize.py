@@ -214,6 +214,7 @@ def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, device:
 
     Ends with 0 when nothing contradicts anything, with 1 when something does.
     """
+    from pipeline.base.errors import UserError
     from pipeline.quantize.device import resolve_device
     from pipeline.quantize.formats.checkpoint import open_checkpoint
     from pipeline.quantize.formats.layout import layout_of
@@ -224,11 +225,19 @@ def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, device:
     layout_of(checkpoint.config)
     original = None if source is None else open_checkpoint(source)
     structure = read_structure(path, checkpoint.tensors)
+    origin = None if original is None or source is None else read_structure(source, original.tensors)
+    if origin is not None and origin.quantized_by is not None:
+        raise UserError(
+            f"--source: found a model that is quantized already ({origin.quantized_by}), expected 16-bit weights, or "
+            "FP8 in blocks of 128x128.",
+            hint="Name the model that the checkpoint was made from.",
+        )
     with reporter_for(json=as_json).bar(checkpoint.nbytes, "B") as advance:
         inspection = inspect_checkpoint(
             checkpoint,
             structure,
             source=original,
+            source_structure=origin,
             allow_unit_kv_scales=allow_unit_kv_scales,
             device=resolve_device(device),
             advance=advance,

@@ -80,6 +80,8 @@ COMPANION_FILES = (
 )  # fmt: skip
 MODEL_FILES = ("*.safetensors", *COMPANION_FILES, "*.py")
 _MEMORY = "file-digests.json"
+# What the weights are described by; an adapter that was merged into them would be applied a second time.
+_DESCRIPTIONS = frozenset({"config.json", INDEX_NAME, "adapter_config.json"})
 
 
 def model_files(folder: Path) -> tuple[Path, ...]:
@@ -95,7 +97,7 @@ def companions(source: Path, destination: Path, *, with_code: bool) -> dict[Path
     patterns = (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES
     found: dict[Path, Path] = {}
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
-        if path.is_file() and path.name not in ("config.json", INDEX_NAME):
+        if path.is_file() and path.name not in _DESCRIPTIONS:
             found[destination / path.relative_to(source)] = path
     for copy in found:
         copy.parent.mkdir(exist_ok=True)

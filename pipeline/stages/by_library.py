@@ -24,7 +24,8 @@ from pipeline.quantize.engines.libraries.job import LibraryJob, require_memory, 
 from pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.structure import Structure, select
+from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.structure import Structure
 from pipeline.recipe.schema import Quantization
 from pipeline.stages.calibrate import data_identity, read_tokens
 from pipeline.stages.source import CHECKPOINT, read_source

@@ -17,7 +17,7 @@ from calibration.sets import DEFAULTS, CalibrationSet, load_set
 from pipeline.base.errors import QuantmintError, UserError
 from pipeline.base.transience import is_transient
 from pipeline.quantize.device import resolve_devices
-from pipeline.quantize.model.structure import light_imports
+from pipeline.quantize.model.builder import light_imports
 from pipeline.recipe.schema import Calibration
 from pipeline.stages.source import model_folder, require_tokenizer
 from pipeline.stages.stage import Commits, Job, Output, Setting, Stage, write_json

@@ -331,11 +331,15 @@ def _model(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
 def _widths(config: Mapping[str, Any]) -> Iterator[tuple[str, int, bool]]:
     """in_features that a config.json declares, by name; whether tensor parallelism gives each GPU only a share."""
     for key in ("hidden_size", "q_lora_rank", "kv_lora_rank", "intermediate_size", "moe_intermediate_size"):
-        if config.get(key):
-            yield key, config[key], "intermediate" in key
-    if heads := config.get("num_attention_heads"):
-        head = config.get("v_head_dim") or config.get("head_dim") or config.get("hidden_size", 0) // heads
-        yield "num_attention_heads x head_dim", heads * head, True
+        sizes = config.get(key)
+        for size in dict.fromkeys(sizes) if isinstance(sizes, list) else (sizes,):  # Gemma 3n: one for each layer
+            if size and isinstance(size, int):
+                yield key, size, "intermediate" in key
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int) and heads:
+        head = config.get("v_head_dim") or config.get("head_dim") or hidden // heads
+        if isinstance(head, int):
+            yield "num_attention_heads x head_dim", heads * head, True
 
 
 def accuracy_faults(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:

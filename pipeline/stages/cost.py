@@ -23,7 +23,8 @@ from pipeline.quantize.device import device_memory, resolve_devices
 from pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
 from pipeline.quantize.formats.checkpoint import Checkpoint
-from pipeline.quantize.model.structure import Structure, select
+from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.structure import Structure
 from pipeline.recipe.modules import expert_count
 from pipeline.recipe.schema import Calibration, Recipe
 from pipeline.stages.quantize import needs_ranges

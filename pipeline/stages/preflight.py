@@ -23,7 +23,8 @@ from pipeline.quantize.engines.libraries.job import checkpoint_bytes
 from pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.quantize.model.structure import Structure, imagine, read_structure, select
+from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.structure import Structure, imagine, read_structure
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.schema import Recipe
 from pipeline.stages.by_library import calibrated

@@ -20,7 +20,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.machine import process_age
 from pipeline.base.progress import Reporter
 from pipeline.quantize.formats.checkpoint import Checkpoint, read_json
-from pipeline.quantize.model.structure import Structure, select
+from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.structure import Structure
 from pipeline.recipe.faults import option_of, refuse
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.recipe.schema import AUTO

@@ -20,7 +20,8 @@ from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, re
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.structure import Structure, select
+from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.structure import Structure
 from pipeline.recipe.load import choice_yaml
 from pipeline.recipe.modules import expert_count, text_config
 from pipeline.recipe.schema import Quantization

@@ -23,7 +23,7 @@ from pipeline.base.machine import versions
 from pipeline.publish.places import serving_name
 from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from pipeline.quantize.inspection.inspect import kv_scales, layer_errors, sizes
-from pipeline.quantize.model.structure import select
+from pipeline.quantize.model.selection import select
 from pipeline.stages.advice import advise
 from pipeline.stages.evaluate import ANSWERS
 from pipeline.stages.gate import GATE, measured_inputs

@@ -30,7 +30,7 @@ from pipeline.quantize.engines.stream.gptq import CARRIED, factored, gptq
 from pipeline.quantize.engines.stream.kernels import KERNELS, fp8_scale, kernel_name
 from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.quantize.inspection.numbers import dequantize
-from pipeline.quantize.model.weights import part_of, place_of
+from pipeline.quantize.model.experts import expert_slice, part_of
 from pipeline.quantize.rounding import round_activations
 from pipeline.recipe.modules import fused_with, is_excluded, override_of, text_config
 from pipeline.recipe.schema import Quantization
@@ -236,7 +236,7 @@ class _Changes:
                     continue
                 found = part_of(module)
                 assert found is not None  # noqa: S101 - it is one of a stack
-                place = place_of(owner, site, int(own.rpartition(".")[2]), found[1])
+                place = expert_slice(owner, site, int(own.rpartition(".")[2]), found[1])
                 if site not in rounds:
                     for key, parameter in list(owner.named_parameters(recurse=False)):
                         stack.callback(setattr, owner, key, parameter)

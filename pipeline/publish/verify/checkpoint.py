@@ -31,7 +31,8 @@ from pipeline.publish.verify.subject import Check, Subject, fails, first, judged
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.quantize.formats.layout import layout_of
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.structure import meta_model, read_structure
+from pipeline.quantize.model.builder import meta_model
+from pipeline.quantize.model.structure import read_structure
 from pipeline.recipe.json_schema import faults_of
 from pipeline.recipe.load import PROVEN_SUITE
 from pipeline.recipe.schema import Recipe

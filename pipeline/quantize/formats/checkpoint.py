@@ -134,6 +134,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}.") from None
+    except RecursionError:
+        raise UserError(f"{path}: it is nested deeper than any configuration is.") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}.")
     return value
@@ -277,12 +279,22 @@ class Reader:
 
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Rows [first, last) of a tensor, as they are stored; a single number is one row."""
+        shape = self.info(name).shape
+        return self._flat(name, first, last, prod(shape[1:])).view(last - first, *shape[1:])
+
+    def matrix_rows(self, name: str, index: int, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last) of one matrix of a stack [E, R, C], as they are stored: [last - first, C]."""
+        _, height, columns = self.info(name).shape
+        return self._flat(name, index * height + first, index * height + last, columns)
+
+    def _flat(self, name: str, first: int, last: int, columns: int) -> torch.Tensor:
+        """Rows [first, last) of a tensor seen as one matrix of ``columns``."""
         shard, info = self._checkpoint.tensors[name]
-        width = info.nbytes // max(info.shape[0], 1) if info.shape else info.nbytes
+        width = columns * ITEM_BITS[info.dtype] // 8
         size = (last - first) * width
         raw = torch.empty(size, dtype=torch.uint8) if self._device == "cpu" else self._buffer(size)
         self._files.read(shard, name, info.start + first * width, raw.numpy().data)
-        return raw.to(self._device).view(torch_dtype(info.dtype)).view(last - first, *info.shape[1:])
+        return raw.to(self._device).view(torch_dtype(info.dtype)).view(last - first, columns)
 
     def _buffer(self, size: int) -> torch.Tensor:
         """This thread's memory that a GPU reads at the full speed of its bus, the same again each time."""

@@ -27,13 +27,23 @@ class Choice:
 
     ``schemes`` maps each quantized linear module to its scheme; ``kept`` are the modules with a two-dimensional
     weight that stay in 16 bit, routers included, because vLLM must be told about each of them; ``kv_cache`` is
-    whether static FP8 scales are stored for the attention modules, ``kv_per_head`` whether there is one a KV head.
+    whether static FP8 scales are stored for the attention modules, ``kv_per_head`` whether there is one a KV head;
+    ``prefixes`` are what the names of a multi-token predictor's modules begin with.
     """
 
     schemes: Mapping[str, str]
     kept: tuple[str, ...]
     kv_cache: bool
     kv_per_head: bool = False
+    prefixes: tuple[str, ...] = ()
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names, and expressions after ``re:``, of what servers must not look for scales of.
+
+        Servers build the modules of a multi-token predictor under names of their own, which begin like those on disk.
+        """
+        return sorted(self.kept) + [f"re:(.*\\.)?{re.escape(prefix)}.*" for prefix in self.prefixes]
 
     @property
     def default(self) -> str:
@@ -204,7 +214,7 @@ class CompressedTensors(Layout):
             "config_groups": groups,
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "global_compression_ratio": None,
-            "ignore": sorted(choice.kept),
+            "ignore": choice.ignored,
             "kv_cache_scheme": cache if choice.kv_cache else None,
             "quant_method": self.name,
             "quantization_status": "compressed",
@@ -265,7 +275,7 @@ class Quark(Layout):
         cache = {key: {**self._layer(scheme), **output} for key, scheme in cached.items()} if choice.kv_cache else {}
         return {
             "algo_config": None,
-            "exclude": sorted(choice.kept),
+            "exclude": choice.ignored,
             "export": {
                 "kv_cache_group": list(_KV_GROUP) if choice.kv_cache else [],
                 "min_kv_scale": 0.0,

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from eval.report.model import KvScale, Size
@@ -18,6 +19,8 @@ from pipeline.quantize.formats.checkpoint import Checkpoint, Reader, TensorInfo
 from pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of
 from pipeline.quantize.inspection.findings import Finding, Inspection, LayerError, check_structure, expected_tensors
 from pipeline.quantize.inspection.numbers import check_copy, check_kv_scale, check_module
+from pipeline.quantize.model.experts import WeightSource
+from pipeline.quantize.model.source import SourceReader, carried
 from pipeline.quantize.model.structure import Structure
 
 
@@ -26,6 +29,7 @@ def inspect_checkpoint(
     structure: Structure,
     *,
     source: Checkpoint | None = None,
+    source_structure: Structure | None = None,
     expected_scales: Mapping[str, float | tuple[float, ...]] | None = None,
     expected_bytes: int | None = None,
     allow_unit_kv_scales: bool = False,
@@ -41,7 +45,9 @@ def inspect_checkpoint(
     Args:
         checkpoint: the folder to look at.
         structure: of the same model.
-        source: the 16-bit model; with it the error of every layer is measured and untouched tensors are compared.
+        source: the model that it was made from; with it the error of every layer is measured and untouched tensors
+            are compared, both with what the source decodes to.
+        source_structure: of the source; without it ``structure`` is taken for the source's too.
         expected_scales: static scales, of inputs and of the KV cache, by tensor name, where the ranges are known; a
             tuple where there is one a head.
         expected_bytes: the size of all tensors that was predicted, bytes.
@@ -65,8 +71,11 @@ def inspect_checkpoint(
     layers: list[LayerError] = []
     with many_small_workers(), ThreadPoolExecutor(cores(), "inspect") as pool:
         unsound = frozenset(finding.where for finding in findings)
-        read, original = Reader(checkpoint, device), None if source is None else Reader(source, device)
-        look = _Look(read, original, expected, claims, wanted, alters, proven, unsound)
+        origin = source_structure or structure
+        read, original = Reader(checkpoint, device), None if source is None else SourceReader(source, device)
+        weights = carried(source, origin, expected) if source is not None else {}
+        weights |= {f"{module}.weight": origin.weights[module] for module in expected if module in origin.weights}
+        look = _Look(read, original, weights, expected, claims, wanted, alters, proven, unsound)
         for name, results in zip(expected, pool.map(look.module, expected), strict=True):
             findings += [result for result in results if isinstance(result, Finding)]
             layers += [result for result in results if isinstance(result, LayerError)]
@@ -87,15 +96,15 @@ def inspect_checkpoint(
         quantized = {stored.name for tensors in expected.values() for stored in tensors} | set(cached)
         if source is not None:
             untouched = _untouched(structure, alters)
-            taken = [name for name in source.tensors if not _quantized(name, expected)]
-            copies = pool.map(lambda name: look.copy(name, exact=untouched(source.tensors[name][1])), taken)
-            for name, found in zip(taken, copies, strict=True):
-                findings += found
-                advance(source.tensors[name][1].nbytes)
-            for name in sorted(set(checkpoint.tensors) - set(source.tensors) - quantized):
+            names = [name for name in weights if not _quantized(name, expected)]
+            copies = pool.map(lambda name: look.copy(name, exact=untouched(name, look.shape(name))), names)
+            for name, differences in zip(names, copies, strict=True):
+                findings += differences
+                advance(checkpoint.tensors[name][1].nbytes if name in checkpoint.tensors else 0)
+            for name in sorted(set(checkpoint.tensors) - weights.keys() - quantized):
                 # A head that shared the embedding's tensor has its own once the two differ.
                 own_head = name.endswith(".weight") and name.removesuffix(".weight") in structure.kept
-                if not own_head or untouched(checkpoint.tensors[name][1]):
+                if not own_head or untouched(name, checkpoint.tensors[name][1].shape):
                     findings.append(Finding("undeclared", name, "the source has no such tensor"))
     if expected_bytes is not None and checkpoint.nbytes != expected_bytes:
         message = f"{checkpoint.nbytes:,} bytes of tensors, predicted {expected_bytes:,}"
@@ -116,7 +125,8 @@ class _Look:
     """What is looked at in any thread: one quantized module, or one tensor that was carried over."""
 
     read: Reader
-    original: Reader | None
+    original: SourceReader | None
+    weights: Mapping[str, WeightSource]
     expected: Mapping[str, tuple[StoredTensor, ...]]
     claims: Claims
     wanted: Mapping[str, tuple[float, ...]]
@@ -129,7 +139,9 @@ class _Look:
         if any(stored.name in self.unsound for stored in tensors):
             return []
         proven = None if self.proven is None else self.proven.get(module)
-        original = self.original if self.original is not None and f"{module}.weight" in self.original else None
+        weight, original = self.weights.get(f"{module}.weight"), None
+        if self.original is not None and weight is not None and weight in self.original:
+            original = partial(self.original.rows, weight)
         results = list(check_module(self.read, module, scheme, tensors, original, self.alters, proven))
         for name in self.wanted.keys() & {stored.name for stored in tensors}:
             value, wanted = float(self.read(name).float().reshape(())), self.wanted[name][0]
@@ -140,7 +152,12 @@ class _Look:
     def copy(self, name: str, *, exact: bool) -> list[Finding]:
         if self.original is None or name not in self.read:
             return [Finding("missing", name, "the source has it, the checkpoint does not")]
-        return list(check_copy(name, self.read, self.original, exact=exact, proven=self.proven is not None))
+        proven = self.proven is not None
+        return list(check_copy(name, self.read, self.original, self.weights[name], exact=exact, proven=proven))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor of the source that is carried over, as it is written."""
+        return () if self.original is None else self.original.shape(self.weights[name])
 
 
 def _quantized(name: str, expected: Collection[str]) -> bool:
@@ -148,13 +165,13 @@ def _quantized(name: str, expected: Collection[str]) -> bool:
     return role == "weight" and module in expected
 
 
-def _untouched(structure: Structure, alters: Alters) -> Callable[[TensorInfo], bool]:
+def _untouched(structure: Structure, alters: Alters) -> Callable[[str, tuple[int, ...]], bool]:
     """Whether a tensor that is carried over is the source's bit for bit, whatever an algorithm did to others."""
     multiplied = {*structure.linear, *structure.kept}
 
-    def untouched(info: TensorInfo) -> bool:
+    def untouched(name: str, shape: tuple[int, ...]) -> bool:
         if alters == "channels":  # norms, biases, and the linear modules between them
-            return len(info.shape) > 1 and info.name.rpartition(".")[0] not in multiplied
+            return len(shape) > 1 and name.rpartition(".")[0] not in multiplied
         return alters != "everything"
 
     return untouched

@@ -6,7 +6,7 @@ Weights are checked some rows at a time, so that a check takes the memory of a p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -17,6 +17,8 @@ from pipeline.quantize.engines.algorithms import Alters
 from pipeline.quantize.formats.checkpoint import Reader
 from pipeline.quantize.formats.layout import StoredTensor
 from pipeline.quantize.inspection.findings import Finding, LayerError
+from pipeline.quantize.model.experts import WeightSource
+from pipeline.quantize.model.source import SourceReader
 
 # Bits of exponent and of mantissa of the OCP Microscaling 1.0 elements, which have no infinity and no NaN.
 _MINIFLOATS = {"e2m1": (2, 1), "e2m3": (2, 3), "e3m2": (3, 2)}
@@ -143,11 +145,13 @@ def check_module(
     module: str,
     scheme: str,
     tensors: tuple[StoredTensor, ...],
-    source: Reader | None,
+    original: Callable[[int, int], torch.Tensor] | None,
     alters: Alters = "nothing",
     proven: float | None = None,
 ) -> Iterator[Finding | LayerError]:
-    """Check one quantized module's stored numbers, against its 16-bit weight where there is a ``source`` with it.
+    """Check one quantized module's stored numbers, against its 16-bit weight where that is known.
+
+    ``original`` returns rows [first, last) of the weight in the source, decoded.
 
     ``alters`` is what an algorithm did to the weights beside rounding them to the nearest. ``proven`` is the SQNR in dB
     that was measured while files were written that are known to be unharmed: then only the first rows are read again,
@@ -164,16 +168,15 @@ def check_module(
             yield Finding("not finite", stored.name, "an E8M0 scale is 255, which is NaN")
         elif stored.role.endswith("_zero_point") and bool(parts[stored.role].any()):
             yield Finding("wrong zero point", stored.name, "it is not zero, which symmetric numbers have")
-    comparable = source is not None and alters in ("nothing", "rounding")
+    comparable = original is not None and alters in ("nothing", "rounding")
     error, broken, shape = Error(), 0, [0, 0]
     few = _BLOCK * prod(weight.shape[1:])  # a block's rows
     for first, last in _pieces(scheme, weight, read.piece if proven is None else min(few, read.piece)):
         rows = {role: _rows(part, scheme, weight, first, last) for role, part in parts.items()}
         restored = dequantize(scheme, {**rows, weight.role: read.rows(weight.name, first, last)})
         shape = [shape[0] + restored.shape[0], restored.shape[1]]
-        if comparable and source is not None:
-            found = compare(source.rows(f"{module}.weight", shape[0] - restored.shape[0], shape[0]), restored)
-            error += found
+        if comparable and original is not None:
+            error += compare(original(shape[0] - restored.shape[0], shape[0]), restored)
         if not comparable or not math.isfinite(error.noise):
             broken += int((~restored.isfinite()).sum())
         if proven is not None and not broken:
@@ -236,21 +239,29 @@ def check_kv_scale(name: str, value: float, expected: float | None, *, allow_one
 
 
 def check_copy(
-    name: str, read: Reader, source: Reader, *, exact: bool = True, proven: bool = False
+    name: str,
+    read: Reader,
+    source: SourceReader,
+    weight: WeightSource,
+    *,
+    exact: bool = True,
+    proven: bool = False,
 ) -> Iterator[Finding]:
-    """A tensor that stays in 16 bit is the source's: bit for bit, or in dtype and shape where not ``exact``.
+    """Check that a tensor that stays in 16 bit is the source's: bit for bit, or in dtype and shape where not ``exact``.
 
-    What was ``proven`` while it was carried over is read no further than its first rows.
+    ``weight`` says where the source has it. What was ``proven`` while it was carried over is read no further than its
+    first rows.
     """
-    info, original = read.info(name), source.info(name)
-    if (info.dtype, info.shape) != (original.dtype, original.shape):
+    info = read.info(name)
+    if (info.dtype, info.shape) != (source.dtype(weight), source.shape(weight)):
         yield Finding("altered", name, "it stays in 16 bit, but differs from the source")
         return
     rows = info.shape[0] if info.shape else 1
     step = max(read.piece // max(prod(info.shape[1:]), 1), 1)
     for first in range(0, rows, step):
-        pieces = [each.rows(name, first, min(first + step, rows)) for each in (read, source)]
-        if exact and not torch.equal(*(piece.reshape(-1).view(torch.uint8) for piece in pieces)):
+        last = min(first + step, rows)
+        pieces = [read.rows(name, first, last), source.rows(weight, first, last)]
+        if exact and not torch.equal(*(piece.contiguous().reshape(-1).view(torch.uint8) for piece in pieces)):
             yield Finding("altered", name, "it stays in 16 bit, but differs from the source")
             return
         if pieces[0].is_floating_point() and not bool(pieces[0].isfinite().all()):

@@ -1,21 +1,19 @@
-"""Which tensors of a checkpoint are weights of linear modules, which modules are attention, and who gets which scheme.
+"""What every tensor of a model is: a weight that schemes apply to, one that stays in 16 bit, or one that is carried.
 
 The model is built on the meta device from its configuration, so that module types decide and not a pattern over
 names. Names on disk are followed to the module's own by the renaming rules that transformers itself loads the
-checkpoint with; what the rules lead nowhere, the layers of a multi-token predictor say, stays as it is.
+checkpoint with; a tensor that the rules lead nowhere keeps its name.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import re
-import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,120 +22,80 @@ from pydantic import TypeAdapter
 from calibration.lazy import torch
 from calibration.replica import Renaming, attention_by_layer
 from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import StoreError, UserError, did_you_mean, first_line
+from pipeline.base.errors import StoreError, UserError
 from pipeline.base.machine import cache_folder, versions
-from pipeline.quantize.formats.checkpoint import (
-    SINGLE_NAME,
-    SIXTEEN_BIT,
-    Checkpoint,
-    TensorInfo,
-    read_json,
-    tensor_bytes,
-)
-from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.weights import (
-    Structure as Structure,
-)
-from pipeline.quantize.model.weights import (
+from pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint, TensorInfo, read_json
+from pipeline.quantize.model.builder import decoder_prefix, meta_model, stored_tensors
+from pipeline.quantize.model.encodings import encoded_weights, quantized_by
+from pipeline.quantize.model.experts import (
+    UnknownLayoutError,
     WeightSource,
-    encoded_weights,
     expert_shape,
-    other_experts,
+    missing_experts,
     part_of,
-    quantized_by,
     split,
-    stacked_name,
+    stacked_names,
     stacks_experts,
 )
-from pipeline.recipe.modules import assigned, declared_quantization, matches
-from pipeline.recipe.schema import Quantization
+from pipeline.quantize.model.imagination import imagined_tensors
+from pipeline.quantize.model.loader import LoaderView, load_view
+from pipeline.quantize.model.roles import Predictor, routers
+from pipeline.recipe.modules import declared_quantization
 from pipeline.store.disk import sha256_of, write_atomic
 
-
-def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Build the language model of a folder on the meta device: no weights, no memory.
-
-    A checkpoint that was saved with more than the language model, a vision tower say, is built as the class that it
-    names, so that every tensor has its module. Raises `UserError` where transformers does not know the architecture.
-    """
-    with light_imports():
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401  # what is built with below
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        # A quantized checkpoint is inspected as the model it was made from.
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        with torch.device("meta"):
-            return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a configuration makes transformers stumble over, it is the configuration's
-        raise UserError(
-            f"{folder}: transformers cannot build this model from its config.json: {first_line(error)}"
-        ) from None
-
-
-# Packages that transformers and what it imports take along wherever they are installed, for what nobody does here:
-# assisted generation, an event loop, Amazon's API. They would be a third of the start of a process.
-_HEAVY = ("sklearn", "trio", "boto3")
-
-
-@contextmanager
-def light_imports() -> Iterator[None]:
-    """Import without `_HEAVY`, and without collecting garbage: imports make none, and looking for it is a sixth."""
-    absent = [name for name in _HEAVY if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # Python's own sign for "cannot be imported"
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        for name in absent:
-            sys.modules.pop(name)
-        if collecting:
-            gc.freeze()  # modules stay: nobody need look through them again
-            gc.enable()
-
-
-def _auto_class(config: Any) -> Any:
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-    named = getattr(config, "architectures", None) or ()
-    return AutoModelForImageTextToText if getattr(wrapper, "__name__", None) in named else AutoModelForCausalLM
-
-
-def stored_tensors(model: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name on disk, dtype and shape of each tensor that transformers would save in bfloat16, tied ones once.
-
-    What a model insists on having in float32, DeepSeek's correction of its router, is that.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    wide = frozenset(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    return {
-        name: ("BF16" if wide.isdisjoint(name.split(".")) else "F32", tuple(tensor.shape))
-        for name, tensor in revert_weight_conversion(model, state).items()
-    }
-
-
 Tensors = Mapping[str, tuple[str, TensorInfo]]
-_PACKED = "weight_packed"
-_KNOWN = (None, "fp8", "compressed-tensors", "quark")
-_QUANTIZED = ("_scale", "_scale_inv", "_zero_point", "_shape", "_g_idx")  # what layouts put beside weights
-_CARRIED = (r"rotary_emb\.inv_freq$", r"(^|\.)mtp\.")  # of no use to those who load them, whatever the family
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A model's parts under their names on disk; single experts under the names that they are written with.
+
+    ``linear`` are the modules that schemes apply to, with [out_features, in_features]; ``kept`` the modules with a
+    matrix that stay in 16 bit, with the reason (an output head is among them also where it shares the embedding's
+    tensor); ``copied`` counts the other tensors, which are carried over as they are, by reason. ``unclaimed`` are
+    tensors or modules inside the decoder that no rule knows, with the reason: a recipe must exclude them by name.
+    ``attention`` are the attention modules in the order of their layers; ``parameters`` counts all elements of the
+    model. ``predictor`` are the prefixes of the tensors of a multi-token predictor.
+
+    ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
+    quantized checkpoint. ``encoded`` maps each FP8 weight of the source to its block scales. ``modules`` maps linear
+    and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one
+    of the experts that it stacks. ``absorbed`` are linear modules that vLLM folds into their neighbours when it loads
+    them. ``quantized_by`` is set where the folder is no source at all.
+
+    ``faults`` are contradictions between the configuration and the tensors on disk, each a rule, a tensor and words:
+    what the configuration implies and nobody stored, what has another shape, and what is stored for no module.
+    """
+
+    linear: Mapping[str, tuple[int, int]]
+    kept: Mapping[str, str]
+    attention: tuple[str, ...]
+    parameters: int
+    weights: Mapping[str, WeightSource] = field(default_factory=dict, compare=False)
+    encoded: Mapping[str, str] = field(default_factory=dict, compare=False)
+    modules: Mapping[str, str] = field(default_factory=dict, compare=False)
+    copied: Mapping[str, int] = field(default_factory=dict, compare=False)
+    unclaimed: Mapping[str, str] = field(default_factory=dict)
+    predictor: tuple[str, ...] = ()
+    absorbed: tuple[str, ...] = ()
+    quantized_by: str | None = field(default=None, compare=False)
+    faults: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)
+
+    def require_whole(self, where: object) -> None:
+        """Raise `UserError` where the tensors of ``where`` are not those that its configuration implies."""
+        if self.faults:
+            (_, name, message), more = self.faults[0], len(self.faults) - 1
+            others = f"; {more} more tensor{'s contradict' if more > 1 else ' contradicts'} it" if more else ""
+            raise UserError(f"{where}: found weights that are not those of config.json: {name}: {message}{others}.")
 
 
 def read_structure(folder: Path, tensors: Tensors, *, trust_remote_code: bool = False) -> Structure:
     """Read a model's structure from its ``config.json``, for the ``tensors`` that are on disk.
 
-    Raises `UserError` where transformers does not know the architecture, and for tensors that nobody could decode or
-    take apart.
+    Raises `UserError` where transformers does not know the architecture, and for tensors that cannot be decoded.
     """
     config = read_json(folder / "config.json")
-    place = None if trust_remote_code else _answer(config, tensors)
+    place = None if trust_remote_code else _cache_file(config, tensors)
     if place is not None:
         with suppress(OSError, ValueError):  # it was never asked, or by another version
             return TypeAdapter(Structure).validate_json(place.read_bytes())
@@ -150,33 +108,51 @@ def read_structure(folder: Path, tensors: Tensors, *, trust_remote_code: bool = 
     return structure
 
 
-def _answer(config: Mapping[str, Any], tensors: Tensors) -> Path:
-    """Where the answer about a model is kept, in the user's cache: asking takes the import of transformers, seconds.
+def _cache_file(config: Mapping[str, Any], tensors: Tensors) -> Path:
+    """Where a model's structure is cached for the user: reading it takes the import of transformers, seconds.
 
-    It is found by everything that it follows from: the configuration, the tensors on disk, the versions of the
-    libraries that are asked, and the code here that asks them. A model's own Python code could answer otherwise
-    tomorrow, so its answers are never kept.
+    The name follows from everything that decides the answer: the configuration, the tensors on disk, the versions of
+    the libraries, and the code that asks them. A model's own Python code could answer otherwise tomorrow, so its
+    structures are never cached.
     """
-    code = [sha256_of(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
     stored = [[info.name, info.dtype, list(info.shape)] for _, info in tensors.values()]
-    key = fingerprint([json.dumps(config, sort_keys=True), stored, versions("torch", "transformers"), code])
+    key = fingerprint([json.dumps(config, sort_keys=True), stored, versions("torch", "transformers"), _code()])
     return cache_folder() / "structures" / f"{key}.json"
 
 
-def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoint, Structure]:
-    """The bfloat16 checkpoint that a model's ``config.json`` stands for, in one file, and its structure.
+@cache
+def _code() -> list[str]:
+    """Digests of the modules and tables that a structure follows from."""
+    root = Path(__file__).parents[3]
+    files = [*Path(__file__).parent.rglob("*.py"), *Path(__file__).parent.rglob("*.yaml")]
+    files += [root / "calibration" / "replica.py", root / "calibration" / "encodings.py"]
+    files += [root / "pipeline" / "quantize" / "formats" / "checkpoint.py", root / "pipeline" / "recipe" / "modules.py"]
+    return [sha256_of(path) for path in sorted(files)]
 
-    For planning where the weights are not here: names and sizes are those that transformers would save.
+
+def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoint, Structure]:
+    """The checkpoint that a model's ``config.json`` stands for, in one file, and its structure.
+
+    For planning where the weights are not here: names, dtypes and sizes are those of the release.
     """
     model = meta_model(folder, trust_remote_code=trust_remote_code)
-    tensors: dict[str, tuple[str, TensorInfo]] = {}
-    position = 0
-    for name, (dtype, shape) in stored_tensors(model).items():
-        end = position + tensor_bytes(dtype, shape)
-        tensors[name] = (SINGLE_NAME, TensorInfo(name, dtype, shape, position, end))
-        position = end
     config = read_json(folder / "config.json")
-    return Checkpoint(folder, config, (SINGLE_NAME,), tensors), _Reading(model, config, tensors).structure()
+    plain = imagined_tensors(stored_tensors(model), model, config, ())
+    structure = _Reading(model, {**config, "quantization_config": None}, plain).structure()
+    tensors = imagined_tensors(stored_tensors(model), model, config, structure.linear)
+    checkpoint = Checkpoint(folder, config, tuple(sorted({file for file, _ in tensors.values()})), tensors)
+    if tensors.keys() != plain.keys() or quantized_by(config) is not None:
+        structure = _Reading(model, config, tensors).structure()
+    return checkpoint, structure
+
+
+_PACKED = "weight_packed"
+_KNOWN = (None, "fp8", "compressed-tensors", "quark")
+_QUANTIZED = ("_scale", "_scale_inv", "_zero_point", "_shape", "_g_idx")  # what layouts put beside weights
+_EMBEDDING, _VECTOR, _TOWER = "embedding", "norm, bias or other vector", "outside the decoder"
+_CONVOLUTION, _STATE = "convolution", "state-space parameter"
+# Matrices that a layer adds or scales with, and never multiplies with hidden states.
+_STATE_NAMES = frozenset({"A_log", "D", "dt_bias", "conv1d_weight", "conv_weight"})
 
 
 class _Reading:
@@ -185,49 +161,58 @@ class _Reading:
     def __init__(self, model: Any, config: Mapping[str, Any], tensors: Tensors) -> None:
         self._model, self._config, self._tensors = model, config, tensors
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._state = model.state_dict().keys()
         self._owners = dict(model.named_modules())
-        self._head, self._embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        self._head = model.get_output_embeddings()
         self._rename = Renaming(model)
-        decoder = model.get_decoder()
-        self._decoder = next(name for name, module in self._owners.items() if module is decoder)
-        self._routers = frozenset(_routers(self._owners))
+        prefix = decoder_prefix(model)
+        self._decoder = f"{prefix}." if prefix else ""
+        self._routers = routers(self._owners, self._decoder)
+        self._predictor = Predictor(model)
+        self._view: LoaderView | None = load_view(config)
         self._encoded = encoded_weights(config, tensors)
         self._linear: dict[str, tuple[int, int]] = {}
         self._weights: dict[str, WeightSource] = {}
         self._modules: dict[str, str] = {}
-        self._kept: set[str] = set()
+        self._kept: dict[str, str] = {}
+        self._copied: Counter[str] = Counter()
+        self._unclaimed: dict[str, str] = {}
+        self._roots: set[str] = set()
         self._prefixes: dict[str, str] = {}  # of the model's modules, to what they are called on disk
         self._stored: dict[str, list[str]] = defaultdict(list)  # by parameter: the tensors that become (a part of) it
         self._faults: list[tuple[str, str, str]] = []
 
     def structure(self) -> Structure:
         head = False
+        scales = frozenset(self._encoded.values())
         for name, (_, info) in self._tensors.items():
+            if name in scales:
+                continue
             own, operations = self._locate(name)
             owner, parameter = self._owners.get(own.rpartition(".")[0]), self._parameters.get(own)
             head |= owner is self._head
             self._remember(name, own)
             self._stored[own].append(_plain(name))
             if not operations and parameter is not None and info.dtype in (*SIXTEEN_BIT, "F32"):
-                self._hold(name, info.shape, owner, tuple(parameter.shape))
-            if parameter is None:
-                self._unknown(name, info)
-            elif stacks_experts(owner):
-                self._expert(name, own, info, operations)
-            elif name.rpartition(".")[2] in ("weight", _PACKED):
-                self._weight(name, own, owner, parameter)
+                self._require_shape(name, info.shape, owner, tuple(parameter.shape))
+            self._classify(name, own, info, operations)
         if not head:
             # A head that is tied to the embedding has no tensor of its own, but servers look for its name.
-            self._kept |= {name for name, module in self._owners.items() if module is self._head}
+            self._kept |= {name: "output head" for name, module in self._owners.items() if module is self._head}
         attention = [(self._prefixes.get(name, name), name) for name in attention_by_layer(self._model).values()]
+        view = self._view
         return Structure(
             linear=self._linear,
-            kept=tuple(sorted(self._kept)),
+            kept=dict(sorted(self._kept.items())),
             attention=tuple(stored for stored, _ in attention),
             parameters=sum(parameter.numel() for parameter in self._model.parameters()),
             weights=self._weights,
             encoded=self._encoded,
             modules={**self._modules, **dict(attention)},
+            copied=dict(sorted(self._copied.items())),
+            unclaimed=self._unclaimed,
+            predictor=tuple(sorted(self._roots)),
+            absorbed=tuple(name for name in self._linear if view is not None and view.absorbs(name)),
             quantized_by=quantized_by(self._config),
             faults=tuple(self._contradictions()),
         )
@@ -235,39 +220,36 @@ class _Reading:
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         method = (declared_quantization(self._config) or {}).get("quant_method")
         if method in _KNOWN:  # others call their weights by names of their own
-            yield from (*self._faults, *self._missing(), *self._nobodys())
+            yield from (*self._faults, *self._missing_tensors(), *self._unexpected_tensors())
 
-    def _hold(self, name: str, shape: Sequence[int], owner: Any, expected: tuple[int, ...]) -> None:
+    def _require_shape(self, name: str, shape: Sequence[int], owner: Any, expected: tuple[int, ...]) -> None:
         if tuple(shape) != expected and not stacks_experts(owner):
             message = f"it is {list(shape)}, config.json implies {list(expected)}"
             self._faults.append(("wrong shape", name, message))
 
-    def _missing(self) -> Iterator[tuple[str, str, str]]:
-        """What transformers would save and nobody stored, by whatever name and in whatever pieces."""
+    def _missing_tensors(self) -> Iterator[tuple[str, str, str]]:
+        """Yield what transformers would save and nobody stored, by whatever name and in whatever pieces."""
         implied = stored_tensors(self._model)
-        seen = {name for names in self._stored.values() for name in names}
+        stored_names = {name for names in self._stored.values() for name in names}
         stacks: set[str] = set()
-        for name in (name for name in implied if name not in seen):
+        for name in (name for name in implied if name not in stored_names):
             own, _ = self._locate(name)
             stored = self._stored.get(own, [])
             if implied.keys().isdisjoint(stored) and stored:  # the same weights by other names
                 owner = self._owners.get(own.rpartition(".")[0])
                 if own not in stacks and owner is not None and stacks_experts(owner):
                     stacks.add(own)
-                    lacking = other_experts(stored, own, self._parameters[own].shape[0])
-                    yield from (("missing", one, "config.json implies it, it is not stored") for one in lacking)
+                    missing = missing_experts(stored, own, self._parameters[own].shape[0])
+                    yield from (("missing", each, "config.json implies it, it is not stored") for each in missing)
             else:
                 yield "missing", name, f"config.json implies it, {list(implied[name][1])}; it is not stored"
 
-    def _nobodys(self) -> Iterator[tuple[str, str, str]]:
-        """Tensors of no module, but what this family is known to carry along."""
-        text, known = self._model.config.get_text_config(), self._model.state_dict().keys()
-        layers, more = getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", None) or 0
-        carried = [*(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_CARRIED]
-        carried += [rf"\.layers\.{layers + one}\." for one in range(more)]
+    def _unexpected_tensors(self) -> Iterator[tuple[str, str, str]]:
+        """Yield tensors without an owning module, minus those that the family is known to carry along."""
         for own, names in self._stored.items():
-            for name in names if own not in known else ():
-                if not name.endswith(_QUANTIZED) and not any(re.search(pattern, name) for pattern in carried):
+            for name in names if own not in self._state else ():
+                known = self._predictor.root(name) is not None or self._predictor.is_ignored(name)
+                if not name.endswith(_QUANTIZED) and not known:
                     yield "undeclared", name, "it is stored, and no module of config.json has it"
 
     def _locate(self, name: str) -> tuple[str, tuple[Any, ...]]:
@@ -276,43 +258,98 @@ class _Reading:
         own, operations = self._rename(plain)
         if own not in self._parameters and plain.endswith(".weight"):
             # One expert of a model whose release stacks them: quantized checkpoints hold them one by one.
-            for stack in stacked_name(plain.removesuffix(".weight")):
-                found, _ = self._rename(stack)
-                if found in self._parameters:
-                    return found, ()
+            for stack in stacked_names(plain.removesuffix(".weight")):
+                for spelled in (stack, f"{stack}.weight"):
+                    renamed, _ = self._rename(spelled)
+                    if renamed in self._parameters:
+                        return renamed, ()
         return own, operations
 
     def _remember(self, name: str, own: str) -> None:
         if name.rsplit(".", 2)[1:] == own.rsplit(".", 2)[1:]:
             self._prefixes.setdefault(own.rsplit(".", 2)[0], name.rsplit(".", 2)[0])
 
-    def _unknown(self, name: str, info: TensorInfo) -> None:
+    def _classify(self, name: str, own: str, info: TensorInfo, operations: tuple[Any, ...]) -> None:
+        """Sort one tensor into what is quantized, kept, copied or unclaimed."""
         module, _, suffix = name.rpartition(".")
-        if suffix == "weight" and len(info.shape) == 2 and "embed" not in module.rpartition(".")[2]:
-            self._kept.add(module)
+        inside, _, last = own.rpartition(".")
+        owner, parameter = self._owners.get(inside), self._parameters.get(own)
+        is_weight = suffix in ("weight", _PACKED)
+        if parameter is None:
+            self._carry(name, own, info)
+        elif owner is self._head:
+            if is_weight:
+                self._kept[module] = "output head"
+        elif not own.startswith(self._decoder):
+            self._keep(module, _TOWER, is_weight and parameter.ndim == 2 and not _embeds(owner))
+        elif stacks_experts(owner):
+            self._expert(name, own, info, operations)
+        elif inside in self._routers:
+            self._keep(module, "router", is_weight and parameter.ndim == 2)
+        elif parameter.ndim < 2:
+            self._copied[_VECTOR] += 1
+        elif _embeds(owner):
+            self._copied[_EMBEDDING] += 1
+        elif isinstance(owner, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d):
+            self._copied[_CONVOLUTION] += 1
+        elif last in _STATE_NAMES or max(parameter.shape) == parameter.numel():  # a vector in another shape
+            self._copied[_STATE] += 1
+        elif isinstance(owner, torch.nn.Linear) and is_weight and parameter.ndim == 2:
+            self._matrix(module, inside, (owner.out_features, owner.in_features))
+        else:
+            self._unclaimed[name] = f"{type(owner).__name__} multiplies with it, and no rule says how"
+
+    def _keep(self, module: str, reason: str, is_matrix: bool) -> None:
+        if is_matrix:
+            self._kept[module] = reason
+        else:
+            self._copied[reason] += 1
+
+    def _carry(self, name: str, own: str, info: TensorInfo) -> None:
+        """Sort a tensor that is no parameter of the model: a buffer, or a part of a multi-token predictor."""
+        if name.endswith(_QUANTIZED):
+            return
+        module, _, suffix = name.rpartition(".")
+        root = self._predictor.root(name)
+        if root is not None:
+            self._roots.add(root)
+        is_matrix = len(info.shape) >= 2 and "embed" not in module.rpartition(".")[2]
+        if is_matrix and own not in self._state and (suffix == "weight" or len(info.shape) == 3):
+            # A stack of experts has no module of its own: servers ask for the module that holds it.
+            self._kept[module] = "predictor" if root is not None else "not built by transformers"
+        else:
+            self._copied["predictor" if root is not None else "buffer"] += 1
 
     def _expert(self, name: str, own: str, info: TensorInfo, operations: tuple[Any, ...]) -> None:
         owner, parameter = self._owners[own.rpartition(".")[0]], self._parameters[own]
         module, _, suffix = name.rpartition(".")
-        shape = expert_shape(owner, own, parameter)
-        if len(info.shape) == 3:
-            if name in self._encoded:
-                raise UserError(f"{name}: it is a stack of experts in {info.dtype}, which is not decoded.")
-            for written, inside, source in split(name, own, owner, parameter, info.shape, operations):
-                self._add(written, inside, shape, source)
-        elif suffix in ("weight", _PACKED) and (part := part_of(module)) is not None:
-            self._add(module, f"{own.rpartition('.')[0]}.{part[0]}.{part[1]}", shape, self._plain(module))
-
-    def _weight(self, name: str, own: str, owner: Any, parameter: Any) -> None:
-        module, inside = name.rpartition(".")[0], own.rpartition(".")[0]
-        if owner is self._head:
-            self._kept.add(module)
-        elif parameter.ndim != 2 or isinstance(owner, torch.nn.Embedding):
+        if parameter.ndim < 3:
+            self._copied[_VECTOR] += 1
             return
-        elif isinstance(owner, torch.nn.Linear) and inside not in self._routers and self._is_text(inside):
-            self._add(module, inside, (owner.out_features, owner.in_features), self._plain(module))
+        try:
+            shape = expert_shape(owner, own, parameter)
+            if len(info.shape) == 3:
+                if name in self._encoded:
+                    raise UserError(f"{name}: it is a stack of experts in {info.dtype}, which is not decoded.")
+                for written, inside, source in split(name, own, owner, parameter, info.shape, operations):
+                    self._add(written, inside, shape, source)
+            elif suffix in ("weight", _PACKED) and (part := part_of(module)) is not None:
+                inside = f"{own.rpartition('.')[0]}.{part[0]}.{part[1]}"
+                if self._is_quantizable(module) is False:
+                    self._kept[module] = _UNQUANTIZED
+                else:
+                    self._add(module, inside, shape, self._plain(module))
+        except UnknownLayoutError as error:
+            self._unclaimed[name] = f"this stack of experts cannot be taken apart: {error}"
+
+    def _matrix(self, module: str, inside: str, shape: tuple[int, int]) -> None:
+        if self._is_quantizable(module) is False:
+            self._kept[module] = _UNQUANTIZED
         else:
-            self._kept.add(module)
+            self._add(module, inside, shape, self._plain(module))
+
+    def _is_quantizable(self, module: str) -> bool | None:
+        return None if self._view is None else self._view.is_quantizable(module)
 
     def _add(self, module: str, inside: str, shape: tuple[int, int], source: WeightSource) -> None:
         self._linear[module], self._weights[module], self._modules[module] = shape, source, inside
@@ -320,76 +357,14 @@ class _Reading:
     def _plain(self, module: str) -> WeightSource:
         return WeightSource(f"{module}.weight", scale=self._encoded.get(f"{module}.weight"))
 
-    def _is_text(self, inside: str) -> bool:
-        return not self._decoder or inside.startswith(f"{self._decoder}.")
+
+_UNQUANTIZED = "vLLM builds it without a quantization"
+
+
+def _embeds(owner: Any) -> bool:
+    return isinstance(owner, torch.nn.Embedding)
 
 
 def _plain(name: str) -> str:
-    """The rules know 16-bit names: a packed weight goes by its weight's."""
+    """The name that the rules of transformers know, which is that of the 16-bit weight."""
     return f"{name.removesuffix(_PACKED)}weight" if name.endswith(_PACKED) else name
-
-
-def _routers(owners: Mapping[str, Any]) -> Iterable[str]:
-    """Linear modules that choose or weigh experts: beside the experts, or inside a module that is called a router."""
-    blocks = {name.rpartition(".")[0] for name, module in owners.items() if stacks_experts(module)}
-    for name, module in owners.items():
-        if isinstance(module, torch.nn.Linear):
-            parent = name.rpartition(".")[0]
-            kinds = (type(module).__name__, type(owners[parent]).__name__)
-            if parent in blocks or any(kind.endswith(("Router", "Gate")) for kind in kinds):
-                yield name
-
-
-def select(structure: Structure, quantization: Quantization) -> Choice:
-    """Assign a scheme, or 16 bit, to every linear module.
-
-    Raises `UserError` for a name that matches nothing, because a typo would otherwise quantize what was meant to stay,
-    where nothing is left to quantize, and for a source that is quantized already or not what its configuration says.
-    """
-    if structure.quantized_by is not None:
-        raise UserError(
-            f"source: found a model that is quantized already (quant_method {structure.quantized_by}), expected 16-bit "
-            "weights, or FP8 in blocks of 128x128.",
-            hint="Start from the 16-bit release of the model.",
-        )
-    structure.require_whole("source")
-    everything = (*structure.linear, *structure.kept)
-    for pattern in quantization.exclude:
-        _require_match(pattern, everything, "exclude")
-    for override in quantization.overrides:
-        for pattern in override.modules:
-            _refuse_kept(pattern, structure)
-            _require_match(pattern, tuple(structure.linear), "overrides")
-    wanted = {module: assigned(quantization, module) for module in structure.linear}
-    schemes = {module: scheme for module, scheme in wanted.items() if scheme is not None}
-    if not schemes:
-        raise UserError(
-            f"quantization.exclude: found every one of the model's {len(wanted)} linear modules excluded, "
-            "expected at least one to quantize."
-        )
-    kept = (*structure.kept, *(module for module in structure.linear if module not in schemes))
-    return Choice(
-        schemes=schemes,
-        kept=tuple(sorted(kept)),
-        kv_cache=quantization.kv_cache == "fp8",
-        kv_per_head=quantization.kv_cache_granularity == "head",
-    )
-
-
-def _refuse_kept(pattern: str, structure: Structure) -> None:
-    # A pattern may sweep over what is kept; a name, or a pattern that means nothing else, is a wish that fails.
-    kept = [module for module in structure.kept if matches(pattern, module)]
-    if kept and not any(matches(pattern, module) for module in structure.linear):
-        raise UserError(
-            f"quantization.overrides: found {pattern!r}, which means {kept[0]} and nothing that is quantized; the "
-            "output head, routers, vision towers and the layers of a multi-token predictor stay in 16 bit.",
-            hint="Take it out of `overrides`.",
-        )
-
-
-def _require_match(pattern: str, modules: Sequence[str], field: str) -> None:
-    if not any(matches(pattern, module) for module in modules):
-        raise UserError(
-            f"quantization.{field}: found {pattern!r}, which matches none of the model's {len(modules)} modules"
-            f"{did_you_mean(pattern, modules)}."
-        )

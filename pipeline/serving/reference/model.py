@@ -21,8 +21,9 @@ from pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkp
 from pipeline.quantize.formats.layout import Claims, layout_of
 from pipeline.quantize.inspection.findings import check_structure, expected_tensors
 from pipeline.quantize.inspection.numbers import dequantize
-from pipeline.quantize.model.structure import Structure, meta_model, read_structure
-from pipeline.quantize.model.weights import Place, place_of
+from pipeline.quantize.model.builder import meta_model
+from pipeline.quantize.model.experts import ExpertSlice, expert_slice
+from pipeline.quantize.model.structure import Structure, read_structure
 from pipeline.quantize.rounding import Scales, round_activations
 from pipeline.recipe.modules import text_config
 
@@ -212,9 +213,9 @@ class Placing:
         experts = self._model.get_submodule(prefix)
         return prefix if any(p.ndim == 3 for p in experts.parameters(recurse=False)) else None
 
-    def _place(self, module: str) -> Place:
+    def _place(self, module: str) -> ExpertSlice:
         name, number, projection = self._inside[module].rsplit(".", 2)
-        return place_of(self._model.get_submodule(name), name, int(number), projection)
+        return expert_slice(self._model.get_submodule(name), name, int(number), projection)
 
 
 def _entering(rounded: Round) -> Any:

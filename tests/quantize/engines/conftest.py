@@ -12,7 +12,8 @@ from pipeline.quantize.engines.stream.engine import write_checkpoint
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, encode_header, open_checkpoint, tensor_bytes
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.structure import Structure, WeightSource
+from pipeline.quantize.model.experts import WeightSource
+from pipeline.quantize.model.structure import Structure
 
 Shape = tuple[int, ...]
 Shards = Mapping[str, Mapping[str, tuple[str, Shape]]]

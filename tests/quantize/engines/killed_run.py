@@ -22,7 +22,8 @@ from pipeline.quantize.engines.stream.engine import write_checkpoint
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.structure import Structure, WeightSource
+from pipeline.quantize.model.experts import WeightSource
+from pipeline.quantize.model.structure import Structure
 
 
 def engine(source: Path, work: Path, advance: Callable[[int], None]) -> None:

@@ -23,7 +23,8 @@ from pipeline.quantize.engines.stream.scaling import Reader, best_factors
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.formats.checkpoint import Reader as Tensors
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.structure import read_structure, select
+from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.structure import read_structure
 from pipeline.recipe.schema import Quantization
 from pipeline.serving.reference.model import load
 

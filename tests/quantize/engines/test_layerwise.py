@@ -19,7 +19,8 @@ from pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkp
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.quantize.inspection.numbers import dequantize
-from pipeline.quantize.model.structure import Structure, read_structure, select
+from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.structure import Structure, read_structure
 from pipeline.recipe.schema import Quantization
 
 PARAMETERS = {"dampening": 0.01, "activation_order": True, "compensation": 0.5}

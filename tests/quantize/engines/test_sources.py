@@ -19,7 +19,8 @@ from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.numbers import compare, dequantize
-from pipeline.quantize.model.structure import Structure, WeightSource
+from pipeline.quantize.model.experts import WeightSource
+from pipeline.quantize.model.structure import Structure
 
 SCHEMES = ["ptpc_fp8", "fp8", "fp8_block", "mxfp4"]
 EXPERTS, HIDDEN, INNER = 3, 192, 160

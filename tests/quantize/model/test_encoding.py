@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from pipeline.base.errors import UserError
-from pipeline.quantize.model.structure import Structure, WeightSource, select
+from pipeline.quantize.model.experts import WeightSource
+from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.structure import Structure
 from pipeline.recipe.schema import Quantization
 
 Models = Callable[..., Path]

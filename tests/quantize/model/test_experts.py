@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import SINGLE_NAME
-from pipeline.quantize.model.structure import Structure, WeightSource, imagine
+from pipeline.quantize.model.experts import WeightSource
+from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.structure import Structure, imagine
+from pipeline.recipe.schema import Quantization
 
 Models = Callable[..., Path]
 StructureOf = Callable[[Path], Structure]
@@ -128,11 +131,15 @@ def test_sizes_that_tell_nothing_are_not_guessed_from(
 
     folder = models("qwen3-vl-moe")
     text = json.loads((folder / "config.json").read_text())["text_config"] | {"moe_intermediate_size": 64}
-    with pytest.raises(UserError, match=r"either of the last two dimensions may be the output"):
-        structure_of(rewritten(folder, square, text_config=text))
+    structure = structure_of(rewritten(folder, square, text_config=text))
+    assert all("either of the last two dimensions may be the output" in why for why in structure.unclaimed.values())
+    assert len(structure.unclaimed) == 4
 
 
 def test_interleaved_gate_and_up_are_refused(models: Models, structure_of: StructureOf) -> None:
+    structure = structure_of(models("gpt-oss"))
     with pytest.raises(UserError, match="GptOssExperts interleaves the columns of gate and up") as refused:
-        structure_of(models("gpt-oss"))
-    assert "engine: llmcompressor" in str(refused.value.hint)
+        select(structure, Quantization(scheme="mxfp4"))
+    assert "quantization.exclude" in str(refused.value.hint)
+    choice = select(structure, Quantization(scheme="mxfp4", exclude=("re:.*experts.*",)))
+    assert "model.layers.0.mlp.experts" in choice.kept

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.quantize.model.structure import Structure, select
+from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.structure import Structure
 from pipeline.recipe.schema import Override, Quantization
 
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
 LINEAR = tuple(f"model.layers.{layer}.{part}" for layer in range(3) for part in PARTS)
 STRUCTURE = Structure(
     linear=dict.fromkeys(LINEAR, (32, 32)),
-    kept=("lm_head", "model.layers.0.mlp.gate"),
+    kept={"lm_head": "output head", "model.layers.0.mlp.gate": "router"},
     attention=("model.layers.0.self_attn",),
     parameters=1,
 )

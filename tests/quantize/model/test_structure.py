@@ -10,7 +10,9 @@ import torch
 
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.model.structure import Structure, imagine, meta_model, read_structure, select
+from pipeline.quantize.model.builder import meta_model
+from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.structure import Structure, imagine, read_structure
 from pipeline.recipe.schema import Quantization
 
 ASSETS = Path(__file__).parents[2] / "assets" / "configs"
@@ -49,7 +51,7 @@ def test_linear_modules_are_those_of_the_model_and_its_experts(models: Models, n
     ],
 )
 def test_head_and_routers_stay_in_16_bit(models: Models, name: str, kept: tuple[str, ...]) -> None:
-    assert structure_of(models(name)).kept == kept
+    assert tuple(structure_of(models(name)).kept) == kept
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -58,9 +60,11 @@ def test_attention_is_listed_in_the_order_of_layers(models: Models, name: str) -
 
 
 @pytest.mark.parametrize("name", FIXTURES)
-def test_what_is_imagined_weighs_what_is_saved(models: Models, name: str) -> None:
+def test_what_is_imagined_weighs_what_is_saved(models: Models, tmp_path: Path, name: str) -> None:
     real = open_checkpoint(models(name))
-    imagined, structure = imagine(models(name))
+    config = json.loads((models(name) / "config.json").read_text()) | {"num_nextn_predict_layers": 0}  # none is saved
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    imagined, structure = imagine(tmp_path)
     assert imagined.nbytes == real.nbytes
     counted = [info.parameters for name, (_, info) in real.tensors.items() if "correction_bias" not in name]  # a buffer
     assert structure.parameters == sum(counted)
@@ -185,7 +189,8 @@ def test_the_sizes_of_known_models(folder: str, billions: float, linear: int, at
     assert round(structure.parameters / 1e9, 2) == billions
     assert len(structure.linear) == linear
     assert len(structure.attention) == attention
-    assert abs(checkpoint.nbytes - 2 * structure.parameters) < 1e-3 * checkpoint.nbytes
+    stored = 688.6e9 if folder.startswith("DeepSeek") else 2 * structure.parameters  # in FP8, with its predictor
+    assert abs(checkpoint.nbytes - stored) < 1e-3 * checkpoint.nbytes
 
 
 @pytest.mark.parametrize(

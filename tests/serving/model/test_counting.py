@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.model.structure import meta_model
+from pipeline.quantize.model.builder import meta_model
 from pipeline.serving.model.architecture import read_shape
 from pipeline.serving.model.facts import facts_of_config, model_facts
 from pipeline.serving.model.weights import count_pieces

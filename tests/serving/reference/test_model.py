@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.base.errors import UserError
-from pipeline.quantize.model.weights import stacks_experts
+from pipeline.quantize.model.experts import stacks_experts
 from pipeline.quantize.rounding import kv_cache
 from pipeline.serving.reference.model import load
 from tests.serving.served.answers import Answers

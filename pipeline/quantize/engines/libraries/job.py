@@ -20,7 +20,8 @@ from eval.report.numbers import size
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import Checkpoint, tensor_bytes
 from pipeline.quantize.formats.layout import Choice, layout, most_frequent, weight_tensors
-from pipeline.quantize.model.structure import Structure, meta_model
+from pipeline.quantize.model.builder import meta_model
+from pipeline.quantize.model.structure import Structure
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from pipeline.quantize.engines.algorithms import RECIPE, recorded_algorithms
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, encode_header, open_checkpoint, read_header
 from pipeline.quantize.formats.layout import Choice, layout, layout_of
 from pipeline.quantize.inspection.findings import check_structure
-from pipeline.quantize.model.structure import Structure, meta_model
+from pipeline.quantize.model.builder import meta_model
+from pipeline.quantize.model.structure import Structure
 
 _COPY = 16 << 20  # bytes at a time
 

@@ -22,7 +22,7 @@ from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
 from calibration.replica import Replica
 from calibration.weights import held
-from pipeline.quantize.model.weights import place_of, stacks_experts
+from pipeline.quantize.model.experts import expert_slice, stacks_experts
 
 _TOLERANCE = 1e-4
 _TOKENS = 32
@@ -159,7 +159,7 @@ class _Trial:
         for name, module in self._layer.named_modules():
             own = dict(module.named_parameters(recurse=False))
             if stacks_experts(module):
-                places = [place_of(module, name, 0, projection) for projection in ("gate_proj", "up_proj")]
+                places = [expert_slice(module, name, 0, projection) for projection in ("gate_proj", "up_proj")]
                 reading = [Matrix(f"{name}.{place.parameter}", place.transposed) for place in places]
                 handles.append(module.register_forward_pre_hook(before(reading), with_kwargs=True))
             elif list(own) == ["weight"] and own["weight"].ndim == 1:

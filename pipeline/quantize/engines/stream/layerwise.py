@@ -38,7 +38,8 @@ from pipeline.quantize.engines.stream.shard import ERRORS, error_of
 from pipeline.quantize.formats.checkpoint import torch_dtype
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.numbers import Error, dequantize
-from pipeline.quantize.model.weights import Structure, place_of
+from pipeline.quantize.model.experts import expert_slice
+from pipeline.quantize.model.structure import Structure
 from pipeline.quantize.rounding import round_activations, round_mx
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def _members(one: Replica, structure: Structure, steps: Iterable[Step]) -> Itera
         if own in parameters and source is not None and parameters[own].ndim == 3:
             number, projection = structure.modules[module].rsplit(".", 2)[1:]
             name = own.rpartition(".")[0]
-            place = place_of(modules[name], name, int(number), projection)
+            place = expert_slice(modules[name], name, int(number), projection)
             whole = _whole(turned=source.transposed != place.transposed)
             if step.name in stacks:
                 yield _Member(step, own, whole)

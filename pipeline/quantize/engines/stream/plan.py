@@ -22,8 +22,8 @@ from pipeline.base.errors import UserError
 from pipeline.quantize.engines.stream.kernels import BLOCK, KERNELS, kernel_name
 from pipeline.quantize.formats.checkpoint import ITEM_BITS, Checkpoint, TensorInfo, encode_header
 from pipeline.quantize.formats.layout import Choice, StoredTensor, layout, weight_tensors
+from pipeline.quantize.model.experts import WeightSource
 from pipeline.quantize.model.structure import Structure
-from pipeline.quantize.model.weights import WeightSource
 from pipeline.recipe.modules import scale_group, text_config
 
 

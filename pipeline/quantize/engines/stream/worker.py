@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from calibration.encodings import decode_blocks
 from calibration.lazy import torch
-from calibration.weights import decode_blocks
 from pipeline.base.errors import StageError
 from pipeline.quantize.engines.stream.kernels import BLOCK
 from pipeline.quantize.engines.stream.plan import Origin, blocks
@@ -88,7 +88,7 @@ class Worker:
         raw = torch.empty(blocks(rows) * across * dtype.itemsize, dtype=torch.uint8)
         place = info.start + first // BLOCK * across * dtype.itemsize
         files.read(origin.scale.shard, info.name, place, raw.numpy().data)
-        return decode_blocks(numbers, raw.view(dtype).view(-1, across).to(self.device), (BLOCK, BLOCK))
+        return decode_blocks(numbers, raw.view(dtype).view(-1, across).to(self.device))
 
     def host(self, tensor: torch.Tensor, use: str) -> torch.Tensor:
         """The bytes of a result on the host: uint8, valid until the same use comes again."""

@@ -1,0 +1,218 @@
+"""Experts of a mixture: which module stacks them, and where one projection of one expert lies.
+
+Experts are stacked in the module, and one by one or stacked on disk; in a quantized checkpoint they are one by one:
+
+    model.layers.0.mlp.experts.gate_up_proj [E, 2I, H]  ->  model.layers.0.mlp.experts.{e}.gate_proj [I, H]
+                                                            model.layers.0.mlp.experts.{e}.up_proj   [I, H]
+
+Which of the last two dimensions is the output is what the module says, never what the sizes suggest: where 2I = H they
+suggest nothing. A checkpoint may hold the transpose of what the module does; transformers then has the transposition
+among the operations that load it.
+
+`experts.yaml` names the stacks on disk and the single experts that vLLM and llm-compressor know. A layout of experts
+that is not in the table has no adapter: its tensors are unclaimed, and a recipe must exclude them by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from calibration.lazy import torch
+from pipeline.base.data import beside
+from pipeline.base.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where the 16-bit weight [O, I] of one linear module comes from.
+
+    ``tensor`` is a name on disk. ``expert`` picks an entry of the first dimension of a tensor that stacks experts,
+    ``rows`` the output rows [first, last) of that matrix (gate and up lie in one), and ``transposed`` says that it is
+    stored as [I, O]. ``scale`` names the tensor of block scales that an FP8 source is multiplied with.
+    """
+
+    tensor: str
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+    scale: str | None = None
+
+
+class UnknownLayoutError(Exception):
+    """A stack of experts that no rule takes apart; the message is the reason, as part of a sentence."""
+
+
+# Parameter of a module that stacks experts: the projections that it holds.
+_PARTS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "gate_proj": ("gate_proj",),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
+_PARAMETERS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+# Classes without transformers' marks (is_transposed and so on): what their forward does.
+_TRANSPOSED = {"Llama4TextExperts": True}
+_SINGLE = re.compile(r"(.+)\.(\d+)\.([^.]+)")
+
+
+@cache
+def _stacks() -> Mapping[str, tuple[str, ...]]:
+    """Names of stacks on disk, behind the name of the module, with the names of a single expert's projections."""
+    return {name: tuple(singles) for name, singles in beside(__file__, "experts.yaml").items()}
+
+
+def stacks_experts(module: Any) -> bool:
+    """Whether a module holds the projections of several experts in 3-D parameters."""
+    return any(name in _PARTS and p.ndim == 3 for name, p in module.named_parameters(recurse=False))
+
+
+def holds_experts(module: Any) -> bool:
+    """Whether a module is a list of experts, each a module of its own."""
+    if not isinstance(module, torch.nn.ModuleList) or len(module) < 2:
+        return False
+    return all(any(isinstance(part, torch.nn.Linear) for part in expert.modules()) for expert in module)
+
+
+def stacked_names(module_name: str) -> Iterator[str]:
+    """Yield the names on disk of the stacks that a single expert's projection may be a part of."""
+    if single := _SINGLE.fullmatch(module_name):
+        prefix, _, last = single.groups()
+        part = _MIXTRAL.get(last, last)
+        yield from (f"{prefix}.{name}" for name in dict.fromkeys((_PARAMETERS.get(part, part), part)))
+        for stack, names in _stacks().items():
+            for name in names:
+                inner, _, projection = name.rpartition("{}.")
+                if projection == last and inner and prefix.endswith(f".{inner.rstrip('.')}"):
+                    yield f"{prefix.removesuffix(inner.rstrip('.'))}{stack}"
+
+
+def part_of(module_name: str) -> tuple[int, str] | None:
+    """Number and projection of a single expert's module, under whatever names; None for any other name."""
+    single = _SINGLE.fullmatch(module_name)
+    return (int(single[2]), _MIXTRAL.get(single[3], single[3])) if single else None
+
+
+def missing_experts(stored: Sequence[str], own: str, experts: int) -> list[str]:
+    """Projections of single experts that are not among the ``stored`` names of the stack ``own``.
+
+    Nothing where none of the names is that of a single expert.
+    """
+    last_names: dict[tuple[str, int, str], str] = {}
+    for name in stored:
+        if single := _SINGLE.fullmatch(name.removesuffix(".weight")):
+            last_names[single[1], int(single[2]), _MIXTRAL.get(single[3], single[3])] = single[3]
+    spelled = {part: last for (_, _, part), last in last_names.items()}
+    return [
+        f"{prefix}.{expert}.{spelled.get(part, part)}.weight"
+        for prefix in dict.fromkeys(prefix for prefix, _, _ in last_names)
+        for expert in range(experts)
+        for part in _PARTS[own.rpartition(".")[2]]
+        if (prefix, expert, part) not in last_names
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSlice:
+    """The part of a stack that is one projection of one expert: ``parameter``[expert], transposed to [O, I] where it
+    is stored as [I, O], and of that the rows [first, last)."""
+
+    parameter: str
+    expert: int
+    rows: tuple[int, int]
+    transposed: bool
+
+    def of(self, stack: torch.Tensor) -> torch.Tensor:
+        """Return the projection, [O, I], as a view of its stack."""
+        part = stack[self.expert]
+        return (part.t() if self.transposed else part)[slice(*self.rows)]
+
+
+def expert_slice(experts: Any, name: str, expert: int, projection: str) -> ExpertSlice:
+    """Where a module that stacks experts, called ``name`` in the model, holds a projection of one of them.
+
+    Raises `UserError` for a layout that no rule takes apart.
+    """
+    stacks = dict(experts.named_parameters(recurse=False))
+    key = next(key for key, parts in _PARTS.items() if projection in parts and key in stacks)
+    own = f"{name}.{key}"
+    try:
+        height, _ = expert_shape(experts, own, stacks[key])
+        first = _PARTS[key].index(projection) * height
+        return ExpertSlice(key, expert, (first, first + height), _is_transposed(experts))
+    except UnknownLayoutError as error:
+        raise UserError(f"{own}: this stack of experts cannot be taken apart: {error}.") from None
+
+
+def expert_shape(experts: Any, own: str, parameter: torch.Tensor) -> tuple[int, int]:
+    """[out_features, in_features] of one projection of one expert, from the parameter ``own`` that stacks it."""
+    rows, columns = _matrix(experts, parameter)
+    return rows // len(_PARTS[own.rpartition(".")[2]]), columns
+
+
+def split(
+    name: str, own: str, experts: Any, parameter: torch.Tensor, shape: Sequence[int], operations: Sequence[Any]
+) -> Iterator[tuple[str, str, WeightSource]]:
+    """Take a stack on disk apart: module as it is written, module as calibration knows it, and the source.
+
+    ``name`` with ``shape`` is the tensor on disk, ``own`` the parameter, [E, O, I] or [E, I, O], that it becomes by
+    transformers' ``operations``. Raises `UnknownLayoutError` where it cannot be taken apart without a guess, and
+    `UserError` for a shape that contradicts config.json.
+    """
+    plain = name.removesuffix(".weight")
+    prefix, _, last = plain.rpartition(".")
+    if last not in _stacks():
+        raise UnknownLayoutError("its name is not one that servers know single experts by")
+    rows, _ = _matrix(experts, parameter)
+    transposed = _is_transposed(experts) ^ _is_turned(name, shape, parameter, operations)
+    singles, parts = _stacks()[last], _PARTS[own.rpartition(".")[2]]
+    if len(singles) != len(parts):
+        raise UnknownLayoutError(f"it holds {len(singles)} projections, and {own} holds {len(parts)}")
+    height = rows // len(parts)
+    for expert in range(parameter.shape[0]):
+        for number, (single, part) in enumerate(zip(singles, parts, strict=True)):
+            taken = (number * height, (number + 1) * height) if len(parts) > 1 else None
+            source = WeightSource(name, expert=expert, rows=taken, transposed=transposed)
+            yield f"{prefix}.{single.format(expert)}", f"{own.rpartition('.')[0]}.{expert}.{part}", source
+
+
+def _matrix(experts: Any, parameter: torch.Tensor) -> tuple[int, int]:
+    _, first, second = parameter.shape
+    return (second, first) if _is_transposed(experts) else (first, second)
+
+
+def _is_transposed(experts: Any) -> bool:
+    """Whether the module multiplies inputs with [I, O], as transformers marks it or the class is known to."""
+    kind = type(experts).__name__
+    if not getattr(experts, "is_concatenated", True):
+        raise UnknownLayoutError(f"{kind} interleaves the columns of gate and up")
+    if getattr(experts, "has_bias", False):
+        raise UnknownLayoutError(f"the experts of {kind} have biases")
+    marked = getattr(experts, "is_transposed", _TRANSPOSED.get(kind))
+    if marked is None:
+        raise UnknownLayoutError(f"{kind} does not say which of its dimensions is the output")
+    return bool(marked)
+
+
+def _is_turned(name: str, shape: Sequence[int], parameter: torch.Tensor, operations: Sequence[Any]) -> bool:
+    """Whether the tensor on disk is the transpose of the parameter."""
+    from transformers.core_model_loading import Transpose
+
+    straight = tuple(parameter.shape)
+    turned = (straight[0], straight[2], straight[1])
+    if any(not isinstance(operation, Transpose) for operation in operations) or len(operations) > 1:
+        kinds = ", ".join(type(operation).__name__ for operation in operations)
+        raise UnknownLayoutError(f"transformers rearranges it when it loads it ({kinds})")
+    if operations and operations[0].check_dims and straight == turned:
+        raise UnknownLayoutError(f"it is {list(shape)}, and either of the last two dimensions may be the output")
+    expected = (straight, turned) if operations and operations[0].check_dims else (turned if operations else straight,)
+    if tuple(shape) not in expected:
+        raise UserError(
+            f"{name}: it is {list(shape)}, expected {' or '.join(str(list(sizes)) for sizes in expected)} from "
+            "config.json."
+        )
+    return tuple(shape) != straight or (bool(operations) and straight == turned)

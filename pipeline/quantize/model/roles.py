@@ -1,0 +1,71 @@
+"""What the modules of a model are for: which of them choose experts, and which tensors belong to a predictor.
+
+A router is known by its place: a linear module, or a matrix of its own, beside the experts that it chooses from. The
+names of classes are not looked at, since a "gate" is also what forgets a state.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from calibration.lazy import torch
+from pipeline.quantize.model.experts import holds_experts, stacks_experts
+
+
+def routers(modules: Mapping[str, Any], layers: str) -> frozenset[str]:
+    """Names of the modules that choose experts or weigh them, of a model's ``modules`` below the decoder ``layers``.
+
+    These are the linear modules beside the experts (router, gate of the shared expert), and modules of any kind beside
+    them whose matrix has a row for each expert.
+    """
+    return frozenset(_routers(modules, layers))
+
+
+def _routers(modules: Mapping[str, Any], layers: str) -> Iterator[str]:
+    for name, module in modules.items():
+        count = _expert_count(module)
+        if count is None or not name.startswith(layers):
+            continue
+        block, _, experts = name.rpartition(".")
+        children = [child for child, _ in modules[block].named_children() if child != experts]
+        for child in children:
+            for inner, inside in modules[f"{block}.{child}" if block else child].named_modules():
+                path = ".".join(filter(None, (block, child, inner)))
+                matrix = next((p for p in inside.parameters(recurse=False) if p.ndim == 2), None)
+                if matrix is not None and ((isinstance(inside, torch.nn.Linear) and not inner) or len(matrix) == count):
+                    yield path
+
+
+def _expert_count(module: Any) -> int | None:
+    """How many experts a module stacks or lists; None for any other module."""
+    if stacks_experts(module):
+        return int(next(p for p in module.parameters(recurse=False) if p.ndim == 3).shape[0])
+    return len(module) if holds_experts(module) else None
+
+
+class Predictor:
+    """Tells the tensors of a multi-token predictor, which transformers does not build, by their names.
+
+    Releases store them as layers behind the last one (DeepSeek, GLM) or below ``mtp.`` (Qwen, MiMo); other names are
+    those that the model's class in transformers is told to ignore.
+    """
+
+    def __init__(self, model: Any) -> None:
+        text = model.config.get_text_config()
+        layers, extra = getattr(text, "num_hidden_layers", None), getattr(text, "num_nextn_predict_layers", None) or 0
+        numbers = range(layers, layers + extra) if isinstance(layers, int) else ()
+        self._roots = [re.compile(rf"^(?:.*\.)?(layers\.{number}\.)") for number in numbers]
+        self._roots.append(re.compile(r"^(?:.*\.)?(mtp(?:_layers|_block)?\.)"))
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        self._ignored = [re.compile(pattern) for pattern in ignored]
+
+    def root(self, name: str) -> str | None:
+        """What all tensors of the predictor begin with, behind the prefix of the language model ("mtp.", "layers.61.");
+        None for a tensor of no predictor."""
+        return next((match[1] for root in self._roots if (match := root.search(name))), None)
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether transformers is told to ignore a tensor of this name, or computes it itself."""
+        return name.endswith("rotary_emb.inv_freq") or any(pattern.search(name) for pattern in self._ignored)

@@ -1,0 +1,138 @@
+"""Which scheme each linear module gets, and which modules stay in 16 bit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from pipeline.base.errors import UserError, did_you_mean
+from pipeline.base.schemes import scheme as scheme_row
+from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.model.structure import Structure
+from pipeline.recipe.modules import assigned, is_excluded, matches, override_of
+from pipeline.recipe.schema import Quantization
+
+_ABSORBED_BITS = 8  # what vLLM folds into a neighbour it first restores to 16 bit, which it does from FP8 and INT8
+
+
+def select(structure: Structure, quantization: Quantization) -> Choice:
+    """Assign a scheme, or 16 bit, to every linear module.
+
+    A module that vLLM multiplies into its neighbours in 16 bit (kv_b_proj of latent attention) stays there where the
+    scheme is narrower than 8 bits. Raises `UserError` where a pattern means no module, because a typo would otherwise
+    quantize what was meant to stay; where a tensor of the decoder is claimed by no rule and the recipe does not exclude
+    it; where a scheme does not fit the width of a module; where nothing is left to quantize; and for a source that is
+    quantized already or not what its configuration says.
+    """
+    if structure.quantized_by is not None:
+        raise UserError(
+            f"source: found a model that is quantized already (quant_method {structure.quantized_by}), expected 16-bit "
+            "weights, or FP8 in blocks of 128x128.",
+            hint="Start from the 16-bit release of the model.",
+        )
+    structure.require_whole("source")
+    _require_claims(structure, quantization)
+    everything = [*structure.linear, *structure.kept, *structure.unclaimed, *_modules_of(structure.unclaimed)]
+    for pattern in quantization.exclude:
+        _require_match(pattern, everything, "exclude")
+    for override in quantization.overrides:
+        for pattern in override.modules:
+            _refuse_kept(pattern, structure)
+            _require_match(pattern, tuple(structure.linear), "overrides")
+    absorbed = frozenset(structure.absorbed)
+    schemes = {
+        module: scheme
+        for module in structure.linear
+        if (scheme := assigned(quantization, module)) is not None
+        and not (module in absorbed and _stays(module, scheme, quantization))
+    }
+    if not schemes:
+        raise UserError(_nothing_left(structure))
+    _require_widths(structure, schemes, quantization)
+    kept = {*structure.kept, *_modules_of(structure.unclaimed), *(structure.linear.keys() - schemes.keys())}
+    return Choice(
+        schemes=schemes,
+        kept=tuple(sorted(kept)),
+        kv_cache=quantization.kv_cache == "fp8",
+        kv_per_head=quantization.kv_cache_granularity == "head",
+        prefixes=structure.predictor,
+    )
+
+
+def _require_claims(structure: Structure, quantization: Quantization) -> None:
+    """Raise `UserError` for a tensor of the decoder that no rule claims, unless the recipe excludes it by name."""
+    left = {
+        name: reason
+        for name, reason in structure.unclaimed.items()
+        if not any(is_excluded(quantization, each) for each in (name, *_modules_of([name])))
+    }
+    if left:
+        name, reason = next(iter(left.items()))
+        more = f", and {len(left) - 1} more tensors" if len(left) > 1 else ""
+        raise UserError(
+            f"quantization.scheme: {name} is a weight that quantmint cannot quantize: {reason}{more}.",
+            hint="To leave such tensors in 16 bit, name them in quantization.exclude; expect the checkpoint to be "
+            "little smaller than its source.",
+        )
+
+
+def _modules_of(names: Collection[str]) -> Iterator[str]:
+    """The modules that tensors belong to: what servers know them by."""
+    return (name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in names)
+
+
+def _stays(module: str, scheme: str, quantization: Quantization) -> bool:
+    """Whether a module that vLLM absorbs stays in 16 bit; raises `UserError` where an override asks for less."""
+    if scheme_row(scheme).weight.bits >= _ABSORBED_BITS:
+        return False
+    if override_of(quantization, module) is not None:
+        raise UserError(
+            f"quantization.overrides: found {scheme} for {module}, expected a scheme of 8 bits or 16 bit: vLLM "
+            "multiplies its weight into its neighbours when it loads the model, which it cannot do with fewer bits."
+        )
+    return True
+
+
+def _nothing_left(structure: Structure) -> str:
+    if not structure.linear:
+        return (
+            "quantization.scheme: found a model without a linear module that vLLM loads quantized, "
+            "so there is nothing to quantize."
+        )
+    return (
+        f"quantization.exclude: found every one of the model's {len(structure.linear)} linear modules excluded, "
+        "expected at least one to quantize."
+    )
+
+
+def _require_widths(structure: Structure, schemes: dict[str, str], quantization: Quantization) -> None:
+    """Raise `UserError` for a module whose inputs are no multiple of its scheme's groups."""
+    divisors = {scheme: scheme_row(scheme).input_divisor for scheme in set(schemes.values())}
+    for module, scheme in schemes.items():
+        columns, divisor = structure.linear[module][1], divisors[scheme]
+        if columns % divisor:
+            field = "scheme" if override_of(quantization, module) is None else "overrides"
+            raise UserError(
+                f"quantization.{field}: found {scheme} for {module}, which has {columns} inputs, expected a multiple "
+                f"of {divisor}.",
+                hint=f"Leave it in 16 bit: exclude: ['re:.*{module.rpartition('.')[2]}'].",
+            )
+
+
+def _refuse_kept(pattern: str, structure: Structure) -> None:
+    # A pattern may sweep over what is kept; a name, or a pattern that means nothing else, is a wish that fails.
+    kept = [module for module in structure.kept if matches(pattern, module)]
+    if kept and not any(matches(pattern, module) for module in structure.linear):
+        raise UserError(
+            f"quantization.overrides: found {pattern!r}, which means {kept[0]} and nothing that is quantized: "
+            f"{structure.kept[kept[0]]}; the output head, routers, vision towers, the layers of a multi-token "
+            "predictor, and what vLLM builds without a quantization stay in 16 bit.",
+            hint="Take it out of `overrides`.",
+        )
+
+
+def _require_match(pattern: str, modules: Sequence[str], field: str) -> None:
+    if not any(matches(pattern, module) for module in modules):
+        raise UserError(
+            f"quantization.{field}: found {pattern!r}, which matches none of the model's {len(modules)} modules"
+            f"{did_you_mean(pattern, modules)}."
+        )

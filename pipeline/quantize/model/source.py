@@ -1,0 +1,85 @@
+"""Read what a source holds in 16 bit: weights decoded, taken out of their stacks and turned the right way round."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from threading import local
+
+from calibration.encodings import BLOCK, decode_blocks
+from calibration.lazy import torch
+from pipeline.quantize.formats.checkpoint import Checkpoint, Reader
+from pipeline.quantize.model.experts import WeightSource
+from pipeline.quantize.model.structure import Structure
+
+
+def carried(source: Checkpoint, structure: Structure, quantized: Collection[str]) -> dict[str, WeightSource]:
+    """Map each tensor that a checkpoint holds beside its ``quantized`` modules to where the source has it.
+
+    A stack of experts of which some are quantized is written as single experts, in 16 bit those that are not.
+    """
+    modules: defaultdict[str, list[str]] = defaultdict(list)
+    for module, weight in structure.weights.items():
+        modules[weight.tensor].append(module)
+    scales = frozenset(structure.encoded.values())
+    tensors: dict[str, WeightSource] = {}
+    for name in source.tensors:
+        if name in scales:
+            continue
+        owners = modules.get(name, [])
+        if any(module in quantized for module in owners):
+            tensors |= {f"{each}.weight": structure.weights[each] for each in owners if each not in quantized}
+        else:
+            tensors[name] = WeightSource(name, scale=structure.encoded.get(name))
+    return tensors
+
+
+class SourceReader:
+    """Reads weights of a source by their `WeightSource`, from any thread and onto any device."""
+
+    def __init__(self, checkpoint: Checkpoint, device: str = "cpu") -> None:
+        self._checkpoint, self._read = checkpoint, Reader(checkpoint, device)
+        self._last = local()  # the expert that a thread read last, where it is stored transposed
+
+    def __contains__(self, weight: WeightSource) -> bool:
+        return weight.tensor in self._checkpoint.tensors
+
+    def dtype(self, weight: WeightSource) -> str:
+        """The safetensors dtype that it is carried over in: FP8 is decoded to bfloat16."""
+        return "BF16" if weight.scale is not None else self._read.info(weight.tensor).dtype
+
+    def shape(self, weight: WeightSource) -> tuple[int, ...]:
+        """Its shape, [O, I] for the part of a stack."""
+        shape = self._read.info(weight.tensor).shape
+        if weight.expert is None:
+            return shape
+        outputs, inputs = reversed(shape[1:]) if weight.transposed else shape[1:]
+        first, last = weight.rows or (0, outputs)
+        return last - first, inputs
+
+    def rows(self, weight: WeightSource, first: int, last: int) -> torch.Tensor:
+        """Return rows [first, last) in 16 bit (or as the source has it); a single number is one row."""
+        if weight.expert is None:
+            return self._decoded(weight, first, last)
+        start = weight.rows[0] if weight.rows else 0
+        if weight.transposed:
+            return self._turned(weight)[start + first : start + last]
+        return self._read.matrix_rows(weight.tensor, weight.expert, start + first, start + last)
+
+    def _decoded(self, weight: WeightSource, first: int, last: int) -> torch.Tensor:
+        if weight.scale is None:
+            return self._read.rows(weight.tensor, first, last)
+        begin = first // BLOCK * BLOCK
+        scale = self._read.rows(weight.scale, begin // BLOCK, -(-last // BLOCK))
+        return decode_blocks(self._read.rows(weight.tensor, begin, last), scale)[first - begin :]
+
+    def _turned(self, weight: WeightSource) -> torch.Tensor:
+        """The whole matrix of an expert that is stored as [I, O], as [O, I]; the same again while it is asked for."""
+        assert weight.expert is not None  # noqa: S101
+        key, known = getattr(self._last, "value", (None, None))
+        if known is None or key != (weight.tensor, weight.expert):
+            inputs = self._read.info(weight.tensor).shape[1]
+            known = self._read.matrix_rows(weight.tensor, weight.expert, 0, inputs).t()
+            self._last.value = (weight.tensor, weight.expert), known
+        whole: torch.Tensor = known
+        return whole
