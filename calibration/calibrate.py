@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from calibration.activations import digest_of, save_whole, storing
-from calibration.calls import layer_names
 from calibration.errors import CalibrationError
 from calibration.layers import run_layers
 from calibration.lazy import torch
 from calibration.measurement import Measurement
 from calibration.observers import Observation
+from calibration.parts import layer_names
 from calibration.ranges import Ranges, ranges_of, require_sound, run_resident
 from calibration.replica import Replica, load_resident, replica
 from calibration.room import Decision, Mode, activations_for, decide, free_bytes, host_bytes, measuring, need_of
@@ -81,10 +81,10 @@ def calibrate(
     """
     with measuring(folder):
         replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in devices]
-        need, obstacle = need_of(replicas[0], batches)
+        need = need_of(replicas[0], batches)
         free = {device: free_bytes(device) for device in devices} if elsewhere is None else elsewhere.free
         places = tuple(devices) if elsewhere is None else tuple(free)
-        decision = decide(mode, need, places, free, obstacle)
+        decision = decide(mode, need, places, free, replicas[0].obstacle)
         watcher.say(f"{decision.mode} mode on {', '.join(places)}: {decision.reason}")
         if elsewhere is not None:
             order = Order(
@@ -120,7 +120,7 @@ def _here(
 ) -> Measurement:
     """Measure on the devices of this process, each its share of the batches."""
     samples, lock = sum(batch.shape[0] for batch in batches), threading.Lock()
-    steps = 1 if mode == "resident" else len(layer_names(replicas[0].model, replicas[0].attention.values()))
+    steps = 1 if mode == "resident" else len(layer_names(replicas[0].model))
 
     def run(turn: int) -> Measurement:
         one, mine = replicas[turn], batches[turn :: len(replicas)]
@@ -281,7 +281,7 @@ def measured(
     """
     if mode == "resident":
         return run_resident(one, batches, observation, work, advance)
-    activations = activations_for([one.device], need_of(one, batches)[0], host, work)
+    activations = activations_for([one.device], need_of(one, batches), host, work)
     return run_layers(one, batches, observation, activations, advance)
 
 

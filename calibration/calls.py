@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from calibration.activations import States
@@ -52,12 +52,14 @@ class _Mapping:
 class Call:
     """The arguments of one layer for one batch, with places for the hidden states, the cache and what is carried on.
 
-    ``results`` are the positions of elements of what the layer returns that the next layer takes, ``mappings`` the
-    numbers of mappings that a later layer takes.
+    ``length`` is that of the tuple that the layer returns, 0 where it returns hidden states alone. ``results`` are the
+    positions of elements of that tuple that the next layer takes, ``mappings`` the numbers of mappings that a later layer
+    takes.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    length: int = 0
     results: frozenset[int] = frozenset()
     mappings: frozenset[int] = frozenset()
 
@@ -74,6 +76,8 @@ class Call:
                 return states.hidden
             if value is _CACHE:
                 return cache
+            if isinstance(value, torch.Tensor):
+                return value.to(states.hidden.device)
             if isinstance(value, tuple):
                 return tuple(map(fill, value))
             if isinstance(value, _Result):
@@ -100,6 +104,24 @@ class Call:
                 if key not in first[number] or value is not first[number][key]:
                     carried |= _flat(number, key, value)
         return States(hidden, carried)
+
+    def returned(self, hidden: torch.Tensor) -> Any:
+        """Return hidden states as the layer does, with None for all else."""
+        return (hidden, *[None] * (self.length - 1)) if self.length else hidden
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+        """Return the call with other tensors."""
+
+        def mapped(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return change(value)
+            if isinstance(value, tuple):
+                return tuple(map(mapped, value))
+            if isinstance(value, _Mapping):
+                return replace(value, items={key: mapped(item) for key, item in value.items.items()})
+            return value
+
+        return replace(self, args=mapped(self.args), kwargs={name: mapped(value) for name, value in self.kwargs.items()})
 
     @property
     def writes(self) -> bool:
@@ -160,18 +182,18 @@ def probe(model: Any) -> int:
 
 
 def _answering_no() -> Any:
-    """Have questions about the values of tensors on the meta device, which have none, answered with 0 or no."""
-    from torch.overrides import TorchFunctionMode
+    """Have questions about the numbers of tensors on the meta device, which have none, answered with 0 or no."""
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    answers = {torch.Tensor.__bool__: False, torch.Tensor.__int__: 0, torch.Tensor.__index__: 0}
-    answers |= {torch.Tensor.__float__: 0.0, torch.Tensor.item: 0}
+    aten = torch.ops.aten
+    numbers = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.equal.default)
 
-    class Answering(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in answers and args[0].is_meta:
-                return answers[func]
-            if func is torch.Tensor.tolist and args[0].is_meta:
-                return torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
+    class Answering(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in numbers and args[0].is_meta:
+                return torch.zeros((), dtype=args[0].dtype).item()
+            if func is aten.nonzero.default and args[0].is_meta:
+                return args[0].new_empty(0, args[0].ndim, dtype=torch.int64)
             return func(*args, **(kwargs or {}))
 
     return Answering()
@@ -189,6 +211,10 @@ def record(replica: Replica, layers: Sequence[str], batches: Iterable[torch.Tens
         yield tape
 
 
+_Pool = dict[tuple[int, "torch.dtype", "torch.Size"], "torch.Tensor"]
+"""Tensors of calls by the order in which a batch meets them, with their types and shapes."""
+
+
 class _Recording:
     """Runs of a model whose layers are stood in for; each tensor of the calls is kept once for all batches.
 
@@ -197,7 +223,7 @@ class _Recording:
 
     def __init__(self, model: Any, layers: Sequence[str]) -> None:
         self._model, self._layers = model, layers
-        self._pool: list[torch.Tensor] = []
+        self._pool: _Pool = {}
         self._lengths: Iterable[int] = _LENGTHS
 
     def play(self, batch: torch.Tensor) -> tuple[States, list[Call]]:
@@ -225,7 +251,7 @@ class _Recording:
 class _Run:
     """One run of a model whose layers return hidden states, or tuples of a ``length`` that begin with them."""
 
-    def __init__(self, model: Any, layers: Sequence[str], length: int, pool: list[torch.Tensor]) -> None:
+    def __init__(self, model: Any, layers: Sequence[str], length: int, pool: _Pool) -> None:
         self._model, self._layers, self._length, self._pool = model, layers, length, pool
         self.calls: list[Call] = []
         self._cache = empty_cache(model)
@@ -259,7 +285,8 @@ class _Run:
                 raise NotReplayableError("it does more between its layers than to hand on hidden states")
             if not self._first:
                 self._first.append(hidden)
-            self.calls.append(Call(tuple(map(self._place, args)), {k: self._place(v) for k, v in kwargs.items()}))
+            places = {name: self._place(value) for name, value in kwargs.items()}
+            self.calls.append(Call(tuple(map(self._place, args)), places, self._length))
             # Other objects each time, so that one that was kept from before cannot pass for them.
             self._handed.append(hidden.view_as(hidden))
             self._results = [_Result(position) for position in range(1, self._length)]
@@ -291,13 +318,13 @@ class _Run:
         return _Mapping(number, type(value), {key: self._place(item) for key, item in value.items()})
 
     def _pooled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or an equal one that an earlier batch had in its place; on the host where it is of this batch."""
         if id(tensor) not in self._same:
-            alike = (one for one in self._pool if one.dtype == tensor.dtype and one.shape == tensor.shape)
-            known = next((one for one in alike if one is tensor or _equal(one, tensor)), None)
-            if known is None:
-                self._pool.append(known := tensor)
             # The first is kept too: its number is not given to another tensor meanwhile.
-            self._same[id(tensor)] = tensor, known
+            key = len(self._same), tensor.dtype, tensor.shape
+            known = self._pool.setdefault(key, tensor)
+            apart = known is not tensor and not torch.equal(known, tensor)
+            self._same[id(tensor)] = tensor, tensor.cpu() if apart and not tensor.is_meta else known
         return self._same[id(tensor)][1]
 
     def _linked(self) -> list[Call]:
@@ -305,15 +332,11 @@ class _Run:
         found: list[Call] = []
         results, mappings = frozenset[int](), frozenset[int]()
         for call in reversed(self.calls):
-            found.append(Call(call.args, call.kwargs, results, mappings))
+            found.append(replace(call, results=results, mappings=mappings))
             places = list(_places((call.args, tuple(call.kwargs.values()))))
             results = frozenset(place.position for place in places if isinstance(place, _Result))
             mappings |= {place.number for place in places if isinstance(place, _Mapping)}
         return found[::-1]
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return not one.is_meta and torch.equal(one, other)
 
 
 def _places(value: Any) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from calibration.activations import States
 from calibration.hooks import entering, following, preceding
 from calibration.lazy import torch
 
@@ -96,15 +97,15 @@ class Kept:
 
     def __init__(self, way: Way, room: int) -> None:
         self._way, self._room = way, room
-        self._found: dict[tuple[int, bool, str], torch.Tensor] = {}
+        self._found: dict[tuple[int, bool, str], Any] = {}
 
-    def put(self, number: int, original: bool, name: str, found: torch.Tensor) -> None:
+    def put(self, number: int, original: bool, name: str, found: torch.Tensor | States) -> None:
         """Keep what enters a module that a part of the layer ends by, or what a part of it made."""
         if found.nbytes <= self._room:
             self._room -= found.nbytes
             self._found[number, original, name] = found
 
-    def pop(self, number: int, original: bool, name: str) -> torch.Tensor | None:
+    def pop(self, number: int, original: bool, name: str) -> Any:
         """What was kept, which is not kept any longer."""
         found = self._found.pop((number, original, name), None)
         self._room += 0 if found is None else found.nbytes

@@ -13,11 +13,14 @@ from dataclasses import asdict
 from typing import Any
 
 from calibration.activations import Activations, Pace, digest_of
-from calibration.calls import Call, layer_names, record
+from calibration.caches import recording_cache
+from calibration.calls import Call, record
+from calibration.errors import NotReplayableError
 from calibration.hooks import watching
 from calibration.lazy import torch
-from calibration.measurement import Measurement, recording_cache
+from calibration.measurement import Measurement
 from calibration.observers import Observation
+from calibration.parts import layer_names
 from calibration.replica import Replica
 from calibration.weights import held
 
@@ -62,9 +65,11 @@ class Walk:
         advance: Callable[[int], None],
     ) -> None:
         self.replicas, self.replica, self.activations, self.advance = replicas, replicas[0], activations, advance
-        self.layers = layer_names(self.replica.model, self.replica.attention.values())
+        if self.replica.obstacle is not None:
+            raise NotReplayableError(self.replica.obstacle)
+        self.layers = layer_names(self.replica.model)
         self.calls: list[list[Call]] = [[] for _ in batches]
-        self._batches, self._identity = batches, digest_of(facts, batches)
+        self.batches, self._identity = batches, digest_of(facts, batches)
         self._start, self.known = activations.last_commit(self._identity)
         self._ahead: Future[None] | None = None
         self._reader = ThreadPoolExecutor(1)
@@ -74,8 +79,8 @@ class Walk:
 
         ``state`` gives what is committed beside the hidden states, which takes a tenth of the time at most.
         """
-        start, samples = self._start, sum(batch.shape[0] for batch in self._batches)
-        self.activations.start(start, len(self._batches) if start else 0)
+        start, samples = self._start, sum(batch.shape[0] for batch in self.batches)
+        self.activations.start(start, len(self.batches) if start else 0)
         pace = Pace(COMMIT_SECONDS)
         try:
             self._record(keep=not start)
@@ -91,19 +96,19 @@ class Walk:
     def _record(self, *, keep: bool) -> None:
         """Learn how the layers are called, and ``keep`` what enters the first one."""
         for one, numbers in zip(self.replicas, self.dealt, strict=True):
-            mine = (self._batches[number] for number in numbers)
+            mine = (self.batches[number] for number in numbers)
             with one.around(self.layers):
-                for number, (hidden, calls) in zip(numbers, record(one, self.layers, mine), strict=True):
+                for number, (states, calls) in zip(numbers, record(one, self.layers, mine), strict=True):
                     self.calls[number] = calls
                     if keep:
-                        self.activations.put(number, hidden)
+                        self.activations.put(number, states)
         if keep:
             self.activations.advance()
 
     @property
     def dealt(self) -> list[range]:
         """The numbers of the batches of each replica."""
-        return [range(turn, len(self._batches), len(self.replicas)) for turn in range(len(self.replicas))]
+        return [range(turn, len(self.batches), len(self.replicas)) for turn in range(len(self.replicas))]
 
     def enter(self, layer: int) -> Any:
         """A layer with its weights; those of the next one are read from now on."""
@@ -121,11 +126,11 @@ class Walk:
         replica, module, measurement = self.replica, self.enter(layer), Measurement(observation)
         with watching(replica.model, self.layers[layer], measurement), torch.inference_mode():
             for number, calls in enumerate(self.calls):
-                hidden = self.activations.get(number, replica.device)
-                cache = recording_cache(measurement, replica.attention)
-                self.activations.put(number, calls[layer].run(module, hidden, cache))
+                states = self.activations.get(number, replica.device)
+                cache = recording_cache(replica.model, measurement)
+                self.activations.put(number, calls[layer].run(module, states, cache))
                 measurement.end_batch()
-                self.advance(hidden.shape[0])
+                self.advance(self.batches[number].shape[0])
         self.leave(layer)
         return measurement
 

@@ -5,17 +5,19 @@ Ranges meet by maximum, which no order of batches, devices or machines can chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 from calibration.activations import Pace, digest_of
+from calibration.caches import recording_cache
 from calibration.errors import CalibrationError
 from calibration.hooks import watching
 from calibration.lazy import torch
-from calibration.measurement import Key, Measurement, recording_cache
+from calibration.measurement import Key, Kind, Measurement
 from calibration.observers import Observation
+from calibration.parts import cache_argument
 from calibration.replica import Replica, on_disk, sources
 
 
@@ -23,68 +25,96 @@ from calibration.replica import Replica, on_disk, sources
 class Ranges:
     """Largest magnitudes, float32.
 
-    ``inputs``: by linear module, shape []. ``keys`` and ``values``: by attention module, one value a KV head, [H_kv];
-    keys are taken after the rotary embedding, which is what a server caches.
+    ``inputs``: by linear module, shape []. ``keys`` and ``values``: by attention module, one value a KV head, [H_kv]; keys
+    are taken after the rotary embedding, which is what a server caches. ``latents``: by module of latent attention, the
+    largest of the latent and of the rotated part of the keys, [2], which is what a server caches of these, always the
+    largest, whatever observes the others.
     """
 
     inputs: Mapping[str, torch.Tensor]
     keys: Mapping[str, torch.Tensor]
     values: Mapping[str, torch.Tensor]
+    latents: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file with the names ``MODULE.input``, ``MODULE.k`` and ``MODULE.v``."""
+        """Write a safetensors file with the names ``MODULE.input``, ``MODULE.k``, ``MODULE.v``, ``MODULE.latent``."""
         from safetensors.torch import save_file
 
         # Modules with one input have one tensor here, which the file holds for each of them.
-        tables = {"input": self.inputs, "k": self.keys, "v": self.values}
+        tables = {kind: getattr(self, table) for kind, table in _TABLES.items()}
         tensors = {f"{module}.{kind}": amax.clone() for kind, table in tables.items() for module, amax in table.items()}
         save_file(dict(sorted(tensors.items())), path)
+
+
+_TABLES = {"input": "inputs", "k": "keys", "v": "values", "latent": "latents"}
 
 
 def load_ranges(path: Path) -> Ranges:
     """Read what `Ranges.save` wrote; raise `CalibrationError` for a file that holds anything else."""
     from safetensors.torch import load_file
 
-    tables: dict[str, dict[str, torch.Tensor]] = {"input": {}, "k": {}, "v": {}}
+    tables: dict[str, dict[str, torch.Tensor]] = {table: {} for table in _TABLES.values()}
     for name, amax in load_file(path).items():
         module, _, kind = name.rpartition(".")
-        if kind not in tables:
-            raise CalibrationError(f"{path}: {name!r} is not a range: expected MODULE.input, MODULE.k or MODULE.v")
-        tables[kind][module] = amax
-    return Ranges(inputs=tables["input"], keys=tables["k"], values=tables["v"])
+        if kind not in _TABLES:
+            expected = ", ".join(f"MODULE.{kind}" for kind in _TABLES)
+            raise CalibrationError(f"{path}: {name!r} is not a range: expected one of {expected}")
+        tables[_TABLES[kind]][module] = amax
+    return Ranges(**tables)
 
 
-_KINDS = {"input": "input", "k": "K", "v": "V"}
+_KINDS = {"input": "input", "k": "K", "v": "V", "latent": "latent", "rotary": "rotated part of K"}
 
 
-def require_sound(replica: Replica, found: Mapping[Key, torch.Tensor], part: str = "") -> None:
-    """Raise `CalibrationError` for what is not finite, and for attention below ``part`` that cached nothing.
+def require_sound(replica: Replica, magnitudes: Mapping[Key, torch.Tensor], part: str = "") -> None:
+    """Raise `CalibrationError` for a magnitude that is not finite, and for attention below ``part`` that cached nothing.
 
-    Of several, the module that a forward meets first is named: the others may have inherited from it.
+    Of several, the module that a forward meets first is named: the others may have inherited from it. Attention that no
+    text reaches, as that to images, need cache nothing.
     """
-    broken = next((key for key, amax in found.items() if not bool(amax.isfinite().all())), None)
+    broken = next((key for key, amax in magnitudes.items() if not bool(amax.isfinite().all())), None)
     if broken is not None:
         kind, name = broken
         named = {own: disk for disk, own in sources(replica.model, replica.owned).items()}
         stored = named.get(name, name) if kind == "input" else on_disk(name, replica.owned)
         raise CalibrationError(
-            f"the {_KINDS[kind]} of {stored} is not finite on the calibration data: {found[broken].tolist()}; a weight "
-            "that a forward meets before it holds such a number, or the model overflows its dtype there"
+            f"the {_KINDS[kind]} of {stored} is not finite on the calibration data: {magnitudes[broken].tolist()}; a "
+            "weight that a forward meets before it holds such a number, or the model overflows its dtype there"
         )
-    for name in replica.attention.values():
-        if name.startswith(part) and ("k", name) not in found:
+    for name in replica.attention:
+        ran = any(kind == "input" and module.startswith(f"{name}.") for kind, module in magnitudes)
+        if name.startswith(part) and ran and name not in replica.shared and ("k", name) not in magnitudes:
             raise CalibrationError(f"{name} cached neither K nor V: its ranges cannot be measured this way")
 
 
-def ranges_of(replica: Replica, found: Mapping[Key, torch.Tensor]) -> Ranges:
-    """Name what was found as the checkpoint does; a module on disk may be a part of one of the model's."""
+def ranges_of(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Ranges:
+    """Name magnitudes as the checkpoint does; a module on disk may be a part of one of the model's, or several of them."""
     named = sources(replica.model, replica.owned)
-    caches = {name: on_disk(name, replica.owned) for name in replica.attention.values()}
+    caches = {name: on_disk(name, replica.owned) for name in replica.attention}
+
+    def cached(kind: Kind) -> Iterator[tuple[str, torch.Tensor]]:
+        for own, disk in caches.items():
+            amax = magnitudes.get((kind, replica.shared.get(own, own)))
+            if amax is not None:
+                yield disk, amax
+
     return Ranges(
-        inputs={disk: found["input", own] for disk, own in named.items() if ("input", own) in found},
-        keys={disk: found["k", own] for own, disk in caches.items() if ("k", own) in found},
-        values={disk: found["v", own] for own, disk in caches.items() if ("v", own) in found},
+        inputs={disk: amax for disk, own in named.items() if (amax := _input(replica, magnitudes, own)) is not None},
+        keys=dict(cached("k")),
+        values=dict(cached("v")),
+        latents={
+            disk: torch.stack((magnitudes["latent", own], magnitudes["rotary", own]))
+            for own, disk in caches.items()
+            if ("latent", own) in magnitudes
+        },
     )
+
+
+def _input(replica: Replica, magnitudes: Mapping[Key, torch.Tensor], own: str) -> torch.Tensor | None:
+    """The largest input of a module and of those that have its weight, which is stored once."""
+    modules = (own, *replica.tied.get(own, ()))
+    found = [magnitudes["input", module] for module in modules if ("input", module) in magnitudes]
+    return torch.stack(found).amax(dim=0) if len(found) > 1 else next(iter(found), None)
 
 
 RESIDENT_SECONDS = 5.0
@@ -109,13 +139,12 @@ def run_resident(
         measurement = Measurement.load(observation, kept)
     advance(sum(batch.shape[0] for batch in batches[: measurement.batches]))
 
+    trunk = replica.trunk
+    argument = cache_argument(trunk)
     with watching(replica.model, "", measurement), torch.inference_mode():
         for batch in batches[measurement.batches :]:
-            replica.trunk(
-                input_ids=batch.to(replica.device),
-                past_key_values=recording_cache(measurement, replica.attention),
-                use_cache=True,
-            )
+            cache = recording_cache(replica.model, measurement)
+            trunk(input_ids=batch.to(replica.device), use_cache=True, **{argument: cache})
             measurement.end_batch()
             advance(batch.shape[0])
             if kept is not None:

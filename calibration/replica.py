@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from calibration.calls import probe
+from calibration.errors import NotReplayableError
+from calibration.parts import attention_modules, shared_attention, trunk_of
 from calibration.weights import Shards, Weights, build, held, nbytes, settle_buffers
 
 
@@ -15,21 +18,33 @@ from calibration.weights import Shards, Weights, build, held, nbytes, settle_buf
 class Replica:
     """A model with its weights on disk, none or some of which are on ``device``.
 
-    ``owned`` maps names on disk to the model's own; ``attention`` are the attention modules by layer.
+    ``owned`` maps names on disk to the model's own. ``attention`` are the attention modules, ``shared`` those that use the
+    keys and values of another one, with its name. ``obstacle`` says why the layers cannot be run one at a time, None where
+    they can; ``width`` is how many numbers of hidden states each token has between two layers then.
     """
 
     model: Any
     weights: Weights
     owned: Mapping[str, str]
     device: str
-    attention: Mapping[int, str] = field(repr=False)
+    attention: tuple[str, ...] = field(repr=False)
+    shared: Mapping[str, str] = field(repr=False)
+    obstacle: str | None
+    width: int
 
     @property
     def trunk(self) -> Any:
-        """The model without its output head, whose product, the largest tensor of a forward, nobody needs."""
-        base = self.model.base_model
-        # Llama 4's text has the base's name of the model that also sees.
-        return self.model.model if base is self.model and hasattr(self.model, "model") else base
+        """The model without its output head."""
+        return trunk_of(self.model)
+
+    @property
+    def tied(self) -> dict[str, list[str]]:
+        """Modules by the one whose weight they have, as Zamba's blocks that several layers run."""
+        found: dict[str, list[str]] = {}
+        for target, source in dict(getattr(self.model, "all_tied_weights_keys", None) or {}).items():
+            if target.endswith(".weight") and source.endswith(".weight"):
+                found.setdefault(source.removesuffix(".weight"), []).append(target.removesuffix(".weight"))
+        return found
 
     @property
     def body(self) -> list[str]:
@@ -67,9 +82,15 @@ def replica(folder: Path, device: str, *, trust_remote_code: bool = False) -> Re
     """
     shards = Shards(folder)
     model = build(folder, stored=shards.dtype, trust_remote_code=trust_remote_code)
+    obstacle, width = None, model.config.get_text_config().hidden_size
+    try:
+        width = probe(model)
+    except NotReplayableError as error:
+        obstacle = str(error)
     settle_buffers(model, device)
     owned = owners(model, shards.names)
-    return Replica(model, Weights(model, shards, owned, device), owned, device, attention_by_layer(model))
+    weights = Weights(model, shards, owned, device)
+    return Replica(model, weights, owned, device, attention_modules(model), shared_attention(model), obstacle, width)
 
 
 def load_resident(folder: Path, device: str, *, trust_remote_code: bool = False) -> Replica:
@@ -155,14 +176,5 @@ def on_disk(own: str, owned: Mapping[str, str]) -> str:
 
 
 def attention_by_layer(model: Any) -> dict[int, str]:
-    """The attention modules of a model's language part, by the number of their layer."""
-    decoder = model.get_decoder()
-    inside = next(name for name, module in model.named_modules() if module is decoder)
-    found = {
-        module.layer_idx: name
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "layer_idx", None), int)
-        and type(module).__name__.endswith("Attention")
-        and (not inside or name.startswith(f"{inside}."))
-    }
-    return dict(sorted(found.items()))
+    """Return the attention modules of a model's language part, numbered from 0."""
+    return dict(enumerate(attention_modules(model)))

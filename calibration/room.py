@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from calibration.activations import Activations
-from calibration.calls import layer_names
 from calibration.errors import CalibrationError, NotReplayableError
 from calibration.lazy import torch
+from calibration.parts import layer_names
 from calibration.replica import Replica
 from calibration.weights import held, nbytes
 
@@ -46,14 +46,27 @@ class Decision:
 
 
 def forward_bytes(config: Any, batch: int, length: int) -> int:
-    """Bytes beside the weights for a forward of [batch, length] tokens, from above.
+    """Return bytes beside the weights for a forward of [batch, length] tokens, from above.
 
     Scores: 10 bytes a head and pair of positions (16-bit scores, float32 softmax, 16-bit probabilities, and the mask).
-    Tokens: ten vectors of the hidden size and three of the inner one, in 16 bit.
+    Tokens: ten vectors of the hidden size and three of the inner one, in 16 bit. State spaces: as transformers computes
+    them without kernels, float32 for each token, head and number of the state, with every token of its chunk.
     """
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    inner = max(getattr(config, "intermediate_size", 0) or 0, 4 * hidden)
-    return int(batch * length * (length * heads * 10 + (10 * hidden + 3 * inner) * 2))
+    hidden, heads = config.hidden_size, _first_number(config, "num_attention_heads")
+    inner = max(_first_number(config, "intermediate_size"), 4 * hidden)
+    tokens = (10 * hidden + 3 * inner) * 2
+    states = _first_number(config, "mamba_d_state", "ssm_state_size", "state_size")
+    channels = _first_number(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    chunk = _first_number(config, "mamba_chunk_size", "chunk_size")
+    # Without heads each channel has a state of its own, and tokens come one after the other.
+    scan = 4 * min(chunk, length) * channels * states if chunk else 3 * 4 * inner * states
+    return int(batch * length * (length * heads * 10 + tokens + scan))
+
+
+def _first_number(config: Any, *names: str) -> int:
+    """Return the first field that a configuration has, the largest number of one that differs by layer; 0 for none."""
+    found = next((value for name in names if (value := getattr(config, name, None))), 0)
+    return int(max(found) if isinstance(found, list | tuple) else found)
 
 
 def decide(
@@ -70,17 +83,23 @@ def decide(
     whole, layers = need.weights + need.forward, 2 * need.layer + need.forward
     fits = whole <= usable[tightest]
     room = f"the model takes {_gb(whole)} to run, and {tightest} has room for {_gb(usable[tightest])}"
-    if mode == "auto" and fits and not_replayable is None and layers + _STATES * need.states < whole:
-        return Decision("layer", f"two layers and what runs through them take {_gb(layers + need.states)}, {room}")
-    if mode == "resident" or (mode == "auto" and fits):
-        return Decision("resident", "as the recipe asks" if mode == "resident" else room)
-    if not_replayable is not None:
-        asked = "the recipe asks for layers one at a time" if fits else room
+    if not_replayable is not None and mode == "layer":
         raise CalibrationError(
-            f"{asked}; but its layers cannot be run one at a time: {not_replayable}. "
-            f"{'Take mode: resident' if fits else 'Calibrate on a larger device'}, "
-            "or take quantization.engine: llmcompressor"
+            f"found calibration.mode layer, but the model's layers cannot be run one at a time: {not_replayable}; take "
+            "mode: resident, or auto"
         )
+    if mode == "resident" or (not_replayable is not None and fits):
+        why = room if not_replayable is None else f"its layers cannot be run one at a time: {not_replayable}; {room}"
+        return Decision("resident", "as the recipe asks" if mode == "resident" else why)
+    if not_replayable is not None:
+        raise CalibrationError(
+            f"{room}; its layers cannot be run one at a time either: {not_replayable}. Take a smaller "
+            "calibration.batch_size, or a larger device"
+        )
+    if mode == "auto" and fits and layers + _STATES * need.states < whole:
+        return Decision("layer", f"two layers and what runs through them take {_gb(layers + need.states)}, {room}")
+    if mode == "auto" and fits:
+        return Decision("resident", room)
     if layers > usable[tightest]:
         raise CalibrationError(
             f"two layers of the model and a forward take {_gb(layers)}, and {tightest} has room "
@@ -109,19 +128,14 @@ def _gb(count: int) -> str:
     return f"{count / 1e9:,.1f} GB"
 
 
-def need_of(first: Replica, batches: Sequence[torch.Tensor]) -> tuple[Need, str | None]:
-    """What a copy takes, and why its layers cannot be run one at a time; None where they can."""
-    reason: str | None = None
-    largest = 0
-    try:
-        layers = layer_names(first.model, first.attention.values())
-        largest = max(nbytes(first.model, held(first.model, name)) for name in layers)
-    except NotReplayableError as error:
-        reason = str(error)
+def need_of(first: Replica, batches: Sequence[torch.Tensor]) -> Need:
+    """Return what a copy takes; 0 for the largest layer where the layers cannot be run one at a time."""
+    layers = layer_names(first.model) if first.obstacle is None else ()
+    largest = max((nbytes(first.model, held(first.model, name)) for name in layers), default=0)
     batch, length = (max(sizes) for sizes in zip(*(batch.shape for batch in batches), strict=True))
     config = first.model.config.get_text_config()
-    states = sum(batch.numel() for batch in batches) * config.hidden_size * torch.finfo(first.model.dtype).bits // 8
-    return Need(first.nbytes, largest, forward_bytes(config, batch, length), states), reason
+    states = sum(batch.numel() for batch in batches) * first.width * torch.finfo(first.model.dtype).bits // 8
+    return Need(first.nbytes, largest, forward_bytes(config, batch, length), states)
 
 
 def host_bytes(asked: int | None) -> int:
@@ -144,10 +158,7 @@ def measuring(folder: Path) -> Iterator[None]:
     try:
         yield
     except NotReplayableError as error:
-        raise CalibrationError(
-            f"{folder}: its layers cannot be run one at a time: {error}; "
-            "take calibration.mode: resident on a device that holds it, or quantization.engine: llmcompressor"
-        ) from error
+        raise CalibrationError(f"{folder}: its layers cannot be run one at a time: {error}") from error
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
             f"out of memory: take a smaller calibration.batch_size, or calibration.mode: layer: {error}"

@@ -18,12 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibration.activations import digest_of, storing, whole
-from calibration.calls import Call, layer_names, record
+from calibration.activations import States, digest_of, storing, whole
+from calibration.caches import empty_cache, recording_cache
+from calibration.calls import Call, record
+from calibration.errors import NotReplayableError
 from calibration.hooks import entering, following, preceding, watching
 from calibration.lazy import torch
-from calibration.measurement import Measurement, recording_cache
+from calibration.measurement import Measurement
 from calibration.observers import Observation
+from calibration.parts import layer_names
 from calibration.ranges import ranges_of, require_sound
 from calibration.replica import Replica
 from calibration.weights import held
@@ -62,7 +65,9 @@ def measure(
     Raises `CalibrationError` where what was seen is not finite, weights are missing or the disk is full, and
     `NotReplayableError` where the layers cannot be run one at a time.
     """
-    layers = layer_names(replica.model, replica.attention.values())
+    if replica.obstacle is not None:
+        raise NotReplayableError(replica.obstacle)
+    layers = layer_names(replica.model)
     batches = [sample.unsqueeze(0) for sample in samples]
     identity = digest_of([facts, sorted(replica.owned.items())], batches)
     kept = _Kept(work, identity)
@@ -76,18 +81,20 @@ def measure(
         if back is None:
             start = kept.first("states", reversed(range(len(layers) + 1)))
             if start is None:
-                kept.write("states", start := 0, [hidden for hidden, _ in recorded])
+                kept.write("states", start := 0, [states for states, _ in recorded])
             advance(start * len(samples))
             for number in range(start, len(layers)):
                 kept.write("states", number + 1, *sweep.through(number, kept.read("states", number)[0]))
                 advance(len(samples))
             back = len(layers)
-            kept.write("gradient", back, _of_predictions(replica, layers, batches, kept.read("states", back)[0]))
+            leaving = [states.hidden for states in kept.read("states", back)[0]]
+            kept.write("gradient", back, _of_predictions(replica, layers, recorded[0][1][-1], batches, leaving))
         else:
             advance((2 * len(layers) - back) * len(samples))
     for number in reversed(range(back)):
         largest = {name: torch.tensor(value) for name, value in kept.read("states", number + 1)[1].items()}
-        states, gradient = kept.read("states", number)[0], kept.read("gradient", number + 1)[0]
+        states = kept.read("states", number)[0]
+        gradient = [slope.hidden for slope in kept.read("gradient", number + 1)[0]]
         kept.write("gradient", number, *sweep.back(number, states, gradient, changes, largest))
         kept.drop("states", number + 1)
         advance(len(samples))
@@ -100,47 +107,49 @@ class _Sweep:
     def __init__(self, replica: Replica, layers: Sequence[str], calls: Sequence[Sequence[Call]]) -> None:
         self._replica, self._layers, self._calls = replica, layers, calls
 
-    def through(self, number: int, states: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, float]]:
+    def through(self, number: int, states: Sequence[States]) -> tuple[list[States], dict[str, float]]:
         """What leaves a layer, and the largest magnitude that enters each of its linear modules."""
         replica, name = self._replica, self._layers[number]
         measurement = Measurement(Observation(experts="routed"))
         with self._loaded(number) as module, watching(replica.model, name, measurement), torch.no_grad():
-            found = [self._run(number, index, module, hidden, measurement) for index, hidden in enumerate(states)]
+            found = [self._run(number, index, module, each, measurement) for index, each in enumerate(states)]
         magnitudes = measurement.finish()
         require_sound(replica, magnitudes, f"{name}.")
         inputs = ranges_of(replica, magnitudes).inputs
+        if any(tensor.is_floating_point() for each in found for tensor in each.carried.values()):
+            raise NotReplayableError("its layers hand on more than hidden states, and gradients would have to pass that too")
         return found, {module: float(amax) for module, amax in inputs.items()}
 
     def back(
         self,
         number: int,
-        states: Sequence[torch.Tensor],
+        states: Sequence[States],
         gradient: Sequence[torch.Tensor],
         changes: Changes,
         largest: Mapping[str, torch.Tensor],
-    ) -> tuple[list[torch.Tensor], dict[str, float]]:
+    ) -> tuple[list[States], dict[str, float]]:
         """The gradient before a layer from the one behind it, and what the changes within the layer cost."""
-        found: list[torch.Tensor] = []
-        tokens = sum(hidden.shape[1] for hidden in states)
+        found: list[States] = []
+        tokens = sum(each.hidden.shape[1] for each in states)
         with self._loaded(number) as module:
             told = changes(self._layers[number], largest, partial(self._hessians, number, states))
             costs = dict.fromkeys((change.name for change in told), 0.0)
             names = {name for change in told for name in change.modules}
-            for index, hidden in enumerate(states):
-                entering = hidden.to(self._replica.device).requires_grad_()
+            for index, each in enumerate(states):
+                entering = each.hidden.to(self._replica.device).requires_grad_()
                 with _seen(self._replica.model, names) as calls:
-                    leaving = self._run(number, index, module, entering, None)
+                    leaving = self._run(number, index, module, States(entering, each.carried), None).hidden
                 slopes = torch.autograd.grad(
                     leaving, [entering, *(out for *_, out in calls.values())], gradient[index].to(leaving.device)
                 )
-                found.append(slopes[0])
+                found.append(States(slopes[0]))
                 at = dict(zip(calls, slopes[1:], strict=True))
                 for change in told:
                     with change.changed(), torch.no_grad():
                         costs[change.name] += self._cost([(calls[name], at[name], name) for name in change.modules])
         return found, {name: total / (2 * tokens) for name, total in costs.items()}
 
-    def _hessians(self, number: int, states: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _hessians(self, number: int, states: Sequence[States]) -> dict[str, torch.Tensor]:
         model, name, found = self._replica.model, self._layers[number], dict[str, "torch.Tensor"]()
         inside = [
             f"{name}.{part}"
@@ -153,8 +162,8 @@ class _Sweep:
             found[of] = rows.t() @ rows if of not in found else found[of].addmm_(rows.t(), rows)
 
         with preceding(model, inside, see), torch.no_grad():
-            for index, hidden in enumerate(states):
-                self._run(number, index, model.get_submodule(name), hidden, None)
+            for index, each in enumerate(states):
+                self._run(number, index, model.get_submodule(name), each, None)
         return found
 
     def _cost(self, changed: Sequence[tuple[_Call, torch.Tensor, str]]) -> float:
@@ -179,13 +188,14 @@ class _Sweep:
             module.to(dtype)
 
     def _run(
-        self, number: int, index: int, module: Any, hidden: torch.Tensor, measurement: Measurement | None
-    ) -> torch.Tensor:
-        cache = recording_cache(measurement or Measurement(Observation()), self._replica.attention)
-        found = self._calls[index][number].run(module, hidden.to(self._replica.device), cache)
+        self, number: int, index: int, module: Any, states: States, measurement: Measurement | None
+    ) -> States:
+        model = self._replica.model
+        cache = empty_cache(model) if measurement is None else recording_cache(model, measurement)
+        leaving = self._calls[index][number].run(module, states.to(self._replica.device), cache)
         if measurement is not None:
             measurement.end_batch()
-        return found
+        return leaving
 
 
 _Call = tuple[tuple[Any, ...], Mapping[str, Any], "torch.Tensor"]
@@ -208,23 +218,28 @@ def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
 
 
 def _of_predictions(
-    replica: Replica, layers: Sequence[str], batches: Sequence[torch.Tensor], states: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The gradient of the log-likelihood of drawn tokens, behind the last layer; float32 [1, sequence, hidden] each."""
+    replica: Replica,
+    layers: Sequence[str],
+    last: Call,
+    batches: Sequence[torch.Tensor],
+    states: Sequence[torch.Tensor],
+) -> list[States]:
+    """The gradient of the log-likelihood of drawn tokens, behind the last layer; float32 as the hidden states."""
     from torch.nn.functional import cross_entropy
 
     draw = torch.Generator(replica.device).manual_seed(0)
-    found: list[torch.Tensor] = []
+    found: list[States] = []
     for batch, hidden in zip(batches, states, strict=True):
         leaf = hidden.to(replica.device).requires_grad_()
-        logits = _logits(replica, layers, batch.to(replica.device), leaf.to(replica.model.dtype))[0].float()
+        leaving = last.returned(leaf.to(replica.model.dtype))
+        logits = _logits(replica, layers, batch.to(replica.device), leaving)[0].float()
         drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=draw).squeeze(1)
-        found += torch.autograd.grad(cross_entropy(logits, drawn, reduction="sum"), leaf)
+        found += map(States, torch.autograd.grad(cross_entropy(logits, drawn, reduction="sum"), leaf))
     return found
 
 
-def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leaving: torch.Tensor) -> torch.Tensor:
-    """What the model makes of the hidden states behind its last layer, [1, sequence, vocabulary]."""
+def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leaving: Any) -> torch.Tensor:
+    """What the model makes of what its last layer returns, [1, sequence, vocabulary]."""
     modules = [replica.model.get_submodule(name) for name in layers]
     for module in modules:
         module.forward = lambda *_, **__: leaving
@@ -240,16 +255,12 @@ def _wide(calls: list[list[Call]]) -> list[list[Call]]:
     """Recorded calls with their tensors in float32, each once, and such that gradients may pass them."""
     known: dict[int, torch.Tensor] = {}
 
-    def wide(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(wide, value))
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in known:
-            known[id(value)] = value.clone().float() if value.is_floating_point() else value.clone()
-        return known[id(value)]
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor.clone().float() if tensor.is_floating_point() else tensor.clone()
+        return known[id(tensor)]
 
-    return [[Call(wide(one.args), {name: wide(v) for name, v in one.kwargs.items()}) for one in of] for of in calls]
+    return [[call.mapped(wide) for call in of_sample] for of_sample in calls]
 
 
 class _Kept:
@@ -263,17 +274,21 @@ class _Kept:
                 if not path.name.endswith(self._suffix):
                     path.unlink()
 
-    def write(self, kind: str, number: int, tensors: Sequence[torch.Tensor], facts: Any = None) -> None:
+    def write(self, kind: str, number: int, states: Sequence[States], facts: Any = None) -> None:
         path = self._path(kind, number)
+        rows = [
+            (each.hidden.float().cpu().contiguous(), {name: tensor.cpu() for name, tensor in each.carried.items()})
+            for each in states
+        ]
         with storing("the hidden states", path), whole(path) as partial:
-            torch.save(([tensor.float().cpu().contiguous() for tensor in tensors], facts), partial)
+            torch.save((rows, facts), partial)
 
-    def read(self, kind: str, number: int) -> tuple[list[torch.Tensor], dict[str, float]]:
-        """Tensors, of which nothing is in memory until it is used, and facts."""
+    def read(self, kind: str, number: int) -> tuple[list[States], dict[str, float]]:
+        """States, of which nothing is in memory until it is used, and facts."""
         path = self._path(kind, number)
         with storing("the hidden states", path):
-            tensors, facts = torch.load(path, mmap=True, weights_only=True)
-            return tensors, facts
+            rows, facts = torch.load(path, mmap=True, weights_only=True)
+            return [States(*row) for row in rows], facts
 
     def drop(self, kind: str, number: int) -> None:
         self._path(kind, number).unlink()

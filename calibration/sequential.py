@@ -25,14 +25,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from calibration.activations import Activations
+from calibration.activations import Activations, States
+from calibration.caches import empty_cache
 from calibration.experts import ExpertSums, rounding_experts, stacks
 from calibration.hessians import Enough, Inputs, Kept, Rounding, Sums, Way
 from calibration.hooks import entering, following
 from calibration.layers import Walk
 from calibration.lazy import torch
-from calibration.measurement import Measurement, recording_cache
-from calibration.observers import Observation
 from calibration.replica import Replica
 from calibration.room import free_bytes
 
@@ -154,12 +153,12 @@ class _Sequential(Walk):
         for number in share.numbers:
             first, served = self._states(layer, number, one)
             if self._beside:
-                watching = sums.watching_original(one.model, number, first, whole=whole)
+                watching = sums.watching_original(one.model, number, first.hidden, whole=whole)
                 with _weights(one.model, share.original), watching:
-                    made = self._run(layer, number, first, one)
+                    leaving = self._run(layer, number, first, one)
                 if whole:
-                    share.kept.put(number, True, self.layers[layer], made)
-            with sums.rounding(one.model, number, served, linear):
+                    share.kept.put(number, True, self.layers[layer], leaving)
+            with sums.rounding(one.model, number, served.hidden, linear):
                 self._run(layer, number, served, one)
             sums.end_batch()
         return sums
@@ -170,18 +169,18 @@ class _Sequential(Walk):
         for number in share.numbers:
             first, served = self._states(layer, number, one)
             rounding = rounding_experts(one.model, experts, self._stacked)
-            with sums.rounding(one.model, number, served, linear), rounding:
-                found = self._run(layer, number, served, one)
+            with sums.rounding(one.model, number, served.hidden, linear), rounding:
+                leaving = self._run(layer, number, served, one)
             sums.end_batch()
             if self._beside:
                 beside = share.kept.pop(number, True, self.layers[layer])
                 if beside is None:
                     with _weights(one.model, share.original):
                         beside = self._run(layer, number, first, one)
-                found = torch.stack([beside, found])
-            self.activations.put(number, found)
+                leaving = States.stacked([beside, leaving])
+            self.activations.put(number, leaving)
             with self._lock:
-                self.advance(served.shape[0])
+                self.advance(self.batches[number].shape[0])
 
     def _experts(
         self,
@@ -205,7 +204,7 @@ class _Sequential(Walk):
             for number in share.numbers:
                 _, served = self._states(layer, number, one)
                 taking = rounding_experts(one.model, experts, self._stacked, of_experts.see)
-                with sums.rounding(one.model, number, served, linear), taking:
+                with sums.rounding(one.model, number, served.hidden, linear), taking:
                     self._run(layer, number, served, one)
                 sums.end_batch()
             return of_experts
@@ -244,18 +243,19 @@ class _Sequential(Walk):
             for one in self.replicas[1:]:
                 _set(one.model, name, self.replica.model.get_parameter(name).detach().to(one.device))
 
-    def _states(self, layer: int, number: int, one: Replica) -> tuple[torch.Tensor, torch.Tensor]:
-        """What enters the layer: the 16-bit model's hidden states and those of the model that is made."""
-        hidden = self.activations.get(number, one.device)
-        return (hidden[0], hidden[1]) if self._beside and layer else (hidden, hidden)
+    def _states(self, layer: int, number: int, one: Replica) -> tuple[States, States]:
+        """Return the states that enter the layer: the 16-bit model's and those of the model that is made."""
+        states = self.activations.get(number, one.device)
+        return (states[0], states[1]) if self._beside and layer else (states, states)
 
-    def _run(self, layer: int, number: int, hidden: torch.Tensor, one: Replica) -> torch.Tensor:
-        """The hidden states that a layer makes; those that entered it where a hook has seen enough."""
-        cache = recording_cache(Measurement(Observation()), one.attention)
+    def _run(self, layer: int, number: int, states: States, one: Replica) -> States:
+        """Return the states that a layer makes; those that entered it where a hook has seen enough."""
         try:
-            return self.calls[number][layer].run(one.model.get_submodule(self.layers[layer]), hidden, cache)
+            return self.calls[number][layer].run(
+                one.model.get_submodule(self.layers[layer]), states, empty_cache(one.model)
+            )
         except Enough:
-            return hidden
+            return states
 
     def _way(self, layer: int, linear: Iterable[str]) -> Way:
         """How a forward goes through a layer's modules; of layers of a kind the first is asked.
@@ -289,23 +289,25 @@ class _Sequential(Walk):
             if found.shape == hidden.shape:
                 made[name] = found
 
-        hidden, _ = self._states(layer, number, self.replica)
+        states, _ = self._states(layer, number, self.replica)
+        hidden = states.hidden
         below = [f"{name}.{each}" for each, _ in model.get_submodule(name).named_modules() if each]
         with following(model, below, see):
-            out = self._run(layer, number, hidden, self.replica)
+            out = self._run(layer, number, states, self.replica).hidden
         count = len(set(turns.values()))
         by_turn = [[each for each in linear if turns.get(_kind(each)) == turn] for turn in range(count)]
         # One that reads an input with others (q of as many heads as k and v) makes something else of the same shape.
         alone = {name: found for name, found in made.items() if [name] in by_turn}
         rest = (out - sum(alone.values(), hidden)).float()
         adds = bool(alone) and float(rest.norm()) <= _ALIKE * float((out - hidden).float().norm())
-        ends = {name: parts[name] for name in alone if name in parts}
+        # A part that is not run again writes nothing for later layers.
+        ends = {} if self.calls[number][layer].writes else {name: parts[name] for name in alone if name in parts}
         self._ways[kind] = name, Way(by_turn, frozenset(alone if adds else ()), ends)
         return self._ways[kind][1]
 
     def _seen(self, layer: int, inputs: Sequence[str], outputs: Sequence[str], whole: bool) -> dict[str, Seen]:
         rows: dict[str, dict[int, torch.Tensor]] = {name: {} for name in (*inputs, *outputs)}
-        few = -(-_SAMPLES // self._batches[0].shape[0])
+        few = -(-_SAMPLES // self.batches[0].shape[0])
         step = 1 if whole else max(1, len(self.calls) // few)
         looked = [[number for number in numbers if not number % step] for numbers in self.dealt]
         count, device = -(-_ROWS // sum(map(len, looked))), self.replica.device

@@ -15,13 +15,21 @@ from typing import Any
 
 from pipeline.recipe.schema import Quantization
 
-#: Sibling modules that vLLM loads as one.
+#: Sibling modules that vLLM loads as one; a test holds them against vLLM's own classes.
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),  # Mixtral's names of gate and up
     ("q_a_proj", "kv_a_proj_with_mqa"),  # multi-head latent attention
+    ("in_proj_qkv", "in_proj_z"),  # gated delta nets of Qwen3.5
+    ("in_proj_b", "in_proj_a"),
+    ("wk", "weights_proj"),  # the indexer of DeepSeek's sparse attention
+    ("wq_du", "wk_dv", "wv_dv", "wr_du"),  # Inkling
+    ("to_q", "to_k", "to_v"),
+    ("q", "k", "v"),
 )
+#: The same, of modules that are siblings under other names in other modules, by the name of their parent.
+FUSED_BELOW = {"linear_attn": (("q_proj", "k_proj", "v_proj", "g_proj"),)}
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+")
 _EXPERT_KEYS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -57,18 +65,19 @@ def fused_with(name: str) -> str | None:
     """Name of the group that vLLM loads as one with this module; None for a module of its own."""
     if expert := _EXPERT.fullmatch(name):
         return f"{expert[1]}.*"
-    last = name.rpartition(".")[2]
-    return scale_group(name) if any(last in group for group in FUSED) else None
+    return scale_group(name) if len(_group(name)) > 1 else None
 
 
 def scale_group(name: str) -> str:
     """Name of the modules that vLLM runs with one scale per tensor: those that it fuses within a layer or an expert."""
+    return f"{name.rpartition('.')[0]}.{{{', '.join(_group(name))}}}"
+
+
+def _group(name: str) -> tuple[str, ...]:
+    """The last names of the modules that are fused with a module, its own among them."""
     parent, _, last = name.rpartition(".")
-    return f"{parent}.{{{', '.join(_group(last))}}}"
-
-
-def _group(last: str) -> tuple[str, ...]:
-    return next((group for group in FUSED if last in group), (last,))
+    tables = (*FUSED_BELOW.get(parent.rpartition(".")[2], ()), *FUSED)
+    return next((group for group in tables if last in group), (last,))
 
 
 def siblings(name: str) -> tuple[str, ...]:
@@ -77,7 +86,7 @@ def siblings(name: str) -> tuple[str, ...]:
     if _EXPERT.fullmatch(name):
         experts, _, number = parent.rpartition(".")
         return name, f"{experts}.{1 if number == '0' else 0}.{last}"
-    return tuple(f"{parent}.{member}" if parent else member for member in _group(last))
+    return tuple(f"{parent}.{member}" if parent else member for member in _group(name))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ import time
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,18 +61,34 @@ _LFM2 = {
     "block_auto_adjust_ff_dim": False,
     "block_ffn_dim_multiplier": 1.0,
 }
-# Fields that releases have in their config.json and that transformers no longer writes, by class.
+# Fields that releases have in their config.json and that transformers no longer writes, by class; None drops a field.
 _FIELDS: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "DeepseekV4ForCausalLM": {"mlp_layer_types": None, "layer_types": None, "compress_ratios": [0, 4, 128], "num_hash_layers": 1, "head_dim": 512, "index_head_dim": 128},
+    "Ernie4_5_VLMoeForConditionalGeneration": {"vision_config": {"embed_dim": 32, "mlp_ratio": 4}, "pixel_hidden_size": 32},
     "Glm4vMoeForConditionalGeneration": {"text_config": {"use_qk_norm": False}},
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
+    "Glm5NextForConditionalGeneration": {"text_config": {"mhc": True, "mla_use_nope": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}},
+    "GlmOcrForConditionalGeneration": {"text_config": {"rope_parameters": {"partial_rotary_factor": 1.0}}},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 128, "route_norm": True},
+    "InklingForCausalLM": {"padded_vocab_size": 1024, "use_embed_norm": True, "dense_mlp_idx": 1, "dense_intermediate_size": 256,
+        "sconv_kernel_size": 4, "use_global_scale": True, "q_bias": False, "o_bias": False, "gate_activation": "sigmoid", "norm_after_topk": True,
+        "use_gate_bias": True, "inference_moe_w13_interleaved": False, "final_logit_softcapping": None},
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2VlForConditionalGeneration": {"text_config": _LFM2},
-    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
-    "MiMoV2FlashForCausalLM": {"hybrid_layer_pattern": [0, 1]},
-    "MiniMaxM2ForCausalLM": {"rotary_dim": 16},
+    "LightOnOCRForConditionalGeneration": {"vision_feature_layer": -1, "projector_hidden_act": "gelu", "image_token_index": 1024, "multimodal_projector_bias": False},
+    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "MiMoV2FlashForCausalLM": {"hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1], "layernorm_epsilon": 1e-5,
+        "swa_head_dim": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "sliding_window_size": 16},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid"},
+    "MiniMaxM3SparseForConditionalGeneration": {"text_config": {"hidden_act": "swigluoai"}, "vision_config": {"img_token_compression_config": {}}},
+    "Qwen4ExpForConditionalGeneration": {"vision_config": {"deepstack_visual_indexes": []}, "text_config": {"output_gate_type": "silu"}},
+    "Qwen4ExpForCausalLM": {"output_gate_type": "silu"},
+    "Step3p7ForConditionalGeneration": {"vision_config": {"output_dim": None, "width": 32, "heads": 2, "layers": 1}},
+    "Granite4VisionForConditionalGeneration": {"vision_config": {"hidden_size": 128}},
+    "MuseGlimmerForConditionalGeneration": {"vision_config": {"output_dim": 128, "adapter_dim": 64}},
+    "QianfanOCRForConditionalGeneration": {"vision_config": {"image_size": 56, "patch_size": 14}},
+    "Qwen3OmniMoeForConditionalGeneration": {"thinker_config": {"text_config": {"tie_word_embeddings": False}, "vision_config": {"image_size": 56, "apply_vit_abs_pos_embed": True}}},
     "Qwen3VLMoeForConditionalGeneration": {"text_config": {"norm_topk_prob": True}},
-    "InklingForCausalLM": {"padded_vocab_size": 1024},
 }
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -132,46 +148,30 @@ class Reading:
 
 
 class Builder:
-    """Builds classes of vLLM without weights; one for a process."""
+    """Builds classes of vLLM without weights, as on an MI355X; one for a process."""
 
     def __init__(self) -> None:
         import torch
+
+        torch.set_num_threads(1)
+        _stub_kernels()
+        _pretend_rocm()
         from vllm.config import VllmConfig, set_current_vllm_config
-        if os.environ.get("ROCM"):
-            torch.accelerator.empty_cache = lambda: None
-            torch.cuda.Event = torch.cuda.Stream = MagicMock
-            torch.cuda.get_device_properties = lambda *_: MagicMock(gcnArchName="gfx950", multi_processor_count=304, total_memory=2**38)
-            torch.cuda.device_count = lambda: 1
-            torch.cuda.set_device = lambda *_: None
-            torch.cuda.current_device = lambda *_: 0
-            torch.cuda.is_available = lambda: True
-            torch.cuda.get_device_capability = lambda *_: (9, 5)
-            torch.cuda.get_device_name = lambda *_: "AMD Instinct"
-            import vllm.platforms as platforms
-            from vllm.platforms.rocm import RocmPlatform
-            platforms._current_platform = RocmPlatform()
-            sys.modules["vllm.compilation.passes.pass_manager"] = _Stub("vllm.compilation.passes.pass_manager")
-            from vllm.triton_utils import tl, triton
-            for m in (tl, triton):
-                m.__dict__["__getattr__"] = lambda name: MagicMock(name=name)
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
         from vllm.model_executor.models import registry
-        from vllm.platforms import current_platform
 
         sys.meta_path.append(_StubFinder())  # after transformers has seen what is absent
-        torch.set_num_threads(1)
+        _stub_processors()
         registry._run_in_subprocess = lambda function: function()  # saves an import of vLLM for each class
-        _allow_sparse_attention(type(current_platform))
-        _pretend_accelerator()
         with suppress(ImportError):
             from vllm.v1.worker.workspace import init_workspace_manager
 
-            init_workspace_manager(torch.device("cpu"))
+            init_workspace_manager(torch.device("meta"))
         with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
             init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
             initialize_model_parallel(1, 1)
 
-    def build(self, folder: Path, fields: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    def build(self, folder: Path) -> tuple[Any, Any, Any]:
         """Return the model of a folder on the meta device, its recorder, and its VllmConfig."""
         from vllm.config import DeviceConfig, ModelConfig, VllmConfig
 
@@ -181,7 +181,7 @@ class Builder:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=64,
-            hf_overrides=dict(fields),
+            enforce_eager=True,
         )
         config = VllmConfig(model_config=model_config, device_config=DeviceConfig("cpu"))
         return (*self._initialize(config, None), config)
@@ -202,56 +202,104 @@ class Builder:
         return self._initialize(drafting, speculative.draft_model_config)
 
     def _initialize(self, config: Any, model_config: Any) -> tuple[Any, Any]:
-        import torch
         from vllm.model_executor.model_loader.utils import initialize_model
-        from vllm.utils.torch_utils import set_default_torch_dtype
 
-        recorder = config.quant_config = _recorder()
-        try:
-            with torch.device("meta"), set_default_torch_dtype(torch.bfloat16):
-                return initialize_model(config, model_config=model_config), recorder
-        except (NotImplementedError, RuntimeError) as error:
-            if "meta" not in str(error):
-                raise
-        # Some compute with their weights when they are built.
-        config.compilation_config.static_forward_context.clear()
-        recorder = config.quant_config = _recorder()
-        with set_default_torch_dtype(torch.bfloat16):
-            return initialize_model(config, model_config=model_config), recorder
+        for device in ("meta", "cpu"):  # some compute with their weights when they are built
+            config.compilation_config.static_forward_context.clear()
+            recorder = config.quant_config = _recorder()
+            try:
+                with _on(device):
+                    return initialize_model(config, model_config=model_config), recorder
+            except (NotImplementedError, RuntimeError) as error:
+                if device == "cpu" or "meta" not in str(error):
+                    raise
+        raise AssertionError
 
 
-def _allow_sparse_attention(platform: Any) -> None:
-    """Let vLLM's CPU platform build sparse attention, for which it has no kernel, with the backend of ROCm."""
-    original = platform.get_attn_backend_cls.__func__
-
-    def backend(cls: Any, *positional: Any, **named: Any) -> Any:
-        if any(getattr(value, "use_sparse", False) for value in (*positional, *named.values())):
-            return "vllm.v1.attention.backends.mla.rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend"
-        return original(cls, *positional, **named)
-
-    platform.get_attn_backend_cls = classmethod(backend)
-
-
-def _pretend_accelerator() -> None:
-    """Answer the questions about a GPU that some classes ask when they are built."""
+@contextmanager
+def _on(device: str) -> Iterator[None]:
+    """Create bfloat16 tensors on ``device``, also where vLLM names another."""
     import torch
-    import vllm.model_executor.layers.fused_moe.config as moe
-    from vllm import triton_utils
-    from vllm.platforms import current_platform
+    from torch.overrides import TorchFunctionMode
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
-    class Alike(type(current_platform)):  # type: ignore[misc]
-        def is_cuda_alike(self) -> bool:
-            return True
+    class Redirect(TorchFunctionMode):
+        def __torch_function__(self, function: Any, _: Any, positional: Any = (), named: Any = None) -> Any:
+            named = dict(named or {})
+            if named.get("device") is not None:
+                named["device"] = torch.device(device)
+            return function(*positional, **named)
 
-    moe.current_platform = Alike()
-    torch.accelerator.empty_cache = lambda: None
+    with torch.device(device), Redirect(), set_default_torch_dtype(torch.bfloat16):
+        yield
+
+
+def _pretend_rocm() -> None:
+    """Let vLLM see an Instinct GPU: it builds some classes otherwise there. No kernel is run."""
+    import torch
+
+    torch.cuda.get_device_properties = lambda *_: MagicMock(
+        gcnArchName="gfx950", multi_processor_count=256, total_memory=2**38, name="AMD Instinct MI355X"
+    )
+    torch.cuda.get_device_capability = lambda *_: (9, 5)
+    torch.cuda.get_device_name = lambda *_: "AMD Instinct MI355X"
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.set_device = lambda *_: None
     torch.cuda.Event = torch.cuda.Stream = MagicMock
-    torch.cuda.get_device_properties = lambda *_: MagicMock(gcnArchName="gfx942", multi_processor_count=304)
-    triton_utils.triton.set_allocator = lambda *_: None
+    torch.accelerator.empty_cache = lambda: None
+    # The passes of vLLM's compiler name kernels of the GPU builds when they are imported.
+    sys.modules["vllm.compilation.passes.pass_manager"] = _Stub("vllm.compilation.passes.pass_manager")
+    import vllm.platforms
+    from vllm.platforms.rocm import RocmPlatform
+
+    RocmPlatform.get_mla_prefill_backend_cls = classmethod(lambda *_: MagicMock())
+    vllm.platforms._current_platform = RocmPlatform()
+    import vllm.v1.attention.backends.fa_utils as flash_attention
+    from vllm.triton_utils import tl, triton
+
+    flash_attention.is_flash_attn_varlen_func_available = lambda: True
+
+    for module in (tl, triton):
+        module.__dict__["__getattr__"] = lambda name: MagicMock(name=name)
+
+
+def _stub_kernels() -> None:
+    """Stand in for the kernels of vLLM's ROCm build, which classes look up when they are built."""
+    import torch
+
+    find, register = torch._ops._OpNamespace.__getattr__, torch.library.register_fake
+
+    def kernel(namespace: Any, name: str) -> Any:
+        try:
+            return find(namespace, name)
+        except AttributeError:
+            if name.startswith("__") or not str(namespace.name).startswith(("_C", "_rocm_C", "_moe_C")):
+                raise
+            return MagicMock(name=name)
+
+    def register_fake(operator: Any, function: Any = None, /, **options: Any) -> Any:
+        if function is None:
+            return lambda function: register_fake(operator, function, **options)
+        with suppress(RuntimeError):  # of an operator that does not exist
+            register(operator, function, **options)
+        return function
+
+    torch._ops._OpNamespace.__getattr__, torch.library.register_fake = kernel, register_fake
+
+
+def _stub_processors() -> None:
+    """Let classes that load a processor of images or sound when they are built go without one."""
     import transformers
 
+    def from_pretrained(*_: Any, **__: Any) -> Any:
+        processor = MagicMock()
+        processor.__class__ = transformers.ProcessorMixin
+        return processor
+
     for name in ("AutoImageProcessor", "AutoFeatureExtractor", "AutoProcessor", "AutoVideoProcessor"):
-        setattr(transformers, name, MagicMock(name=name))
+        getattr(transformers, name).from_pretrained = from_pretrained
 
 
 def _recorder() -> Any:
@@ -549,13 +597,23 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def read(builder: Builder, folder: Path) -> Iterator[tuple[str, Reading]]:
     """Build the class that a folder's config.json names, and its drafter; yield each with its facts."""
-    architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
-    model, recorder, config = builder.build(folder, _FIELDS.get(architecture, {}))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    architecture = config["architectures"][0]
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(json.dumps(_with(config, _FIELDS.get(architecture, {}))), encoding="utf-8")
+        model, recorder, config = builder.build(Path(scratch))
     reading, owners = read_modules(model, recorder)
     shapes = stored_shapes(folder)
     trace(model, owners, shapes, reading)
     _rename(model, reading, shapes)
     yield architecture, reading
+
+
+def _with(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(config)
+    for key, value in fields.items():
+        result[key] = _with(result.get(key, {}), value) if isinstance(value, dict) else value
+    return {key: value for key, value in result.items() if fields.get(key, 0) is not None}
 
 
 def _rename(model: Any, reading: Reading, shapes: Iterable[str]) -> None:

@@ -11,6 +11,7 @@ import argparse
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -52,7 +53,7 @@ class Outcome:
     ``kind`` is "sound"; "refused", with the message of an error that exits with 2; "unsound", with the first finding
     of an inspection; or "raw", with the type and the message of any other error. ``share`` is that part of the
     decoder's parameters, without embeddings, that the checkpoint holds quantized. ``where`` is the innermost line of
-    this repository that a raw error came through.
+    this repository that a raw error came through, or the command whose inspection has the finding.
     """
 
     name: str
@@ -98,7 +99,7 @@ def outcome_of(name: str, column: str, folder: Path, out: Path, *, keep: bool = 
             _quantize(folder, out, column)
             share, finding = _inspect(name, folder, out)
         if finding is not None:
-            kind, message = "unsound", finding
+            kind, message, where = "unsound", finding, "inspect --source"
     except Exception as error:
         kind, message, where = _classified(error)
     finally:
@@ -174,7 +175,7 @@ def _classified(error: Exception) -> tuple[str, str, str]:
         return "refused", error.format_message(), ""
     if isinstance(error, InspectionError):
         lines = str(error).splitlines()
-        return "unsound", lines[1].strip() if len(lines) > 1 else lines[0], ""
+        return "unsound", lines[1].strip() if len(lines) > 1 else lines[0], "quantize"
     message = " ".join(error.message.split()) if isinstance(error, QuantmintError) else str(error).strip()
     if isinstance(error, QuantmintError) and error.exit_code == 2:
         return ("refused", message, "") if message else ("raw", f"{type(error).__name__}: ", _place(error))
@@ -255,13 +256,24 @@ def print_table(outcomes: Sequence[Outcome], columns: Sequence[str]) -> None:
     failures: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for pair in outcomes:
         if pair.kind != "sound":
-            failures[pair.kind, f"{pair.message} [{pair.where}]" if pair.where else pair.message][pair.column].append(
-                pair.name
-            )
-    for (kind, message), hits in sorted(failures.items()):
+            failures[pair.kind, _common(pair)][pair.name].append(pair.column)
+    for (kind, message), hits in sorted(failures.items(), key=lambda item: (item[0][0], -len(item[1]))):
         _line(f"\n{kind}: {message}")
-        for column, hit in hits.items():
-            _line(f"    {column}: {', '.join(hit)}")
+        by_columns: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        for name, hit in hits.items():
+            by_columns[tuple(hit)].append(name)
+        for hit, group in by_columns.items():
+            _line(f"    {'all columns' if len(hit) == len(columns) else ', '.join(hit)}: {', '.join(group)}")
+
+
+_FOLDER = re.compile(r"\S*/(sources|made)/\S+?(?=[:\s])")
+_LAYER = re.compile(r"\.\d+(?=\.)")
+
+
+def _common(pair: Outcome) -> str:
+    """Return message and place without the folder and the number of a layer, so that equal failures are grouped."""
+    message = _LAYER.sub(".N", _FOLDER.sub("FOLDER", pair.message))
+    return f"{message} [{pair.where}]" if pair.where else message
 
 
 def _mark(pair: Outcome) -> str:

@@ -145,12 +145,17 @@ def _configurations(config: Any) -> Iterator[Any]:
 
 def _arrange(folder: Path, entry: Mapping[str, Any]) -> None:
     """Give tensors the names and the stacking of the release, where `save_pretrained` writes others."""
-    patterns = entry.get("rename", {})
-    if patterns or entry.get("stacked"):
-        tensors = read(folder)
-        for pattern, replacement in patterns.items():
-            tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
-        write(folder, stack_experts(tensors) if entry.get("stacked") else tensors)
+    patterns, stacked, transposed = entry.get("rename", {}), entry.get("stacked"), entry.get("transposed")
+    if not (patterns or stacked or transposed):
+        return
+    tensors = read(folder)
+    for pattern, replacement in patterns.items():
+        tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
+    if stacked:
+        tensors = stack_experts(tensors)
+    if transposed:
+        tensors = {n: t.transpose(1, 2) if ".experts." in n and t.ndim == 3 else t for n, t in tensors.items()}
+    write(folder, tensors)
 
 
 def _write_config(folder: Path, entry: Mapping[str, Any], dtype: str) -> None:

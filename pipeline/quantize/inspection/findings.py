@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint
 from pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of, weight_tensors
-from pipeline.quantize.model.structure import Structure
+from pipeline.quantize.model.structure import OUTPUT_HEAD, UNQUANTIZED, Structure
+from pipeline.recipe.modules import fused_with
 
 INSPECTION = "inspection.json"
 """The file that an inspection is kept in, in the store and in the evidence of a release."""
@@ -116,17 +118,25 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
     for tensors in expected.values():
         for stored in tensors:
             yield from _check_tensor(checkpoint, stored)
-    promised = {stored.name for tensors in expected.values() for stored in tensors}
+    promised = {stored.name for tensors in expected.values() for stored in tensors} | set(structure.scales)
     if claims.kv_cache:
         for attention in structure.attention:
             for name in form.kv_scale_names(attention):
                 promised.add(name)
                 yield from _check_kv_tensor(checkpoint, name)
-    for module in structure.kept:
+    for module, reason in structure.kept.items():
         entry = checkpoint.tensors.get(f"{module}.weight")
-        if claims.schemes.get(module) is not None and entry is not None and entry[1].dtype in SIXTEEN_BIT:
-            message = f"it is {entry[1].dtype}, the configuration does not keep it in 16 bit"
+        if claims.schemes.get(module) is None:
+            continue
+        if entry is None or entry[1].dtype in SIXTEEN_BIT:
+            if entry is None and reason == OUTPUT_HEAD:
+                continue  # it is the embedding, which servers take in its place
+            held = "a stack" if entry is None else entry[1].dtype
+            message = f"it is {held}, the configuration does not keep it in 16 bit ({reason})"
             yield Finding("not quantized", f"{module}.weight", message)
+        elif reason == UNQUANTIZED:
+            yield Finding("unservable", f"{module}.weight", f"it is {entry[1].dtype}; {reason}, and cannot load it")
+    yield from _check_fusion(structure, claims)
     sixteen = [m for m in (*structure.linear, *structure.kept) if m not in expected and m not in claims.unknown]
     for module in sixteen:
         entry = checkpoint.tensors.get(f"{module}.weight")
@@ -137,6 +147,18 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
         extra = name.endswith(_QUANTIZED_ONLY) and name not in promised
         if extra and name.rpartition(".")[0] not in claims.unknown:
             yield Finding("undeclared", name, "it is stored, but the configuration does not declare it")
+
+
+def _check_fusion(structure: Structure, claims: Claims) -> Iterator[Finding]:
+    """Yield a finding for each group of modules that vLLM loads as one and that have more than one scheme."""
+    groups: defaultdict[str, dict[str | None, str]] = defaultdict(dict)
+    for module in (*structure.linear, *structure.kept):
+        if module not in claims.unknown and (group := fused_with(module)) is not None:
+            groups[group].setdefault(claims.schemes.get(module), module)
+    for group, modules in groups.items():
+        if len(modules) > 1:
+            said = " and ".join(f"{module} in {scheme or '16 bit'}" for scheme, module in list(modules.items())[:2])
+            yield Finding("split", group, f"vLLM loads it as one, and the configuration has {said}")
 
 
 def _scale_dtype(checkpoint: Checkpoint, module: str, role: str) -> str:

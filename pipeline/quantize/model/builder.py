@@ -33,7 +33,7 @@ def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
             if hasattr(part, "quantization_config"):
                 del part.quantization_config
         with torch.device("meta"):
-            model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+            model = build_model(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever makes transformers stumble over a config.json is a fault of that file
         raise UserError(
             f"{folder}: transformers cannot build this model from its config.json: {first_line(error)}"
@@ -51,6 +51,23 @@ def _require_matrices(folder: Path, model: Any) -> None:
             raise UserError(
                 f"{folder}: config.json gives {name} a weight of {list(module.weight.shape)}, expected a matrix."
             )
+
+
+def build_model(config: Any, **options: Any) -> Any:
+    """Build the architecture that a configuration names, without weights, by `auto_class`.
+
+    A class of transformers that no auto class leads to is taken by its name.
+    """
+    import transformers
+
+    kind = auto_class(config)
+    if type(config) not in kind._model_mapping:
+        for name in getattr(config, "architectures", None) or ():
+            named = getattr(transformers, name, None)
+            if named is not None and isinstance(config, getattr(named, "config_class", None) or ()):
+                options.pop("trust_remote_code", None)
+                return named._from_config(config, **options)
+    return kind.from_config(config, **options)
 
 
 def auto_class(config: Any) -> Any:

@@ -56,7 +56,7 @@ _PARTS = {
 _PARAMETERS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # Classes without transformers' marks (is_transposed and so on): what their forward does.
-_TRANSPOSED = {"Llama4TextExperts": True}
+_TRANSPOSED = {"Llama4TextExperts": True, "LongcatFlashExperts": False, "Step3p7Experts": False}
 _SINGLE = re.compile(r"(.+)\.(\d+)\.([^.]+)")
 
 

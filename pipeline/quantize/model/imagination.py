@@ -36,9 +36,7 @@ def imagined_tensors(
     return laid_out
 
 
-def _predictor(
-    stored: Mapping[str, tuple[str, tuple[int, ...]]], model: Any
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _predictor(stored: Mapping[str, tuple[str, tuple[int, ...]]], model: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The layers of a predictor: each is a layer like the last one, with a projection, norms, embedding and head."""
     text = model.config.get_text_config()
     layers, extra = getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", None) or 0

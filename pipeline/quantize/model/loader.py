@@ -235,5 +235,7 @@ def _changed(kind: str, source: str, target: str | None, name: str) -> str | Non
 
 def architectures(version: str | None = None) -> Iterator[str]:
     """Yield the names of the classes in a version's table, or in any."""
-    names = {name for number, table in _tables().items() if version in (None, number) for name in table["architectures"]}
+    names = {
+        name for number, table in _tables().items() if version in (None, number) for name in table["architectures"]
+    }
     yield from sorted(names)

@@ -17,8 +17,8 @@ from pipeline.quantize.model.experts import holds_experts, stacks_experts
 def routers(modules: Mapping[str, Any], layers: str) -> frozenset[str]:
     """Names of the modules that choose experts or weigh them, of a model's ``modules`` below the decoder ``layers``.
 
-    These are the linear modules beside the experts (router, gate of the shared expert), and modules of any kind beside
-    them whose matrix has a row for each expert.
+    These are the modules beside the experts that have a matrix of their own (router, gate of the shared expert), and
+    those below a module beside them whose matrix has a row for each expert.
     """
     return frozenset(_routers(modules, layers))
 
@@ -34,7 +34,7 @@ def _routers(modules: Mapping[str, Any], layers: str) -> Iterator[str]:
             for inner, inside in modules[f"{block}.{child}" if block else child].named_modules():
                 path = ".".join(filter(None, (block, child, inner)))
                 matrix = next((p for p in inside.parameters(recurse=False) if p.ndim == 2), None)
-                if matrix is not None and ((isinstance(inside, torch.nn.Linear) and not inner) or len(matrix) == count):
+                if matrix is not None and (not inner or len(matrix) == count):
                     yield path
 
 

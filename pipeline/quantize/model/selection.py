@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.base.schemes import scheme as scheme_row
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.structure import Structure
+from pipeline.quantize.model.structure import UNQUANTIZED, Structure
 from pipeline.recipe.modules import assigned, is_excluded, matches, override_of
 from pipeline.recipe.schema import Quantization
 
@@ -47,6 +48,7 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
     }
     if not schemes:
         raise UserError(_nothing_left(structure))
+    _require_share(structure, quantization)
     _require_widths(structure, schemes, quantization)
     kept = {*structure.kept, *_modules_of(structure.unclaimed), *(structure.linear.keys() - schemes.keys())}
     return Choice(
@@ -72,6 +74,22 @@ def _require_claims(structure: Structure, quantization: Quantization) -> None:
             f"quantization.scheme: {name} is a weight that quantmint cannot quantize: {reason}{more}.",
             hint="To leave such tensors in 16 bit, name them in quantization.exclude; expect the checkpoint to be "
             "little smaller than its source.",
+        )
+
+
+def _require_share(structure: Structure, quantization: Quantization) -> None:
+    """Raise `UserError` where most of the decoder would stay in 16 bit because vLLM builds it so.
+
+    Whoever wants that all the same excludes these modules by name.
+    """
+    quantizable = sum(rows * columns for rows, columns in structure.linear.values())
+    left = [name for name, reason in structure.kept.items() if reason == UNQUANTIZED]
+    if structure.unquantizable > quantizable and not any(is_excluded(quantization, name) for name in left):
+        share = quantizable / (quantizable + structure.unquantizable)
+        raise UserError(
+            f"quantization.scheme: found a model of which {share:.0%} of the decoder's weights can be quantized: vLLM "
+            f"builds the rest without a quantization, {left[0] if left else 'in matrices of their own'} first.",
+            hint="To make such a checkpoint all the same, name those modules in quantization.exclude.",
         )
 
 
@@ -107,15 +125,16 @@ def _nothing_left(structure: Structure) -> str:
 def _require_widths(structure: Structure, schemes: dict[str, str], quantization: Quantization) -> None:
     """Raise `UserError` for a module whose inputs are no multiple of its scheme's groups."""
     divisors = {scheme: scheme_row(scheme).input_divisor for scheme in set(schemes.values())}
-    for module, scheme in schemes.items():
-        columns, divisor = structure.linear[module][1], divisors[scheme]
-        if columns % divisor:
-            field = "scheme" if override_of(quantization, module) is None else "overrides"
-            raise UserError(
-                f"quantization.{field}: found {scheme} for {module}, which has {columns} inputs, expected a multiple "
-                f"of {divisor}.",
-                hint=f"Leave it in 16 bit: exclude: ['re:.*{module.rpartition('.')[2]}'].",
-            )
+    unfit = [module for module, scheme in schemes.items() if structure.linear[module][1] % divisors[scheme]]
+    if unfit:
+        module, lasts = unfit[0], sorted({".".join(name.rsplit(".", 2)[-2:]) for name in unfit})
+        field = "scheme" if override_of(quantization, module) is None else "overrides"
+        patterns = ", ".join(repr(f"re:.*{re.escape(last)}$") for last in lasts[:4])
+        raise UserError(
+            f"quantization.{field}: found {schemes[module]} for {module}, which has {structure.linear[module][1]} "
+            f"inputs, expected a multiple of {divisors[schemes[module]]}; {len(unfit)} modules do not fit.",
+            hint=f"Leave them in 16 bit: exclude: [{patterns}{', …' if len(lasts) > 4 else ''}].",
+        )
 
 
 def _refuse_kept(pattern: str, structure: Structure) -> None:

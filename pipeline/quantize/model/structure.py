@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from pydantic import TypeAdapter
 from calibration.lazy import torch
 from calibration.replica import Renaming, attention_by_layer
 from pipeline.base.canonical import fingerprint
+from pipeline.base.data import beside
 from pipeline.base.errors import StoreError, UserError
 from pipeline.base.machine import cache_folder, versions
 from pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint, TensorInfo, read_json
@@ -61,7 +64,9 @@ class Structure:
     quantized checkpoint. ``encoded`` maps each FP8 weight of the source to its block scales. ``modules`` maps linear
     and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one
     of the experts that it stacks. ``absorbed`` are linear modules that vLLM folds into their neighbours when it loads
-    them. ``quantized_by`` is set where the folder is no source at all.
+    them; ``scales`` are tensors of the model itself that are called like those of a quantization;
+    ``unquantizable`` counts the elements of the decoder's matrices that vLLM builds without a quantization. ``quantized_by`` is
+    set where the folder is no source at all.
 
     ``faults`` are contradictions between the configuration and the tensors on disk, each a rule, a tensor and words:
     what the configuration implies and nobody stored, what has another shape, and what is stored for no module.
@@ -78,6 +83,8 @@ class Structure:
     unclaimed: Mapping[str, str] = field(default_factory=dict)
     predictor: tuple[str, ...] = ()
     absorbed: tuple[str, ...] = ()
+    scales: tuple[str, ...] = ()
+    unquantizable: int = 0
     quantized_by: str | None = field(default=None, compare=False)
     faults: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)
 
@@ -141,18 +148,30 @@ def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoin
     structure = _Reading(model, {**config, "quantization_config": None}, plain).structure()
     tensors = imagined_tensors(stored_tensors(model), model, config, structure.linear)
     checkpoint = Checkpoint(folder, config, tuple(sorted({file for file, _ in tensors.values()})), tensors)
-    if tensors.keys() != plain.keys() or quantized_by(config) is not None:
-        structure = _Reading(model, config, tensors).structure()
-    return checkpoint, structure
+    encoded = encoded_weights(config, tensors)
+    weights = {
+        name: replace(weight, scale=encoded.get(weight.tensor)) if weight.tensor in encoded else weight
+        for name, weight in structure.weights.items()
+    }
+    return checkpoint, replace(structure, encoded=encoded, weights=weights, quantized_by=quantized_by(config))
 
 
+OUTPUT_HEAD = "output head"
+UNQUANTIZED = "vLLM builds it without a quantization"
+"""Reasons why a module stays in 16 bit."""
 _PACKED = "weight_packed"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+MX_GROUP = 32  # elements of a row that share an E8M0 scale
 _KNOWN = (None, "fp8", "compressed-tensors", "quark")
 _QUANTIZED = ("_scale", "_scale_inv", "_zero_point", "_shape", "_g_idx")  # what layouts put beside weights
 _EMBEDDING, _VECTOR, _TOWER = "embedding", "norm, bias or other vector", "outside the decoder"
-_CONVOLUTION, _STATE = "convolution", "state-space parameter"
-# Matrices that a layer adds or scales with, and never multiplies with hidden states.
-_STATE_NAMES = frozenset({"A_log", "D", "dt_bias", "conv1d_weight", "conv_weight"})
+_CONVOLUTION = "convolution"
+
+
+@cache
+def _carried_matrices() -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Patterns over names of parameters that are matrices and stay as they are, with the reason."""
+    return tuple((re.compile(pattern), reason) for pattern, reason in beside(__file__, "carried.yaml").items())
 
 
 class _Reading:
@@ -177,6 +196,10 @@ class _Reading:
         self._kept: dict[str, str] = {}
         self._copied: Counter[str] = Counter()
         self._unclaimed: dict[str, str] = {}
+        self._scales: list[str] = []
+        self._unquantizable = 0
+        self._quantizable: dict[str, bool | None] = {}  # by a module's name without numbers
+        self._absorbed: dict[str, bool] = {}
         self._roots: set[str] = set()
         self._prefixes: dict[str, str] = {}  # of the model's modules, to what they are called on disk
         self._stored: dict[str, list[str]] = defaultdict(list)  # by parameter: the tensors that become (a part of) it
@@ -195,12 +218,13 @@ class _Reading:
             self._stored[own].append(_plain(name))
             if not operations and parameter is not None and info.dtype in (*SIXTEEN_BIT, "F32"):
                 self._require_shape(name, info.shape, owner, tuple(parameter.shape))
+            if own in self._state and name.endswith(_QUANTIZED):
+                self._scales.append(name)
             self._classify(name, own, info, operations)
         if not head:
             # A head that is tied to the embedding has no tensor of its own, but servers look for its name.
-            self._kept |= {name: "output head" for name, module in self._owners.items() if module is self._head}
+            self._kept |= {name: OUTPUT_HEAD for name, module in self._owners.items() if module is self._head}
         attention = [(self._prefixes.get(name, name), name) for name in attention_by_layer(self._model).values()]
-        view = self._view
         return Structure(
             linear=self._linear,
             kept=dict(sorted(self._kept.items())),
@@ -212,7 +236,9 @@ class _Reading:
             copied=dict(sorted(self._copied.items())),
             unclaimed=self._unclaimed,
             predictor=tuple(sorted(self._roots)),
-            absorbed=tuple(name for name in self._linear if view is not None and view.absorbs(name)),
+            scales=tuple(self._scales),
+            unquantizable=self._unquantizable,
+            absorbed=tuple(name for name in self._linear if self._is_absorbed(name)),
             quantized_by=quantized_by(self._config),
             faults=tuple(self._contradictions()),
         )
@@ -233,13 +259,16 @@ class _Reading:
         stored_names = {name for names in self._stored.values() for name in names}
         stacks: set[str] = set()
         for name in (name for name in implied if name not in stored_names):
-            own, _ = self._locate(name)
+            # The rules are for names of releases: DeepSeek V4's would lead the model's own name astray.
+            own = name if name in self._state else self._locate(name)[0]
             stored = self._stored.get(own, [])
             if implied.keys().isdisjoint(stored) and stored:  # the same weights by other names
                 owner = self._owners.get(own.rpartition(".")[0])
                 if own not in stacks and owner is not None and stacks_experts(owner):
                     stacks.add(own)
-                    missing = missing_experts(stored, own, self._parameters[own].shape[0])
+                    # LongCat counts experts that compute nothing, and have a place in one of two stacks.
+                    experts = min(p.shape[0] for p in owner.parameters(recurse=False) if p.ndim == 3)
+                    missing = missing_experts(stored, own, experts)
                     yield from (("missing", each, "config.json implies it, it is not stored") for each in missing)
             else:
                 yield "missing", name, f"config.json implies it, {list(implied[name][1])}; it is not stored"
@@ -272,30 +301,37 @@ class _Reading:
     def _classify(self, name: str, own: str, info: TensorInfo, operations: tuple[Any, ...]) -> None:
         """Sort one tensor into what is quantized, kept, copied or unclaimed."""
         module, _, suffix = name.rpartition(".")
-        inside, _, last = own.rpartition(".")
+        inside = own.rpartition(".")[0]
         owner, parameter = self._owners.get(inside), self._parameters.get(own)
         is_weight = suffix in ("weight", _PACKED)
         if parameter is None:
             self._carry(name, own, info)
         elif owner is self._head:
             if is_weight:
-                self._kept[module] = "output head"
+                self._kept[module] = OUTPUT_HEAD
         elif not own.startswith(self._decoder):
             self._keep(module, _TOWER, is_weight and parameter.ndim == 2 and not _embeds(owner))
         elif stacks_experts(owner):
             self._expert(name, own, info, operations)
         elif inside in self._routers:
             self._keep(module, "router", is_weight and parameter.ndim == 2)
-        elif parameter.ndim < 2:
+        elif parameter.ndim < 2 or type(owner).__name__.endswith("Norm"):
             self._copied[_VECTOR] += 1
         elif _embeds(owner):
             self._copied[_EMBEDDING] += 1
         elif isinstance(owner, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d):
             self._copied[_CONVOLUTION] += 1
-        elif last in _STATE_NAMES or max(parameter.shape) == parameter.numel():  # a vector in another shape
-            self._copied[_STATE] += 1
+        elif max(parameter.shape) == parameter.numel():  # a vector in another shape
+            self._copied[_VECTOR] += 1
+        elif (reason := next((why for pattern, why in _carried_matrices() if pattern.search(name)), None)) is not None:
+            self._copied[reason] += 1
         elif isinstance(owner, torch.nn.Linear) and is_weight and parameter.ndim == 2:
-            self._matrix(module, inside, (owner.out_features, owner.in_features))
+            # A tensor that becomes a part of the module's weight, or several of them, has rows of its own.
+            rows = info.shape[0] if operations else owner.out_features
+            self._matrix(module, inside, (rows, owner.in_features))
+        elif self._is_quantizable(module) is False:
+            self._keep(module, UNQUANTIZED, is_weight)
+            self._unquantizable += parameter.numel()
         else:
             self._unclaimed[name] = f"{type(owner).__name__} multiplies with it, and no rule says how"
 
@@ -307,7 +343,7 @@ class _Reading:
 
     def _carry(self, name: str, own: str, info: TensorInfo) -> None:
         """Sort a tensor that is no parameter of the model: a buffer, or a part of a multi-token predictor."""
-        if name.endswith(_QUANTIZED):
+        if name.endswith(_QUANTIZED) and own not in self._state:
             return
         module, _, suffix = name.rpartition(".")
         root = self._predictor.root(name)
@@ -335,30 +371,47 @@ class _Reading:
                     self._add(written, inside, shape, source)
             elif suffix in ("weight", _PACKED) and (part := part_of(module)) is not None:
                 inside = f"{own.rpartition('.')[0]}.{part[0]}.{part[1]}"
-                if self._is_quantizable(module) is False:
-                    self._kept[module] = _UNQUANTIZED
-                else:
-                    self._add(module, inside, shape, self._plain(module))
+                self._matrix(module, inside, self._single_shape(name, info, shape))
         except UnknownLayoutError as error:
             self._unclaimed[name] = f"this stack of experts cannot be taken apart: {error}"
 
+    def _single_shape(self, name: str, info: TensorInfo, shape: tuple[int, int]) -> tuple[int, int]:
+        """[out_features, in_features] of a single expert, ``shape`` unless the tensor says otherwise.
+
+        Experts of one list may have different widths (ERNIE's for text and for images).
+        """
+        if not name.endswith(_PACKED):
+            return (info.shape[0], info.shape[1]) if len(info.shape) == 2 else shape
+        scale = self._tensors.get(f"{name.removesuffix(_PACKED)}weight_scale")
+        if scale is not None and scale[1].dtype == "U8" and len(scale[1].shape) == 2:
+            return info.shape[0], scale[1].shape[1] * MX_GROUP
+        return shape
+
     def _matrix(self, module: str, inside: str, shape: tuple[int, int]) -> None:
         if self._is_quantizable(module) is False:
-            self._kept[module] = _UNQUANTIZED
+            self._kept[module] = UNQUANTIZED
+            self._unquantizable += prod(shape)
         else:
             self._add(module, inside, shape, self._plain(module))
 
     def _is_quantizable(self, module: str) -> bool | None:
-        return None if self._view is None else self._view.is_quantizable(module)
+        """Whether vLLM asks for a quantization of a module; of modules that differ in numbers alone the first counts."""
+        kind = _NUMBER.sub("*", module)
+        if kind not in self._quantizable:
+            self._quantizable[kind] = None if self._view is None else self._view.is_quantizable(module)
+        return self._quantizable[kind]
+
+    def _is_absorbed(self, module: str) -> bool:
+        kind = _NUMBER.sub("*", module)
+        if kind not in self._absorbed:
+            self._absorbed[kind] = self._view is not None and self._view.absorbs(module)
+        return self._absorbed[kind]
 
     def _add(self, module: str, inside: str, shape: tuple[int, int], source: WeightSource) -> None:
         self._linear[module], self._weights[module], self._modules[module] = shape, source, inside
 
     def _plain(self, module: str) -> WeightSource:
         return WeightSource(f"{module}.weight", scale=self._encoded.get(f"{module}.weight"))
-
-
-_UNQUANTIZED = "vLLM builds it without a quantization"
 
 
 def _embeds(owner: Any) -> bool:

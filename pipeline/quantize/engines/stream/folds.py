@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from calibration.activations import States
+from calibration.caches import empty_cache
 from calibration.calls import Call, record
 from calibration.lazy import torch
-from calibration.measurement import Measurement, recording_cache
-from calibration.observers import Observation
 from calibration.replica import Replica
 from calibration.weights import held
 from pipeline.quantize.model.experts import expert_slice, stacks_experts

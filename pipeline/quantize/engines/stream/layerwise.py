@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibration.activations import save_whole
-from calibration.calls import layer_names
 from calibration.hessians import Inputs, Rounding
 from calibration.lazy import torch
+from calibration.parts import layer_names
 from calibration.replica import Replica, replica, sources
 from calibration.room import activations_for, host_bytes, measuring, need_of
 from calibration.sequential import Look, run_sequential
@@ -104,7 +104,7 @@ def round_layers(
         replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in devices[: len(batches)]]
         for each in replicas:
             each.fuse_attention()
-        one, (need, _) = replicas[0], need_of(replicas[0], batches)
+        one, need = replicas[0], need_of(replicas[0], batches)
         if parameters["compensation"]:
             need = replace(need, states=2 * need.states)
         made = work / _MADE
@@ -145,7 +145,7 @@ def round_layers(
 
 def _own_modules(one: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
     """The model's own linear module behind each quantized one that is all of it, within a layer."""
-    inside = tuple(f"{name}." for name in layer_names(one.model, one.attention.values()))
+    inside = tuple(f"{name}." for name in layer_names(one.model))
     named = sources(one.model, one.owned)
     modules = dict(one.model.named_modules())
     whole = list(named.values())
@@ -229,7 +229,7 @@ class _Layers:
         quantized = {step.name: step for step in steps if step.kernel is not None}
         own = _own_modules(one, {name: step for name, step in quantized.items() if step.kernel in CARRIED})
         self._steps = {own[name]: quantized[name] for name in own}
-        self._names = layer_names(one.model, one.attention.values())
+        self._names = layer_names(one.model)
         self._members = list(_members(one, structure, steps))
         carried = [each for each in self._members if each.expert is not None and each.step.kernel in CARRIED]
         self._experts: dict[str, list[str]] = {}  # steps by the product that makes them
