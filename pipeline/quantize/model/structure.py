@@ -160,6 +160,7 @@ OUTPUT_HEAD = "output head"
 UNQUANTIZED = "vLLM builds it without a quantization"
 """Reasons why a module stays in 16 bit."""
 _PACKED = "weight_packed"
+_WHOLE = frozenset({*SIXTEEN_BIT, "F32", "F8_E4M3", "I8"})  # dtypes whose elements are not packed
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MX_GROUP = 32  # elements of a row that share an E8M0 scale
 _KNOWN = (None, "fp8", "compressed-tensors", "quark")
@@ -380,9 +381,9 @@ class _Reading:
 
         Experts of one list may have different widths (ERNIE's for text and for images).
         """
-        if not name.endswith(_PACKED):
-            return (info.shape[0], info.shape[1]) if len(info.shape) == 2 else shape
-        scale = self._tensors.get(f"{name.removesuffix(_PACKED)}weight_scale")
+        if info.dtype in _WHOLE and len(info.shape) == 2:
+            return info.shape[0], info.shape[1]
+        scale = self._tensors.get(f"{_plain(name)}_scale")
         if scale is not None and scale[1].dtype == "U8" and len(scale[1].shape) == 2:
             return info.shape[0], scale[1].shape[1] * MX_GROUP
         return shape

@@ -1,6 +1,6 @@
 """Folds: channels between two parts of a layer that can be multiplied in one and divided in the other.
 
-    folds, left = study(one, layers, tokens)                 # of each layer, proven
+    folds, left = study(replica, tokens)                     # of each layer, proven
     folds[layer][0].scale(module, factors)                   # the layer computes what it did
 
 What a norm puts out may have other sizes where all that reads it knows; so may what `up_proj` makes for `down_proj`.
@@ -78,51 +78,58 @@ def _change(root: Any, name: str, how: Callable[..., torch.Tensor]) -> None:
     setattr(root.get_submodule(path), last, torch.nn.Parameter(how(old.float()).to(old.dtype), requires_grad=False))
 
 
-def study(one: Replica, layers: Sequence[str], tokens: torch.Tensor) -> tuple[dict[str, tuple[Fold, ...]], list[str]]:
-    """The folds of each layer, and the names of what makes channels that cannot be scaled.
+def study(replica: Replica, tokens: torch.Tensor) -> tuple[dict[str, tuple[Fold, ...]], list[str]]:
+    """Return the folds of each layer, and the names of what makes channels that cannot be scaled.
 
-    ``tokens`` is int64 [batch, sequence], of which a few are run. Weights are loaded and let go of, a layer at a time.
+    ``tokens`` is int64 [batch, sequence], of which a few are run, some of them again where they are fewer. Weights are
+    loaded and let go of, a layer at a time.
     """
-    inside = tuple(f"{name}." for name in layers)
-    outside = [name for name in one.body if not name.startswith(inside)]
-    one.weights.load(outside)
-    _, calls = next(record(one, list(layers), [tokens[:1, :_TOKENS]]))
-    one.weights.free(outside)
+    loop = replica.walkable
+    few = tokens[:1].repeat(1, -(-_TOKENS // tokens.shape[1]))[:, :_TOKENS]
+    with replica.around(loop.layers):
+        states, calls = next(record(replica, loop, [few]))
     known: dict[str, tuple[tuple[Fold, ...], list[str]]] = {}
-    found: dict[str, tuple[Fold, ...]] = {}
+    folds: dict[str, tuple[Fold, ...]] = {}
     left: list[str] = []
-    for name, call in zip(layers, calls, strict=True):
-        module = one.model.get_submodule(name)
+    for name, call in zip(loop.layers, calls, strict=True):
+        module = replica.model.get_submodule(name)
         kind = repr([(each, tuple(part.shape)) for each, part in module.named_parameters()]) + str(module)
-        if kind not in known:
-            weights = held(one.model, name)
-            one.weights.load(weights)
-            known[kind] = _Trial(one, module, call).folds()
-            one.weights.free(weights)
-        found[name], faults = known[kind]
+        # What a layer writes for later ones is theirs alone, whatever its kind.
+        if kind not in known or call.writes:
+            weights = held(replica.model, name)
+            replica.weights.load(weights)
+            trial = _Trial(replica, module, call, states)
+            if kind not in known:
+                known[kind] = trial.folds()
+            states = States(states.hidden, {**states.carried, **trial.sound.carried})
+            replica.weights.free(weights)
+        folds[name], faults = known[kind]
         left += [f"{name}.{fault}" for fault in faults]
-    return found, left
+    return folds, left
 
 
 class _Trial:
-    """One layer in float32 and what it makes of random hidden states; other norms and biases than its own."""
+    """One layer in float32 and what it makes of random hidden states; other norms and biases than its own.
 
-    def __init__(self, one: Replica, layer: Any, call: Call) -> None:
-        self._one, self._call = one, call
+    The hidden states have the shape of ``states``, and the layer gets what is carried along there.
+    """
+
+    def __init__(self, replica: Replica, layer: Any, call: Call, states: States) -> None:
+        self._replica, self._call = replica, call
         self._random = torch.Generator().manual_seed(0)
         self._layer = copy.deepcopy(layer).float()
         for parameter in self._layer.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.2 * self._drawn(*parameter.shape)
-        self._hidden = self._drawn(1, _TOKENS, int(one.model.config.get_text_config().hidden_size))
+        self._states = States(self._drawn(*states.hidden.shape), states.carried)
         with torch.inference_mode():
-            self._sound = self._run(self._layer)
+            self.sound = self._run(self._layer)
 
     def _drawn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._random).to(self._one.device)
+        return torch.randn(*shape, generator=self._random).to(self._replica.device)
 
-    def _run(self, layer: Any) -> torch.Tensor:
-        return self._call.run(layer, self._hidden, recording_cache(Measurement(Observation()), self._one.attention))
+    def _run(self, layer: Any) -> States:
+        return self._call.run(layer, self._states, empty_cache(self._replica.model))
 
     def folds(self) -> tuple[tuple[Fold, ...], list[str]]:
         """Those that hold, and what makes the channels of the others."""
@@ -134,7 +141,8 @@ class _Trial:
         changed = copy.deepcopy(self._layer)
         with torch.inference_mode():
             fold.scale(changed, self._drawn(len(changed.get_parameter(fold.weight))).exp())
-            error = (self._run(changed) - self._sound).norm(dim=-1) / self._sound.norm(dim=-1)
+            sound = self.sound.hidden
+            error = (self._run(changed).hidden - sound).norm(dim=-1) / sound.norm(dim=-1)
             return bool(error.flatten().quantile(_SHARE) < _TOLERANCE)
 
     def _of_norms(self) -> Iterator[Fold]:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from calibration.activations import save_whole
 from calibration.hessians import Inputs, Rounding
 from calibration.lazy import torch
-from calibration.parts import layer_names
 from calibration.replica import Replica, replica, sources
 from calibration.room import activations_for, host_bytes, measuring, need_of
 from calibration.sequential import Look, run_sequential
@@ -145,7 +144,7 @@ def round_layers(
 
 def _own_modules(one: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
     """The model's own linear module behind each quantized one that is all of it, within a layer."""
-    inside = tuple(f"{name}." for name in layer_names(one.model))
+    inside = tuple(f"{name}." for name in one.walkable.layers)
     named = sources(one.model, one.owned)
     modules = dict(one.model.named_modules())
     whole = list(named.values())
@@ -229,7 +228,7 @@ class _Layers:
         quantized = {step.name: step for step in steps if step.kernel is not None}
         own = _own_modules(one, {name: step for name, step in quantized.items() if step.kernel in CARRIED})
         self._steps = {own[name]: quantized[name] for name in own}
-        self._names = layer_names(one.model)
+        self._names = one.walkable.layers
         self._members = list(_members(one, structure, steps))
         carried = [each for each in self._members if each.expert is not None and each.step.kernel in CARRIED]
         self._experts: dict[str, list[str]] = {}  # steps by the product that makes them
@@ -249,7 +248,7 @@ class _Layers:
 
     def study(self, batch: torch.Tensor) -> list[str]:
         """Find out what can be scaled; names what makes channels that cannot."""
-        found, left = study(self._replica, self._names, batch)
+        found, left = study(self._replica, batch)
         stored = {member.parameter for member in self._members}
         for name, folds in found.items():
             touched = {fold: {f"{name}.{each}" for each in fold.names} for fold in folds}
