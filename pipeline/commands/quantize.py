@@ -159,7 +159,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
     rows = [(scheme, f"{count:,}") for scheme, count in schemes]
     console.print(table("scheme", "modules", right=("modules",), rows=rows))
     sizes = {
-        "16-bit model": prediction.source,
+        "source": prediction.source,
         f"checkpoint ({prediction.source / prediction.checkpoint:.2f} x smaller)": prediction.checkpoint,
         "disk: free": told["disk"]["free"],
     }

@@ -272,7 +272,7 @@ def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
     modules = f"{predicted['quantized']} modules quantized, {predicted['kept']} kept"
     ratio = predicted["source"] / predicted["checkpoint"]
     sizes = {
-        "16-bit model": predicted["source"],
+        "source": predicted["source"],
         f"checkpoint ({modules}, {ratio:.2f} x smaller)": predicted["checkpoint"],
         "weights on each device": predicted["weights_per_gpu"],
         "KV cache for one token, all layers": predicted["kv_bytes_per_token"],

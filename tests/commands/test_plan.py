@@ -138,7 +138,7 @@ def test_what_a_person_reads(quantmint: Quantmint, project: Path) -> None:
     for words in (
         "quantize",
         "to do",
-        "16-bit model",
+        "source",
         "weights on each device",
         "tiny_facts",
         "disk: free",
@@ -237,7 +237,7 @@ def test_a_disk_that_is_too_small(
     if as_json:
         assert ended.json["exit_code"] == 2
     else:
-        assert "16-bit model" in ended.out, "the numbers are shown all the same"
+        assert "checkpoint (" in ended.out, "the numbers are shown all the same"
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])

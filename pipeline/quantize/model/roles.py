@@ -25,7 +25,7 @@ def routers(modules: Mapping[str, Any], layers: str) -> frozenset[str]:
 
 def _routers(modules: Mapping[str, Any], layers: str) -> Iterator[str]:
     for name, module in modules.items():
-        count = _expert_count(module)
+        count = _expert_count(name, module)
         if count is None or not name.startswith(layers):
             continue
         block, _, experts = name.rpartition(".")
@@ -38,11 +38,12 @@ def _routers(modules: Mapping[str, Any], layers: str) -> Iterator[str]:
                     yield path
 
 
-def _expert_count(module: Any) -> int | None:
+def _expert_count(name: str, module: Any) -> int | None:
     """How many experts a module stacks or lists; None for any other module."""
     if stacks_experts(module):
         return int(next(p for p in module.parameters(recurse=False) if p.ndim == 3).shape[0])
-    return len(module) if holds_experts(module) else None
+    # The layers of a decoder are a list of modules too.
+    return len(module) if "expert" in name.rpartition(".")[2] and holds_experts(module) else None
 
 
 class Predictor:

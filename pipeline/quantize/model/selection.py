@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.base.schemes import scheme as scheme_row
@@ -24,6 +26,26 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
     it; where a scheme does not fit the width of a module; where nothing is left to quantize; and for a source that is
     quantized already or not what its configuration says.
     """
+    return _select(_Identity(structure), quantization.model_dump_json())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Identity:
+    """A structure as a key that is equal to no other object: comparing two would take as long as choosing."""
+
+    structure: Structure
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.structure is other.structure
+
+    def __hash__(self) -> int:
+        return id(self.structure)
+
+
+@lru_cache(maxsize=2)
+def _select(identity: _Identity, section: str) -> Choice:
+    """Choose once for a structure and a section, which plan, forecast, engine and report all ask for."""
+    structure, quantization = identity.structure, Quantization.model_validate_json(section)
     if structure.quantized_by is not None:
         raise UserError(
             f"source: found a model that is quantized already (quant_method {structure.quantized_by}), expected 16-bit "
