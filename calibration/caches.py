@@ -2,63 +2,74 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from calibration.errors import CalibrationError
 from calibration.lazy import torch
 from calibration.measurement import Measurement
-from calibration.parts import trunk_of
+from calibration.parts import language_model, trunk_of
 
 
 def empty_cache(model: Any) -> Any:
-    """Return an empty cache with a layer for each of the model's, as its configuration lays them out."""
-    kind = _cache_class(type(trunk_of(model)))
-    if "config" not in kind.__init__.__code__.co_varnames:
-        return kind()
-    try:
-        return kind(config=model.config)
-    except (AttributeError, KeyError):  # a configuration that does not say what its layers are: all hold K and V
-        return kind()
+    """Return an empty cache for one forward, with a layer for each of the model's as its configuration lays them out.
 
-
-@cache
-def _cache_class(trunk: type) -> Any:
-    """Return the class of caches that a model's own module defines, or that of all others."""
-    from transformers import DynamicCache
-
-    defined = [
-        value
-        for value in vars(sys.modules[trunk.__module__]).values()
-        if isinstance(value, type) and issubclass(value, DynamicCache) and value.__module__ == trunk.__module__
-    ]
-    return defined[0] if defined else DynamicCache
+    It keeps no keys and values where it would only hand back what it is given.
+    """
+    return _watched(model, lambda *_: None)
 
 
 def recording_cache(model: Any, measurement: Measurement) -> Any:
     """Return an empty cache that adds the keys and values that it is given to a measurement.
 
-    It keeps none of them where it would only hand back what it is given. Its ``update`` raises `CalibrationError` outside
-    of the attention modules that the measurement watches.
+    Its ``update`` raises `CalibrationError` outside of the attention modules that the measurement watches.
     """
-    found = empty_cache(model)
-    update = found.update
 
-    def recorded(keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        attention = measurement.attention
-        if attention is None:
-            raise CalibrationError(f"layer {layer_idx} caches K and V that no known attention module has made")
-        measurement.cached(attention, keys, values)
-        return (keys, values) if _hands_back(found, layer_idx) else update(keys, values, layer_idx, *args, **kwargs)
+    def record(keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        if measurement.attention is None:
+            raise CalibrationError(f"layer {layer} caches K and V that no known attention module has made")
+        measurement.cached(measurement.attention, keys, values)
 
-    found.update = recorded
-    return found
+    return _watched(model, record)
 
 
-def _hands_back(found: Any, layer: int) -> bool:
+def _watched(model: Any, see: Callable[[torch.Tensor, torch.Tensor, int], None]) -> Any:
+    """Return an empty cache that shows keys and values, with the number of their layer, to ``see``."""
+    kind, configured = _cache_class(type(trunk_of(model)))
+    empty = kind(config=language_model(model).config) if configured else kind()
+    update = empty.update
+
+    def watched(key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        see(key_states, value_states, layer_idx)
+        if _hands_back(empty, layer_idx):
+            return key_states, value_states
+        return update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    empty.update = watched
+    return empty
+
+
+@cache
+def _cache_class(trunk: type) -> tuple[Any, bool]:
+    """Return the class of caches that a model's own module defines, or that of all others; whether it takes a
+    configuration."""
+    from transformers import DynamicCache
+
+    defined = (
+        value
+        for value in vars(sys.modules[trunk.__module__]).values()
+        if isinstance(value, type) and issubclass(value, DynamicCache) and value.__module__ == trunk.__module__
+    )
+    kind = next(defined, DynamicCache)
+    return kind, "config" in inspect.signature(kind).parameters
+
+
+def _hands_back(cache: Any, layer: int) -> bool:
     """Whether a layer of an empty cache only returns what it is given; others may be read by their attention again."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    kind = type(found.layers[layer]) if layer < len(found.layers) else found.layer_class_to_replicate
+    kind = type(cache.layers[layer]) if layer < len(cache.layers) else cache.layer_class_to_replicate
     return kind in (DynamicLayer, DynamicSlidingWindowLayer)

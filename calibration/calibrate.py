@@ -28,7 +28,6 @@ from calibration.layers import run_layers
 from calibration.lazy import torch
 from calibration.measurement import Measurement
 from calibration.observers import Observation
-from calibration.parts import layer_names
 from calibration.ranges import Ranges, ranges_of, require_sound, run_resident
 from calibration.replica import Replica, load_resident, replica
 from calibration.room import Decision, Mode, activations_for, decide, free_bytes, host_bytes, measuring, need_of
@@ -120,7 +119,7 @@ def _here(
 ) -> Measurement:
     """Measure on the devices of this process, each its share of the batches."""
     samples, lock = sum(batch.shape[0] for batch in batches), threading.Lock()
-    steps = 1 if mode == "resident" else len(layer_names(replicas[0].model))
+    steps = 1 if mode == "resident" else len(replicas[0].walkable.layers)
 
     def run(turn: int) -> Measurement:
         one, mine = replicas[turn], batches[turn :: len(replicas)]

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from calibration.activations import States
 from calibration.caches import empty_cache
-from calibration.errors import NotReplayableError
+from calibration.errors import CalibrationError, NotReplayableError
 from calibration.lazy import torch
-from calibration.parts import cache_argument, layer_names, trunk_of
+from calibration.parts import layer_names, run_trunk, running
 
 if TYPE_CHECKING:
     from calibration.replica import Replica
@@ -90,7 +91,9 @@ class Call:
                 return filled[value.number]
             return value
 
-        returned = layer(*map(fill, self.args), **{name: fill(value) for name, value in self.kwargs.items()})
+        args, kwargs = tuple(map(fill, self.args)), {name: fill(value) for name, value in self.kwargs.items()}
+        with running(f"a {type(layer).__name__}"):
+            returned = layer(*args, **kwargs)
         hidden, *more = returned if isinstance(returned, tuple | list) else (returned,)
         if not isinstance(hidden, torch.Tensor):
             raise NotReplayableError(f"its layers return {type(hidden).__name__}, not hidden states")
@@ -156,29 +159,47 @@ def _tensor(value: Any) -> torch.Tensor:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """How a model goes through its ``layers``, by name: ``length`` is that of the tuples that they return, 0 where they
+    return hidden states alone; ``width`` is how many numbers of hidden states each token has between two of them."""
+
+    layers: tuple[str, ...]
+    length: int
+    width: int
+
+
 def replay_obstacle(model: Any) -> str | None:
     """Return why a model's layers cannot be run one at a time, as a sentence without its subject; None where they can.
 
     The model has all of its tensors on one device, the meta device say: nothing but its embedding part is run.
     """
     try:
-        probe(model)
+        loop_of(model)
     except NotReplayableError as error:
         return str(error)
     return None
 
 
-def probe(model: Any) -> int:
-    """Return how many numbers of hidden states each token has between two layers.
+def loop_of(model: Any) -> Loop:
+    """Return how a model goes through its layers.
 
     Raises `NotReplayableError` as `replay_obstacle` words it.
     """
     layers = layer_names(model)
-    device = model.get_input_embeddings().weight.device
-    tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
-    with torch.inference_mode(), _answering_no():
-        states, _ = _Recording(model, layers).play(tokens)
-    return states.hidden.numel() // _TOKENS
+    tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
+    reasons: list[NotReplayableError] = []
+    for length in _LENGTHS:
+        run = _Run(model, layers, length, {})
+        try:
+            with torch.inference_mode(), _answering_no():
+                states, _ = run.play(tokens)
+            return Loop(tuple(layers), length, states.hidden.numel() // _TOKENS)
+        except NotReplayableError as error:
+            reasons.append(error)
+        except CalibrationError as error:  # layers that return something else, or a model that is no text's
+            reasons.append(NotReplayableError(str(error)))
+    raise reasons[0]
 
 
 def _answering_no() -> Any:
@@ -199,57 +220,39 @@ def _answering_no() -> Any:
     return Answering()
 
 
-def record(replica: Replica, layers: Sequence[str], batches: Iterable[torch.Tensor]) -> Iterator[tuple[States, list[Call]]]:
-    """For each batch, the states that enter the first layer, and the call of every layer.
+def record(replica: Replica, batches: Iterable[torch.Tensor]) -> Iterator[tuple[States, list[Call]]]:
+    """Yield, for each batch, the states that enter the first layer and the call of every layer.
 
     Raises `NotReplayableError` where the model does more between its layers than to hand on what they return.
     """
-    recording = _Recording(replica.model, layers)
+    pool: _Pool = {}
+    loop = replica.walkable
     for batch in batches:
         with torch.inference_mode():
-            tape = recording.play(batch.to(replica.device))
+            tape = _Run(replica.model, loop.layers, loop.length, pool).play(batch.to(replica.device))
         yield tape
 
 
+@contextmanager
+def answering(model: Any, layers: Iterable[str], answer: Any) -> Iterator[None]:
+    """Within the block, have layers return an answer and compute nothing."""
+    modules = [model.get_submodule(name) for name in layers]
+    for module in modules:
+        module.forward = lambda *_, **__: answer
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
 _Pool = dict[tuple[int, "torch.dtype", "torch.Size"], "torch.Tensor"]
-"""Tensors of calls by the order in which a batch meets them, with their types and shapes."""
-
-
-class _Recording:
-    """Runs of a model whose layers are stood in for; each tensor of the calls is kept once for all batches.
-
-    Masks of all layers of a kind and of all batches are the same, and so are position embeddings.
-    """
-
-    def __init__(self, model: Any, layers: Sequence[str]) -> None:
-        self._model, self._layers = model, layers
-        self._pool: _Pool = {}
-        self._lengths: Iterable[int] = _LENGTHS
-
-    def play(self, batch: torch.Tensor) -> tuple[States, list[Call]]:
-        """Run the model on a batch, its layers returning what they seem to return: what all layers are called with.
-
-        Layers that return tuples are known by a loop that takes them apart.
-        """
-        reasons: list[NotReplayableError] = []
-        for length in self._lengths:
-            run = _Run(self._model, self._layers, length, self._pool)
-            try:
-                tape = run.play(batch)
-            except NotReplayableError as error:
-                reasons.append(error)
-            except (TypeError, ValueError, IndexError, AttributeError) as error:
-                if not run.calls:  # it never came to its layers
-                    raise
-                reasons.append(NotReplayableError(f"it takes what a layer returns for something else: {error}"))
-            else:
-                self._lengths = (length,)
-                return tape
-        raise reasons[0]
+"""Tensors of calls by the order in which a batch meets them, with their types and shapes: masks of all layers of a kind
+and of all batches are the same, and so are position embeddings."""
 
 
 class _Run:
-    """One run of a model whose layers return hidden states, or tuples of a ``length`` that begin with them."""
+    """One run of a model whose layers are stood in for, and return hidden states, or tuples that begin with them."""
 
     def __init__(self, model: Any, layers: Sequence[str], length: int, pool: _Pool) -> None:
         self._model, self._layers, self._length, self._pool = model, layers, length, pool
@@ -262,12 +265,12 @@ class _Run:
         self._same: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def play(self, batch: torch.Tensor) -> tuple[States, list[Call]]:
+        """Run the model on a batch: the states that enter the first layer, and what all layers are called with."""
         modules = [self._model.get_submodule(name) for name in self._layers]
         for number, module in enumerate(modules):
             module.forward = self._recorder(number)
         try:
-            trunk = trunk_of(self._model)
-            trunk(input_ids=batch, use_cache=True, **{cache_argument(trunk): self._cache})
+            run_trunk(self._model, batch, self._cache)
         finally:
             for module in modules:
                 del module.forward
@@ -281,6 +284,8 @@ class _Run:
             if "hidden_states" in kwargs:
                 hidden = kwargs["hidden_states"]
             untouched = not self._handed or hidden is self._handed[-1]
+            if number > len(self.calls):
+                raise NotReplayableError(f"it skips layer {len(self.calls)} on text alone")
             if not isinstance(hidden, torch.Tensor) or number != len(self.calls) or not untouched:
                 raise NotReplayableError("it does more between its layers than to hand on hidden states")
             if not self._first:

@@ -8,14 +8,14 @@ is dropped, and what the model goes on with is its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from calibration.lazy import torch
 from calibration.measurement import Measurement
-from calibration.parts import hands_keys
+from calibration.parts import hands_keys, trunk_of
 
 
 def watch_stacked(
@@ -76,9 +76,12 @@ class _Stack:
                 return
             flat = hidden.reshape(-1, hidden.shape[-1])
             weights = next(value for value in tensors[1:] if value.is_floating_point())
-            for number in wanted:
-                index = indices[0].new_full((flat.shape[0], 1), number)
-                module(flat, index, weights.new_ones((flat.shape[0], 1)))
+            try:
+                for number in wanted:
+                    index = indices[0].new_full((flat.shape[0], 1), number)
+                    module(flat, index, weights.new_ones((flat.shape[0], 1)))
+            except ValueError:  # a module that is not made for one expert a token, as LongCat's
+                self.measurement.routed_only.update(names)
 
     def _scattered(self, module: Any, hidden: torch.Tensor) -> None:
         """Experts that are called with [E * tokens, H], each one's own rows scaled by its score and the rest zero.
@@ -169,6 +172,39 @@ def while_called(module: Any, context: Callable[..., AbstractContextManager[Any]
 def watching(model: Any, part: str, measurement: Measurement) -> AbstractContextManager[None]:
     """Measure the inputs of every linear module below ``part`` ("" for all) but the output head."""
     return hooked(_hooks(model, part, measurement))
+
+
+@contextmanager
+def watching_around(
+    model: Any, layers: Sequence[str], before: Measurement, behind: Measurement
+) -> Iterator[None]:
+    """Measure the inputs of linear modules that a model runs before its first layer, and of those behind its last one."""
+    inside = tuple(f"{name}." for name in layers)
+    places = {"before": before, "within": None, "behind": behind}
+    at = ["before"]
+
+    def move(place: str) -> Callable[..., None]:
+        return lambda *_: at.__setitem__(0, place)
+
+    def see(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        measurement = places[at[0]]
+        if measurement is not None:
+            measurement.input(name, entering(args, kwargs))
+
+    head = model.get_output_embeddings()
+    outside = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head and not name.startswith(inside)
+    ]
+    first, last = model.get_submodule(layers[0]), model.get_submodule(layers[-1])
+    handles = (
+        trunk_of(model).register_forward_pre_hook(move("before")),
+        first.register_forward_pre_hook(move("within")),
+        last.register_forward_hook(move("behind")),
+    )
+    with hooked(handles), preceding(model, outside, see):
+        yield
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 The embedding part runs once (`calibration.calls`); then every layer is loaded, each batch takes one forward through it
 in which its ranges are taken too, and the layer is freed. The next layer's weights are read meanwhile, so two layers'
-are there at most.
+are there at most. What some models compute behind their last layer runs once too.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from dataclasses import asdict
 from typing import Any
 
 from calibration.activations import Activations, Pace, digest_of
-from calibration.caches import recording_cache
-from calibration.calls import Call, record
-from calibration.errors import NotReplayableError
-from calibration.hooks import watching
+from calibration.caches import empty_cache, recording_cache
+from calibration.calls import Call, answering, record
+from calibration.hooks import watching, watching_around
 from calibration.lazy import torch
 from calibration.measurement import Measurement
 from calibration.observers import Observation
-from calibration.parts import layer_names
 from calibration.replica import Replica
 from calibration.weights import held
 
@@ -45,7 +43,7 @@ def run_layers(
     """
     walk = Walk([replica], batches, activations, [asdict(observation), sorted(replica.owned.items())], advance)
     whole = Measurement.of(observation, walk.known) if walk.known else Measurement(observation)
-    walk.through(lambda layer: whole.add(walk.measured(layer, observation)), whole.state)
+    walk.through(lambda layer: whole.add(walk.measured(layer, observation)), whole.state, around=whole)
     return whole
 
 
@@ -65,45 +63,72 @@ class Walk:
         advance: Callable[[int], None],
     ) -> None:
         self.replicas, self.replica, self.activations, self.advance = replicas, replicas[0], activations, advance
-        if self.replica.obstacle is not None:
-            raise NotReplayableError(self.replica.obstacle)
-        self.layers = layer_names(self.replica.model)
+        self.layers = self.replica.walkable.layers
         self.calls: list[list[Call]] = [[] for _ in batches]
         self.batches, self._identity = batches, digest_of(facts, batches)
         self._start, self.known = activations.last_commit(self._identity)
         self._ahead: Future[None] | None = None
         self._reader = ThreadPoolExecutor(1)
 
-    def through(self, work: Callable[[int], None], state: Callable[[], Any] = lambda: None) -> None:
+    def through(
+        self,
+        work: Callable[[int], None],
+        state: Callable[[], Any] = lambda: None,
+        around: Measurement | None = None,
+    ) -> None:
         """Have ``work`` done with the number of each layer.
 
-        ``state`` gives what is committed beside the hidden states, which takes a tenth of the time at most.
+        ``state`` gives what is committed beside the hidden states, which takes a tenth of the time at most. ``around``
+        gets what enters linear modules before the first layer and behind the last one.
         """
         start, samples = self._start, sum(batch.shape[0] for batch in self.batches)
         self.activations.start(start, len(self.batches) if start else 0)
         pace = Pace(COMMIT_SECONDS)
         try:
-            self._record(keep=not start)
+            behind = self._record(around, keep=not start)
             self.advance(start * samples)
             for number in range(start, count := len(self.layers)):
                 work(number)
                 self.activations.advance()
                 if number + 1 < count:
                     pace.step(lambda: self.activations.commit(self._identity, state()))
+            if around is not None and behind:
+                self._measure_behind(around)
         finally:
             self._reader.shutdown(wait=True, cancel_futures=True)
 
-    def _record(self, *, keep: bool) -> None:
-        """Learn how the layers are called, and ``keep`` what enters the first one."""
-        for one, numbers in zip(self.replicas, self.dealt, strict=True):
-            mine = (self.batches[number] for number in numbers)
-            with one.around(self.layers):
-                for number, (states, calls) in zip(numbers, record(one, self.layers, mine), strict=True):
+    def _record(self, around: Measurement | None, *, keep: bool) -> bool:
+        """Learn how the layers are called, and ``keep`` what enters the first one.
+
+        Return whether linear modules run behind the last layer.
+        """
+        before = around if keep and around is not None else Measurement(Observation())
+        behind = Measurement(Observation())
+        for replica, numbers in zip(self.replicas, self.dealt, strict=True):
+            batches = (self.batches[number] for number in numbers)
+            with replica.around(self.layers), watching_around(replica.model, self.layers, before, behind):
+                for number, (states, calls) in zip(numbers, record(replica, batches), strict=True):
                     self.calls[number] = calls
+                    before.end_batch()
                     if keep:
                         self.activations.put(number, states)
         if keep:
             self.activations.advance()
+        return bool(behind.summaries)
+
+    def _measure_behind(self, measurement: Measurement) -> None:
+        """Measure what enters linear modules behind the last layer, from its hidden states."""
+        replica, layers = self.replica, self.layers
+        with replica.around(layers), torch.inference_mode():
+            for number, calls in enumerate(self.calls):
+                leaving = calls[-1].returned(self.activations.get(number, replica.device).hidden)
+                before = Measurement(Observation())
+                with (
+                    answering(replica.model, layers, leaving),
+                    watching_around(replica.model, layers, before, measurement),
+                ):
+                    replica.run(self.batches[number], empty_cache(replica.model))
+                measurement.end_batch()
 
     @property
     def dealt(self) -> list[range]:

@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from calibration.errors import NotReplayableError
+from calibration.errors import CalibrationError, NotReplayableError
 from calibration.lazy import torch
 
-CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Names by which forwards of transformers take a cache."""
+
+
+def language_model(model: Any) -> Any:
+    """Return the part of a model that answers: its first where it is several that only `generate` runs, as Omni's are."""
+    while type(model).forward is torch.nn.Module.forward:
+        model = next(model.children())
+    return model
 
 
 def trunk_of(model: Any) -> Any:
     """Return the model without its output head, whose product, the largest tensor of a forward, nobody needs."""
+    model = language_model(model)
     base = model.base_model
     # Llama 4's text has the base's name of the model that also sees.
     trunk = model.model if base is model and hasattr(model, "model") else base
@@ -33,9 +42,28 @@ def _requires_more_than_tokens(kind: type) -> bool:
     return bool(set(required) - {"input_ids"})
 
 
-def cache_argument(trunk: Any) -> str:
-    """Return the name by which a trunk's forward takes its cache."""
-    return next((name for name in CACHE_ARGUMENTS if name in inspect.signature(trunk.forward).parameters), CACHE_ARGUMENTS[0])
+def run_trunk(model: Any, batch: torch.Tensor, cache: Any) -> None:
+    """Run a model without its output head on tokens, int64 [batch, sequence], with a cache.
+
+    Raises `CalibrationError` where that is not possible.
+    """
+    trunk = trunk_of(model)
+    parameters = inspect.signature(trunk.forward).parameters
+    argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), _CACHE_ARGUMENTS[0])
+    with running("this model on text alone"):
+        trunk(input_ids=batch, use_cache=True, **{argument: cache})
+
+
+@contextmanager
+def running(what: str) -> Iterator[None]:
+    """Word what a forward of transformers raises in the block as `CalibrationError`, but for memory that is not there."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CalibrationError(f"transformers cannot run {what}: {reason}") from error
 
 
 def layer_names(model: Any) -> list[str]:
@@ -89,14 +117,14 @@ def shared_attention(model: Any) -> dict[str, str]:
 
 
 def _language_modules(model: Any) -> Iterator[tuple[str, Any]]:
-    decoder = model.get_decoder()
+    decoder = language_model(model).get_decoder()
     inside = next(name for name, module in model.named_modules() if module is decoder)
     return ((name, module) for name, module in model.named_modules() if not inside or name.startswith(f"{inside}."))
 
 
 @cache
 def _takes_cache(kind: type) -> bool:
-    return any(name in CACHE_ARGUMENTS for name in inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
+    return any(name in _CACHE_ARGUMENTS for name in inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
 
 
 @cache

@@ -17,7 +17,6 @@ from calibration.hooks import watching
 from calibration.lazy import torch
 from calibration.measurement import Key, Kind, Measurement
 from calibration.observers import Observation
-from calibration.parts import cache_argument
 from calibration.replica import Replica, on_disk, sources
 
 
@@ -91,6 +90,7 @@ def ranges_of(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Range
     """Name magnitudes as the checkpoint does; a module on disk may be a part of one of the model's, or several of them."""
     named = sources(replica.model, replica.owned)
     caches = {name: on_disk(name, replica.owned) for name in replica.attention}
+    tied = replica.tied
 
     def cached(kind: Kind) -> Iterator[tuple[str, torch.Tensor]]:
         for own, disk in caches.items():
@@ -99,21 +99,22 @@ def ranges_of(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Range
                 yield disk, amax
 
     return Ranges(
-        inputs={disk: amax for disk, own in named.items() if (amax := _input(replica, magnitudes, own)) is not None},
+        inputs={disk: amax for disk, own in named.items() if (amax := _input(magnitudes, own, tied)) is not None},
         keys=dict(cached("k")),
         values=dict(cached("v")),
         latents={
-            disk: torch.stack((magnitudes["latent", own], magnitudes["rotary", own]))
+            disk: torch.stack((amax, magnitudes.get(("rotary", own), torch.zeros(()))))
             for own, disk in caches.items()
-            if ("latent", own) in magnitudes
+            if (amax := magnitudes.get(("latent", own))) is not None
         },
     )
 
 
-def _input(replica: Replica, magnitudes: Mapping[Key, torch.Tensor], own: str) -> torch.Tensor | None:
+def _input(
+    magnitudes: Mapping[Key, torch.Tensor], own: str, tied: Mapping[str, Sequence[str]]
+) -> torch.Tensor | None:
     """The largest input of a module and of those that have its weight, which is stored once."""
-    modules = (own, *replica.tied.get(own, ()))
-    found = [magnitudes["input", module] for module in modules if ("input", module) in magnitudes]
+    found = [magnitudes["input", name] for name in (own, *tied.get(own, ())) if ("input", name) in magnitudes]
     return torch.stack(found).amax(dim=0) if len(found) > 1 else next(iter(found), None)
 
 
@@ -139,12 +140,9 @@ def run_resident(
         measurement = Measurement.load(observation, kept)
     advance(sum(batch.shape[0] for batch in batches[: measurement.batches]))
 
-    trunk = replica.trunk
-    argument = cache_argument(trunk)
     with watching(replica.model, "", measurement), torch.inference_mode():
         for batch in batches[measurement.batches :]:
-            cache = recording_cache(replica.model, measurement)
-            trunk(input_ids=batch.to(replica.device), use_cache=True, **{argument: cache})
+            replica.run(batch, recording_cache(replica.model, measurement))
             measurement.end_batch()
             advance(batch.shape[0])
             if kept is not None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from calibration.calls import probe
+from calibration.calls import Loop, loop_of
 from calibration.errors import NotReplayableError
-from calibration.parts import attention_modules, shared_attention, trunk_of
+from calibration.lazy import torch
+from calibration.parts import attention_modules, run_trunk, shared_attention, trunk_of
 from calibration.weights import Shards, Weights, build, held, nbytes, settle_buffers
 
 
@@ -19,8 +20,8 @@ class Replica:
     """A model with its weights on disk, none or some of which are on ``device``.
 
     ``owned`` maps names on disk to the model's own. ``attention`` are the attention modules, ``shared`` those that use the
-    keys and values of another one, with its name. ``obstacle`` says why the layers cannot be run one at a time, None where
-    they can; ``width`` is how many numbers of hidden states each token has between two layers then.
+    keys and values of another one, with its name. ``loop`` is how the layers are run one at a time; where they cannot be
+    it is the reason.
     """
 
     model: Any
@@ -29,13 +30,26 @@ class Replica:
     device: str
     attention: tuple[str, ...] = field(repr=False)
     shared: Mapping[str, str] = field(repr=False)
-    obstacle: str | None
-    width: int
+    loop: Loop | NotReplayableError = field(repr=False)
 
     @property
-    def trunk(self) -> Any:
-        """The model without its output head."""
-        return trunk_of(self.model)
+    def obstacle(self) -> str | None:
+        """Why the layers cannot be run one at a time, as a sentence without its subject; None where they can."""
+        return str(self.loop) if isinstance(self.loop, NotReplayableError) else None
+
+    @property
+    def walkable(self) -> Loop:
+        """How the layers are run one at a time. Raises `NotReplayableError` where they cannot be."""
+        if isinstance(self.loop, NotReplayableError):
+            raise self.loop
+        return self.loop
+
+    def run(self, batch: torch.Tensor, cache: Any) -> None:
+        """Run the model without its output head on tokens, int64 [batch, sequence], with a cache.
+
+        Raises `CalibrationError` where that is not possible.
+        """
+        run_trunk(self.model, batch.to(self.device), cache)
 
     @property
     def tied(self) -> dict[str, list[str]]:
@@ -48,8 +62,8 @@ class Replica:
 
     @property
     def body(self) -> list[str]:
-        """Parameters and persistent buffers of `trunk`."""
-        trunk = self.trunk
+        """Parameters and persistent buffers of the model without its output head."""
+        trunk = trunk_of(self.model)
         return held(self.model, next(name for name, module in self.model.named_modules() if module is trunk))
 
     @property
@@ -61,7 +75,8 @@ class Replica:
         """Have attention computed in one piece, whose scores lie nowhere, where that is what the model computes."""
         capped = getattr(self.model.config.get_text_config(), "attn_logit_softcapping", None)
         if self.model._supports_sdpa and capped is None:
-            self.model.set_attn_implementation("sdpa")
+            with suppress(ValueError):  # a tower that cannot be, which no text runs through
+                self.model.set_attn_implementation("sdpa")
 
     @contextmanager
     def around(self, layers: Iterable[str], *more: str) -> Iterator[None]:
@@ -82,15 +97,15 @@ def replica(folder: Path, device: str, *, trust_remote_code: bool = False) -> Re
     """
     shards = Shards(folder)
     model = build(folder, stored=shards.dtype, trust_remote_code=trust_remote_code)
-    obstacle, width = None, model.config.get_text_config().hidden_size
+    loop: Loop | NotReplayableError
     try:
-        width = probe(model)
+        loop = loop_of(model)
     except NotReplayableError as error:
-        obstacle = str(error)
+        loop = error
     settle_buffers(model, device)
     owned = owners(model, shards.names)
     weights = Weights(model, shards, owned, device)
-    return Replica(model, weights, owned, device, attention_modules(model), shared_attention(model), obstacle, width)
+    return Replica(model, weights, owned, device, attention_modules(model), shared_attention(model), loop)
 
 
 def load_resident(folder: Path, device: str, *, trust_remote_code: bool = False) -> Replica:

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from calibration.activations import Activations
 from calibration.errors import CalibrationError, NotReplayableError
 from calibration.lazy import torch
-from calibration.parts import layer_names
 from calibration.replica import Replica
 from calibration.weights import held, nbytes
 
@@ -129,12 +128,13 @@ def _gb(count: int) -> str:
 
 
 def need_of(first: Replica, batches: Sequence[torch.Tensor]) -> Need:
-    """Return what a copy takes; 0 for the largest layer where the layers cannot be run one at a time."""
-    layers = layer_names(first.model) if first.obstacle is None else ()
-    largest = max((nbytes(first.model, held(first.model, name)) for name in layers), default=0)
+    """Return what a copy takes; nothing for layers and hidden states where the layers cannot be run one at a time."""
     batch, length = (max(sizes) for sizes in zip(*(batch.shape for batch in batches), strict=True))
-    config = first.model.config.get_text_config()
-    states = sum(batch.numel() for batch in batches) * first.width * torch.finfo(first.model.dtype).bits // 8
+    config, largest, states = first.model.config.get_text_config(), 0, 0
+    if first.obstacle is None:
+        loop = first.walkable
+        largest = max(nbytes(first.model, held(first.model, name)) for name in loop.layers)
+        states = sum(batch.numel() for batch in batches) * loop.width * torch.finfo(first.model.dtype).bits // 8
     return Need(first.nbytes, largest, forward_bytes(config, batch, length), states)
 
 

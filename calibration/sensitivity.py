@@ -20,13 +20,12 @@ from typing import Any
 
 from calibration.activations import States, digest_of, storing, whole
 from calibration.caches import empty_cache, recording_cache
-from calibration.calls import Call, record
+from calibration.calls import Call, answering, record
 from calibration.errors import NotReplayableError
 from calibration.hooks import entering, following, preceding, watching
 from calibration.lazy import torch
 from calibration.measurement import Measurement
 from calibration.observers import Observation
-from calibration.parts import layer_names
 from calibration.ranges import ranges_of, require_sound
 from calibration.replica import Replica
 from calibration.weights import held
@@ -65,9 +64,7 @@ def measure(
     Raises `CalibrationError` where what was seen is not finite, weights are missing or the disk is full, and
     `NotReplayableError` where the layers cannot be run one at a time.
     """
-    if replica.obstacle is not None:
-        raise NotReplayableError(replica.obstacle)
-    layers = layer_names(replica.model)
+    layers = replica.walkable.layers
     batches = [sample.unsqueeze(0) for sample in samples]
     identity = digest_of([facts, sorted(replica.owned.items())], batches)
     kept = _Kept(work, identity)
@@ -75,7 +72,7 @@ def measure(
         name for name, module in replica.model.named_modules() if module is replica.model.get_output_embeddings()
     )
     with replica.around(layers, *held(replica.model, head)):
-        recorded = list(record(replica, layers, batches))
+        recorded = list(record(replica, batches))
         sweep = _Sweep(replica, layers, _wide([call for _, call in recorded]))
         back = kept.first("gradient", range(len(layers) + 1))
         if back is None:
@@ -134,7 +131,8 @@ class _Sweep:
         with self._loaded(number) as module:
             told = changes(self._layers[number], largest, partial(self._hessians, number, states))
             costs = dict.fromkeys((change.name for change in told), 0.0)
-            names = {name for change in told for name in change.modules}
+            sites = {change.name: self._sites(change.modules) for change in told}
+            names = {name for of_change in sites.values() for name in of_change}
             for index, each in enumerate(states):
                 entering = each.hidden.to(self._replica.device).requires_grad_()
                 with _seen(self._replica.model, names) as calls:
@@ -146,7 +144,7 @@ class _Sweep:
                 at = dict(zip(calls, slopes[1:], strict=True))
                 for change in told:
                     with change.changed(), torch.no_grad():
-                        costs[change.name] += self._cost([(calls[name], at[name], name) for name in change.modules])
+                        costs[change.name] += self._cost([(calls[name], at[name], name) for name in sites[change.name]])
         return found, {name: total / (2 * tokens) for name, total in costs.items()}
 
     def _hessians(self, number: int, states: Sequence[States]) -> dict[str, torch.Tensor]:
@@ -166,10 +164,22 @@ class _Sweep:
                 self._run(number, index, model.get_submodule(name), each, None)
         return found
 
+    def _sites(self, modules: Iterable[str]) -> list[str]:
+        """Return the modules whose outputs changes of some modules are seen in: themselves, all of which see the same
+        tokens, or in place of listed experts, each of which sees some tokens or none, the module that holds the list."""
+        model = self._replica.model
+
+        def site(name: str) -> str:
+            listed = name.rpartition(".experts.")[0]
+            holds = bool(listed) and isinstance(model.get_submodule(f"{listed}.experts"), torch.nn.ModuleList)
+            return listed if holds else name
+
+        return list(dict.fromkeys(map(site, modules)))
+
     def _cost(self, changed: Sequence[tuple[_Call, torch.Tensor, str]]) -> float:
         """The sum of (g d)^2 over the tokens, of modules that see the same ones."""
         moved = [
-            ((self._replica.model.get_submodule(name)(*args, **kwargs) - out) * slope).flatten(0, -2)
+            ((_first(self._replica.model.get_submodule(name)(*args, **kwargs)) - out) * slope).flatten(0, -2)
             for (args, kwargs, out), slope, name in changed
         ]
         products = sum(one.sum(dim=-1).double() for one in moved)
@@ -180,12 +190,16 @@ class _Sweep:
         replica, name = self._replica, self._layers[number]
         own, module = held(replica.model, name), replica.model.get_submodule(name)
         dtype = next(module.parameters()).dtype
+        # Buffers that no checkpoint holds would come back rounded.
+        buffers = [(part, key, part._buffers[key]) for part in module.modules() for key in part._non_persistent_buffers_set]
         replica.weights.load(own)
         try:
             yield module.float()
         finally:
             replica.weights.free(own)
             module.to(dtype)
+            for part, key, buffer in buffers:
+                part._buffers[key] = buffer
 
     def _run(
         self, number: int, index: int, module: Any, states: States, measurement: Measurement | None
@@ -204,17 +218,21 @@ _Call = tuple[tuple[Any, ...], Mapping[str, Any], "torch.Tensor"]
 
 @contextmanager
 def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
-    """The calls of modules, by their names; each is called once."""
+    """The calls of modules, by their names; each is called once, and of several tensors that it returns the first counts."""
     found: dict[str, _Call] = {}
 
     def plain(value: Any) -> Any:
         return value.detach() if isinstance(value, torch.Tensor) else value
 
-    def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
-        found[name] = tuple(map(plain, args)), {key: plain(value) for key, value in kwargs.items()}, out
+    def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        found[name] = tuple(map(plain, args)), {key: plain(value) for key, value in kwargs.items()}, _first(out)
 
     with following(model, sorted(names), see):
         yield found
+
+
+def _first(returned: Any) -> Any:
+    return returned[0] if isinstance(returned, tuple) else returned
 
 
 def _of_predictions(
@@ -240,14 +258,8 @@ def _of_predictions(
 
 def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leaving: Any) -> torch.Tensor:
     """What the model makes of what its last layer returns, [1, sequence, vocabulary]."""
-    modules = [replica.model.get_submodule(name) for name in layers]
-    for module in modules:
-        module.forward = lambda *_, **__: leaving
-    try:
+    with answering(replica.model, layers, leaving):
         logits: torch.Tensor = replica.model(input_ids=batch, use_cache=False).logits
-    finally:
-        for module in modules:
-            del module.forward
     return logits
 
 

@@ -277,9 +277,8 @@ class _Sequential(Walk):
             if name not in linear:
                 first, rest = (found[0], found[1:]) if isinstance(found, tuple) else (found, None)
                 if rest is None or all(one is None for one in rest):
-                    parts.update(
-                        {each: (name, None if rest is None else len(rest)) for each, of in made.items() if of is first}
-                    )
+                    ended = [each for each, of in made.items() if of is first and each.startswith(f"{name}.")]
+                    parts.update(dict.fromkeys(ended, (name, None if rest is None else len(rest))))
                 return
             came = entering(args, kwargs)
             if _kind(name) not in turns:
@@ -313,11 +312,13 @@ class _Sequential(Walk):
         count, device = -(-_ROWS // sum(map(len, looked))), self.replica.device
 
         def see(dealt: tuple[Replica, Sequence[int]]) -> dict[str, torch.Tensor]:
-            (one, numbers), largest = dealt, dict[str, "torch.Tensor"]()
+            (one, numbers), largest, tokens = dealt, dict[str, "torch.Tensor"](), 0
 
             def take(name: str, found: Any) -> None:
                 found = found[0] if isinstance(found, tuple) else found
                 flat = found.reshape(-1, found.shape[-1])
+                if len(flat) != tokens and name in (*inputs, self.layers[layer]):
+                    return  # several streams of hidden states, or an expert's tokens: rows would not lie beside others
                 # Not every n-th: the first token of each sequence, which is like no other, would be among them.
                 chosen = torch.randperm(len(flat), generator=torch.Generator().manual_seed(0))[:count]
                 rows[name][number] = flat[chosen.to(flat.device)].to(device)
@@ -329,6 +330,7 @@ class _Sequential(Walk):
                 following(one.model, outputs, lambda name, _args, _kwargs, found: take(name, found)),
             ):
                 for number in numbers:
+                    tokens = self.batches[number].numel()
                     self._run(layer, number, self._states(layer, number, one)[0], one)
             return {name: found.to(device) for name, found in largest.items()}
 
@@ -339,6 +341,7 @@ class _Sequential(Walk):
                 torch.stack([each[name] for each in found if name in each]).amax(0),
             )
             for name, of in rows.items()
+            if of
         }
 
 

@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from calibration.classes import build_model
 from calibration.encodings import SCALE_SUFFIX, decode_blocks, is_block_fp8
 from calibration.errors import CalibrationError
 from calibration.lazy import torch
@@ -24,23 +25,21 @@ _PIECE = 16 << 20  # bytes: what a thread reads for a GPU at a time
 
 
 def build(folder: Path, *, stored: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
-    """The causal language model of a folder, on the meta device, in the dtype that its configuration names.
+    """Build the model of a folder on the meta device, in the dtype that its configuration names.
 
     ``stored`` is the dtype of a model whose configuration names none. Attention and experts are computed step by step
     ("eager"), which is what llm-compressor calibrates with; fused attention differs in the last bit of bfloat16 from
     the second layer on. Raises `CalibrationError` for what transformers cannot build.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        if hasattr(config, "quantization_config"):  # decoded when it is read
-            del config.quantization_config
-        known = type(config) in AutoModelForCausalLM._model_mapping
-        # Models that also see are known as such where their text alone has no name.
-        kind = AutoModelForCausalLM if known or trust_remote_code else AutoModelForImageTextToText
+        for part in (config, config.get_text_config()):
+            if hasattr(part, "quantization_config"):  # decoded when it is read
+                del part.quantization_config
         with torch.device("meta"):
-            model = kind.from_config(
+            model = build_model(
                 config,
                 dtype=config.dtype or config.get_text_config().dtype or stored or torch.bfloat16,
                 attn_implementation="eager",

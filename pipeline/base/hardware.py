@@ -53,6 +53,11 @@ class Hardware:
         return any(_holding("native", self.name, scheme, "auto", ""))
 
     @property
+    def fp8_max(self) -> float:
+        """The largest magnitude of an FP8 number there: gfx942 computes in e4m3fnuz, all others in e4m3fn."""
+        return 240.0 if self.arch == "gfx942" else 448.0
+
+    @property
     def hbm_bytes(self) -> int | None:
         """Bytes of one accelerator's memory; None where it depends on the machine."""
         return None if self.hbm_gib is None else self.hbm_gib << 30

@@ -313,11 +313,18 @@ def _model(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
             yield loaded.fault(("calibration", "samples"), f"{few}: a Hessian of {name} {widest} takes as many tokens")
     rank = config.get("kv_lora_rank")
     if quantization.kv_cache == "fp8" and rank is not None:
-        yield loaded.fault(
-            ("quantization", "kv_cache"),
-            f"found fp8 for latent attention (kv_lora_rank {rank}), expected auto: its cache holds one latent for all "
-            "heads with one rotated part, and neither layout has scales for these",
-        )
+        # vLLM caches one latent for all heads with one rotated part, by a scale of 1.0: neither layout has scales for
+        # these, and calibration proves that nothing clips.
+        latent = f"for latent attention (kv_lora_rank {rank})"
+        if quantization.engine != "stream":
+            said = f"found fp8 {latent} with engine {quantization.engine}, expected auto: that engine does not measure"
+            yield loaded.fault(("quantization", "kv_cache"), f"{said} whether the latent fits FP8 without a scale")
+        elif quantization.kv_cache_granularity == "head":
+            said = f"found head {latent}, expected tensor: all heads share one latent"
+            yield loaded.fault(("quantization", "kv_cache_granularity"), said)
+        if recipe.evaluation.runtime == "reference":
+            said = f"found reference with kv_cache fp8 {latent}, expected vllm"
+            yield loaded.fault(("evaluation", "runtime"), f"{said}: the reference runtime has no FP8 cache of latents")
     for path, name in _used(loaded):
         divisor, gpus = scheme(name).input_divisor, recipe.target.gpus
         for width, features, split in _widths(config):

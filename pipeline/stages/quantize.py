@@ -6,10 +6,13 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 
 from calibration.batches import batched
 from calibration.lazy import torch
 from calibration.ranges import load_ranges
+from pipeline.base.errors import UserError
+from pipeline.base.hardware import hardware
 from pipeline.base.machine import versions
 from pipeline.quantize.device import device_title, resolve_devices
 from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
@@ -23,7 +26,7 @@ from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.quantize.model.selection import select
 from pipeline.quantize.model.structure import Structure
 from pipeline.recipe.load import choice_yaml
-from pipeline.recipe.modules import expert_count, text_config
+from pipeline.recipe.modules import expert_count
 from pipeline.recipe.schema import Quantization
 from pipeline.stages import by_library
 from pipeline.stages.calibrate import RANGES, read_tokens
@@ -90,6 +93,7 @@ class QuantizeStage(Stage):
         choice = select(structure, quantization)
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=quantization.shared_scales)
         scales = _ranges(job, choice)
+        latent = _proven_latent(job) if structure.latent and quantization.kv_cache == "fp8" else None
         gained: Mapping[str, object] = {}
         if quantization.algorithm != "none":
             rounded, gained = _rounded(job, source, structure, choice, plans, scales)
@@ -128,6 +132,7 @@ class QuantizeStage(Stage):
                 "kept": len(choice.kept),
                 "seconds": {kind: round(spent, 3) for kind, spent in sorted(written.seconds.items())},
                 **gained,
+                **({} if latent is None else {"latent": latent}),
             },
             summary=f"{size / 1e6:,.1f} MB from {source.nbytes / 1e6:,.1f} MB, {len(choice.schemes)} modules",
             known={f"{CHECKPOINT}/{shard.name}": (shard.size, shard.sha256) for shard in written.shards},
@@ -162,22 +167,20 @@ def _rounded(
     assert section is not None  # noqa: S101 - the recipe's checks
     job.progress.say("reading the calibration texts")
     samples = read_tokens(section, source.folder, trust_remote_code=trust)
-    layers = int(text_config(source.config)["num_hidden_layers"])
-    with job.progress.bar(layers * len(samples), "layer samples") as advance:
-        rounded = round_layers(
-            plans,
-            structure,
-            choice,
-            source.folder,
-            list(batched(samples, section.batch_size)),
-            scales,
-            devices=resolve_devices(job.setting.device),
-            work=job.path / _WORK,
-            parameters=quantization.parameters,
-            activation_bytes=section.activation_bytes,
-            trust_remote_code=trust,
-            advance=advance,
-        )
+    rounded = round_layers(
+        plans,
+        structure,
+        choice,
+        source.folder,
+        list(batched(samples, section.batch_size)),
+        scales,
+        devices=resolve_devices(job.setting.device),
+        work=job.path / _WORK,
+        parameters=quantization.parameters,
+        activation_bytes=section.activation_bytes,
+        trust_remote_code=trust,
+        bar=partial(job.progress.bar, unit="layer samples"),
+    )
     write_json(job.path / GAINS, {name: asdict(gain) for name, gain in sorted(rounded.gains.items())})
     sums = [
         sum(getattr(gain, side) for gain in rounded.gains.values() if gain.fault is None)
@@ -226,6 +229,24 @@ def _ranges(job: Job, choice: Choice) -> Mapping[str, torch.Tensor]:
         return {}
     ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
     return scale_ranges(ranges, choice, job.setting.recipe.quantization.format)
+
+
+def _proven_latent(job: Job) -> dict[str, float]:
+    """The largest number that latent attention caches, and what FP8 holds on the target without a scale.
+
+    Raises `UserError` where the cache would clip.
+    """
+    latents = load_ranges(job.inputs["calibrate"].file(RANGES)).latents
+    target = job.setting.recipe.target.hardware
+    limit = hardware(target).fp8_max
+    largest, module = max((float(amax.max()), module) for module, amax in latents.items())
+    if largest > limit:
+        raise UserError(
+            f"quantization.kv_cache: found fp8 for a latent cache whose largest number is {largest:.4g} in {module}, "
+            f"expected at most {limit:g}: vLLM caches latents by a scale of 1.0 on {target}, and would clip it.",
+            hint="Set `kv_cache: auto`.",
+        )
+    return {"largest": largest, "limit": limit}
 
 
 class InspectStage(Stage):

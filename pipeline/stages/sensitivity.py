@@ -81,7 +81,7 @@ class SensitivityStage(Stage):
             groups = _groups(structure.linear)
             own = _gptq(recipe.quantization)
             changes = _Changes(one, groups, structure.linear, names, own)
-            with job.progress.bar(2 * len(one.attention) * len(samples), "layer samples") as advance:
+            with job.progress.bar(2 * len(one.walkable.layers) * len(samples), "layer samples") as advance:
                 costs = measure(one, samples, changes, job.path / _WORK, [names, own], advance=advance)
         found = [_told(name, modules, structure.linear, names, costs) for name, modules in groups.items()]
         tokens = sum(len(sample) for sample in samples)

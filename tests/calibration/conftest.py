@@ -54,11 +54,26 @@ def listener() -> Listener:
 
 
 @pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``zoo("qwen3_next")`` is the folder of a tiny model of `tests.zoo`; each is built once."""
+    root = tmp_path_factory.mktemp("zoo")
+
+    def get(name: str, *, dtype: str = "bfloat16") -> Path:
+        from tests.zoo.models import build
+
+        folder = root / f"{name}-{dtype}"
+        return folder if folder.is_dir() else build(name, folder, dtype=dtype)
+
+    return get
+
+
+@pytest.fixture(scope="session")
 def same() -> Callable[[Ranges, Ranges], None]:
     """``same(one, other)``: equal to the last bit, in the same order."""
 
     def check(one: Ranges, other: Ranges) -> None:
-        for mine, theirs in ((one.inputs, other.inputs), (one.keys, other.keys), (one.values, other.values)):
+        for table in ("inputs", "keys", "values", "latents"):
+            mine, theirs = getattr(one, table), getattr(other, table)
             assert list(mine) == list(theirs)
             for name, amax in mine.items():
                 assert torch.equal(amax, theirs[name]), f"{name}: {amax} is not {theirs[name]}"

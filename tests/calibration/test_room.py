@@ -54,13 +54,15 @@ def test_what_is_asked_for_is_taken(mode: str, free: int) -> None:
 
 
 def test_layers_that_cannot_be_replayed_need_a_device_that_holds_all() -> None:
-    assert chosen("auto", 200, reason="they share")[0] == "resident"
-    with pytest.raises(
-        CalibrationError, match=r"105\.0 GB .* they share\. Calibrate on a larger device.*llmcompressor"
-    ):
+    mode, reason = chosen("auto", 200, reason="they share")
+    assert mode == "resident"
+    assert reason.startswith("its layers cannot be run one at a time: they share; the model takes 105.0 GB")
+    assert chosen("resident", 50, reason="they share") == ("resident", "as the recipe asks")
+    with pytest.raises(CalibrationError, match=r"105\.0 GB .* either: they share\. Take .* or a larger device"):
         chosen("auto", 50, reason="they share")
-    with pytest.raises(CalibrationError, match=r"they share\. Take mode: resident"):
-        chosen("layer", 200, reason="they share")
+    for free in (50, 200):
+        with pytest.raises(CalibrationError, match=r"found calibration\.mode layer, but .*: they share; take mode: resi"):
+            chosen("layer", free, reason="they share")
 
 
 @pytest.mark.parametrize("mode", ["auto", "layer"])
@@ -76,6 +78,15 @@ def test_a_forward_grows_with_the_square_of_the_length() -> None:
     assert long > 8 * short
     assert forward_bytes(config, 16, 1024) == 2 * short
     assert short > 8 * 32 * 1024 * 1024 * (2 + 4 + 2), "the scores of all heads, thrice"
+
+
+def test_a_forward_without_attention_has_the_states_of_its_channels() -> None:
+    """As transformers computes a chunked scan without kernels; sizes that differ by layer count by the largest."""
+    config = SimpleNamespace(hidden_size=2560, num_heads=80, state_size=128, chunk_size=256, intermediate_size=[1, 9000])
+    assert forward_bytes(config, 1, 2048) > 2048 * 256 * 80 * 128 * 4
+    assert forward_bytes(config, 2, 2048) == 2 * forward_bytes(config, 1, 2048)
+    del config.chunk_size, config.num_heads
+    assert 2048 * 3 * 4 * 10240 * 128 < forward_bytes(config, 1, 2048) < 2048 * 4 * 4 * 10240 * 128
 
 
 def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -63,8 +63,11 @@ def test_scales_by_head(load: Load) -> None:
         assert "kv_cache_granularity: found head, expected tensor, or kv_cache fp8 in format" in fault
 
 
-def test_a_latent_cache_has_no_scales(load: Load) -> None:
-    (fault,) = faults(load, "scheme: ptpc_fp8, kv_cache: fp8", "DeepSeek-R1-0528")
-    assert "found fp8 for latent attention (kv_lora_rank 512), expected auto" in fault
+def test_a_latent_cache_in_fp8_is_for_our_engine_and_for_vllm(load: Load) -> None:
+    assert faults(load, "scheme: ptpc_fp8, kv_cache: fp8", "DeepSeek-R1-0528") == []
+    (fault,) = faults(load, "scheme: ptpc_fp8, kv_cache: fp8, engine: llmcompressor", "DeepSeek-R1-0528")
+    assert "found fp8 for latent attention (kv_lora_rank 512) with engine llmcompressor, expected auto" in fault
+    (fault,) = faults(load, "scheme: ptpc_fp8, kv_cache: fp8, kv_cache_granularity: head", "DeepSeek-R1-0528")
+    assert "found head for latent attention (kv_lora_rank 512), expected tensor" in fault
     assert faults(load, "scheme: ptpc_fp8", "DeepSeek-R1-0528") == []
     assert faults(load, "scheme: ptpc_fp8, kv_cache: fp8", "Qwen3-30B-A3B") == []

@@ -1,59 +1,76 @@
-"""Table of how vLLM builds and loads each architecture, read from its classes, built without weights.
+"""Table of how vLLM builds and loads each architecture, read from its own classes, which are built without weights.
 
-    .venv-vllm/bin/python tests/tools/vllm_loaders.py zoo/*
+    .venv/bin/python -m tests.tools.vllm_loaders                         # all models of tests/zoo
+    .venv/bin/python -m tests.tools.vllm_loaders llama jamba             # replace the rows of these
+    .venv/bin/python -m tests.tools.vllm_loaders --python OTHER/bin/python
 
-Run it with vLLM's Python. Each folder holds the config.json and the safetensors files of a tiny model (`tests.zoo`);
-only names and shapes of the tensors are read. The table goes to ``pipeline/quantize/model/loaders/vllm-X.Y.yaml``.
+The first part, in quantmint's environment, writes the zoo's models to a temporary folder. The second, in vLLM's, writes
+``pipeline/quantize/model/loaders/vllm-X.Y.yaml``; it imports nothing of quantmint, and runs alone as
 
-A class is built on the meta device with a quantization that records which module asks it for a method, under which
-name. Then each tensor of the checkpoint is given to the class's own ``load_weights``, whose last step, the
-``weight_loader`` of a parameter, records which parameter the tensor reaches. No model code is interpreted here.
+    .venv-vllm/bin/python tests/tools/vllm_loaders.py --folders FOLDER...
+
+A class is built on the meta device, as on an Instinct GPU, with a quantization that records which module asks it for a
+method, and under which name. Then each tensor of the checkpoint goes through the class's own ``load_weights``, whose
+last step, the ``weight_loader`` of a parameter, records which parameter the tensor reaches. No code of a model is
+interpreted, and no kernel runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.abc
 import importlib.machinery
 import json
 import os
 import re
 import struct
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import MagicMock
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import yaml
 
-LOADERS = Path(__file__).parents[2] / "pipeline" / "quantize" / "model" / "loaders"
+for _variable, _value in {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}.items():
+    os.environ.setdefault(_variable, _value)
+
+ROOT = Path(__file__).parents[2]
+LOADERS = ROOT / "pipeline" / "quantize" / "model" / "loaders"
+VERBOSE = bool(os.environ.get("VERBOSE"))
 HEADER = """\
 # How vLLM {version} builds and loads each architecture. Written by tests/tools/vllm_loaders.py; read by ../loader.py.
-# Names are vLLM's, without the numbers of layers and experts.
+# Names are vLLM's unless said otherwise; * stands for the number of a layer or an expert.
 #   quantized    modules that ask for a quantization
-#   unquantized  modules with a matrix that never ask: the quantization must exclude them
+#   unquantized  modules with a matrix that never ask, and heads and embeddings
 #   absorbed     projections that latent attention multiplies into its neighbours, in 16 bit
-#   experts      containers of routed experts, with the names of an expert's projections on disk
-#   fused        module of vLLM: the modules on disk that it is loaded from
-#   unlisted     fused modules that a quantization sees as a single module, without the names on disk
-#   renames      kind, text on disk, text in vLLM, applied in this order; null: vLLM skips the tensor
-#   moves        renames of load_weights that a quantization's lists of names do not go through
-#   misnamed     modules that ask under another name, which a quantization's lists are held against
+#   experts      containers of routed experts, with the last names of an expert's projections on disk
+#   fused        module, or its last name: the modules on disk that it is loaded from, by last name or whole
+#   unlisted     fused modules that a quantization's lists must call by vLLM's name
+#   renames      kind, text on disk, text in vLLM and, where it holds for a part, that part; null: vLLM skips the tensor
+#   listed       renames that a quantization's lists of names go through, where others than the tensors'
+#   moves        what load_weights renames after that: beginnings of names
+#   prefixes     names under which modules ask, where not their own: beginnings of names
 #   skipped      modules on disk that vLLM does not load
 #   drafter      class that serves the layers for multi-token prediction
+#   generic      whether vLLM has no class of its own, and runs transformers' in its Transformers backend
+#   place        of a drafter: beginning of its modules' names on disk; model: the layers after the model's last
 """
-_STUBS = ("torchvision",)
+
 _LFM2 = {
     "conv_dim": 128,
     "block_dim": 128,
@@ -64,52 +81,130 @@ _LFM2 = {
 # Fields that releases have in their config.json and that transformers no longer writes, by class; None drops a field.
 _FIELDS: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
-    "DeepseekV4ForCausalLM": {"mlp_layer_types": None, "layer_types": None, "compress_ratios": [0, 4, 128], "num_hash_layers": 1, "head_dim": 512, "index_head_dim": 128},
-    "Ernie4_5_VLMoeForConditionalGeneration": {"vision_config": {"embed_dim": 32, "mlp_ratio": 4}, "pixel_hidden_size": 32},
-    "Glm4vMoeForConditionalGeneration": {"text_config": {"use_qk_norm": False}},
-    "Glm5NextForConditionalGeneration": {"text_config": {"mhc": True, "mla_use_nope": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}},
+    "AXK1ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "DeepseekV4ForCausalLM": {
+        "mlp_layer_types": None,
+        "layer_types": None,
+        "compress_ratios": [0, 4, 128],
+        "num_hash_layers": 1,
+        "head_dim": 512,
+        "index_head_dim": 128,
+    },
+    "Dots1ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "Glm4vMoeForConditionalGeneration": {"text_config": {"use_qk_norm": False, "head_dim": 32}},
+    "Glm5NextForConditionalGeneration": {
+        "text_config": {
+            "mhc": True,
+            "mla_use_nope": True,
+            "indexer_rope_interleave": False,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        }
+    },
     "GlmOcrForConditionalGeneration": {"text_config": {"rope_parameters": {"partial_rotary_factor": 1.0}}},
+    "Granite4VisionForConditionalGeneration": {"vision_config": {"hidden_size": 128}},
     "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 128, "route_norm": True},
-    "InklingForCausalLM": {"padded_vocab_size": 1024, "use_embed_norm": True, "dense_mlp_idx": 1, "dense_intermediate_size": 256,
-        "sconv_kernel_size": 4, "use_global_scale": True, "q_bias": False, "o_bias": False, "gate_activation": "sigmoid", "norm_after_topk": True,
-        "use_gate_bias": True, "inference_moe_w13_interleaved": False, "final_logit_softcapping": None},
+    "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": 128},
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2VlForConditionalGeneration": {"text_config": _LFM2},
-    "LightOnOCRForConditionalGeneration": {"vision_feature_layer": -1, "projector_hidden_act": "gelu", "image_token_index": 1024, "multimodal_projector_bias": False},
+    "LightOnOCRForConditionalGeneration": {
+        "vision_feature_layer": -1,
+        "projector_hidden_act": "gelu",
+        "image_token_index": 1024,
+        "multimodal_projector_bias": False,
+    },
     "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
-    "MiMoV2FlashForCausalLM": {"hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1], "layernorm_epsilon": 1e-5,
-        "swa_head_dim": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "sliding_window_size": 16},
+    "MiMoV2FlashForCausalLM": {
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
+        "layernorm_epsilon": 1e-5,
+        "swa_head_dim": 32,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "sliding_window_size": 16,
+    },
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid"},
-    "MiniMaxM3SparseForConditionalGeneration": {"text_config": {"hidden_act": "swigluoai"}, "vision_config": {"img_token_compression_config": {}}},
-    "Qwen4ExpForConditionalGeneration": {"vision_config": {"deepstack_visual_indexes": []}, "text_config": {"output_gate_type": "silu"}},
-    "Qwen4ExpForCausalLM": {"output_gate_type": "silu"},
-    "Step3p7ForConditionalGeneration": {"vision_config": {"output_dim": None, "width": 32, "heads": 2, "layers": 1}},
-    "Granite4VisionForConditionalGeneration": {"vision_config": {"hidden_size": 128}},
+    "MiniMaxM3SparseForConditionalGeneration": {
+        "text_config": {"hidden_act": "swigluoai"},
+        "vision_config": {"img_token_compression_config": {}},
+    },
     "MuseGlimmerForConditionalGeneration": {"vision_config": {"output_dim": 128, "adapter_dim": 64}},
     "QianfanOCRForConditionalGeneration": {"vision_config": {"image_size": 56, "patch_size": 14}},
-    "Qwen3OmniMoeForConditionalGeneration": {"thinker_config": {"text_config": {"tie_word_embeddings": False}, "vision_config": {"image_size": 56, "apply_vit_abs_pos_embed": True}}},
+    "Qwen3OmniMoeForConditionalGeneration": {
+        "thinker_config": {
+            "text_config": {"tie_word_embeddings": False},
+            "vision_config": {"image_size": 56, "apply_vit_abs_pos_embed": True},
+        }
+    },
     "Qwen3VLMoeForConditionalGeneration": {"text_config": {"norm_topk_prob": True}},
+    "Qwen4ExpForCausalLM": {"output_gate_type": "silu"},
+    "Qwen4ExpForConditionalGeneration": {
+        "vision_config": {"deepstack_visual_indexes": []},
+        "text_config": {"output_gate_type": "silu"},
+    },
 }
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
+_EXPERTS = frozenset(("FusedMoE", "RoutedExperts"))
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_EXPERTS = {"FusedMoE", "RoutedExperts"}
-_HEADS = {"ParallelLMHead"}
+Rows = list[list[str | None]]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-def starred(name: str) -> str:
-    """Replace the numbers of layers and experts in a module's name with `*`."""
+@dataclass
+class Reading:
+    """Facts about one class of vLLM. Names have `*` for numbers, except those of ``renames``."""
+
+    quantized: set[str] = field(default_factory=set)
+    unquantized: set[str] = field(default_factory=set)
+    absorbed: set[str] = field(default_factory=set)
+    experts: set[str] = field(default_factory=set)
+    packed: dict[str, list[str]] = field(default_factory=dict)  # packed_modules_mapping of the quantization
+    prefixes: dict[str, str] = field(default_factory=dict)  # quantized module: the name under which it asks
+    loads: dict[str, str] = field(default_factory=dict)  # module on disk: module of vLLM; "" for none
+    shards: dict[str, str] = field(default_factory=dict)  # module on disk: its shard of a fused module
+    renames: Rows = field(default_factory=list)
+    listed: Rows = field(default_factory=list)
+    new_names: dict[str, str | None] = field(default_factory=dict)  # module on disk: its name after the renames
+    drafter: str | None = None
+    place: str | None = None  # of a drafter's modules on disk
+    generic: bool = False  # whether vLLM has no class of its own, and runs transformers'
+
+    def modules_on_disk(self) -> dict[str, list[str]]:
+        """Return the modules on disk that each module of vLLM is loaded from."""
+        groups: dict[str, list[str]] = defaultdict(list)
+        for module, target in sorted(self.loads.items()):
+            if target:
+                groups[target].append(module)
+        return groups
+
+
+def pattern(name: str) -> str:
+    """Return a module's name with `*` for the numbers of layers and experts."""
     return _NUMBER.sub("*", name)
 
 
-def kinds(module: Any) -> set[str]:
-    """Return the names of a module's class and its bases; versions of vLLM move classes between files."""
-    return {base.__name__ for base in type(module).__mro__}
+def parent(name: str) -> str:
+    """Return a module's name without its last part."""
+    return name.rpartition(".")[0]
+
+
+def last(name: str) -> str:
+    """Return the last part of a module's name."""
+    return name.rpartition(".")[2]
+
+
+def classes(module: Any) -> frozenset[str]:
+    """Return the names of a module's class and its bases; versions of vLLM keep classes in different files."""
+    return frozenset(base.__name__ for base in type(module).__mro__)
+
+
+# ------------------------------------------------------------------------------------------- building without weights
 
 
 class _Stub(types.ModuleType):
-    """A package that is absent here: preprocessing of images and sound, which building a class only imports."""
+    """A package that is not installed here, and of which building a class needs the names alone."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -118,8 +213,10 @@ class _Stub(types.ModuleType):
 
 
 class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds stubs of packages that prepare images."""
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in _STUBS:
+        if name.partition(".")[0] != "torchvision":
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -130,25 +227,8 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-@dataclass
-class Reading:
-    """Facts about one class, by starred names."""
-
-    quantized: set[str] = field(default_factory=set)
-    unquantized: set[str] = field(default_factory=set)
-    absorbed: set[str] = field(default_factory=set)
-    experts: set[str] = field(default_factory=set)
-    renames: list[list[str | None]] = field(default_factory=list)
-    packed: dict[str, list[str]] = field(default_factory=dict)
-    loads: dict[str, str] = field(default_factory=dict)  # module on disk: module of vLLM
-    mapped: dict[str, str | None] = field(default_factory=dict)  # module on disk: its name after the renames
-    shards: dict[str, str] = field(default_factory=dict)  # module on disk: its shard of a fused module
-    misnamed: dict[str, str] = field(default_factory=dict)  # module: the name by which it asks
-    drafter: str | None = None
-
-
 class Builder:
-    """Builds classes of vLLM without weights, as on an MI355X; one for a process."""
+    """Builds classes of vLLM without weights, as on an MI355X. One for a process."""
 
     def __init__(self) -> None:
         import torch
@@ -156,11 +236,13 @@ class Builder:
         torch.set_num_threads(1)
         _stub_kernels()
         _pretend_rocm()
+        import vllm.model_executor.layers.attention.mla_attention as latent_attention
         from vllm.config import VllmConfig, set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
         from vllm.model_executor.models import registry
 
-        sys.meta_path.append(_StubFinder())  # after transformers has seen what is absent
+        latent_attention.flash_attn_varlen_func = MagicMock(name="flash_attn_varlen_func")  # vLLM 0.19 looks for it
+        sys.meta_path.append(_StubFinder())  # after transformers has noted what is absent
         _stub_processors()
         registry._run_in_subprocess = lambda function: function()  # saves an import of vLLM for each class
         with suppress(ImportError):
@@ -171,11 +253,11 @@ class Builder:
             init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
             initialize_model_parallel(1, 1)
 
-    def build(self, folder: Path) -> tuple[Any, Any, Any]:
-        """Return the model of a folder on the meta device, its recorder, and its VllmConfig."""
+    def configure(self, folder: Path) -> Any:
+        """Return the VllmConfig for a folder's config.json."""
         from vllm.config import DeviceConfig, ModelConfig, VllmConfig
 
-        model_config = ModelConfig(
+        model = ModelConfig(
             model=str(folder),
             tokenizer=str(folder),
             skip_tokenizer_init=True,
@@ -183,42 +265,46 @@ class Builder:
             max_model_len=64,
             enforce_eager=True,
         )
-        config = VllmConfig(model_config=model_config, device_config=DeviceConfig("cpu"))
-        return (*self._initialize(config, None), config)
+        return VllmConfig(model_config=model, device_config=DeviceConfig("cpu"))
 
-    def drafter(self, config: Any) -> tuple[Any, Any] | None:
-        """Return the class that serves a model's layers for multi-token prediction, and its recorder."""
+    def build(self, config: Any) -> tuple[Any, Any]:
+        """Return the model of a VllmConfig on the meta device, and its recorder."""
+        return self._initialize(config, None, {})
+
+    def build_drafter(self, config: Any, packed: Mapping[str, list[str]]) -> tuple[str, Any, Any] | None:
+        """Return name, model and recorder of the class for multi-token prediction; None where a model has none."""
         from vllm.config import DeviceConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 
+        target = config.model_config
+        override = SpeculativeConfig.hf_config_override(copy.deepcopy(target.hf_config))
+        if override.architectures == target.hf_config.architectures:
+            return None
         speculative = SpeculativeConfig(
-            method="mtp",
-            num_speculative_tokens=1,
-            target_model_config=config.model_config,
-            target_parallel_config=ParallelConfig(),
+            method="mtp", num_speculative_tokens=1, target_model_config=target, target_parallel_config=ParallelConfig()
         )
-        drafting = VllmConfig(
-            model_config=config.model_config, device_config=DeviceConfig("cpu"), speculative_config=speculative
-        )
-        return self._initialize(drafting, speculative.draft_model_config)
+        drafting = VllmConfig(model_config=target, device_config=DeviceConfig("cpu"), speculative_config=speculative)
+        draft = speculative.draft_model_config
+        return (draft.hf_config.architectures[0], *self._initialize(drafting, draft, packed))
 
-    def _initialize(self, config: Any, model_config: Any) -> tuple[Any, Any]:
+    def _initialize(self, config: Any, model_config: Any, packed: Mapping[str, list[str]]) -> tuple[Any, Any]:
         from vllm.model_executor.model_loader.utils import initialize_model
 
-        for device in ("meta", "cpu"):  # some compute with their weights when they are built
+        for device in ("meta", "cpu"):  # some compute with their weights while they are built
             config.compilation_config.static_forward_context.clear()
             recorder = config.quant_config = _recorder()
+            recorder.packed_modules_mapping.update(packed)  # a drafter shares its target's quantization
             try:
-                with _on(device):
+                with _tensors_on(device):
                     return initialize_model(config, model_config=model_config), recorder
             except (NotImplementedError, RuntimeError) as error:
                 if device == "cpu" or "meta" not in str(error):
                     raise
-        raise AssertionError
+        raise AssertionError("unreachable")
 
 
 @contextmanager
-def _on(device: str) -> Iterator[None]:
-    """Create bfloat16 tensors on ``device``, also where vLLM names another."""
+def _tensors_on(device: str) -> Iterator[None]:
+    """Create tensors in bfloat16 on ``device``, also where vLLM names another."""
     import torch
     from torch.overrides import TorchFunctionMode
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -235,11 +321,11 @@ def _on(device: str) -> Iterator[None]:
 
 
 def _pretend_rocm() -> None:
-    """Let vLLM see an Instinct GPU: it builds some classes otherwise there. No kernel is run."""
+    """Let vLLM find an Instinct GPU: it has classes of its own for AMD."""
     import torch
 
     torch.cuda.get_device_properties = lambda *_: MagicMock(
-        gcnArchName="gfx950", multi_processor_count=256, total_memory=2**38, name="AMD Instinct MI355X"
+        gcnArchName="gfx950", multi_processor_count=256, total_memory=2**38
     )
     torch.cuda.get_device_capability = lambda *_: (9, 5)
     torch.cuda.get_device_name = lambda *_: "AMD Instinct MI355X"
@@ -260,13 +346,12 @@ def _pretend_rocm() -> None:
     from vllm.triton_utils import tl, triton
 
     flash_attention.is_flash_attn_varlen_func_available = lambda: True
-
     for module in (tl, triton):
         module.__dict__["__getattr__"] = lambda name: MagicMock(name=name)
 
 
 def _stub_kernels() -> None:
-    """Stand in for the kernels of vLLM's ROCm build, which classes look up when they are built."""
+    """Stand in for the kernels of vLLM's ROCm build, which classes look up while they are built."""
     import torch
 
     find, register = torch._ops._OpNamespace.__getattr__, torch.library.register_fake
@@ -282,7 +367,7 @@ def _stub_kernels() -> None:
     def register_fake(operator: Any, function: Any = None, /, **options: Any) -> Any:
         if function is None:
             return lambda function: register_fake(operator, function, **options)
-        with suppress(RuntimeError):  # of an operator that does not exist
+        with suppress(RuntimeError):  # the operator does not exist here
             register(operator, function, **options)
         return function
 
@@ -290,8 +375,9 @@ def _stub_kernels() -> None:
 
 
 def _stub_processors() -> None:
-    """Let classes that load a processor of images or sound when they are built go without one."""
+    """Build classes without the processor of images or sound that some of them load."""
     import transformers
+    from transformers.models.pixtral import modeling_pixtral
 
     def from_pretrained(*_: Any, **__: Any) -> Any:
         processor = MagicMock()
@@ -300,10 +386,13 @@ def _stub_processors() -> None:
 
     for name in ("AutoImageProcessor", "AutoFeatureExtractor", "AutoProcessor", "AutoVideoProcessor"):
         getattr(transformers, name).from_pretrained = from_pretrained
+    for name in ("PixtralRotaryEmbedding", "position_ids_in_meshgrid"):  # vLLM 0.19 imports them
+        if not hasattr(modeling_pixtral, name):
+            setattr(modeling_pixtral, name, MagicMock(name=name))
 
 
 def _recorder() -> Any:
-    """Return a quantization that records the modules that ask it for a method, and quantizes none."""
+    """Return a quantization that records which modules ask it for a method, and quantizes none."""
     import torch
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -312,7 +401,7 @@ def _recorder() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.prefixes: dict[int, str] = {}
-            self.layers: list[Any] = []
+            self.layers: list[Any] = []  # an id is unique among living objects alone
             self.mappers: list[Any] = []
 
         def get_name(self) -> Any:
@@ -338,113 +427,116 @@ def _recorder() -> Any:
 
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
             self.prefixes[id(layer)] = prefix
-            self.layers.append(layer)  # an id is only unique among living objects
-            return UnquantizedLinearMethod() if "LinearBase" in kinds(layer) else None
+            self.layers.append(layer)
+            return UnquantizedLinearMethod() if "LinearBase" in classes(layer) else None
 
     return Recorder()
+
+
+# ------------------------------------------------------------------------------------------------- reading a model
+
+
+def read_modules(model: Any, recorder: Any) -> tuple[Reading, dict[int, str]]:
+    """Sort the modules of a model; also return the module that owns each parameter, by the parameter's id."""
+    reading, owners, names = Reading(), {}, {}
+    reading.generic = type(model).__name__.startswith("Transformers")
+    reading.packed = {name: list(parts) for name, parts in recorder.packed_modules_mapping.items()}
+    for path, module in _modules(model):
+        kinds = classes(module)
+        name = names[id(module)] = pattern(path.removesuffix(".routed_experts") if kinds & _EXPERTS else path)
+        parameters = list(module.parameters(recurse=False))
+        owners.update({id(parameter): name for parameter in parameters if id(parameter) not in owners})
+        if not any(parameter.ndim >= 2 for parameter in parameters):
+            continue
+        if id(module) in recorder.prefixes and kinds & {"LinearBase", *_EXPERTS}:
+            reading.quantized.add(name)
+            reading.prefixes[name] = pattern(recorder.prefixes[id(module)])
+        else:
+            reading.unquantized.add(name)
+        if kinds & _EXPERTS:
+            reading.experts.add(name)
+    for module in model.modules():
+        if "MLAAttention" in classes(module) and getattr(module, "kv_b_proj", None) is not None:
+            reading.absorbed.add(names[id(module.kv_b_proj)])
+    reading.quantized -= reading.unquantized  # of layers of two kinds
+    return reading, owners
 
 
 def _modules(model: Any) -> list[tuple[str, Any]]:
     """Return each module of a model with the shortest of its paths: a router is its layer's, and its experts' too."""
     paths: dict[int, tuple[str, Any]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        known = paths.get(id(module))
-        if known is None or path.count(".") < known[0].count("."):
+        if id(module) not in paths or path.count(".") < paths[id(module)][0].count("."):
             paths[id(module)] = (path, module)
     return list(paths.values())
 
 
-def _module_name(path: str, classes: set[str]) -> str:
-    """Return the name by which a quantization knows a module: vLLM leaves out the last part of a container of experts."""
-    return starred(path.removesuffix(".routed_experts") if not classes.isdisjoint(_EXPERTS) else path)
-
-
-def read_modules(model: Any, recorder: Any) -> tuple[Reading, dict[int, str]]:
-    """Sort a built model's modules; also return the name of the module that owns each parameter, by the parameter's id."""
-    reading, owners = Reading(), {}
-    reading.packed = {name: list(parts) for name, parts in recorder.packed_modules_mapping.items()}
-    names: dict[int, str] = {}
-    for path, module in _modules(model):
-        classes = kinds(module)
-        asks = id(module) in recorder.prefixes and not classes.isdisjoint(("LinearBase", *_EXPERTS))
-        name = names[id(module)] = _module_name(path, classes)
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), name)
-        if not any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
-            continue
-        (reading.quantized if asks else reading.unquantized).add(name)
-        if asks and starred(recorder.prefixes[id(module)]) != name:
-            reading.misnamed[name] = starred(recorder.prefixes[id(module)])
-        if not classes.isdisjoint(_EXPERTS):
-            reading.experts.add(name)
-    for module in model.modules():
-        if "MLAAttention" in kinds(module) and getattr(module, "kv_b_proj", None) is not None:
-            reading.absorbed.add(names[id(module.kv_b_proj)])
-    reading.quantized -= reading.unquantized
-    return reading, owners
-
-
-def trace(model: Any, owners: Mapping[int, str], tensors: Mapping[str, tuple[int, ...]], reading: Reading) -> None:
-    """Give each tensor to the model's `load_weights`, and note which module it reaches."""
+def trace(model: Any, owners: Mapping[int, str], shapes: Shapes, reading: Reading) -> None:
+    """Give each tensor to the model's `load_weights`, and note in ``reading`` which module it reaches."""
     import torch
 
     hits: list[tuple[int, str]] = []
 
-    def recorder(identity: int) -> Callable[..., bool]:
+    def recorder(parameter: int) -> Callable[..., bool]:
         def load(*positional: Any, **named: Any) -> bool:
             shard = named.get("shard_id", named.get("loaded_shard_id", positional[2] if len(positional) == 3 else ""))
-            hits.append((identity, str(shard)))
+            hits.append((parameter, str(shard)))
             return True
 
         return load
 
     for parameter in model.parameters():
         parameter.weight_loader = recorder(id(parameter))
-    for name, shape in tensors.items():
-        module = name.removesuffix(".weight")
+    for name, shape in shapes.items():
+        module = pattern(name.removesuffix(".weight"))
         hits.clear()
-        error = None
         try:
             model.load_weights(iter([(name, torch.empty(shape, dtype=torch.bfloat16, device="meta"))]))
-        except Exception as caught:  # most want the whole checkpoint, and complain after this tensor has been loaded
-            error = caught
-        targets = {owners[identity]: shard for identity, shard in hits if identity in owners}
-        if len(targets) > 1:
-            sys.stderr.write(f"    {name}: reaches {sorted(targets)}\n")
-        if not targets and VERBOSE:
-            sys.stderr.write(f"    {name}: reaches no parameter{f' ({error!r:.200})' if error else ''}\n")
-        for target, shard in list(targets.items())[:1]:
-            reading.loads[starred(module)] = target
-            reading.shards[starred(module)] = shard
-        if not targets:
-            reading.loads.setdefault(starred(module), "")
+        except Exception as error:  # most want the whole checkpoint, and complain after this tensor has been loaded
+            if VERBOSE and not hits:
+                sys.stderr.write(f"    {name} reaches no parameter: {error!r:.160}\n")
+        targets = {owners[parameter]: shard for parameter, shard in hits if parameter in owners}
+        if targets:
+            reading.loads[module], reading.shards[module] = next(iter(targets.items()))
+        reading.loads.setdefault(module, "")
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of the matrices of a checkpoint, and of the single experts that its stacks hold."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        shapes |= {
+            name: tuple(info["shape"])
+            for name, info in header.items()
+            if name != "__metadata__" and len(info["shape"]) >= 2
+        }
+    for name, shape in list(shapes.items()):
+        stack = name.removesuffix(".weight")
+        if len(shape) == 3 and last(stack) in _STACKS:
+            for part in _STACKS[last(stack)]:
+                shapes[f"{parent(stack)}.0.{part}.weight"] = shape[1:]
+    return {name: shape for name, shape in shapes.items() if name.endswith(".weight")}
 
 
 # ---------------------------------------------------------------------------------------------------------- renames
 
-_TABLES = (("regex", "regex"), ("text", "substr"), ("prefix", "prefix"), ("suffix", "suffix"))
+_KINDS = (("regex", "regex"), ("text", "substr"), ("prefix", "prefix"), ("suffix", "suffix"))  # in vLLM's order
 
 
-def read_renames(model: Any) -> list[tuple[str, Any]]:
-    """Return the mappers of a model and of its parts: the path of the part, and the mapper of names below it."""
-    mappers: list[tuple[str, Any]] = []
-    for path, module in model.named_modules():
-        mapper = getattr(module, "hf_to_vllm_mapper", None)
-        if mapper is not None and _rows(mapper, "") and all(_rows(mapper, "") != _rows(m, "") for _, m in mappers):
-            mappers.append((path, mapper))
-    return mappers
+def _rows(mapper: Any, path: str = "") -> Rows:
+    """Return a WeightsMapper as rows of the table; ``path`` is the part of the model whose names it renames."""
+    return [
+        [kind, getattr(source, "pattern", source), target, *([pattern(path)] if path else [])]
+        for kind, attribute in _KINDS
+        for source, target in getattr(mapper, f"orig_to_new_{attribute}", {}).items()
+    ]
 
 
-def _rows(mapper: Any, path: str) -> list[list[str | None]]:
-    rows: list[list[str | None]] = []
-    for kind, attribute in _TABLES:
-        for source, target in getattr(mapper, f"orig_to_new_{attribute}", {}).items():
-            rows.append([kind, getattr(source, "pattern", source), target, *([starred(path)] if path else [])])
-    return rows
-
-
-def rename(name: str, rows: Iterable[list[str | None]]) -> str | None:
-    """Apply the table's renames to the name of a module on disk, as the table's reader does; None where one drops it."""
+def rename(name: str, rows: Rows) -> str | None:
+    """Apply rows to the name of a module on disk as the table's reader does; None where one drops it."""
     current = f"{name}.weight"
     for kind, source, target, *within in rows:
         opening = re.match(re.escape(f"{within[0]}.").replace(r"\*", r"\d+"), current) if within else None
@@ -452,83 +544,159 @@ def rename(name: str, rows: Iterable[list[str | None]]) -> str | None:
             continue
         start = opening[0] if opening else ""
         rest = current[len(start) :]
+        assert source is not None
         hit = {
-            "regex": lambda s=source, r=rest: re.search(s, r),
-            "text": lambda s=source, r=rest: s in r,
-            "prefix": lambda s=source, r=rest: r.startswith(s),
-            "suffix": lambda s=source, r=rest: r.endswith(s),
-        }[str(kind)]()
+            "regex": re.search(source, rest) if kind == "regex" else None,
+            "text": source in rest,
+            "prefix": rest.startswith(source),
+            "suffix": rest.endswith(source),
+        }[str(kind)]
         if hit and target is None:
             return None
-        if hit and kind == "regex":
-            rest = re.sub(source, target, rest)
-        elif hit and kind == "suffix":
-            rest = rest.removesuffix(source) + target
-        elif hit:
-            rest = rest.replace(source, target, 1)
+        if hit and target is not None:
+            if kind == "regex":
+                rest = re.sub(source, target, rest)
+            elif kind == "suffix":
+                rest = rest.removesuffix(source) + target
+            else:
+                rest = rest.replace(source, target, 1)
         current = start + rest
     return current.removesuffix(".weight")
 
 
-# ---------------------------------------------------------------------------------------------------------- entries
+def choose_renames(model: Any, recorder: Any, reading: Reading, shapes: Iterable[str]) -> None:
+    """Choose the renames that lead the names on disk nearest to their modules: the model's own, or its parts' too."""
+    mappers: list[tuple[str, Any]] = []
+    for path, module in model.named_modules():
+        mapper = getattr(module, "hf_to_vllm_mapper", None)
+        if mapper is not None and all(_rows(mapper) != _rows(other) for _, other in mappers):
+            mappers.append((path, mapper))
+    modules = reading.quantized | reading.unquantized
+    parents = {parent(module) for module in modules}
+    names = [name.removesuffix(".weight") for name in shapes]
+
+    def agreement(rows: Rows) -> int:
+        renamed = [pattern(rename(name, rows) or "") for name in names]
+        return sum((name in modules) + (parent(name) in parents) for name in renamed)
+
+    everything = [row for path, mapper in mappers for row in _rows(mapper, path)]
+    outer = [row for path, mapper in mappers if not path for row in _rows(mapper)]
+    reading.renames = max((outer, everything, []), key=agreement)
+    reading.listed = [row for mapper in recorder.mappers for row in _rows(mapper)]
+    for name in names:
+        new_name = rename(name, reading.renames)
+        reading.new_names[pattern(name)] = None if new_name is None else pattern(new_name)
 
 
-def parent(name: str) -> str:
-    return name.rpartition(".")[0]
+# --------------------------------------------------------------------------------------------------------- drafters
+
+_PREDICTED = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
+# Where releases keep a layer for multi-token prediction.
+_PLACES = ("model.layers.{0}", "mtp.layers.0", "model.mtp_layers.0", "mtp.0", "model.mtp_block.0", "model.mtp.layers.0")
 
 
-def last(name: str) -> str:
-    return name.rpartition(".")[2]
+def read_drafter(
+    builder: Builder, scratch: Path, config: Mapping[str, Any], target: Reading
+) -> tuple[str, Reading] | None:
+    """Build the class for multi-token prediction, and find by trial which names of modules on disk it loads.
+
+    transformers leaves those layers out, so no checkpoint of the zoo has them.
+    """
+    predicted = {**_FIELDS.get(config["architectures"][0], {}), **_PREDICTED}
+    if "text_config" in config:
+        predicted["text_config"] = {**predicted.get("text_config", {}), **_PREDICTED}
+    _write(scratch, _with(config, predicted))
+    drafter = builder.build_drafter(builder.configure(scratch), target.packed)
+    if drafter is None:
+        return None
+    name, model, recorder = drafter
+    reading, owners = read_modules(model, recorder)
+    parts = {last(module): [last(part) for part in disk] for module, disk in target.modules_on_disk().items()}
+    layers = (config.get("text_config") or config).get("num_hidden_layers", 0)
+    most: dict[str, tuple[int, ...]] = {}
+    for place in _PLACES:
+        trial = replace(reading, loads={}, shards={})
+        shapes = _likely_shapes(reading, {**parts, **reading.packed}, place.format(layers))
+        trace(model, owners, shapes, trial)
+        reached = {name: shape for name, shape in shapes.items() if trial.loads[pattern(name.removesuffix(".weight"))]}
+        if len(reached) > len(most):
+            most, reading.place = reached, place[: place.find("mtp") + 3] if "mtp" in place else "model"
+    trace(model, owners, most, reading)
+    choose_renames(model, recorder, reading, most)
+    return name, reading
 
 
-def entry(reading: Reading) -> dict[str, Any]:
-    """Return a class's row of the table."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for module, target in sorted(reading.loads.items()):
-        if target:
-            groups[target].append(module)
-    experts, fused, unlisted = {}, {}, set()
+def _likely_shapes(reading: Reading, parts: Mapping[str, list[str]], layer: str) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that the modules of a drafter may be loaded from, were their layer called ``layer``."""
+    names: set[str] = set()
+    above = layer.removesuffix(".0").removesuffix(".layers")
+    for module in reading.quantized | reading.unquantized:
+        tail = re.sub(r"^.*?layers\.\*\.(mtp_block\.)?", "", module) if ".layers.*." in module else last(module)
+        ends = [f"{parent(tail)}.{part}".lstrip(".") for part in parts.get(last(tail), [last(tail)])]
+        if module in reading.experts:
+            ends = [f"{tail}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        for end in ends:
+            names |= {f"{layer}.{end}.weight", f"{above}.{end}.weight"}
+            if "mtp" in layer:
+                names.add(f"{above}.{end}.0.weight")
+    return dict.fromkeys(sorted(names), (8, 8))
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+
+
+def row(reading: Reading) -> dict[str, Any]:
+    """Return the facts about a class as a row of the table."""
+    experts: dict[str, list[str]] = {target: [] for target in sorted(reading.experts)}
+    fused: dict[str, list[str]] = {}
+    unlisted: set[str] = set()
+    groups = reading.modules_on_disk()
     for target, modules in groups.items():
-        single = [module for module in modules if numbered(module, target)]
+        single = sorted({last(module) for module in modules if is_expert(module, target)})
+        parts = reading.packed.get(last(target), [])
         if target in reading.experts and single:
-            experts[target] = sorted({last(module) for module in single})
+            experts[target] = single
         elif target in reading.experts:
-            fused[target] = sorted(modules)
+            fused[target] = modules
         elif len(modules) > 1:
-            listed = reading.packed.get(last(target), [])
-            modules.sort(key=lambda module: (_position(listed, last(module)), reading.shards[module], module))
-            same = len({parent(module) for module in modules}) == 1
-            fused[target] = [last(module) for module in modules] if same else modules
-            if sorted(listed) != sorted(last(module) for module in modules):
+            modules.sort(key=lambda module: (_position(parts, last(module)), reading.shards[module], module))
+            siblings = len({parent(module) for module in modules}) == 1
+            fused[target] = [last(module) for module in modules] if siblings else modules
+            if sorted(parts) != sorted(last(module) for module in modules):
                 unlisted.add(target)
-    moves = _moves(reading, fused)
-    row = {
+    for target in reading.quantized | reading.unquantized:  # that no tensor of this checkpoint reaches
+        if target not in groups and len(reading.packed.get(last(target), ())) > 1:
+            fused[target] = reading.packed[last(target)]
+    facts = {
         "quantized": sorted(reading.quantized),
         "unquantized": sorted(reading.unquantized),
         "absorbed": sorted(reading.absorbed),
-        "experts": {target: experts.get(target, []) for target in sorted(reading.experts)},
-        "fused": _shortened(fused),
+        "experts": experts,
+        "fused": _by_last_name(fused),
         "unlisted": sorted(unlisted),
         "renames": reading.renames,
-        "moves": dict(sorted(moves.items())),
-        "misnamed": dict(sorted(reading.misnamed.items())),
+        "listed": reading.listed if reading.listed != reading.renames else None,
+        "moves": _moves(reading, fused),
+        "prefixes": _beginnings({name: reading.prefixes[name] for name in sorted(reading.quantized)}),
         "skipped": sorted(module for module, target in reading.loads.items() if not target),
         "drafter": reading.drafter,
+        "place": reading.place,
+        "generic": reading.generic,
     }
-    return {key: value for key, value in row.items() if value}
+    return {key: value for key, value in facts.items() if value or (key == "listed" and value is not None)}
 
 
-def numbered(module: str, target: str) -> bool:
-    """Whether a module on disk is one expert of the container ``target``, and not a stack of them."""
-    return module.count("*") > target.count("*") and parent(module).endswith(".*")
+def is_expert(module: str, container: str) -> bool:
+    """Whether a module on disk is one expert of the container, and not a stack of them."""
+    return module.count("*") > container.count("*") and parent(module).endswith(".*")
 
 
 def _position(items: list[str], item: str) -> int:
     return items.index(item) if item in items else len(items)
 
 
-def _shortened(fused: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Name fused modules by their last part where that says enough."""
+def _by_last_name(fused: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Call fused modules by their last name where all of that name have the same parts."""
     choices: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for target, parts in fused.items():
         choices[last(target)].add(tuple(parts))
@@ -538,166 +706,196 @@ def _shortened(fused: Mapping[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _moves(reading: Reading, fused: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return what the renames leave to do, as the shortest prefixes of module names that lead to the traced modules."""
-    moves: dict[str, str] = {}
-    exact: dict[str, str] = {}
+    """Return what is left to rename after the renames."""
+    pairs: dict[str, str] = {}
     for module, target in sorted(reading.loads.items()):
-        name = reading.mapped[module]
+        name = reading.new_names[module]
         if not target or name is None:
             continue
-        if target in reading.experts and numbered(name, target):
-            source, goal = parent(parent(name)), target
+        if target in reading.experts and is_expert(name, target):
+            pairs[parent(parent(name))] = target
         elif target in fused and all("." not in part for part in fused[target]):
-            source, goal = parent(name), parent(target)
+            pairs[parent(name)] = parent(target)
         else:
-            source, goal = name, target
-        exact[source] = goal
-        if source == goal:
+            pairs[name] = target
+    return _beginnings(pairs)
+
+
+def _beginnings(pairs: Mapping[str, str]) -> dict[str, str]:
+    """Return the shortest beginnings of names whose replacement, the longest first, turns each name into its pair."""
+    beginnings: dict[str, str] = {}
+    for source, target in pairs.items():
+        if source == target:
             continue
-        before, after = source.split("."), goal.split(".")
+        before, after = source.split("."), target.split(".")
         while before and after and before[-1] == after[-1]:
             before.pop()
             after.pop()
         if before and before.count("*") == after.count("*"):
-            moves.setdefault(".".join(before), ".".join(after))
+            beginnings.setdefault(".".join(before), ".".join(after))
         else:
-            moves[source] = goal
-    for source, goal in exact.items():
-        if apply_moves(source, moves) != goal:
-            moves[source] = goal
-    return moves
+            beginnings[source] = target
+    for source, target in pairs.items():
+        if _replaced(source, beginnings) != target:
+            beginnings[source] = target
+    return dict(sorted(beginnings.items()))
 
 
-def apply_moves(name: str, moves: Mapping[str, str]) -> str:
-    """Replace the longest prefix of a starred name that is among the moves."""
+def _replaced(name: str, beginnings: Mapping[str, str]) -> str:
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:count])
-        if prefix in moves:
-            return ".".join(filter(None, (moves[prefix], *parts[count:])))
+        if (beginning := ".".join(parts[:count])) in beginnings:
+            return ".".join(filter(None, (beginnings[beginning], *parts[count:])))
     return name
 
 
-def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of the matrices of a checkpoint, and of the single experts that its stacks hold."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            for name, info in json.loads(file.read(length)).items():
-                if name != "__metadata__" and len(info["shape"]) >= 2:
-                    shapes[name] = tuple(info["shape"])
-    for name, shape in list(shapes.items()):
-        stack = name.removesuffix(".weight")
-        if len(shape) == 3 and last(stack) in _STACKS:
-            for part in _STACKS[last(stack)]:
-                shapes[f"{parent(stack)}.0.{part}.weight"] = (shape[1], shape[2])
-    return {name: shape for name, shape in shapes.items() if name.endswith(".weight")}
+def union(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one row for a class that several models of the zoo share."""
+    result: dict[str, Any] = {}
+    for facts in rows:
+        for key, value in facts.items():
+            if isinstance(value, dict):
+                result[key] = {**result.get(key, {}), **value}
+            elif isinstance(value, list):
+                items = [*result.get(key, []), *(item for item in value if item not in result.get(key, []))]
+                result[key] = items if key in ("renames", "listed") else sorted(items)
+            else:
+                result[key] = value
+    if "unquantized" in result and "quantized" in result:
+        result["quantized"] = [name for name in result["quantized"] if name not in result["unquantized"]]
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------------- table
 
 
 def read(builder: Builder, folder: Path) -> Iterator[tuple[str, Reading]]:
-    """Build the class that a folder's config.json names, and its drafter; yield each with its facts."""
+    """Build the class that a folder's config.json names, and its drafter; yield the name of each with its facts."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = config["architectures"][0]
-    with tempfile.TemporaryDirectory() as scratch:
-        (Path(scratch) / "config.json").write_text(json.dumps(_with(config, _FIELDS.get(architecture, {}))), encoding="utf-8")
-        model, recorder, config = builder.build(Path(scratch))
-    reading, owners = read_modules(model, recorder)
     shapes = stored_shapes(folder)
-    trace(model, owners, shapes, reading)
-    _rename(model, reading, shapes)
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = _with(config, _FIELDS.get(architecture, {}))
+        _write(Path(scratch), settings)
+        try:
+            model, recorder = builder.build(builder.configure(Path(scratch)))
+        except (TypeError, ValueError):  # some want to know the class of the language model, as releases say
+            if (named := _name_part(settings)) is None:
+                raise
+            _write(Path(scratch), named)
+            model, recorder = builder.build(builder.configure(Path(scratch)))
+        reading, owners = read_modules(model, recorder)
+        trace(model, owners, shapes, reading)
+        choose_renames(model, recorder, reading, shapes)
+        drafter = None
+        try:
+            drafter = read_drafter(builder, Path(scratch), config, reading)
+        except Exception as error:
+            sys.stderr.write(f"    the drafter of {architecture} cannot be built: {_reason(error)}\n")
+    if drafter:
+        reading.drafter = drafter[0]
+        yield drafter
     yield architecture, reading
 
 
+def _name_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    text = config.get("text_config")
+    if not text or text.get("architectures") or text.get("model_type") not in NAMES:
+        return None
+    return {**config, "text_config": {**text, "architectures": [NAMES[text["model_type"]]]}}
+
+
 def _with(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with more fields, also in its parts."""
     result = dict(config)
     for key, value in fields.items():
         result[key] = _with(result.get(key, {}), value) if isinstance(value, dict) else value
     return {key: value for key, value in result.items() if fields.get(key, 0) is not None}
 
 
-def _rename(model: Any, reading: Reading, shapes: Iterable[str]) -> None:
-    """Choose the renames that lead the names on disk nearest to their modules: the model's own, or its parts' too."""
-    mappers = read_renames(model)
-    names = [name.removesuffix(".weight") for name in shapes]
-    everything = [row for path, mapper in mappers for row in _rows(mapper, path)]
-    outer = [row for path, mapper in mappers if not path for row in _rows(mapper, path)]
-    modules = reading.quantized | reading.unquantized
-    parents = {parent(module) for module in modules}
-
-    def agreement(rows: list[list[str | None]]) -> int:
-        renamed = (starred(rename(name, rows) or "") for name in names)
-        return sum((name in modules) + (parent(name) in parents) for name in renamed)
-
-    reading.renames = max((outer, everything, []), key=agreement)
-    for name in names:
-        mapped = rename(name, reading.renames)
-        reading.mapped[starred(name)] = None if mapped is None else starred(mapped)
+def _write(folder: Path, config: Mapping[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-# ------------------------------------------------------------------------------------------------------------- table
+def _reason(error: Exception) -> str:
+    if VERBOSE:
+        traceback.print_exception(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
-def merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row for a class that was built from several configurations."""
-    result: dict[str, Any] = {}
-    for row in rows:
-        for key, value in row.items():
-            if isinstance(value, dict):
-                result[key] = {**result.get(key, {}), **value}
-            elif isinstance(value, list):
-                result[key] = [*result.get(key, []), *(item for item in value if item not in result.get(key, []))]
-                if key != "renames":
-                    result[key].sort()
-            else:
-                result[key] = value
-    return result
-
-
-def table_text(version: str, rows: Mapping[str, dict[str, Any]], failures: Mapping[str, str]) -> str:
-    """Return the table as YAML."""
-    table = {"vllm": version, "architectures": dict(sorted(rows.items())), "failed": dict(sorted(failures.items()))}
+def write_table(output: Path, version: str, rows: Mapping[str, Any], failures: Mapping[str, str]) -> None:
+    """Write the table as YAML, sorted by class."""
+    table = {"vllm": version, "architectures": dict(sorted(rows.items())), "failures": dict(sorted(failures.items()))}
     body = yaml.safe_dump(table, default_flow_style=None, sort_keys=False, width=120)
-    return HEADER.format(version=version) + body
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(HEADER.format(version=version) + body, encoding="utf-8")
 
 
-VERBOSE = bool(os.environ.get("VERBOSE"))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="folders with a config.json and safetensors files")
-    parser.add_argument("--output", type=Path, help="file to write (default: the table of this version)")
-    parser.add_argument("--trace", type=Path, help="also write the module that each module on disk reaches, as JSON")
-    arguments = parser.parse_args()
+def generate(folders: Sequence[Path], output: Path | None, trace_file: Path | None, *, update: bool) -> None:
+    """Read the class of each folder, and write the table."""
     builder = Builder()
     import vllm
 
     version = vllm.__version__.partition("+")[0]
+    output = output or LOADERS / f"vllm-{'.'.join(version.split('.')[:2])}.yaml"
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    traces: dict[str, dict[str, str]] = defaultdict(dict)
     failures: dict[str, str] = {}
-    traces: dict[str, dict[str, str]] = {}
-    for folder in arguments.folders:
+    for folder in folders:
         start = time.perf_counter()
         try:
             for architecture, reading in read(builder, folder):
-                rows[architecture].append(entry(reading))
-                traces.setdefault(architecture, {}).update(reading.loads)
+                rows[architecture].append(row(reading))
+                traces[architecture].update(reading.loads)
             sys.stderr.write(f"{folder.name}: {time.perf_counter() - start:.1f} s\n")
         except Exception as error:
-            if VERBOSE:
-                import traceback
+            architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+            failures[architecture] = _reason(error)
+            sys.stderr.write(f"{folder.name}: cannot be built: {failures[architecture]}\n")
+    table = yaml.safe_load(output.read_text(encoding="utf-8")) if update and output.is_file() else {}
+    architectures = {**table.get("architectures", {}), **{name: union(facts) for name, facts in rows.items()}}
+    failures = {**table.get("failures", {}), **failures}
+    failures = {name: reason for name, reason in failures.items() if name not in architectures}
+    write_table(output, version, architectures, failures)
+    if trace_file:
+        trace_file.write_text(json.dumps(traces, indent=1, sort_keys=True), encoding="utf-8")
+    sys.stderr.write(f"{output}: {len(architectures)} classes, {len(failures)} that cannot be built\n")
 
-                traceback.print_exc()
-            reason = " ".join(str(error).split())[:200] or repr(error)
-            failures[json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]] = reason
-            sys.stderr.write(f"{folder.name}: FAILED {type(error).__name__}: {reason}\n")
-    text = table_text(version, {name: merged(found) for name, found in rows.items()}, failures)
-    output = arguments.output or LOADERS / f"vllm-{'.'.join(version.split('.')[:2])}.yaml"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text, encoding="utf-8")
-    if arguments.trace:
-        arguments.trace.write_text(json.dumps(traces, indent=1, sort_keys=True), encoding="utf-8")
+
+def build_zoo(names: Sequence[str], folder: Path) -> list[Path]:
+    """Write models of the zoo below a folder; return the folder of each."""
+    from tests.zoo import models
+
+    folders: list[Path] = []
+    for name in names or models.names():
+        try:
+            folders.append(models.build(name, folder / name))
+        except Exception as error:
+            sys.stderr.write(f"{name}: the zoo cannot build it: {_reason(error)}\n")
+    return folders
+
+
+def main() -> None:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="models of tests/zoo whose rows are replaced (default: a new table)")
+    parser.add_argument("--python", default=str(ROOT / ".venv-vllm" / "bin" / "python"), help="Python that has vLLM")
+    parser.add_argument("--folders", nargs="+", type=Path, help="models to read; this Python has vLLM")
+    parser.add_argument("--output", type=Path, help="file to write (default: the table of this version)")
+    parser.add_argument("--trace", type=Path, help="also write the module that each module on disk reaches, as JSON")
+    parser.add_argument("--update", action="store_true", help="keep the rows of other classes")
+    arguments = parser.parse_args()
+    if arguments.folders:
+        generate(arguments.folders, arguments.output, arguments.trace, update=arguments.update)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = [arguments.python, __file__, "--folders", *map(str, build_zoo(arguments.names, Path(folder)))]
+        command += ["--output", str(arguments.output)] if arguments.output else []
+        command += ["--trace", str(arguments.trace)] if arguments.trace else []
+        command += ["--update"] if arguments.update or arguments.names else []
+        sys.exit(subprocess.run(command, check=False).returncode)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from calibration.classes import build_model
 from pipeline.base.errors import UserError, first_line
 
 # Packages that transformers imports where they are installed, for features that nobody uses here: assisted generation,
@@ -53,41 +54,6 @@ def _require_matrices(folder: Path, model: Any) -> None:
             )
 
 
-def build_model(config: Any, **options: Any) -> Any:
-    """Build the architecture that a configuration names, without weights, by `auto_class`.
-
-    A class of transformers that no auto class leads to is taken by its name.
-    """
-    import transformers
-
-    kind = auto_class(config)
-    if type(config) not in kind._model_mapping:
-        for name in getattr(config, "architectures", None) or ():
-            named = getattr(transformers, name, None)
-            if named is not None and isinstance(config, getattr(named, "config_class", None) or ()):
-                options.pop("trust_remote_code", None)
-                return named._from_config(config, **options)
-    return kind.from_config(config, **options)
-
-
-def auto_class(config: Any) -> Any:
-    """Return the auto class of transformers that builds the architecture named in a configuration.
-
-    Models of text alone are causal language models; those that also see or hear are built whole where their
-    config.json names the whole class, or where transformers knows no class for their text alone.
-    """
-    import transformers
-
-    causal = transformers.AutoModelForCausalLM
-    named = set(getattr(config, "architectures", None) or ())
-    for whole in (transformers.AutoModelForImageTextToText, transformers.AutoModelForMultimodalLM):
-        wrapper = whole._model_mapping.get(type(config), None)
-        unknown = type(config) not in causal._model_mapping
-        if wrapper is not None and (wrapper.__name__ in named or (unknown and not hasattr(config, "auto_map"))):
-            return whole
-    return causal
-
-
 @contextmanager
 def light_imports() -> Iterator[None]:
     """Import without `_HEAVY` and without garbage collection, which imports do not need and which takes a sixth."""
@@ -106,9 +72,37 @@ def light_imports() -> Iterator[None]:
 
 
 def decoder_prefix(model: Any) -> str:
-    """Return the name of the module that holds the layers of the language model; "" where the model is that module."""
-    decoder = model.get_decoder()
-    return next((name for name, module in model.named_modules() if module is decoder), "")
+    """Return the name of the module that holds the layers of the language model; "" where the model is that module.
+
+    Where transformers knows no part of a model as its decoder, it is the module that holds the embedding of tokens.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    decoder = names.get(id(model.get_decoder()), "")
+    if decoder:
+        return decoder
+    heads = (name for name in names.values() if name.rpartition(".")[2] in ("lm_head", "embed_out"))
+    # Qwen's omni models have a thinker and a talker; the language model lies beside the head of the first.
+    beside = [head.rpartition(".")[0] for head in heads]
+    inner = [name for name in names.values() if beside and beside[0] and name == f"{beside[0]}.model"]
+    return inner[0] if inner else ""
+
+
+def towers(model: Any, decoder: str, attention: Collection[str]) -> tuple[str, ...]:
+    """Names of the parts of a decoder that see or hear: those with layers of their own, none of them in ``attention``.
+
+    Phi-4 has its encoders of images and sounds in the embedding.
+    """
+    import torch
+
+    prefix = f"{decoder}." if decoder else ""
+    children = model.get_submodule(decoder).named_children() if decoder else model.named_children()
+    return tuple(
+        f"{prefix}{name}."
+        for name, child in children
+        if not isinstance(child, torch.nn.ModuleList)
+        and any(isinstance(module, torch.nn.ModuleList) for module in child.modules())
+        and not any(each.startswith(f"{prefix}{name}.") for each in attention)
+    )
 
 
 def stored_tensors(model: Any) -> Mapping[str, tuple[str, tuple[int, ...]]]:

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.data import beside
-from pipeline.recipe.modules import expert_count
+import yaml
+
+from pipeline.recipe.modules import expert_count, text_config
 
 _TABLES = Path(__file__).with_name("loaders")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_EXPERT = re.compile(r"(.+)\.\d+\.([^.]+)")
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_EXPERT = re.compile(r"(.+)\.(\d+\.([^.]+))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,163 +35,211 @@ class LoaderView:
 
     versions: tuple[_Version, ...]
     experts: int = 0
+    layers: int = 0
+
+    def _owners(self, module: str) -> Iterator[_Version]:
+        """Yield each version's row for a module: the drafter's in layers for multi-token prediction."""
+        return (version.owner(module, self.layers) for version in self.versions)
 
     def vllm_name(self, module: str) -> str:
-        """Return the name of a module in vLLM: of the fused module or the container of experts that takes it in.
+        """Return the name of a module in the newest vLLM: the fused module or the experts' container that takes it in.
 
-        The newest version's; a module that vLLM does not have keeps its own name, renamed as far as vLLM's rules go.
+        A module that vLLM does not have keeps its name, renamed as far as vLLM's rules go.
         """
-        version = self.versions[-1]
+        version = self.versions[-1].owner(module, self.layers)
         return version.locate(module) or version.rename(module) or module
 
-    def is_quantizable(self, module: str) -> bool | None:
-        """Return whether vLLM asks for a quantization of this module; None where it has no such module.
+    def listed_names(self, module: str) -> tuple[str, ...]:
+        """Return the names by which a quantization's lists must call a module so that every vLLM knows it.
 
-        Heads and embeddings are never quantizable: of the two layouts, one quantizes them.
+        Nearly always the module's own name. Some classes ask under another, which no rename leads to; where a class
+        asks under a name without the layer's number, or under none, no name helps: ().
         """
-        answers = [version.is_quantizable(module) for version in self.versions]
+        names = [version.listed_name(module) for version in self._owners(module)]
+        return tuple(dict.fromkeys(name for name in names if name is not None)) if None not in names else ()
+
+    def is_quantizable(self, module: str) -> bool | None:
+        """Return whether vLLM asks for a quantization of this module; None where some vLLM has no such module.
+
+        Heads and embeddings are not quantizable: only compressed-tensors has a method for some of them.
+        """
+        answers = [version.is_quantizable(module) for version in self._owners(module)]
         return False if False in answers else None if None in answers else True
 
     def fusion_group(self, module: str) -> tuple[str, ...]:
-        """Return the modules on disk that vLLM loads as one with this module, which is among them.
+        """Return the modules on disk that vLLM loads as one with this module, itself included.
 
-        All experts of a layer are a group. A group of modules that must have one scheme, or stay in 16 bit together.
+        They must have one scheme, or stay in 16 bit together. All experts of a layer are one group.
         """
-        groups = [version.fusion_group(module, self.experts) for version in self.versions]
+        groups = [version.fusion_group(module, self.experts) for version in self._owners(module)]
         return max(reversed(groups), key=len)
 
     def absorbs(self, module: str) -> bool:
         """Return whether latent attention multiplies this projection into its neighbours, in 16 bit."""
-        return any(version.absorbs(module) for version in self.versions)
+        return any(version.absorbs(module) for version in self._owners(module))
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """The row of one class in one version's table, with the row of its drafter."""
+    """A class's row in one version's table, and its drafter's. The table's head describes the fields."""
 
-    quantized: frozenset[str] = frozenset()
-    unquantized: frozenset[str] = frozenset()
-    absorbed: frozenset[str] = frozenset()
-    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    renames: tuple[tuple[str | None, ...], ...] = ()
-    moves: Mapping[str, str] = field(default_factory=dict)
-    skipped: frozenset[str] = frozenset()
-    drafter: _Version | None = None
+    quantized: frozenset[str]
+    unquantized: frozenset[str]
+    absorbed: frozenset[str]
+    experts: Mapping[str, tuple[str, ...]]
+    fused: Mapping[str, tuple[str, ...]]
+    unlisted: frozenset[str]
+    renames: tuple[tuple[str | None, ...], ...]
+    listed: tuple[tuple[str | None, ...], ...]
+    moves: Mapping[str, str]
+    prefixes: Mapping[str, str]
+    skipped: frozenset[str]
+    drafter: _Version | None
+    place: str
+    generic: bool
+
+    def owner(self, module: str, layers: int) -> _Version:
+        """Return the drafter for a module in a layer for multi-token prediction, else this row."""
+        if self.drafter is None:
+            return self
+        if self.drafter.place == "model":  # its layers follow the last one
+            number = _LAYER.search(module)
+            return self.drafter if number and layers and int(number[1]) >= layers else self
+        return self.drafter if f".{self.drafter.place}" in f".{module}" else self
 
     def rename(self, module: str) -> str | None:
-        """Apply vLLM's renames, in its order, to the module's weight; None where vLLM skips it."""
-        name = f"{module}.weight"
-        for kind, source, target, *within in self.renames:
-            assert kind is not None and source is not None
-            prefix = _opening(f"{within[0]}.", name) if within and within[0] else ""
-            if prefix is None:
-                continue
-            changed = _changed(kind, source, target, name[len(prefix) :])
-            if changed is None:
-                return None
-            name = prefix + changed
-        return self._move(name.removesuffix(".weight"))
-
-    def _move(self, name: str) -> str:
-        """Replace the longest prefix that is among the moves; numbers stay in their order."""
-        parts = name.split(".")
-        for count in range(len(parts), 0, -1):
-            prefix = ".".join(parts[:count])
-            target = self.moves.get(_starred(prefix))
-            if target is not None:
-                numbers = iter(_NUMBER.findall(prefix))
-                moved = re.sub(r"\*", lambda _, numbers=numbers: next(numbers, "*"), target)  # type: ignore[misc]
-                return ".".join(filter(None, (moved, *parts[count:])))
-        return name
+        """Return a module's name after all renames; None where vLLM skips its weight."""
+        name = _renamed(f"{module}.weight", self.renames)
+        return None if name is None else _replaced(name.removesuffix(".weight"), self.moves)
 
     def locate(self, module: str) -> str | None:
         """Return vLLM's module that takes in this one; None where there is none."""
-        name = None if _starred(module) in self.skipped else self.rename(module)
-        if name is None:
-            return None
-        if self._has(name):
+        name = None if _pattern(module) in self.skipped else self.rename(module)
+        if name is None or self._has(name):
             return name
-        parent, _, last = name.rpartition(".")
-        lasts = (last, module.rpartition(".")[2])
+        lasts = {name.rpartition(".")[2], module.rpartition(".")[2]}
         for fused, parts in self.fused.items():
-            candidate = f"{parent}.{fused.rpartition('.')[2]}" if parent else fused
-            listed = not lasts[0] or any(part.rpartition(".")[2] in lasts for part in parts)
-            if listed and fused in (candidate.rpartition(".")[2], _starred(candidate)) and self._has(candidate):
+            candidate = _beside(name, fused.rpartition(".")[2])
+            if (
+                fused in (candidate.rpartition(".")[2], _pattern(candidate))
+                and self._has(candidate)
+                and not lasts.isdisjoint(part.rpartition(".")[2] for part in parts)
+            ):
                 return candidate
         expert = _EXPERT.fullmatch(name)
-        return expert[1] if expert and _starred(expert[1]) in self.experts else None
+        return expert[1] if expert and _pattern(expert[1]) in self.experts else None
 
     def _has(self, name: str) -> bool:
-        starred = _starred(name)
-        return starred in self.quantized or starred in self.unquantized
+        pattern = _pattern(name)
+        return pattern in self.quantized or pattern in self.unquantized
+
+    def listed_name(self, module: str) -> str | None:
+        """See `LoaderView.listed_names`."""
+        name = self.locate(module)
+        if name is None or _pattern(name) in self.unquantized:
+            return module
+        target = _replaced(name, self.prefixes)
+        if _pattern(name) in self.experts:
+            expert = _EXPERT.fullmatch(module)
+            target = f"{target}.{expert[2]}" if expert else target
+        elif name != self.rename(module) and _pattern(name) not in self.unlisted:
+            target = _beside(target, module.rpartition(".")[2])
+        if "*" in target or target.startswith(".") or not target:
+            return None
+        for candidate in (module, target):
+            # compressed-tensors renames names with a dot alone.
+            if (_renamed(candidate, self.listed) if "." in candidate else candidate) == target:
+                return candidate
+        return None
 
     def is_quantizable(self, module: str) -> bool | None:
+        """See `LoaderView.is_quantizable`."""
         name = self.locate(module)
-        answer = None if name is None else _starred(name) not in self.unquantized
-        later = self.drafter.is_quantizable(module) if self.drafter else None
-        return later if answer is None else answer if later is None else answer and later
+        return None if name is None else _pattern(name) not in self.unquantized
 
     def fusion_group(self, module: str, experts: int) -> tuple[str, ...]:
+        """See `LoaderView.fusion_group`."""
         name = self.locate(module)
         if name is None:
-            return self.drafter.fusion_group(module, experts) if self.drafter else (module,)
-        starred = _starred(name)
-        if starred in self.experts:
-            expert = _EXPERT.fullmatch(module)
-            return _expert_group(expert[1], experts, self.experts[starred]) if expert else (module,)
-        parts = self.fused.get(starred) or self.fused.get(starred.rpartition(".")[2], ())
-        group = tuple(_sibling(module, part) for part in parts)
+            return (module,)
+        pattern = _pattern(name)
+        expert = _EXPERT.fullmatch(module) if pattern in self.experts else None
+        if expert and not self._has(self.rename(module) or ""):
+            return _expert_group(expert[1], experts, self.experts[pattern])
+        parts = self.fused.get(pattern) or self.fused.get(pattern.rpartition(".")[2], ())
+        group = tuple(_beside(module, part) if "." not in part else _numbered(part, module) for part in parts)
         return group if module in group else (module,)
 
     def absorbs(self, module: str) -> bool:
+        """See `LoaderView.absorbs`."""
         name = self.locate(module)
-        return (name is not None and _starred(name) in self.absorbed) or bool(
-            self.drafter and self.drafter.absorbs(module)
-        )
+        return name is not None and _pattern(name) in self.absorbed
 
 
 def load_view(config: Mapping[str, Any], version: str | None = None) -> LoaderView | None:
     """Return the view of the class that a ``config.json`` names, None for a class that no table has.
 
-    ``version`` names one version of vLLM ("0.32", "0.32.1"); without it all tables count.
+    ``version`` names one version of vLLM ("0.32", "0.32.0"); without it all tables count.
     """
     wanted = None if version is None else ".".join(version.split(".")[:2])
-    rows = [
-        row
-        for number, table in _tables().items()
-        if wanted in (None, number)
-        for architecture in (config.get("architectures") or ())[:1]
-        if (row := _row(number, architecture)) is not None
-    ]
-    return LoaderView(tuple(rows), expert_count(config)) if rows else None
+    names = config.get("architectures") or ()
+    rows = [_row(number, name) for number in _versions() if wanted in (None, number) for name in names[:1]]
+    known = [row for row in rows if row is not None]
+    # Nobody serves a model with an older version's Transformers backend once vLLM has a class of its own for it.
+    known = [row for at, row in enumerate(known) if not row.generic or all(later.generic for later in known[at:])]
+    layers = text_config(config).get("num_hidden_layers")
+    return LoaderView(tuple(known), expert_count(config), layers if isinstance(layers, int) else 0) if known else None
+
+
+def architectures(version: str | None = None) -> Iterator[str]:
+    """Yield the names of the classes in a version's table, or in any."""
+    numbers = [number for number in _versions() if version in (None, number)]
+    yield from sorted({name for number in numbers for name in _sections(number)})
 
 
 @cache
-def _tables() -> dict[str, Mapping[str, Any]]:
-    """All tables by vLLM's version, the oldest first."""
-    paths = {path.stem.removeprefix("vllm-"): path for path in _TABLES.glob("vllm-*.yaml")}
-    numbers = sorted(paths, key=lambda number: [int(part) for part in number.split(".")])
-    return {number: beside(str(paths[number]), paths[number].name) for number in numbers}
+def _versions() -> tuple[str, ...]:
+    """Return the versions of vLLM that have a table, the oldest first."""
+    numbers = [path.stem.removeprefix("vllm-") for path in _TABLES.glob("vllm-*.yaml")]
+    return tuple(sorted(numbers, key=lambda number: [int(part) for part in number.split(".")]))
 
 
 @cache
-def _row(number: str, architecture: str) -> _Version | None:
-    row = _tables()[number]["architectures"].get(architecture)
-    if row is None:
+def _sections(version: str) -> Mapping[str, str]:
+    """Return the text of each class's row: a table is long, and a model needs two rows of it."""
+    text = (_TABLES / f"vllm-{version}.yaml").read_text(encoding="utf-8")
+    _, _, text = text.partition("\narchitectures:\n")
+    text, _, _ = text.partition("\nfailures:")
+    return dict(re.findall(r"^  (\w+):\n((?:    .*\n?)+)", text, re.M))
+
+
+@cache
+def _row(version: str, architecture: str) -> _Version | None:
+    section = _sections(version).get(architecture)
+    if section is None:
         return None
-    drafter = row.get("drafter")
+    row: Mapping[str, Any] = yaml.safe_load(section)
+    drafter, renames = row.get("drafter"), _rules(row.get("renames", ()))
     return _Version(
         quantized=frozenset(row.get("quantized", ())),
         unquantized=frozenset(row.get("unquantized", ())),
         absorbed=frozenset(row.get("absorbed", ())),
         experts={name: tuple(parts) for name, parts in row.get("experts", {}).items()},
         fused={name: tuple(parts) for name, parts in row.get("fused", {}).items()},
-        renames=tuple(tuple(rule) for rule in row.get("renames", ())),
+        unlisted=frozenset(row.get("unlisted", ())),
+        renames=renames,
+        listed=_rules(row["listed"]) if "listed" in row else renames,
         moves=row.get("moves", {}),
+        prefixes=row.get("prefixes", {}),
         skipped=frozenset(row.get("skipped", ())),
-        drafter=_row(number, drafter) if drafter and drafter != architecture else None,
+        drafter=_row(version, drafter) if drafter not in (None, architecture) else None,
+        place=row.get("place", ""),
+        generic=row.get("generic", False),
     )
+
+
+def _rules(rows: Any) -> tuple[tuple[str | None, ...], ...]:
+    return tuple(tuple(row) for row in rows)
 
 
 @cache
@@ -197,27 +247,47 @@ def _expert_group(container: str, experts: int, parts: tuple[str, ...]) -> tuple
     return tuple(f"{container}.{number}.{part}" for number in range(experts) for part in parts)
 
 
-def _starred(name: str) -> str:
+def _pattern(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def _sibling(module: str, part: str) -> str:
-    """The module beside this one that a table calls ``part``: by its last name, or with all of its path."""
-    if "." not in part:
-        parent = module.rpartition(".")[0]
-        return f"{parent}.{part}" if parent else part
+def _beside(module: str, last: str) -> str:
+    """Return the name with another last part."""
+    parent = module.rpartition(".")[0]
+    return f"{parent}.{last}" if parent else last
+
+
+def _numbered(pattern: str, module: str) -> str:
+    """Return a pattern with the numbers of a module's name, in their order; a `*` without a number stays."""
     numbers = iter(_NUMBER.findall(module))
-    return re.sub(r"\*", lambda _: next(numbers, "*"), part)
+    return re.sub(r"\*", lambda _: next(numbers, "*"), pattern)
 
 
-def _opening(prefix: str, name: str) -> str | None:
-    """The part of a name that a starred prefix stands for; None where the name begins otherwise."""
-    found = re.match(re.escape(prefix).replace(r"\*", r"\d+"), name)
-    return found[0] if found else None
+def _replaced(name: str, beginnings: Mapping[str, str]) -> str:
+    """Return a name whose longest beginning among the given ones is replaced."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        beginning = ".".join(parts[:count])
+        if (target := beginnings.get(_pattern(beginning))) is not None:
+            return ".".join(filter(None, (_numbered(target, beginning), *parts[count:])))
+    return name
+
+
+def _renamed(name: str, rules: tuple[tuple[str | None, ...], ...]) -> str | None:
+    """Return a name after vLLM's renames, None where one drops it (vLLM 0.32 models/utils.py, WeightsMapper)."""
+    for kind, source, target, *within in rules:
+        opening = re.match(re.escape(f"{within[0]}.").replace(r"\*", r"\d+"), name) if within else None
+        if within and not opening:
+            continue
+        start = opening[0] if opening else ""
+        rest = _changed(str(kind), str(source), target, name[len(start) :])
+        if rest is None:
+            return None
+        name = start + rest
+    return name
 
 
 def _changed(kind: str, source: str, target: str | None, name: str) -> str | None:
-    """Apply one rename of vLLM (model_executor/models/utils.py, WeightsMapper); None where it drops the name."""
     hit = {
         "regex": lambda: re.search(source, name) is not None,
         "text": lambda: source in name,
@@ -231,11 +301,3 @@ def _changed(kind: str, source: str, target: str | None, name: str) -> str | Non
     if kind == "suffix":
         return name.removesuffix(source) + target
     return name.replace(source, target, 1)
-
-
-def architectures(version: str | None = None) -> Iterator[str]:
-    """Yield the names of the classes in a version's table, or in any."""
-    names = {
-        name for number, table in _tables().items() if version in (None, number) for name in table["architectures"]
-    }
-    yield from sorted(names)

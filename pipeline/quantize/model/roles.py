@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from calibration.lazy import torch
 from pipeline.quantize.model.experts import holds_experts, stacks_experts
 
 

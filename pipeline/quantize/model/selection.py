@@ -20,11 +20,11 @@ _ABSORBED_BITS = 8  # what vLLM folds into a neighbour it first restores to 16 b
 def select(structure: Structure, quantization: Quantization) -> Choice:
     """Assign a scheme, or 16 bit, to every linear module.
 
-    A module that vLLM multiplies into its neighbours in 16 bit (kv_b_proj of latent attention) stays there where the
-    scheme is narrower than 8 bits. Raises `UserError` where a pattern means no module, because a typo would otherwise
-    quantize what was meant to stay; where a tensor of the decoder is claimed by no rule and the recipe does not exclude
-    it; where a scheme does not fit the width of a module; where nothing is left to quantize; and for a source that is
-    quantized already or not what its configuration says.
+    An FP8 cache of latent attention has no scales to store. A module that vLLM multiplies into its neighbours in 16 bit
+    (kv_b_proj of latent attention) stays there where the scheme is narrower than 8 bits. Raises `UserError` where a
+    pattern means no module, because a typo would otherwise quantize what was meant to stay; where a tensor of the
+    decoder is claimed by no rule and the recipe does not exclude it; where a scheme does not fit the width of a module;
+    where nothing is left to quantize; and for a source that is quantized already or not what its configuration says.
     """
     return _select(_Identity(structure), quantization.model_dump_json())
 
@@ -76,7 +76,7 @@ def _select(identity: _Identity, section: str) -> Choice:
     return Choice(
         schemes=schemes,
         kept=tuple(sorted(kept)),
-        kv_cache=quantization.kv_cache == "fp8",
+        kv_cache=quantization.kv_cache == "fp8" and not structure.latent,
         kv_per_head=quantization.kv_cache_granularity == "head",
         prefixes=structure.predictor,
     )

@@ -28,7 +28,7 @@ from pipeline.base.data import beside
 from pipeline.base.errors import StoreError, UserError
 from pipeline.base.machine import cache_folder, versions
 from pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint, TensorInfo, read_json
-from pipeline.quantize.model.builder import decoder_prefix, meta_model, stored_tensors
+from pipeline.quantize.model.builder import decoder_prefix, meta_model, stored_tensors, towers
 from pipeline.quantize.model.encodings import encoded_weights, quantized_by
 from pipeline.quantize.model.experts import (
     UnknownLayoutError,
@@ -43,7 +43,7 @@ from pipeline.quantize.model.experts import (
 from pipeline.quantize.model.imagination import imagined_tensors
 from pipeline.quantize.model.loader import LoaderView, load_view
 from pipeline.quantize.model.roles import Predictor, routers
-from pipeline.recipe.modules import declared_quantization
+from pipeline.recipe.modules import declared_quantization, text_config
 from pipeline.store.disk import sha256_of, write_atomic
 
 Tensors = Mapping[str, tuple[str, TensorInfo]]
@@ -62,11 +62,11 @@ class Structure:
 
     ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
     quantized checkpoint. ``encoded`` maps each FP8 weight of the source to its block scales. ``modules`` maps linear
-    and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one
-    of the experts that it stacks. ``absorbed`` are linear modules that vLLM folds into their neighbours when it loads
-    them; ``scales`` are tensors of the model itself that are called like those of a quantization;
-    ``unquantizable`` counts the elements of the decoder's matrices that vLLM builds without a quantization. ``quantized_by`` is
-    set where the folder is no source at all.
+    and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one of the
+    experts that it stacks. ``latent`` is whether attention caches one latent for all heads; ``absorbed`` are linear
+    modules that vLLM folds into their neighbours when it loads them; ``scales`` are tensors of the model itself that
+    are called like those of a quantization; ``unquantizable`` counts the elements of the decoder's matrices that vLLM
+    builds without a quantization. ``quantized_by`` is set where the folder is no source at all.
 
     ``faults`` are contradictions between the configuration and the tensors on disk, each a rule, a tensor and words:
     what the configuration implies and nobody stored, what has another shape, and what is stored for no module.
@@ -82,6 +82,7 @@ class Structure:
     copied: Mapping[str, int] = field(default_factory=dict, compare=False)
     unclaimed: Mapping[str, str] = field(default_factory=dict)
     predictor: tuple[str, ...] = ()
+    latent: bool = False
     absorbed: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
     unquantizable: int = 0
@@ -132,7 +133,7 @@ def _code() -> list[str]:
     """Digests of the modules and tables that a structure follows from."""
     root = Path(__file__).parents[3]
     files = [*Path(__file__).parent.rglob("*.py"), *Path(__file__).parent.rglob("*.yaml")]
-    files += [root / "calibration" / "replica.py", root / "calibration" / "encodings.py"]
+    files += [root / "calibration" / f"{name}.py" for name in ("replica", "encodings", "classes")]
     files += [root / "pipeline" / "quantize" / "formats" / "checkpoint.py", root / "pipeline" / "recipe" / "modules.py"]
     return [sha256_of(path) for path in sorted(files)]
 
@@ -187,6 +188,8 @@ class _Reading:
         self._rename = Renaming(model)
         prefix = decoder_prefix(model)
         self._decoder = f"{prefix}." if prefix else ""
+        self._attention = list(attention_by_layer(model).values())
+        self._towers = towers(model, prefix, self._attention)
         self._routers = routers(self._owners, self._decoder)
         self._predictor = Predictor(model)
         self._view: LoaderView | None = load_view(config)
@@ -225,7 +228,7 @@ class _Reading:
         if not head:
             # A head that is tied to the embedding has no tensor of its own, but servers look for its name.
             self._kept |= {name: OUTPUT_HEAD for name, module in self._owners.items() if module is self._head}
-        attention = [(self._prefixes.get(name, name), name) for name in attention_by_layer(self._model).values()]
+        attention = [(self._prefixes.get(name, name), name) for name in self._attention]
         return Structure(
             linear=self._linear,
             kept=dict(sorted(self._kept.items())),
@@ -237,6 +240,7 @@ class _Reading:
             copied=dict(sorted(self._copied.items())),
             unclaimed=self._unclaimed,
             predictor=tuple(sorted(self._roots)),
+            latent=text_config(self._config).get("kv_lora_rank") is not None,
             scales=tuple(self._scales),
             unquantizable=self._unquantizable,
             absorbed=tuple(name for name in self._linear if self._is_absorbed(name)),
@@ -310,7 +314,7 @@ class _Reading:
         elif owner is self._head:
             if is_weight:
                 self._kept[module] = OUTPUT_HEAD
-        elif not own.startswith(self._decoder):
+        elif not own.startswith(self._decoder) or own.startswith(self._towers):
             self._keep(module, _TOWER, is_weight and parameter.ndim == 2 and not _embeds(owner))
         elif stacks_experts(owner):
             self._expert(name, own, info, operations)
@@ -396,7 +400,7 @@ class _Reading:
             self._add(module, inside, shape, self._plain(module))
 
     def _is_quantizable(self, module: str) -> bool | None:
-        """Whether vLLM asks for a quantization of a module; of modules that differ in numbers alone the first counts."""
+        """Whether vLLM asks for a quantization of a module; of those that differ in numbers alone the first counts."""
         kind = _NUMBER.sub("*", module)
         if kind not in self._quantizable:
             self._quantizable[kind] = None if self._view is None else self._view.is_quantizable(module)

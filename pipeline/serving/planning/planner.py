@@ -228,10 +228,9 @@ def _remarks(request: LaunchRequest, layout: Layout) -> Iterator[str]:
         yield "the checkpoint has scales for an FP8 KV cache, which is not used: it stays in 16 bit"
     said = str(request.overrides.get(_KV_FLAG, request.kv_cache_dtype))
     if said in _SCALED and facts.kv_cache_scheme is None and facts.attention in ("mha", "mla"):
-        most = 240 if accelerator.arch == "gfx942" else 448
         yield (
             "the checkpoint has no scales for an FP8 KV cache: vLLM takes 1.0 for each, and keys and values beyond"
-            f" {most} are cut off; `kv_cache: fp8` in a recipe calibrates them"
+            f" {accelerator.fp8_max:g} are cut off; `kv_cache: fp8` in a recipe calibrates them"
         )
     memory = request.memory(layout)
     if memory.beside and memory.beside > memory.total - memory.budget:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from calibration import layers
-from calibration.calls import layer_names
 from calibration.replica import replica
 from calibration.sequential import Seen
 from pipeline.quantize.engines.algorithms import recorded_algorithms
@@ -102,12 +101,18 @@ def test_a_layer_is_scaled_where_it_computes_the_same(
     models: Models, blocks: torch.Tensor, name: str, expected: list[str], left: int
 ) -> None:
     one = replica(models(name), "cpu")
-    layers = layer_names(one.model, one.attention.values())
-    folds, faults = study(one, layers, blocks)
+    layers = one.walkable.layers
+    folds, faults = study(one, blocks)
     assert len(faults) == left
     found = [fold.weight.removesuffix(".weight").rpartition(".")[2] for fold in folds[layers[-1]]]
     assert [each.removesuffix("_layernorm").removesuffix("layernorm") for each in found] == expected
     assert all(parameter.is_meta for parameter in one.model.get_submodule(layers[-1]).parameters())
+
+
+@pytest.mark.parametrize("length", [3, 31])
+def test_a_short_text_shows_the_same_folds(models: Models, blocks: torch.Tensor, length: int) -> None:
+    short, long = (study(replica(models("llama"), "cpu"), tokens) for tokens in (blocks[:1, :length], blocks))
+    assert short == long
 
 
 @pytest.mark.parametrize(

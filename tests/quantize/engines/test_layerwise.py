@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from calibration import layers
+from calibration.errors import CalibrationError
 from pipeline.quantize.engines.algorithms import recorded_algorithms
 from pipeline.quantize.engines.stream import layerwise
 from pipeline.quantize.engines.stream.engine import write_checkpoint
@@ -22,6 +24,7 @@ from pipeline.quantize.inspection.numbers import dequantize
 from pipeline.quantize.model.selection import select
 from pipeline.quantize.model.structure import Structure, read_structure
 from pipeline.recipe.schema import Quantization
+from tests.zoo.models import build
 
 PARAMETERS = {"dampening": 0.01, "activation_order": True, "compensation": 0.5}
 Models = Callable[..., Path]
@@ -41,7 +44,7 @@ class Made:
         static = {f"{name}.input_scale": torch.tensor([9.0]) for name in self.choice.schemes}
         self.ranges: Mapping[str, torch.Tensor] = static if scheme in ("fp8", "mxfp4_fp8") else {}
 
-    def rounded(self, blocks: torch.Tensor, devices: int = 1) -> Rounded:
+    def rounded(self, blocks: torch.Tensor, devices: int = 1, **more: Any) -> Rounded:
         return round_layers(
             self.plans,
             self.structure,
@@ -52,6 +55,7 @@ class Made:
             devices=["cpu"] * devices,
             work=self.work / "rounding",
             parameters=PARAMETERS,
+            **more,
         )
 
     def written(self, plans: tuple[ShardPlan, ...], algorithm: str = "gptq") -> Checkpoint:
@@ -66,6 +70,13 @@ class Made:
             algorithms=() if algorithm == "none" else (algorithm,),
         )
         return open_checkpoint(self.work / algorithm)
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``zoo("qwen3_next")`` is the folder of a tiny model of `tests.zoo`, built once."""
+    root = tmp_path_factory.mktemp("zoo")
+    return lambda name: root / name if (root / name).is_dir() else build(name, root / name)
 
 
 CASES = [
@@ -149,3 +160,79 @@ def test_a_killed_run_makes_the_same_bytes(
     assert seen[:7] == [0, 0, 0, 0, 1, 1, 1]
     for shard in expected.shards:
         assert (checkpoint.folder / shard).read_bytes() == (expected.folder / shard).read_bytes()
+
+
+_STREAMS = ("altup_projections.0", "altup_unembed_projections.0")
+HYBRIDS = {
+    "bamba": (),
+    "falcon_h1": (),
+    # Those outside of the layers are left.
+    "gemma3n_text": tuple(f"model.{name}" for name in (*_STREAMS, "per_layer_model_projection")),
+    "gemma4_text": ("model.per_layer_model_projection",),
+    "glm_moe_dsa": (),
+    "kimi_linear": (),
+    "lfm2": (),
+    "minimax": (),
+    "nemotron_h": (),
+    "qwen3_next": (),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_of_several_kinds_are_rounded(
+    zoo: Callable[[str], Path], blocks: torch.Tensor, tmp_path: Path, name: str
+) -> None:
+    made = Made(zoo(name), "ptpc_fp8", "compressed-tensors", tmp_path)
+    rounded = made.rounded(blocks)
+    assert rounded.left == HYBRIDS[name]
+    assert rounded.gains.keys() == made.choice.schemes.keys() - set(rounded.left)
+    assert all(gain.fault is None for gain in rounded.gains.values())
+    assert sum(gain.after for gain in rounded.gains.values()) < 0.9 * sum(
+        gain.before for gain in rounded.gains.values()
+    )
+    inspection = inspect_checkpoint(made.written(rounded.plans), made.structure, source=made.source)
+    assert inspection.passed, inspection.summary()
+
+
+@pytest.mark.parametrize(("name", "reason"), [("zamba2", "its layers share weights"), ("mllama", "it skips layer 1")])
+def test_layers_that_cannot_be_walked_are_refused_before_any_work(
+    zoo: Callable[[str], Path], blocks: torch.Tensor, tmp_path: Path, name: str, reason: str
+) -> None:
+    made = Made(zoo(name), "ptpc_fp8", "compressed-tensors", tmp_path)
+    with pytest.raises(CalibrationError, match=f"{name}: its layers cannot be run one at a time: {reason}"):
+        made.rounded(blocks)
+
+
+def test_a_run_that_carries_keys_and_values_on_is_gone_on_with(
+    zoo: Callable[[str], Path], blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = zoo("gemma3n_text")
+    whole = Made(folder, "ptpc_fp8", "quark", tmp_path / "whole")
+    expected = whole.written(whole.rounded(blocks).plans)
+    made = Made(folder, "ptpc_fp8", "quark", tmp_path / "killed")
+    solve = layerwise._Layers.solve
+
+    def stops(layers: Any, number: int, found: Any, last: bool) -> None:
+        if number == 3:  # which uses what the second layer has made
+            raise KeyboardInterrupt
+        solve(layers, number, found, last)
+
+    monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(layerwise._Layers, "solve", stops)
+        made.rounded(blocks)
+    checkpoint = made.written(made.rounded(blocks).plans)
+    for shard in expected.shards:
+        assert (checkpoint.folder / shard).read_bytes() == (expected.folder / shard).read_bytes()
+
+
+def test_a_bar_counts_the_samples_of_each_layer(models: Models, blocks: torch.Tensor, tmp_path: Path) -> None:
+    made, advances, totals = Made(models("llama"), "mxfp4", "quark", tmp_path), list[int](), list[int]()
+
+    def bar(total: int) -> AbstractContextManager[Callable[[int], None]]:
+        totals.append(total)
+        return nullcontext(advances.append)
+
+    made.rounded(blocks, bar=bar)
+    assert totals == [2 * len(blocks)]
+    assert sum(advances) == totals[0]

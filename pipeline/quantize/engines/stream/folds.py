@@ -84,14 +84,14 @@ def study(replica: Replica, tokens: torch.Tensor) -> tuple[dict[str, tuple[Fold,
     ``tokens`` is int64 [batch, sequence], of which a few are run, some of them again where they are fewer. Weights are
     loaded and let go of, a layer at a time.
     """
-    loop = replica.walkable
+    layers = replica.walkable.layers
     few = tokens[:1].repeat(1, -(-_TOKENS // tokens.shape[1]))[:, :_TOKENS]
-    with replica.around(loop.layers):
-        states, calls = next(record(replica, loop, [few]))
+    with replica.around(layers):
+        states, calls = next(record(replica, [few]))
     known: dict[str, tuple[tuple[Fold, ...], list[str]]] = {}
     folds: dict[str, tuple[Fold, ...]] = {}
     left: list[str] = []
-    for name, call in zip(loop.layers, calls, strict=True):
+    for name, call in zip(layers, calls, strict=True):
         module = replica.model.get_submodule(name)
         kind = repr([(each, tuple(part.shape)) for each, part in module.named_parameters()]) + str(module)
         # What a layer writes for later ones is theirs alone, whatever its kind.
@@ -108,6 +108,15 @@ def study(replica: Replica, tokens: torch.Tensor) -> tuple[dict[str, tuple[Fold,
     return folds, left
 
 
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _inputs(layer: Any, reader: Matrix) -> int:
+    """Return how many channels a matrix reads."""
+    return int(layer.get_parameter(reader.weight).shape[-2 if reader.transposed else -1])
+
+
 class _Trial:
     """One layer in float32 and what it makes of random hidden states; other norms and biases than its own.
 
@@ -115,13 +124,14 @@ class _Trial:
     """
 
     def __init__(self, replica: Replica, layer: Any, call: Call, states: States) -> None:
-        self._replica, self._call = replica, call
+        self._replica, self._call = replica, call.mapped(_wide)
         self._random = torch.Generator().manual_seed(0)
         self._layer = copy.deepcopy(layer).float()
         for parameter in self._layer.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.2 * self._drawn(*parameter.shape)
-        self._states = States(self._drawn(*states.hidden.shape), states.carried)
+        carried = {name: _wide(tensor) for name, tensor in states.carried.items()}
+        self._states = States(self._drawn(*states.hidden.shape), carried)
         with torch.inference_mode():
             self.sound = self._run(self._layer)
 
@@ -139,6 +149,9 @@ class _Trial:
 
     def _holds(self, fold: Fold) -> bool:
         changed = copy.deepcopy(self._layer)
+        width = len(changed.get_parameter(fold.weight))
+        if any(_inputs(changed, reader) != width for reader in fold.readers):
+            return False  # a norm of each head, whose heads are read together
         with torch.inference_mode():
             fold.scale(changed, self._drawn(len(changed.get_parameter(fold.weight))).exp())
             sound = self.sound.hidden
@@ -147,12 +160,14 @@ class _Trial:
 
     def _of_norms(self) -> Iterator[Fold]:
         made: dict[int, tuple[str, torch.Tensor]] = {}
+        calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         readers: dict[str, dict[Matrix, None]] = {}
         handles = []
 
         def after(name: str) -> Any:
-            def hook(_module: Any, _args: Any, output: torch.Tensor) -> None:
+            def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
                 made[output.data_ptr()] = name, output  # held, so that its memory is not given to another
+                calls[name] = args, kwargs
 
             return hook
 
@@ -167,11 +182,15 @@ class _Trial:
         for name, module in self._layer.named_modules():
             own = dict(module.named_parameters(recurse=False))
             if stacks_experts(module):
-                places = [expert_slice(module, name, 0, projection) for projection in ("gate_proj", "up_proj")]
+                places = [
+                    expert_slice(module, name, 0, projection)
+                    for projection in ("gate_proj", "up_proj")
+                    if own.keys() & {projection, "gate_up_proj"}
+                ]
                 reading = [Matrix(f"{name}.{place.parameter}", place.transposed) for place in places]
                 handles.append(module.register_forward_pre_hook(before(reading), with_kwargs=True))
             elif list(own) == ["weight"] and own["weight"].ndim == 1:
-                handles.append(module.register_forward_hook(after(name)))
+                handles.append(module.register_forward_hook(after(name), with_kwargs=True))
             elif "weight" in own and own["weight"].ndim == 2:
                 handles.append(module.register_forward_pre_hook(before([Matrix(f"{name}.weight")]), with_kwargs=True))
         with torch.inference_mode():
@@ -179,18 +198,22 @@ class _Trial:
             for handle in handles:
                 handle.remove()
             for name, found in readers.items():
-                offset = self._offset(name)
+                offset = self._offset(name, *calls[name])
                 if offset is not None:
                     yield Fold(f"{name}.weight", None, offset, tuple(found), name, entering=False)
 
-    def _offset(self, name: str) -> float | None:
-        """What a norm adds to its weight before it multiplies by it; None where that is not what it does."""
+    def _offset(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        """Return what a norm adds to its weight before it multiplies by it; None where that is not what it does.
+
+        The norm is called with random numbers, or as it was where it takes more than one tensor, a gate say.
+        """
         module = copy.deepcopy(self._layer.get_submodule(name))
-        entering = self._drawn(3, len(module.weight))
+        if len(args) == 1 and not kwargs:
+            args = (self._drawn(3, len(module.weight)),)
 
         def vanishes(weight: float) -> bool:
             module.weight.data.fill_(weight)
-            return not bool(module(entering).any())
+            return not bool(module(*args, **kwargs).any())
 
         return next((offset for offset in (0.0, 1.0) if vanishes(-offset)), None)
 

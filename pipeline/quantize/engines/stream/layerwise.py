@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -89,12 +90,13 @@ def round_layers(
     parameters: Mapping[str, float | int | bool],
     activation_bytes: int | None = None,
     trust_remote_code: bool = False,
-    advance: Callable[[int], None] = lambda _: None,
+    bar: Callable[[int], AbstractContextManager[Callable[[int], None]]] = lambda _: nullcontext(lambda _: None),
 ) -> Rounded:
     """Make the weights of a model's linear modules, going on at the last layer that an earlier attempt committed.
 
     ``ranges`` are those behind static scales of inputs, by their tensors' names. ``parameters`` are the recipe's.
-    The ``devices`` share the batches. ``advance`` is told samples, once a layer.
+    The ``devices`` share the batches. ``bar`` makes a progress bar over samples, of which each layer counts all, and its
+    value is called with each advance.
 
     Raises `CalibrationError` where the model cannot be run layer by layer, `StageError` for weights that are not
     finite.
@@ -110,18 +112,19 @@ def round_layers(
         made.mkdir(parents=True, exist_ok=True)
         layers = _Layers(one, plans, structure, choice, made, parameters, ranges)
         unscaled = layers.study(batches[0]) if parameters.get("scaling") else ()
-        run_sequential(
-            replicas,
-            batches,
-            layers.roundings,
-            layers.solve,
-            activations_for(devices, need, host_bytes(activation_bytes), work / _STATES),
-            layers.facts,
-            stacked=layers.stacked,
-            fold=layers.fold if parameters.get("scaling") else None,
-            beside=layers.strength > 0,
-            advance=advance,
-        )
+        with bar(len(one.walkable.layers) * sum(batch.shape[0] for batch in batches)) as advance:
+            run_sequential(
+                replicas,
+                batches,
+                layers.roundings,
+                layers.solve,
+                activations_for(devices, need, host_bytes(activation_bytes), work / _STATES),
+                layers.facts,
+                stacked=layers.stacked,
+                fold=layers.fold if parameters.get("scaling") else None,
+                beside=layers.strength > 0,
+                advance=advance,
+            )
     files: dict[str, Path] = {}
     gains: dict[str, Gain] = {}
     found: dict[str, torch.Tensor] = {}

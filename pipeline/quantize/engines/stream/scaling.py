@@ -44,6 +44,7 @@ def scale_layer(
 ) -> Iterator[tuple[Fold, torch.Tensor]]:
     """Scale the channels of a layer; each fold with the largest magnitude in each channel, float32 [C].
 
+    Of hidden states that are several streams, no size is known that the next norm divides by: all tokens count the same.
     ``reader`` knows what becomes of a matrix; of those that stay in 16 bit nothing. ``ranged``: the magnitudes are of
     all batches, and not of those alone that rows are taken from.
     """
@@ -51,8 +52,10 @@ def scale_layer(
     places = {fold: f"{name}.{fold.place}" for fold in folds}
     entering = [place for fold, place in places.items() if fold.entering]
     seen = look(entering, [name, *(place for fold, place in places.items() if not fold.entering)], ranged)
-    sizes = seen[name].rows.float().square().mean(dim=1, keepdim=True).sqrt().clamp_(min=1e-6)
+    sizes = 1.0 if name not in seen else seen[name].rows.float().square().mean(1, keepdim=True).sqrt().clamp_(min=1e-6)
     for fold, place in places.items():
+        if place not in seen:
+            continue
         largest, readers = seen[place].largest, [each for each in map(reader, fold.readers) if each is not None]
         if readers:
             with in_tf32():  # which holds 16 bits of rows and weights, and what is rounded to fewer

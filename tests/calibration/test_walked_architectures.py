@@ -1,0 +1,80 @@
+"""X^T X layer by layer of architectures that are not Llama's: of recurrent layers, and of what layers hand on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from calibration.activations import Activations
+from calibration.hessians import Inputs
+from calibration.replica import load_resident, replica
+from calibration.sequential import run_sequential
+
+Zoo = Callable[..., Path]
+NAMES = ["bamba", "falcon_h1", "gemma3n_text", "gemma4_text", "glm_moe_dsa", "lfm2", "nemotron_h", "qwen3_next"]
+
+
+def walked(folder: Path, batches: list[torch.Tensor], work: Path, *, beside: bool, room: int = 10**9, devices: int = 1) -> dict[str, Inputs]:
+    """What enters the linear modules of all layers, none of which is changed."""
+    replicas = [replica(folder, "cpu") for _ in range(devices)]
+    inside = tuple(f"{name}." for name in replicas[0].walkable.layers)
+    modules = replicas[0].model.named_modules()
+    linear = [name for name, module in modules if isinstance(module, torch.nn.Linear) and name.startswith(inside)]
+    seen: dict[str, Inputs] = {}
+
+    def solve(_layer: int, found: Sequence[Inputs], _last: bool) -> None:
+        for inputs in found:
+            seen.update(dict.fromkeys(inputs.modules, replace(inputs, hessian=inputs.hessian.clone())))
+
+    roundings = dict.fromkeys(linear, lambda entering: entering)
+    run_sequential(replicas, batches, roundings, solve, Activations(work, room), "", beside=beside)
+    return seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hessians_are_those_of_the_whole_model(zoo: Zoo, blocks: torch.Tensor, tmp_path: Path, name: str) -> None:
+    batches = list(blocks[:6, :24].split(2))
+    seen = walked(zoo(name), batches, tmp_path, beside=False)
+    whole = load_resident(zoo(name), "cpu")
+    expected: dict[str, torch.Tensor] = {}
+
+    def hook(module: str) -> Callable[[Any, Any], None]:
+        def before(_: Any, args: Any) -> None:
+            rows = args[0].flatten(0, -2).double()
+            expected[module] = expected.get(module, torch.zeros(())) + rows.t() @ rows
+
+        return before
+
+    for module in seen:
+        whole.model.get_submodule(module).register_forward_pre_hook(hook(module))
+    with torch.inference_mode():
+        for batch in batches:
+            whole.model.base_model(input_ids=batch)
+    assert expected.keys() == seen.keys()
+    for module, square in expected.items():
+        found = seen[module].hessian.double()
+        torch.testing.assert_close(found, square, rtol=1e-3, atol=1e-3 * float(square.abs().max()), msg=module)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_beside_the_16_bit_model_nothing_is_missing_where_nothing_was_changed(
+    zoo: Zoo, blocks: torch.Tensor, tmp_path: Path, name: str
+) -> None:
+    """Both models hand on their own choices, keys and values; also where nothing is kept of a turn, on two devices."""
+    batches = list(blocks[:6, :24].split(2))
+    seen = walked(zoo(name), batches, tmp_path / "whole", beside=True)
+    for module, inputs in seen.items():
+        assert inputs.is_beside, module
+        for lacking in (inputs.gap, inputs.owed):
+            assert lacking is None or not lacking.any(), module
+    for room, devices in ((0, 1), (10**9, 2)):
+        again = walked(zoo(name), batches, tmp_path / f"{devices}", beside=True, room=room, devices=devices)
+        assert again.keys() == seen.keys()
+        for module, inputs in again.items():
+            other = seen[module].hessian
+            torch.testing.assert_close(inputs.hessian, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()), msg=module)
