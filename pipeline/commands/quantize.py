@@ -155,7 +155,8 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
     quantization, console = recipe.quantization, terminal()
     console.print(f"{escape(str(source.repo or source.folder))} -> {escape(str(job.out))} ({state})")
     console.print(f"{quantization.format}, KV cache {quantization.kv_cache}, engine {quantization.engine}")
-    schemes = (*expected.schemes.items(), ("16 bit", prediction.kept))
+    kept = {f"16 bit: {reason}": count for reason, count in prediction.kept_because.items()}
+    schemes = (*expected.schemes.items(), *kept.items())
     rows = [(scheme, f"{count:,}") for scheme, count in schemes]
     console.print(table("scheme", "modules", right=("modules",), rows=rows))
     sizes = {

@@ -269,7 +269,8 @@ def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
     for saving in told["savings"]:
         console.print(f"  {saving['setting']} would save about {duration(saving['seconds'])}")
     predicted, disk = told["predicted"], told["disk"]
-    modules = f"{predicted['quantized']} modules quantized, {predicted['kept']} kept"
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in predicted["kept_because"].items())
+    modules = f"{predicted['quantized']} modules quantized, {predicted['kept']} kept: {reasons}"
     ratio = predicted["source"] / predicted["checkpoint"]
     sizes = {
         "source": predicted["source"],

@@ -23,7 +23,7 @@ from pipeline.quantize.engines.libraries.job import checkpoint_bytes
 from pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.selection import kept_because, select
 from pipeline.quantize.model.structure import Structure, imagine, read_structure
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.schema import Recipe
@@ -58,6 +58,7 @@ class Prediction:
 
     ``quantized`` and ``kept`` count linear modules; ``calibration_device`` is what a resident model takes,
     ``largest_tensor`` bounds the engine's memory, a few of which it holds; ``weights_per_gpu`` is for the candidate.
+    ``kept_because`` and ``copied`` count, by reason, modules that stay in 16 bit and tensors that are carried over.
     ``kv_bytes_per_token`` is for all layers over all GPUs, None for an architecture whose cache is not plain K and V.
     """
 
@@ -70,6 +71,8 @@ class Prediction:
     calibration_device: int
     weights_per_gpu: int
     kv_bytes_per_token: int | None
+    kept_because: Mapping[str, int]
+    copied: Mapping[str, int]
 
 
 def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Prediction:
@@ -90,6 +93,8 @@ def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Predict
         calibration_device=source.nbytes if recipe.calibration is not None else 0,
         weights_per_gpu=-(-checkpoint // recipe.target.gpus),
         kv_bytes_per_token=_kv_bytes(source.config, 1 if choice.kv_cache else 2),
+        kept_because=kept_because(structure, choice, recipe.quantization),
+        copied=structure.copied,
     )
 
 

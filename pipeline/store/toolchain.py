@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from email.message import Message
 from email.parser import HeaderParser
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -55,7 +56,12 @@ class Environment:
 
 
 def environment_here(tools: Iterable[str]) -> Environment:
-    """What some distributions of this environment need, with themselves and with ourselves."""
+    """Return some distributions of this environment with all that they and quantmint need; read once in a process."""
+    return _environment(frozenset(tools))
+
+
+@cache
+def _environment(tools: frozenset[str]) -> Environment:
     return Environment(platform.python_version(), _facts(_reached(tools, _there(None))))
 
 

@@ -267,9 +267,9 @@ class Builder:
         )
         return VllmConfig(model_config=model, device_config=DeviceConfig("cpu"))
 
-    def build(self, config: Any) -> tuple[Any, Any]:
-        """Return the model of a VllmConfig on the meta device, and its recorder."""
-        return self._initialize(config, None, {})
+    def build(self, config: Any, layout: str = "compressed-tensors") -> tuple[Any, Any]:
+        """Return the model of a VllmConfig on the meta device, and its recorder, which passes for one of ``layout``."""
+        return self._initialize(config, None, {}, layout)
 
     def build_drafter(self, config: Any, packed: Mapping[str, list[str]]) -> tuple[str, Any, Any] | None:
         """Return name, model and recorder of the class for multi-token prediction; None where a model has none."""
@@ -284,14 +284,16 @@ class Builder:
         )
         drafting = VllmConfig(model_config=target, device_config=DeviceConfig("cpu"), speculative_config=speculative)
         draft = speculative.draft_model_config
-        return (draft.hf_config.architectures[0], *self._initialize(drafting, draft, packed))
+        return (draft.hf_config.architectures[0], *self._initialize(drafting, draft, packed, "compressed-tensors"))
 
-    def _initialize(self, config: Any, model_config: Any, packed: Mapping[str, list[str]]) -> tuple[Any, Any]:
+    def _initialize(
+        self, config: Any, model_config: Any, packed: Mapping[str, list[str]], layout: str
+    ) -> tuple[Any, Any]:
         from vllm.model_executor.model_loader.utils import initialize_model
 
         for device in ("meta", "cpu"):  # some compute with their weights while they are built
             config.compilation_config.static_forward_context.clear()
-            recorder = config.quant_config = _recorder()
+            recorder = config.quant_config = _recorder(layout)
             recorder.packed_modules_mapping.update(packed)  # a drafter shares its target's quantization
             try:
                 with _tensors_on(device):
@@ -391,21 +393,30 @@ def _stub_processors() -> None:
             setattr(modeling_pixtral, name, MagicMock(name=name))
 
 
-def _recorder() -> Any:
-    """Return a quantization that records which modules ask it for a method, and quantizes none."""
+def _recorder(layout: str) -> Any:
+    """Return a quantization that records which modules ask it for a method, and quantizes none.
+
+    To `isinstance` it is that of a layout: some classes leave their tower in 16 bit, or rename it, for one of them.
+    """
     import torch
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization import get_quantization_config
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+    kind = get_quantization_config(layout)
+
     class Recorder(QuantizationConfig):
+        __class__ = property(lambda self: kind)
+
         def __init__(self) -> None:
-            super().__init__()
+            QuantizationConfig.__init__(self)
+            self.quant_config = {"exclude": [], "global_quant_config": {}}
             self.prefixes: dict[int, str] = {}
             self.layers: list[Any] = []  # an id is unique among living objects alone
             self.mappers: list[Any] = []
 
         def get_name(self) -> Any:
-            return "compressed-tensors"
+            return layout
 
         def get_supported_act_dtypes(self) -> list[Any]:
             return [torch.bfloat16]
@@ -421,6 +432,15 @@ def _recorder() -> Any:
         @classmethod
         def from_config(cls, config: dict[str, Any]) -> Any:
             return cls()
+
+        def get_scheme_dict(self, *_: Any, **__: Any) -> None:
+            return None
+
+        def get_layer_quant_config_from_name(self, name: str) -> None:
+            return None
+
+        def _is_w_ocp_mx_a_x(self, *_: Any) -> bool:
+            return False
 
         def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
             self.mappers.append(hf_to_vllm_mapper)
@@ -787,6 +807,9 @@ def read(builder: Builder, folder: Path) -> Iterator[tuple[str, Reading]]:
         reading, owners = read_modules(model, recorder)
         trace(model, owners, shapes, reading)
         choose_renames(model, recorder, reading, shapes)
+        as_quark, _ = read_modules(*builder.build(builder.configure(Path(scratch)), "quark"))
+        reading.unquantized |= as_quark.unquantized
+        reading.quantized -= as_quark.unquantized
         drafter = None
         try:
             drafter = read_drafter(builder, Path(scratch), config, reading)
@@ -895,7 +918,8 @@ def main() -> None:
         command += ["--output", str(arguments.output)] if arguments.output else []
         command += ["--trace", str(arguments.trace)] if arguments.trace else []
         command += ["--update"] if arguments.update or arguments.names else []
-        sys.exit(subprocess.run(command, check=False).returncode)
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}  # vLLM's Transformers backend renames by a set
+        sys.exit(subprocess.run(command, check=False, env=environment).returncode)
 
 
 if __name__ == "__main__":

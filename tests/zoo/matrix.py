@@ -308,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     print_table(outcomes, given.columns)
     if given.json is not None:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps([asdict(pair) for pair in outcomes], indent=1) + "\n", encoding="utf-8")
     return int(any(pair.kind in ("unsound", "raw") for pair in outcomes))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -80,6 +81,19 @@ def _select(identity: _Identity, section: str) -> Choice:
         kv_per_head=quantization.kv_cache_granularity == "head",
         prefixes=structure.predictor,
     )
+
+
+def kept_because(structure: Structure, choice: Choice, quantization: Quantization) -> dict[str, int]:
+    """Count the modules that a choice leaves in 16 bit by reason, the most frequent first."""
+    absorbed = frozenset(structure.absorbed)
+
+    def reason(module: str) -> str:
+        if module in structure.kept:
+            return structure.kept[module]
+        folded = module in absorbed and not is_excluded(quantization, module)
+        return "vLLM multiplies it into its neighbours" if folded else "excluded by the recipe"
+
+    return dict(Counter(map(reason, choice.kept)).most_common())
 
 
 def _require_claims(structure: Structure, quantization: Quantization) -> None:

@@ -226,7 +226,7 @@ def test_a_module_in_16_bit_that_the_configuration_claims_is_caught(
     del broken.tensors[SCALE]
     broken.kept().append(MODULE)
     honest = inspect(made, broken.save(), expected_bytes=None)
-    assert honest.findings == ()
+    assert [finding.rule for finding in honest.findings] == ["split"]  # vLLM loads q, k and v as one
     assert honest.quantized_modules == 13
     broken.kept().remove(MODULE)
     lying = inspect(made, broken.save(), expected_bytes=None)

@@ -1,0 +1,150 @@
+"""Ask vLLM, in process, for the log probabilities of a fixed prompt by each of several checkpoints.
+
+    .venv-vllm/bin/python tests/zoo/served_in_vllm.py --limit 60 FOLDER... > answers.jsonl
+
+The script runs in vLLM's environment and imports nothing of quantmint. vLLM is imported once; each folder is loaded in
+a fork of that process, so that no engine meets the state of another one. A line of the output is a JSON object: folder;
+logprobs, a list of nats or null; error, null or the first line; seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+for _variable, _value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}.items():
+    os.environ.setdefault(_variable, _value)
+
+PROMPT_TOKENS = 24
+_MODEL_LENGTH = 64
+
+
+def prompt() -> list[int]:
+    """Return the token ids of the prompt: drawn once for all models, text in each vocabulary of the zoo."""
+    return random.Random(20).choices(range(8, 1000), k=PROMPT_TOKENS)
+
+
+def logprobs(folder: Path) -> list[float]:
+    """Load a checkpoint and return log P(token | those before it) of each prompt token but the first, nats."""
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    engine = LLM(
+        model=str(folder),
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=_MODEL_LENGTH,
+        max_num_seqs=1,
+        max_num_batched_tokens=_MODEL_LENGTH,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=64 << 20,
+        **_text_only(folder),
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    ids = prompt()
+    (answer,) = engine.generate([TokensPrompt(prompt_token_ids=ids)], sampling, use_tqdm=False)
+    return [position[token].logprob for token, position in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)]
+
+
+def _text_only(folder: Path) -> dict[str, Any]:
+    """Return the options that keep vLLM from preparing images and sound for a model with towers."""
+    from vllm.model_executor.models import ModelRegistry
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    multimodal = any("_config" in key and isinstance(value, dict) for key, value in config.items())
+    del ModelRegistry
+    return {"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}} if multimodal else {}
+
+
+def answer(folder: Path) -> dict[str, Any]:
+    """Return the line for a checkpoint."""
+    started = time.monotonic()
+    line: dict[str, Any] = {"folder": str(folder), "logprobs": None, "error": None}
+    try:
+        line["logprobs"] = logprobs(folder)
+    except BaseException as error:
+        if os.environ.get("VERBOSE"):
+            import traceback
+            traceback.print_exc()
+        line["error"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return {**line, "seconds": round(time.monotonic() - started, 2)}
+
+
+def answer_in_fork(folder: Path, limit: float) -> dict[str, Any]:
+    """Return the line for a checkpoint from a fork of this process, which is killed after ``limit`` seconds."""
+    reading, writing = os.pipe()
+    started = time.monotonic()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        os.setsid()
+        with os.fdopen(writing, "w", encoding="utf-8") as pipe:
+            json.dump(answer(folder), pipe)
+        os._exit(0)
+    os.close(writing)
+    status = None
+    while status is None and time.monotonic() - started < limit:
+        done, code = os.waitpid(child, os.WNOHANG)
+        status = code if done else None
+        time.sleep(0.05)
+    if status is None:
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with os.fdopen(reading, encoding="utf-8") as pipe:
+        text = pipe.read()
+    if text:
+        return json.loads(text)
+    error = f"no answer within {limit:g} s" if status is None else f"the process ended with status {status}"
+    return {"folder": str(folder), "logprobs": None, "error": error, "seconds": round(time.monotonic() - started, 2)}
+
+
+def prepare() -> None:
+    """Import what every engine needs, without a thread that a fork would lack."""
+    import torch
+
+    torch.set_num_threads(1)
+    import vllm.entrypoints.llm
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()  # saves an import of vLLM for each class
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line for each folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="checkpoint to load")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time for one checkpoint")
+    options = parser.parse_args(arguments)
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # vLLM prints
+    prepare()
+    for folder in options.folders:
+        output.write(json.dumps(answer_in_fork(folder, options.limit)) + "\n")
+        output.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
