@@ -16,10 +16,9 @@ from typing import Any
 from calibration.classes import build_model
 from calibration.encodings import SCALE_SUFFIX, decode_blocks, is_block_fp8
 from calibration.errors import CalibrationError
+from calibration.index import weight_files
 from calibration.lazy import torch
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _PART = 1 << 30  # bytes that are made parameters of at a time
 _PIECE = 16 << 20  # bytes: what a thread reads for a GPU at a time
 
@@ -79,7 +78,7 @@ class Shards:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             self._encoded = only is None and _require_readable(config, folder)
             self._open: dict[str, Any] = {}
-            place = {name: file for file in _files(folder) for name in self._mapped(file).keys()}  # noqa: SIM118
+            place = {name: file for file in weight_files(folder)[0] for name in self._mapped(file).keys()}  # noqa: SIM118
         except (OSError, ValueError, SafetensorError) as error:
             raise CalibrationError(f"{folder}: the weights cannot be read: {error}") from error
         self._place = {name: file for name, file in place.items() if only is None or name in only}
@@ -176,15 +175,6 @@ def _require_readable(config: Mapping[str, Any], folder: Path) -> bool:
         f"{folder}: its weights are quantized already ({declared.get('quant_method')}), "
         "expected 16 bit, or FP8 with a scale for each block of 128x128"
     )
-
-
-def _files(folder: Path) -> list[str]:
-    if (folder / _INDEX).is_file():
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        return sorted(set(index["weight_map"].values()))
-    if not (folder / _SINGLE).is_file():
-        raise CalibrationError(f"{folder}: neither {_SINGLE} nor {_INDEX} is there; only safetensors are read")
-    return [_SINGLE]
 
 
 class Weights:

@@ -20,6 +20,10 @@ from pathlib import Path
 from threading import Lock, local
 from typing import Any
 
+from calibration.errors import CalibrationError
+from calibration.index import INDEX_NAME as INDEX_NAME
+from calibration.index import SINGLE_NAME as SINGLE_NAME
+from calibration.index import weight_files
 from calibration.lazy import torch
 from pipeline.base.errors import StageError, UserError
 
@@ -99,9 +103,6 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,31 +163,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, shards, tensors)
 
 
-def _shards(folder: Path) -> tuple[tuple[str, ...], dict[str, str] | None]:
-    if (folder / INDEX_NAME).is_file():
-        weight_map = read_json(folder / INDEX_NAME).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{folder / INDEX_NAME}: expected a non-empty 'weight_map'.")
-        shards = tuple(sorted(set(map(str, weight_map.values()))))
-        strange = [name for name in shards if Path(name).name != name or not name.endswith(".safetensors")]
-        if strange:
-            raise UserError(f"{folder / INDEX_NAME}: {strange[0]!r} is not the name of a safetensors file beside it.")
-        missing = [name for name in shards if not (folder / name).is_file()]
-        if missing:
-            raise UserError(
-                f"{folder}: the index names {len(shards)} files, {len(missing)} are missing: {', '.join(missing[:5])}.",
-                hint="Fetch the missing files; an interrupted download can be resumed.",
-            )
-        return shards, {str(name): str(shard) for name, shard in weight_map.items()}
-    if (folder / SINGLE_NAME).is_file():
-        return (SINGLE_NAME,), None
-    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
-    if pickled:
-        raise UserError(
-            f"{folder}: its weights are pickled ({pickled[0]}), which can run code; only safetensors are read.",
-            hint="Use a revision that has *.safetensors, or convert the weights on a machine you can afford to lose.",
-        )
-    raise UserError(f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there.")
+def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
+    try:
+        return weight_files(folder)
+    except CalibrationError as error:
+        message, _, hint = str(error).partition("\n")
+        raise UserError(message, hint=hint or None) from None
 
 
 def _agree(folder: Path, placed: Mapping[str, str], tensors: Mapping[str, tuple[str, TensorInfo]]) -> None:
