@@ -13,15 +13,18 @@ import torch
 from calibration.activations import Activations
 from calibration.hessians import Inputs
 from calibration.replica import load_resident, replica
-from calibration.sequential import run_sequential
+from calibration.sequential import _Sequential, run_sequential
 
 Zoo = Callable[..., Path]
-NAMES = ["bamba", "falcon_h1", "gemma3n_text", "gemma4_text", "glm_moe_dsa", "lfm2", "nemotron_h", "qwen3_next"]
+# With phi and phi3 a dropout of nothing follows attention; phi runs it twice.
+NAMES = ["phi", "phi3", "bamba", "falcon_h1", "gemma3n_text", "gemma4_text", "glm_moe_dsa", "lfm2", "nemotron_h", "qwen3_next"]
 
 
-def walked(folder: Path, batches: list[torch.Tensor], work: Path, *, beside: bool, room: int = 10**9, devices: int = 1) -> dict[str, Inputs]:
+def walked(folder: Path, batches: list[torch.Tensor], work: Path, *, beside: bool, room: int = 10**9, devices: int = 1, fused: bool = False) -> dict[str, Inputs]:
     """What enters the linear modules of all layers, none of which is changed."""
     replicas = [replica(folder, "cpu") for _ in range(devices)]
+    for one in replicas if fused else ():
+        one.fuse_attention()
     inside = tuple(f"{name}." for name in replicas[0].walkable.layers)
     modules = replicas[0].model.named_modules()
     linear = [name for name, module in modules if isinstance(module, torch.nn.Linear) and name.startswith(inside)]
@@ -78,3 +81,22 @@ def test_beside_the_16_bit_model_nothing_is_missing_where_nothing_was_changed(
         for module, inputs in again.items():
             other = seen[module].hessian
             torch.testing.assert_close(inputs.hessian, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()), msg=module)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "phi"])
+def test_a_part_that_answers_is_one_that_holds_the_module_it_ends_by(
+    zoo: Zoo, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Behind it nothing would be spared, and what the module adds to the hidden states would be counted twice."""
+    ends: list[dict[str, Any]] = []
+    way = _Sequential._way
+
+    def remembered(self: _Sequential, layer: int, linear: Any) -> Any:
+        found = way(self, layer, linear)
+        ends.append(dict(found.ends))
+        return found
+
+    monkeypatch.setattr(_Sequential, "_way", remembered)
+    walked(zoo(name), [blocks[:2, :16]], tmp_path, beside=True, fused=True)
+    assert [[part.rpartition(".")[2] for part, _ in of_layer.values()] for of_layer in ends] == [["self_attn", "mlp"]] * 2
+    assert all(module.startswith(f"{part}.") for of_layer in ends for module, (part, _) in of_layer.items())

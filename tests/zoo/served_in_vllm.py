@@ -18,9 +18,11 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 for _variable, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -56,6 +58,8 @@ _MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
 )
+# vLLM's classes of models with towers import them; its CPU environment is installed without.
+_ABSENT = ("torchvision", "torchvision.io", "torchvision.ops", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.functional", "torchvision.transforms.v2.functional")
 _MODEL_LENGTH = 64
 
 
@@ -79,7 +83,7 @@ def logprobs(folder: Path) -> list[float]:
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         kv_cache_memory_bytes=64 << 20,
-        **_text_only(folder),
+        **({"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}} if _has_towers(folder) else {}),
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     ids = prompt()
@@ -87,14 +91,10 @@ def logprobs(folder: Path) -> list[float]:
     return [position[token].logprob for token, position in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)]
 
 
-def _text_only(folder: Path) -> dict[str, Any]:
-    """Return the options that keep vLLM from preparing images and sound for a model with towers."""
-    from vllm.model_executor.models import ModelRegistry
-
+def _has_towers(folder: Path) -> bool:
+    """Return whether config.json describes more than a language model."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    multimodal = any("_config" in key and isinstance(value, dict) for key, value in config.items())
-    del ModelRegistry
-    return {"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}} if multimodal else {}
+    return any(key.endswith("_config") and key != "quantization_config" and isinstance(config[key], dict) for key in config)
 
 
 def answer(folder: Path) -> dict[str, Any]:
@@ -103,12 +103,26 @@ def answer(folder: Path) -> dict[str, Any]:
     line: dict[str, Any] = {"folder": str(folder), "logprobs": None, "error": None}
     try:
         line["logprobs"] = logprobs(folder)
-    except BaseException as error:
+    except Exception as error:
         if os.environ.get("VERBOSE"):
-            import traceback
-            traceback.print_exc()
-        line["error"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            traceback.print_exception(error)
+        line["error"] = _reason(error, folder)
     return {**line, "seconds": round(time.monotonic() - started, 2)}
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """Return an error in one line; why a class cannot be imported, where vLLM only says so in its log."""
+    if "failed to be inspected" in str(error):
+        from vllm.model_executor.models import ModelRegistry
+
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        try:
+            ModelRegistry.models[config["architectures"][0]].load_model_cls()
+        except Exception as cause:
+            error = cause
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    several = 3 if type(error).__name__ == "ValidationError" else 1
+    return f"{type(error).__name__}: {' '.join(lines[:several])}"[:400]
 
 
 def answer_in_fork(folder: Path, limit: float) -> dict[str, Any]:
@@ -148,9 +162,24 @@ def prepare() -> None:
 
     for module in _MODULES:
         importlib.import_module(module)
+    _stub_processors()
     registry._run_in_subprocess = lambda function: function()  # saves an import of vLLM for each class
     gc.collect()
     gc.freeze()  # vLLM collects eight times while it loads a model
+
+
+def _stub_processors() -> None:
+    """Load models with towers without the processors of images and sound, which a prompt of text never reaches."""
+    import transformers
+
+    def from_pretrained(*_: Any, **__: Any) -> Any:
+        processor = MagicMock()
+        processor.__class__ = transformers.ProcessorMixin
+        return processor
+
+    for name in ("AutoImageProcessor", "AutoFeatureExtractor", "AutoProcessor", "AutoVideoProcessor"):
+        getattr(transformers, name).from_pretrained = from_pretrained
+    sys.modules.update({name: MagicMock(__spec__=None, __path__=[]) for name in _ABSENT if name not in sys.modules})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

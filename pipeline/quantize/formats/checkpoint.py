@@ -103,8 +103,6 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A folder in the Hugging Face layout; ``tensors`` maps each name to its shard's file name and place."""

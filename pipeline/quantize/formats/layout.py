@@ -11,7 +11,7 @@ import fnmatch
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
 from typing import Any, ClassVar
@@ -28,7 +28,8 @@ class Choice:
     ``schemes`` maps each quantized linear module to its scheme; ``kept`` are the modules with a two-dimensional
     weight that stay in 16 bit, routers included, because vLLM must be told about each of them; ``kv_cache`` is
     whether static FP8 scales are stored for the attention modules, ``kv_per_head`` whether there is one a KV head;
-    ``prefixes`` are what the names of a multi-token predictor's modules begin with.
+    ``prefixes`` are what the names of a multi-token predictor's modules begin with, ``aliases`` the names by which vLLM
+    asks for modules, where they are not their own.
     """
 
     schemes: Mapping[str, str]
@@ -36,6 +37,11 @@ class Choice:
     kv_cache: bool
     kv_per_head: bool = False
     prefixes: tuple[str, ...] = ()
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def named(self, modules: Iterable[str]) -> list[str]:
+        """Modules with the other names by which vLLM asks for them, sorted."""
+        return sorted({name for module in modules for name in (module, *self.aliases.get(module, ()))})
 
     @property
     def ignored(self) -> list[str]:
@@ -43,7 +49,7 @@ class Choice:
 
         Servers build the modules of a multi-token predictor under names of their own, which begin like those on disk.
         """
-        return sorted(self.kept) + [f"re:(.*\\.)?{re.escape(prefix)}.*" for prefix in self.prefixes]
+        return self.named(self.kept) + [f"re:(.*\\.)?{re.escape(prefix)}.*" for prefix in self.prefixes]
 
     @property
     def default(self) -> str:
@@ -199,7 +205,7 @@ class CompressedTensors(Layout):
         used = sorted(set(choice.schemes.values()), key=lambda scheme: (scheme != choice.default, scheme))
         for number, scheme in enumerate(used):
             weights, inputs = _declared(self.name, scheme)
-            names = sorted(module for module, chosen in choice.schemes.items() if chosen == scheme)
+            names = choice.named(module for module, chosen in choice.schemes.items() if chosen == scheme)
             groups[f"group_{number}"] = {
                 "format": _table("layouts.yaml")[self.name]["schemes"][scheme]["format"],
                 "input_activations": inputs,
@@ -264,7 +270,10 @@ class Quark(Layout):
         """
         default = self._layer(choice.default)
         layers: dict[str, Any] = {
-            module: self._layer(scheme) for module, scheme in choice.schemes.items() if scheme != choice.default
+            name: self._layer(scheme)
+            for module, scheme in choice.schemes.items()
+            if scheme != choice.default
+            for name in choice.named([module])
         }
         cached = {
             m: scheme for m, scheme in choice.schemes.items() if any(fnmatch.fnmatchcase(m, key) for key in _KV_GROUP)

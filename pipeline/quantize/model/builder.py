@@ -76,7 +76,7 @@ def decoder_prefix(model: Any) -> str:
 
     Where transformers knows no part of a model as its decoder, it is the module that holds the embedding of tokens.
     """
-    names = {id(module): name for name, module in model.named_modules()}
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
     decoder = names.get(id(model.get_decoder()), "")
     if decoder:
         return decoder

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.base.schemes import scheme as scheme_row
-from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.formats.layout import Choice, most_frequent
 from pipeline.quantize.model.structure import UNQUANTIZED, Structure
 from pipeline.recipe.modules import assigned, is_excluded, matches, override_of
 from pipeline.recipe.schema import Quantization
@@ -73,6 +73,7 @@ def _select(identity: _Identity, section: str) -> Choice:
         raise UserError(_nothing_left(structure))
     _require_share(structure, quantization)
     _require_widths(structure, schemes, quantization)
+    _require_names(structure, schemes)
     kept = {*structure.kept, *_modules_of(structure.unclaimed), *(structure.linear.keys() - schemes.keys())}
     return Choice(
         schemes=schemes,
@@ -80,6 +81,7 @@ def _select(identity: _Identity, section: str) -> Choice:
         kv_cache=quantization.kv_cache == "fp8" and not structure.latent,
         kv_per_head=quantization.kv_cache_granularity == "head",
         prefixes=structure.predictor,
+        aliases=structure.aliases,
     )
 
 
@@ -171,6 +173,19 @@ def _require_widths(structure: Structure, schemes: dict[str, str], quantization:
             f"inputs, expected a multiple of {divisors[schemes[module]]}; {len(unfit)} modules do not fit.",
             hint=f"Leave them in 16 bit: exclude: [{patterns}{', …' if len(lasts) > 4 else ''}].",
         )
+
+
+def _require_names(structure: Structure, schemes: Mapping[str, str]) -> None:
+    """Raise `UserError` for a module that must be told apart from others and that vLLM asks for under no name."""
+    default = most_frequent(schemes.values())
+    for module, names in structure.aliases.items():
+        scheme = schemes.get(module)
+        if not names and scheme != default:
+            raise UserError(
+                f"quantization: found {scheme or '16 bit'} for {module}, expected {default} as for the others: vLLM asks "
+                "for this module under a name that no list can hold, and would load it as the others.",
+                hint="Take it out of `exclude` and `overrides`." if module in structure.linear else None,
+            )
 
 
 def _refuse_kept(pattern: str, structure: Structure) -> None:

@@ -63,7 +63,8 @@ class Structure:
     ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
     quantized checkpoint. ``encoded`` maps each FP8 weight of the source to its block scales. ``modules`` maps linear
     and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one of the
-    experts that it stacks. ``latent`` is whether attention caches one latent for all heads; ``absorbed`` are linear
+    experts that it stacks. ``aliases`` are the names by which vLLM asks for a module, where they are not its own; none where no
+    name reaches it. ``latent`` is whether attention caches one latent for all heads; ``absorbed`` are linear
     modules that vLLM folds into their neighbours when it loads them; ``scales`` are tensors of the model itself that
     are called like those of a quantization; ``unquantizable`` counts the elements of the decoder's matrices that vLLM
     builds without a quantization. ``quantized_by`` is set where the folder is no source at all.
@@ -82,6 +83,7 @@ class Structure:
     copied: Mapping[str, int] = field(default_factory=dict, compare=False)
     unclaimed: Mapping[str, str] = field(default_factory=dict)
     predictor: tuple[str, ...] = ()
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     latent: bool = False
     absorbed: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
@@ -240,6 +242,7 @@ class _Reading:
             copied=dict(sorted(self._copied.items())),
             unclaimed=self._unclaimed,
             predictor=tuple(sorted(self._roots)),
+            aliases=self._aliases(),
             latent=text_config(self._config).get("kv_lora_rank") is not None,
             scales=tuple(self._scales),
             unquantizable=self._unquantizable,
@@ -405,6 +408,21 @@ class _Reading:
         if kind not in self._quantizable:
             self._quantizable[kind] = None if self._view is None else self._view.is_quantizable(module)
         return self._quantizable[kind]
+
+    def _aliases(self) -> dict[str, tuple[str, ...]]:
+        """The names by which vLLM asks for modules under others than their own; of each kind one is asked first."""
+        view, aliases = self._view, dict[str, tuple[str, ...]]()
+        plain: set[str] = set()  # kinds whose modules have no other names
+        for module in (*self._linear, *self._kept) if view is not None else ():
+            kind = _NUMBER.sub("*", module)
+            if view is None or kind in plain or not self._is_quantizable(module):
+                continue
+            names = view.listed_names(module)
+            if names == (module,):
+                plain.add(kind)
+            else:
+                aliases[module] = names
+        return aliases
 
     def _is_absorbed(self, module: str) -> bool:
         kind = _NUMBER.sub("*", module)
