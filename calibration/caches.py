@@ -38,7 +38,7 @@ def recording_cache(model: Any, measurement: Measurement) -> Any:
 
 def _watched(model: Any, see: Callable[[torch.Tensor, torch.Tensor, int], None]) -> Any:
     """Return an empty cache that shows keys and values, with the number of their layer, to ``see``."""
-    kind, configured = _cache_class(type(trunk_of(model)))
+    kind, configured = _cache_class(type(trunk_of(model)).__module__)
     empty = kind(config=language_model(model).config) if configured else kind()
     update = empty.update
 
@@ -53,15 +53,15 @@ def _watched(model: Any, see: Callable[[torch.Tensor, torch.Tensor, int], None])
 
 
 @cache
-def _cache_class(trunk: type) -> tuple[Any, bool]:
-    """Return the class of caches that a model's own module defines, or that of all others; whether it takes a
-    configuration."""
+def _cache_class(module: str) -> tuple[Any, bool]:
+    """Return the class of caches that a model's own Python module defines, or that of all others; and whether it takes
+    a configuration."""
     from transformers import DynamicCache
 
     defined = (
         value
-        for value in vars(sys.modules[trunk.__module__]).values()
-        if isinstance(value, type) and issubclass(value, DynamicCache) and value.__module__ == trunk.__module__
+        for value in vars(sys.modules[module]).values()
+        if isinstance(value, type) and issubclass(value, DynamicCache) and value.__module__ == module
     )
     kind = next(defined, DynamicCache)
     return kind, "config" in inspect.signature(kind).parameters

@@ -28,6 +28,7 @@ from calibration.layers import run_layers
 from calibration.lazy import torch
 from calibration.measurement import Measurement
 from calibration.observers import Observation
+from calibration.parts import text_obstacle
 from calibration.ranges import Ranges, ranges_of, require_sound, run_resident
 from calibration.replica import Replica, load_resident, replica
 from calibration.room import Decision, Mode, activations_for, decide, free_bytes, host_bytes, measuring, need_of
@@ -80,6 +81,8 @@ def calibrate(
     """
     with measuring(folder):
         replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in devices]
+        if (reason := text_obstacle(replicas[0].model)) is not None:
+            raise CalibrationError(f"{folder}: it cannot be measured on text alone: {reason}")
         need = need_of(replicas[0], batches)
         free = {device: free_bytes(device) for device in devices} if elsewhere is None else elsewhere.free
         places = tuple(devices) if elsewhere is None else tuple(free)

@@ -1,8 +1,10 @@
 """How a model calls its layers: everything but the hidden states, recorded in one run of the embedding part.
 
-The model's own forward prepares masks, position embeddings and whatever else its architecture hands to a layer; its
-layers are stood in for by recorders that hand on what they are given. What one layer returns must be, untouched, what
-the next is called with: then the layers can be run one at a time, each over all batches, and the model would not know.
+The model's own forward prepares masks, position embeddings and other arguments; recorders stand in for its layers and
+return the hidden states that they get. The next layer must be called with exactly what a layer returns: then the layers
+can be run one at a time, each over all batches. What layers hand on beside hidden states is carried along: elements of
+the tuple that a layer returns (the choice of a sparse indexer), and what it writes into a mapping that all layers get
+(keys and values that later layers use again).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _MAPPINGS = (dict, UserDict)
 _LENGTHS = range(5)
 """Lengths of the tuples that layers return, 0 for layers that return hidden states alone."""
 _TOKENS = 8
-"""Tokens that a probe is made of: a few more than any part of a forward could take for a dimension of its own."""
+"""Length of the sequence that `loop_of` runs a model's embedding part on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
-    """The place of a mapping that layers may write into, by its number among those of a forward, with its first items."""
+    """The place of a mapping that layers may write into: its number among those of a forward, and its first items."""
 
     number: int
     kind: Callable[..., MutableMapping[Any, Any]]
@@ -51,11 +53,10 @@ class _Mapping:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one layer for one batch, with places for the hidden states, the cache and what is carried on.
+    """The arguments of one layer for one batch, with places for the hidden states, the cache and what is carried along.
 
-    ``length`` is that of the tuple that the layer returns, 0 where it returns hidden states alone. ``results`` are the
-    positions of elements of that tuple that the next layer takes, ``mappings`` the numbers of mappings that a later layer
-    takes.
+    ``length`` is the length of the tuple that the layer returns, 0 for hidden states alone. ``results`` are the
+    positions of its elements that the next layer takes, ``mappings`` the numbers of mappings that a later layer takes.
     """
 
     args: tuple[Any, ...]
@@ -67,7 +68,8 @@ class Call:
     def run(self, layer: Any, states: States, cache: Any) -> States:
         """Call the layer and return the states behind it.
 
-        Raises `NotReplayableError` where it returns anything else, or writes anything but tensors for later layers.
+        Raises `NotReplayableError` if it returns anything else, or hands anything but tensors to later layers, and
+        `CalibrationError` if transformers cannot run it.
         """
         filled: dict[int, MutableMapping[Any, Any]] = {}
         first: dict[int, Mapping[Any, Any]] = {}
@@ -124,11 +126,13 @@ class Call:
                 return replace(value, items={key: mapped(item) for key, item in value.items.items()})
             return value
 
-        return replace(self, args=mapped(self.args), kwargs={name: mapped(value) for name, value in self.kwargs.items()})
+        return replace(
+            self, args=mapped(self.args), kwargs={name: mapped(value) for name, value in self.kwargs.items()}
+        )
 
     @property
     def writes(self) -> bool:
-        """Whether the layer may write into what a later one reads."""
+        """Whether the layer may write into a mapping that a later layer reads."""
         return bool(self.mappings)
 
 
@@ -137,14 +141,14 @@ def _name(*path: Any) -> str:
 
 
 def _flat(number: int, key: Any, value: Any) -> dict[str, torch.Tensor]:
-    """An item of a mapping, a tensor or a tuple of them, as tensors by name."""
+    """Return an item of a mapping, a tensor or a tuple of tensors, as tensors by name."""
     if isinstance(key, int | str) and isinstance(value, tuple | list):
         return {_name("mapping", number, key, place): _tensor(each) for place, each in enumerate(value)}
     return {_name("mapping", number, key): _tensor(value)}
 
 
 def _items(carried: Mapping[str, torch.Tensor], number: int) -> dict[Any, Any]:
-    """The items of a mapping by the names that `_flat` gave them."""
+    """Return the items of a mapping from tensors with the names that `_flat` gives."""
     found: dict[Any, Any] = {}
     for name, tensor in carried.items():
         kind, *path = json.loads(name)
@@ -161,8 +165,11 @@ def _tensor(value: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """How a model goes through its ``layers``, by name: ``length`` is that of the tuples that they return, 0 where they
-    return hidden states alone; ``width`` is how many numbers of hidden states each token has between two of them."""
+    """How a model runs its ``layers``, by name.
+
+    ``length`` is the length of the tuples that they return, 0 for hidden states alone; ``width`` is the number of
+    values in the hidden states of a token.
+    """
 
     layers: tuple[str, ...]
     length: int
@@ -170,9 +177,10 @@ class Loop:
 
 
 def replay_obstacle(model: Any) -> str | None:
-    """Return why a model's layers cannot be run one at a time, as a sentence without its subject; None where they can.
+    """Return why a model's layers cannot be run one at a time, as part of a sentence; None if they can.
 
-    The model has all of its tensors on one device, the meta device say: nothing but its embedding part is run.
+    All tensors of the model must be on one device; on the meta device this takes milliseconds, because only the
+    embedding part is run.
     """
     try:
         loop_of(model)
@@ -182,10 +190,7 @@ def replay_obstacle(model: Any) -> str | None:
 
 
 def loop_of(model: Any) -> Loop:
-    """Return how a model goes through its layers.
-
-    Raises `NotReplayableError` as `replay_obstacle` words it.
-    """
+    """Return how a model runs its layers; raises `NotReplayableError` with the reason of `replay_obstacle`."""
     layers = layer_names(model)
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
     reasons: list[NotReplayableError] = []
@@ -197,19 +202,24 @@ def loop_of(model: Any) -> Loop:
             return Loop(tuple(layers), length, states.hidden.numel() // _TOKENS)
         except NotReplayableError as error:
             reasons.append(error)
-        except CalibrationError as error:  # layers that return something else, or a model that is no text's
+        except CalibrationError as error:
+            # The layers return a tuple of another length, or the model needs more than text.
             reasons.append(NotReplayableError(str(error)))
     raise reasons[0]
 
 
 def _answering_no() -> Any:
-    """Have questions about the numbers of tensors on the meta device, which have none, answered with 0 or no."""
+    """Return a mode in which tensors on the meta device, which hold no numbers, read as 0 or False.
+
+    Forwards ask for instance whether a position exceeds a length that was seen before.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     aten = torch.ops.aten
-    numbers = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.equal.default)
+    # The last of them are made of the first, but stay whole in inference mode.
+    numbers = (aten._local_scalar_dense.default, aten.equal.default, aten.item.default, aten.is_nonzero.default)
 
-    class Answering(TorchDispatchMode):
+    class Answering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func in numbers and args[0].is_meta:
                 return torch.zeros((), dtype=args[0].dtype).item()
@@ -217,7 +227,7 @@ def _answering_no() -> Any:
                 return args[0].new_empty(0, args[0].ndim, dtype=torch.int64)
             return func(*args, **(kwargs or {}))
 
-    return Answering()
+    return Answering()  # type: ignore[no-untyped-call]
 
 
 def record(replica: Replica, batches: Iterable[torch.Tensor]) -> Iterator[tuple[States, list[Call]]]:
@@ -252,7 +262,7 @@ and of all batches are the same, and so are position embeddings."""
 
 
 class _Run:
-    """One run of a model whose layers are stood in for, and return hidden states, or tuples that begin with them."""
+    """One run of a model in whose layers' place recorders return hidden states, or tuples that begin with them."""
 
     def __init__(self, model: Any, layers: Sequence[str], length: int, pool: _Pool) -> None:
         self._model, self._layers, self._length, self._pool = model, layers, length, pool
@@ -265,7 +275,7 @@ class _Run:
         self._same: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def play(self, batch: torch.Tensor) -> tuple[States, list[Call]]:
-        """Run the model on a batch: the states that enter the first layer, and what all layers are called with."""
+        """Run the model on a batch; return the states that enter the first layer, and the call of every layer."""
         modules = [self._model.get_submodule(name) for name in self._layers]
         for number, module in enumerate(modules):
             module.forward = self._recorder(number)
@@ -292,7 +302,7 @@ class _Run:
                 self._first.append(hidden)
             places = {name: self._place(value) for name, value in kwargs.items()}
             self.calls.append(Call(tuple(map(self._place, args)), places, self._length))
-            # Other objects each time, so that one that was kept from before cannot pass for them.
+            # New objects each time: those of an earlier layer must not pass for this one's.
             self._handed.append(hidden.view_as(hidden))
             self._results = [_Result(position) for position in range(1, self._length)]
             return (self._handed[-1], *self._results) if self._length else self._handed[-1]
@@ -300,7 +310,7 @@ class _Run:
         return forward
 
     def _place(self, value: Any) -> Any:
-        """An argument as it is kept: a place for what is another one when the call is run again."""
+        """Return an argument as a call keeps it, with places for what differs when the call is run."""
         if value is self._cache:
             return _CACHE
         if isinstance(value, torch.Tensor):
@@ -323,9 +333,9 @@ class _Run:
         return _Mapping(number, type(value), {key: self._place(item) for key, item in value.items()})
 
     def _pooled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or an equal one that an earlier batch had in its place; on the host where it is of this batch."""
+        """Return an equal tensor that an earlier batch had in this place, or else the tensor, moved to the host."""
         if id(tensor) not in self._same:
-            # The first is kept too: its number is not given to another tensor meanwhile.
+            # The tensor itself is kept as well, so that no other tensor gets its id.
             key = len(self._same), tensor.dtype, tensor.shape
             known = self._pool.setdefault(key, tensor)
             apart = known is not tensor and not torch.equal(known, tensor)
@@ -333,7 +343,7 @@ class _Run:
         return self._same[id(tensor)][1]
 
     def _linked(self) -> list[Call]:
-        """The calls with what each must carry on to later ones."""
+        """Return the calls, each with what later ones take from it."""
         found: list[Call] = []
         results, mappings = frozenset[int](), frozenset[int]()
         for call in reversed(self.calls):

@@ -175,10 +175,8 @@ def watching(model: Any, part: str, measurement: Measurement) -> AbstractContext
 
 
 @contextmanager
-def watching_around(
-    model: Any, layers: Sequence[str], before: Measurement, behind: Measurement
-) -> Iterator[None]:
-    """Measure the inputs of linear modules that a model runs before its first layer, and of those behind its last one."""
+def watching_around(model: Any, layers: Sequence[str], before: Measurement, behind: Measurement) -> Iterator[None]:
+    """Measure the inputs of linear modules outside of the layers, those run before the first and behind the last."""
     inside = tuple(f"{name}." for name in layers)
     places = {"before": before, "within": None, "behind": behind}
     at = ["before"]
@@ -258,7 +256,7 @@ def _hooks(model: Any, part: str, measurement: Measurement) -> Iterator[Any]:
             stacked = {key: one for key, one in module.named_parameters(recurse=False) if one.ndim == 3}
             if stacked:
                 yield from watch_stacked(name, module, stacked, measurement)
-        elif hands_keys(type(module)):
+        elif hands_keys(module):
             yield from _watch_attention(name, module, measurement)
 
 

@@ -15,8 +15,8 @@ from calibration.lazy import torch
 from calibration.observers import Observation, Observer, Summary, observer
 
 Kind = Literal["input", "k", "v", "latent", "rotary"]
-"""What a magnitude is of: a linear module's input, the keys or values that an attention module caches, or the two parts
-of what latent attention caches in a server: the latent that all heads share, and the rotated part of their keys."""
+"""Tensor that a magnitude belongs to: the input of a linear module, the keys or values that an attention module caches,
+or, of what a server caches for latent attention, the latent that all heads share or the rotated part of their keys."""
 Tokens = Literal["routed", "every"]
 """Which tokens an expert's input is made of: those that the router sends there, or every token of the layer."""
 Key = tuple[Kind, str]
@@ -63,9 +63,9 @@ class Measurement:
 
     @contextmanager
     def attending(self, name: str, rotary: int = 0) -> Iterator[None]:
-        """Within the block, take what is cached for that of an attention module.
+        """Within the block, attribute cached keys and values to an attention module.
 
-        ``rotary`` is the width of the rotated part of its keys where it is latent attention, 0 where it is not.
+        ``rotary`` is the width of the rotated part of the keys of latent attention, 0 for other attention.
         """
         self._attention.append((name, rotary))
         try:
@@ -87,7 +87,7 @@ class Measurement:
             self._add(("routed", ("rotary", name)), self._largest.summarise(rotated))
 
     def latent(self, name: str, tensor: torch.Tensor) -> None:
-        """Add the latent that a module of latent attention makes its keys and values from, [..., kv_lora_rank]."""
+        """Add the latent that latent attention makes keys and values from, [..., kv_lora_rank]."""
         self._add(("routed", ("latent", name)), self._largest.summarise(tensor))
 
     def _add(self, key: tuple[Tokens, Key], summary: Summary) -> None:
@@ -159,7 +159,9 @@ class Measurement:
             floor, expert = self.observation.kv_floor, self.expert_of.get(key)
             tokens: Tokens = "every" if expert is not None and self.wants_every_token(expert) else "routed"
             amax = self._how(key).finish(self.summaries[tokens, key])
-            found[key] = torch.maximum(amax, torch.tensor(floor)) if key[0] in ("k", "v") and floor is not None else amax
+            found[key] = (
+                torch.maximum(amax, torch.tensor(floor)) if key[0] in ("k", "v") and floor is not None else amax
+            )
         return found
 
     def add(self, part: Measurement) -> None:
@@ -200,11 +202,11 @@ class Measurement:
 
 
 def rotary_part(keys: torch.Tensor, values: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the rotated part of latent attention's keys, [batch, H, sequence, ``width``], of what a module caches.
+    """Return the rotated part of latent attention's keys, [batch, H, sequence, ``width``], from what a module caches.
 
-    A module caches the latent as keys and the rotated part as values, for one head, or the keys and values of all heads,
-    of which the rotated part is the same in each: the last or the first columns. Where no columns are the same in all
-    heads, all of the keys are returned, none of which is smaller.
+    A module caches, for one head, the latent as keys and the rotated part as values; or the keys and values of all
+    heads, where the last or first columns of the keys are the rotated part, and the same in every head. If neither are
+    the same, return all keys, whose largest magnitude bounds that of the part.
     """
     if keys.shape[1] == values.shape[1] == 1 and values.shape[-1] == width:
         return values

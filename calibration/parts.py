@@ -6,7 +6,7 @@ They are found by what their code does and takes, not by the names of their clas
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -19,27 +19,29 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_pa
 
 
 def language_model(model: Any) -> Any:
-    """Return the part of a model that answers: its first where it is several that only `generate` runs, as Omni's are."""
+    """Return the part of a model that answers text.
+
+    That is the first child of a model without a forward of its own (the thinker of an Omni model), and the decoder of a
+    model that cannot be called without an image (BLIP-2).
+    """
     while type(model).forward is torch.nn.Module.forward:
         model = next(model.children())
-    return model
+    return model.get_decoder() if _requires_more_than_tokens(type(model).forward) else model
 
 
 def trunk_of(model: Any) -> Any:
-    """Return the model without its output head, whose product, the largest tensor of a forward, nobody needs."""
+    """Return the model without its output head, whose logits, the largest tensor of a forward, are not needed."""
     model = language_model(model)
     base = model.base_model
     # Llama 4's text has the base's name of the model that also sees.
-    trunk = model.model if base is model and hasattr(model, "model") else base
-    # Some models that also see cannot be called without an image; their text alone can.
-    return model.get_decoder().base_model if _requires_more_than_tokens(type(trunk)) else trunk
+    return model.model if base is model and hasattr(model, "model") else base
 
 
 @cache
-def _requires_more_than_tokens(kind: type) -> bool:
-    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]  # type: ignore[attr-defined]
-    required = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD and each.default is each.empty]
-    return bool(set(required) - {"input_ids"})
+def _requires_more_than_tokens(forward: Callable[..., Any]) -> bool:
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    named = (each for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD)
+    return bool({each.name for each in named if each.default is each.empty} - {"input_ids"})
 
 
 def run_trunk(model: Any, batch: torch.Tensor, cache: Any) -> None:
@@ -56,7 +58,7 @@ def run_trunk(model: Any, batch: torch.Tensor, cache: Any) -> None:
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
-    """Word what a forward of transformers raises in the block as `CalibrationError`, but for memory that is not there."""
+    """Raise `CalibrationError` for what a forward of transformers raises in the block, except for a lack of memory."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -69,10 +71,12 @@ def running(what: str) -> Iterator[None]:
 def layer_names(model: Any) -> list[str]:
     """Return the names of the decoder's layers, in order.
 
-    Layers are the elements of the outermost list of modules that hold what takes a cache. Raises `NotReplayableError`
-    where there is more than one such list, or none, and where layers share weights.
+    Layers are the elements of the outermost `ModuleList` with a module that takes a cache. Raises `NotReplayableError`
+    if there is not exactly one such list, or if layers share weights, or write nothing into the cache.
     """
-    users = [name for name, module in _language_modules(model) if _takes_cache(type(module))]
+    if (reason := text_obstacle(model)) is not None:
+        raise NotReplayableError(reason)
+    users = [name for name, module in _language_modules(model) if _takes_cache(type(module).forward)]
     lists = [
         name
         for name, module in model.named_modules()
@@ -86,24 +90,35 @@ def layer_names(model: Any) -> list[str]:
     return names
 
 
+def text_obstacle(model: Any) -> str | None:
+    """Return why a model cannot be measured on text alone, as part of a sentence; None if it can.
+
+    The decoder of a diffusion model takes a cache that another part fills, and refines random tokens.
+    """
+    users = [module for _, module in _language_modules(model) if _takes_cache(type(module).forward)]
+    written = any(name.startswith(("update", "set_")) for module in users for name in _names(type(module).forward))
+    return None if written else "its decoder writes nothing into the cache that it reads"
+
+
 def _require_own_weights(model: Any, layers: list[str]) -> None:
     owner: dict[int, str] = {}
     for layer in layers:
         for name, parameter in model.get_submodule(layer).named_parameters():
             if owner.setdefault(id(parameter), layer) != layer:
-                raise NotReplayableError(f"its layers share weights: {layer}.{name} is also a weight of {owner[id(parameter)]}")
+                other = owner[id(parameter)]
+                raise NotReplayableError(f"its layers share weights: {layer}.{name} is also a weight of {other}")
 
 
 def attention_modules(model: Any) -> tuple[str, ...]:
     """Return the names of the modules of a model's language part that hand keys and values to a cache."""
-    return tuple(name for name, module in _language_modules(model) if hands_keys(type(module)))
+    return tuple(name for name, module in _language_modules(model) if hands_keys(module))
 
 
 def shared_attention(model: Any) -> dict[str, str]:
-    """Return the attention modules that use another one's keys and values, with the name of that one.
+    """Return the attention modules that use another module's keys and values, with that module's name.
 
-    These are the last ``num_kv_shared_layers`` of the configuration; each uses those of the last layer of its type before
-    them.
+    These are in the last ``num_kv_shared_layers`` layers of the configuration; each uses the keys and values of the
+    last layer of its type before those.
     """
     config = model.config.get_text_config(decoder=True)
     count, kinds = getattr(config, "num_kv_shared_layers", None) or 0, getattr(config, "layer_types", None) or ()
@@ -122,13 +137,23 @@ def _language_modules(model: Any) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if not inside or name.startswith(f"{inside}."))
 
 
-@cache
-def _takes_cache(kind: type) -> bool:
-    return any(name in _CACHE_ARGUMENTS for name in inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
+def hands_keys(module: Any) -> bool:
+    """Whether a module's forward takes a cache and calls its ``update``."""
+    return _hands_keys(type(module).forward)
 
 
 @cache
-def hands_keys(kind: type) -> bool:
-    """Whether the forward of a class of modules calls ``update`` of a cache that it takes."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)  # type: ignore[attr-defined]
-    return code is not None and _takes_cache(kind) and "update" in code.co_names
+def _hands_keys(forward: Callable[..., Any]) -> bool:
+    return _takes_cache(forward) and "update" in _names(forward)
+
+
+@cache
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the globals and attributes that a forward uses."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code.co_names if code is not None else ()
+
+
+@cache
+def _takes_cache(forward: Callable[..., Any]) -> bool:
+    return any(name in _CACHE_ARGUMENTS for name in inspect.signature(forward).parameters)

@@ -24,10 +24,10 @@ from calibration.replica import Replica, on_disk, sources
 class Ranges:
     """Largest magnitudes, float32.
 
-    ``inputs``: by linear module, shape []. ``keys`` and ``values``: by attention module, one value a KV head, [H_kv]; keys
-    are taken after the rotary embedding, which is what a server caches. ``latents``: by module of latent attention, the
-    largest of the latent and of the rotated part of the keys, [2], which is what a server caches of these, always the
-    largest, whatever observes the others.
+    ``inputs``: by linear module, shape []. ``keys`` and ``values``: by attention module, one value a KV head, [H_kv];
+    keys are taken after the rotary embedding, which is what a server caches. ``latents``: by latent attention module,
+    [2]: the latent and the rotated part of the keys, which is what a server caches there. These are always the largest
+    magnitudes, whatever the observer of the others.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -66,10 +66,10 @@ _KINDS = {"input": "input", "k": "K", "v": "V", "latent": "latent", "rotary": "r
 
 
 def require_sound(replica: Replica, magnitudes: Mapping[Key, torch.Tensor], part: str = "") -> None:
-    """Raise `CalibrationError` for a magnitude that is not finite, and for attention below ``part`` that cached nothing.
+    """Raise `CalibrationError` if a magnitude is not finite, or attention below ``part`` has cached nothing.
 
-    Of several, the module that a forward meets first is named: the others may have inherited from it. Attention that no
-    text reaches, as that to images, need cache nothing.
+    The message names the first such module of a forward: later ones may have inherited from it. Attention that no text
+    reaches, such as attention to images, need not cache anything.
     """
     broken = next((key for key, amax in magnitudes.items() if not bool(amax.isfinite().all())), None)
     if broken is not None:
@@ -87,7 +87,10 @@ def require_sound(replica: Replica, magnitudes: Mapping[Key, torch.Tensor], part
 
 
 def ranges_of(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Ranges:
-    """Name magnitudes as the checkpoint does; a module on disk may be a part of one of the model's, or several of them."""
+    """Return magnitudes by the checkpoint's names of modules.
+
+    A module on disk may be a part of one of the model, or stand for several that have its weight.
+    """
     named = sources(replica.model, replica.owned)
     caches = {name: on_disk(name, replica.owned) for name in replica.attention}
     tied = replica.tied
@@ -110,10 +113,8 @@ def ranges_of(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Range
     )
 
 
-def _input(
-    magnitudes: Mapping[Key, torch.Tensor], own: str, tied: Mapping[str, Sequence[str]]
-) -> torch.Tensor | None:
-    """The largest input of a module and of those that have its weight, which is stored once."""
+def _input(magnitudes: Mapping[Key, torch.Tensor], own: str, tied: Mapping[str, Sequence[str]]) -> torch.Tensor | None:
+    """Return the largest input of a module and of all others that have its weight, which is stored once."""
     found = [magnitudes["input", name] for name in (own, *tied.get(own, ())) if ("input", name) in magnitudes]
     return torch.stack(found).amax(dim=0) if len(found) > 1 else next(iter(found), None)
 

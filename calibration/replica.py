@@ -19,9 +19,9 @@ from calibration.weights import Shards, Weights, build, held, nbytes, settle_buf
 class Replica:
     """A model with its weights on disk, none or some of which are on ``device``.
 
-    ``owned`` maps names on disk to the model's own. ``attention`` are the attention modules, ``shared`` those that use the
-    keys and values of another one, with its name. ``loop`` is how the layers are run one at a time; where they cannot be
-    it is the reason.
+    ``owned`` maps names on disk to the model's own. ``attention`` are the attention modules; ``shared`` maps those that
+    use another module's keys and values to it. ``loop`` tells how the layers are run one at a time, or why they cannot
+    be.
     """
 
     model: Any
@@ -34,12 +34,12 @@ class Replica:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the layers cannot be run one at a time, as a sentence without its subject; None where they can."""
+        """Why the layers cannot be run one at a time, as part of a sentence; None if they can."""
         return str(self.loop) if isinstance(self.loop, NotReplayableError) else None
 
     @property
     def walkable(self) -> Loop:
-        """How the layers are run one at a time. Raises `NotReplayableError` where they cannot be."""
+        """How the layers are run one at a time; raises `NotReplayableError` if they cannot be."""
         if isinstance(self.loop, NotReplayableError):
             raise self.loop
         return self.loop
@@ -47,13 +47,13 @@ class Replica:
     def run(self, batch: torch.Tensor, cache: Any) -> None:
         """Run the model without its output head on tokens, int64 [batch, sequence], with a cache.
 
-        Raises `CalibrationError` where that is not possible.
+        Raises `CalibrationError` if transformers cannot.
         """
         run_trunk(self.model, batch.to(self.device), cache)
 
     @property
     def tied(self) -> dict[str, list[str]]:
-        """Modules by the one whose weight they have, as Zamba's blocks that several layers run."""
+        """Modules that have another module's weight, by that module: the blocks that several layers of Zamba run."""
         found: dict[str, list[str]] = {}
         for target, source in dict(getattr(self.model, "all_tied_weights_keys", None) or {}).items():
             if target.endswith(".weight") and source.endswith(".weight"):

@@ -161,5 +161,6 @@ def measuring(folder: Path) -> Iterator[None]:
         raise CalibrationError(f"{folder}: its layers cannot be run one at a time: {error}") from error
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
-            f"out of memory: take a smaller calibration.batch_size, or calibration.mode: layer: {error}"
+            "out of memory: take a smaller calibration.batch_size, or calibration.mode: layer if the layers can be "
+            f"run one at a time: {error}"
         ) from error

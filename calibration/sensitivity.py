@@ -21,11 +21,11 @@ from typing import Any
 from calibration.activations import States, digest_of, storing, whole
 from calibration.caches import empty_cache, recording_cache
 from calibration.calls import Call, answering, record
-from calibration.errors import NotReplayableError
 from calibration.hooks import entering, following, preceding, watching
 from calibration.lazy import torch
 from calibration.measurement import Measurement
 from calibration.observers import Observation
+from calibration.parts import language_model, running
 from calibration.ranges import ranges_of, require_sound
 from calibration.replica import Replica
 from calibration.weights import held
@@ -68,12 +68,11 @@ def measure(
     batches = [sample.unsqueeze(0) for sample in samples]
     identity = digest_of([facts, sorted(replica.owned.items())], batches)
     kept = _Kept(work, identity)
-    head = next(
-        name for name, module in replica.model.named_modules() if module is replica.model.get_output_embeddings()
-    )
+    output = language_model(replica.model).get_output_embeddings()
+    head = next(name for name, module in replica.model.named_modules() if module is output)
     with replica.around(layers, *held(replica.model, head)):
         recorded = list(record(replica, batches))
-        sweep = _Sweep(replica, layers, _wide([call for _, call in recorded]))
+        sweep = _Sweep(replica, layers, _wide([call for _, call in recorded]), sum(map(len, samples)))
         back = kept.first("gradient", range(len(layers) + 1))
         if back is None:
             start = kept.first("states", reversed(range(len(layers) + 1)))
@@ -90,8 +89,7 @@ def measure(
             advance((2 * len(layers) - back) * len(samples))
     for number in reversed(range(back)):
         largest = {name: torch.tensor(value) for name, value in kept.read("states", number + 1)[1].items()}
-        states = kept.read("states", number)[0]
-        gradient = [slope.hidden for slope in kept.read("gradient", number + 1)[0]]
+        states, gradient = kept.read("states", number)[0], kept.read("gradient", number + 1)[0]
         kept.write("gradient", number, *sweep.back(number, states, gradient, changes, largest))
         kept.drop("states", number + 1)
         advance(len(samples))
@@ -99,10 +97,10 @@ def measure(
 
 
 class _Sweep:
-    """A model's layers, one loaded at a time, for the same samples."""
+    """A model's layers, one loaded at a time, for the same samples of so many ``tokens``."""
 
-    def __init__(self, replica: Replica, layers: Sequence[str], calls: Sequence[Sequence[Call]]) -> None:
-        self._replica, self._layers, self._calls = replica, layers, calls
+    def __init__(self, replica: Replica, layers: Sequence[str], calls: Sequence[Sequence[Call]], tokens: int) -> None:
+        self._replica, self._layers, self._calls, self._tokens = replica, layers, calls, tokens
 
     def through(self, number: int, states: Sequence[States]) -> tuple[list[States], dict[str, float]]:
         """What leaves a layer, and the largest magnitude that enters each of its linear modules."""
@@ -113,39 +111,35 @@ class _Sweep:
         magnitudes = measurement.finish()
         require_sound(replica, magnitudes, f"{name}.")
         inputs = ranges_of(replica, magnitudes).inputs
-        if any(tensor.is_floating_point() for each in found for tensor in each.carried.values()):
-            raise NotReplayableError("its layers hand on more than hidden states, and gradients would have to pass that too")
         return found, {module: float(amax) for module, amax in inputs.items()}
 
     def back(
         self,
         number: int,
         states: Sequence[States],
-        gradient: Sequence[torch.Tensor],
+        gradient: Sequence[States],
         changes: Changes,
         largest: Mapping[str, torch.Tensor],
     ) -> tuple[list[States], dict[str, float]]:
         """The gradient before a layer from the one behind it, and what the changes within the layer cost."""
         found: list[States] = []
-        tokens = sum(each.hidden.shape[1] for each in states)
         with self._loaded(number) as module:
             told = changes(self._layers[number], largest, partial(self._hessians, number, states))
             costs = dict.fromkeys((change.name for change in told), 0.0)
             sites = {change.name: self._sites(change.modules) for change in told}
             names = {name for of_change in sites.values() for name in of_change}
             for index, each in enumerate(states):
-                entering = each.hidden.to(self._replica.device).requires_grad_()
+                entering = each.to(self._replica.device)
                 with _seen(self._replica.model, names) as calls:
-                    leaving = self._run(number, index, module, States(entering, each.carried), None).hidden
-                slopes = torch.autograd.grad(
-                    leaving, [entering, *(out for *_, out in calls.values())], gradient[index].to(leaving.device)
-                )
-                found.append(States(slopes[0]))
-                at = dict(zip(calls, slopes[1:], strict=True))
+                    leaves = _leaves(entering)
+                    leaving = self._run(number, index, module, entering, None)
+                at = {name: out for name, (*_, out) in calls.items()}
+                before, at = _slopes(leaving, gradient[index].to(self._replica.device), leaves, at)
+                found.append(States(before.pop(_HIDDEN), before))
                 for change in told:
                     with change.changed(), torch.no_grad():
                         costs[change.name] += self._cost([(calls[name], at[name], name) for name in sites[change.name]])
-        return found, {name: total / (2 * tokens) for name, total in costs.items()}
+        return found, {name: total / (2 * self._tokens) for name, total in costs.items()}
 
     def _hessians(self, number: int, states: Sequence[States]) -> dict[str, torch.Tensor]:
         model, name, found = self._replica.model, self._layers[number], dict[str, "torch.Tensor"]()
@@ -165,8 +159,11 @@ class _Sweep:
         return found
 
     def _sites(self, modules: Iterable[str]) -> list[str]:
-        """Return the modules whose outputs changes of some modules are seen in: themselves, all of which see the same
-        tokens, or in place of listed experts, each of which sees some tokens or none, the module that holds the list."""
+        """Return the modules at whose outputs a change of some modules is measured.
+
+        These are the modules themselves, which all see the same tokens. Experts in a list each see some tokens or none:
+        the module that holds the list stands for them.
+        """
         model = self._replica.model
 
         def site(name: str) -> str:
@@ -191,7 +188,9 @@ class _Sweep:
         own, module = held(replica.model, name), replica.model.get_submodule(name)
         dtype = next(module.parameters()).dtype
         # Buffers that no checkpoint holds would come back rounded.
-        buffers = [(part, key, part._buffers[key]) for part in module.modules() for key in part._non_persistent_buffers_set]
+        buffers = [
+            (part, key, part._buffers[key]) for part in module.modules() for key in part._non_persistent_buffers_set
+        ]
         replica.weights.load(own)
         try:
             yield module.float()
@@ -201,9 +200,7 @@ class _Sweep:
             for part, key, buffer in buffers:
                 part._buffers[key] = buffer
 
-    def _run(
-        self, number: int, index: int, module: Any, states: States, measurement: Measurement | None
-    ) -> States:
+    def _run(self, number: int, index: int, module: Any, states: States, measurement: Measurement | None) -> States:
         model = self._replica.model
         cache = empty_cache(model) if measurement is None else recording_cache(model, measurement)
         leaving = self._calls[index][number].run(module, states.to(self._replica.device), cache)
@@ -212,13 +209,14 @@ class _Sweep:
         return leaving
 
 
+_HIDDEN = "hidden"
 _Call = tuple[tuple[Any, ...], Mapping[str, Any], "torch.Tensor"]
 """What a module was called with, apart from all gradients, and what it returned."""
 
 
 @contextmanager
 def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
-    """The calls of modules, by their names; each is called once, and of several tensors that it returns the first counts."""
+    """Collect the calls of modules by name, each called once; of a tuple that one returns, the first element counts."""
     found: dict[str, _Call] = {}
 
     def plain(value: Any) -> Any:
@@ -229,6 +227,28 @@ def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
 
     with following(model, sorted(names), see):
         yield found
+
+
+def _leaves(states: States) -> dict[str, torch.Tensor]:
+    """Let gradients flow to states; return the tensors that they can flow to, the hidden states first."""
+    tensors = {_HIDDEN: states.hidden, **states.carried}
+    return {name: tensor.requires_grad_() for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def _slopes(
+    leaving: States, gradient: States, leaves: Mapping[str, torch.Tensor], within: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the gradients at what enters a layer and at tensors ``within``, from those at what leaves it.
+
+    There is none at what is carried on and not used.
+    """
+    outputs = [leaving.hidden, *(leaving.carried[name] for name in gradient.carried)]
+    inputs = [*leaves.values(), *within.values()]
+    slopes = torch.autograd.grad(outputs, inputs, [gradient.hidden, *gradient.carried.values()], allow_unused=True)
+    count = len(leaves)
+    before = {name: slope for name, slope in zip(leaves, slopes[:count], strict=True) if slope is not None}
+    pairs = zip(within.items(), slopes[count:], strict=True)
+    return before, {name: torch.zeros_like(out) if slope is None else slope for (name, out), slope in pairs}
 
 
 def _first(returned: Any) -> Any:
@@ -258,8 +278,8 @@ def _of_predictions(
 
 def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leaving: Any) -> torch.Tensor:
     """What the model makes of what its last layer returns, [1, sequence, vocabulary]."""
-    with answering(replica.model, layers, leaving):
-        logits: torch.Tensor = replica.model(input_ids=batch, use_cache=False).logits
+    with answering(replica.model, layers, leaving), running("this model on text alone"):
+        logits: torch.Tensor = language_model(replica.model)(input_ids=batch, use_cache=False).logits
     return logits
 
 

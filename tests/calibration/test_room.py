@@ -61,7 +61,9 @@ def test_layers_that_cannot_be_replayed_need_a_device_that_holds_all() -> None:
     with pytest.raises(CalibrationError, match=r"105\.0 GB .* either: they share\. Take .* or a larger device"):
         chosen("auto", 50, reason="they share")
     for free in (50, 200):
-        with pytest.raises(CalibrationError, match=r"found calibration\.mode layer, but .*: they share; take mode: resi"):
+        with pytest.raises(
+            CalibrationError, match=r"found calibration\.mode layer, but .*: they share; take mode: resi"
+        ):
             chosen("layer", free, reason="they share")
 
 
@@ -82,7 +84,9 @@ def test_a_forward_grows_with_the_square_of_the_length() -> None:
 
 def test_a_forward_without_attention_has_the_states_of_its_channels() -> None:
     """As transformers computes a chunked scan without kernels; sizes that differ by layer count by the largest."""
-    config = SimpleNamespace(hidden_size=2560, num_heads=80, state_size=128, chunk_size=256, intermediate_size=[1, 9000])
+    config = SimpleNamespace(
+        hidden_size=2560, num_heads=80, state_size=128, chunk_size=256, intermediate_size=[1, 9000]
+    )
     assert forward_bytes(config, 1, 2048) > 2048 * 256 * 80 * 128 * 4
     assert forward_bytes(config, 2, 2048) == 2 * forward_bytes(config, 1, 2048)
     del config.chunk_size, config.num_heads

@@ -17,10 +17,30 @@ from calibration.sequential import _Sequential, run_sequential
 
 Zoo = Callable[..., Path]
 # With phi and phi3 a dropout of nothing follows attention; phi runs it twice.
-NAMES = ["phi", "phi3", "bamba", "falcon_h1", "gemma3n_text", "gemma4_text", "glm_moe_dsa", "lfm2", "nemotron_h", "qwen3_next"]
+NAMES = [
+    "phi",
+    "phi3",
+    "bamba",
+    "falcon_h1",
+    "gemma3n_text",
+    "gemma4_text",
+    "glm_moe_dsa",
+    "lfm2",
+    "nemotron_h",
+    "qwen3_next",
+]
 
 
-def walked(folder: Path, batches: list[torch.Tensor], work: Path, *, beside: bool, room: int = 10**9, devices: int = 1, fused: bool = False) -> dict[str, Inputs]:
+def walked(
+    folder: Path,
+    batches: list[torch.Tensor],
+    work: Path,
+    *,
+    beside: bool,
+    room: int = 10**9,
+    devices: int = 1,
+    fused: bool = False,
+) -> dict[str, Inputs]:
     """What enters the linear modules of all layers, none of which is changed."""
     replicas = [replica(folder, "cpu") for _ in range(devices)]
     for one in replicas if fused else ():
@@ -80,7 +100,8 @@ def test_beside_the_16_bit_model_nothing_is_missing_where_nothing_was_changed(
         assert again.keys() == seen.keys()
         for module, inputs in again.items():
             other = seen[module].hessian
-            torch.testing.assert_close(inputs.hessian, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()), msg=module)
+            limit = 1e-4 * float(other.abs().max())
+            torch.testing.assert_close(inputs.hessian, other, rtol=1e-4, atol=limit, msg=module)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "phi"])
@@ -98,5 +119,6 @@ def test_a_part_that_answers_is_one_that_holds_the_module_it_ends_by(
 
     monkeypatch.setattr(_Sequential, "_way", remembered)
     walked(zoo(name), [blocks[:2, :16]], tmp_path, beside=True, fused=True)
-    assert [[part.rpartition(".")[2] for part, _ in of_layer.values()] for of_layer in ends] == [["self_attn", "mlp"]] * 2
+    parts = [[part.rpartition(".")[2] for part, _ in of_layer.values()] for of_layer in ends]
+    assert parts == [["self_attn", "mlp"]] * 2
     assert all(module.startswith(f"{part}.") for of_layer in ends for module, (part, _) in of_layer.items())

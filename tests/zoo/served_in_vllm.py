@@ -4,7 +4,8 @@
 
 The script runs in vLLM's environment and imports nothing of quantmint. vLLM is imported once; each folder is loaded in
 a fork of that process, so that no engine meets the state of another one. A line of the output is a JSON object: folder;
-logprobs, a list of nats or null; error, null or the first line; seconds.
+logprobs, nats, and plain, the same with the activations of FP8 layers left in 16 bit, which shows the weights without
+the noise of roundings; error, null or the first line; seconds.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ _MODULES = (
 # vLLM's classes of models with towers import them; its CPU environment is installed without.
 _ABSENT = ("torchvision", "torchvision.io", "torchvision.ops", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.functional", "torchvision.transforms.v2.functional")
 _MODEL_LENGTH = 64
+_state = {"rounds": True}
 
 
 def prompt() -> list[int]:
@@ -68,8 +70,11 @@ def prompt() -> list[int]:
     return random.Random(20).choices(range(8, 1000), k=PROMPT_TOKENS)
 
 
-def logprobs(folder: Path) -> list[float]:
-    """Load a checkpoint and return log P(token | those before it) of each prompt token but the first, nats."""
+def logprobs(folder: Path) -> tuple[list[float], list[float]]:
+    """Load a checkpoint and return log P(token | those before it) of each prompt token but the first, nats.
+
+    The second list is that with activations in 16 bit.
+    """
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -86,9 +91,12 @@ def logprobs(folder: Path) -> list[float]:
         **({"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}} if _has_towers(folder) else {}),
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    ids = prompt()
-    (answer,) = engine.generate([TokensPrompt(prompt_token_ids=ids)], sampling, use_tqdm=False)
-    return [position[token].logprob for token, position in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)]
+    ids, answers = prompt(), []
+    for _state["rounds"] in (True, False):
+        (answer,) = engine.generate([TokensPrompt(prompt_token_ids=ids)], sampling, use_tqdm=False)
+        positions = zip(ids[1:], answer.prompt_logprobs[1:], strict=True)
+        answers.append([position[token].logprob for token, position in positions])
+    return answers[0], answers[1]
 
 
 def _has_towers(folder: Path) -> bool:
@@ -100,9 +108,9 @@ def _has_towers(folder: Path) -> bool:
 def answer(folder: Path) -> dict[str, Any]:
     """Return the line for a checkpoint."""
     started = time.monotonic()
-    line: dict[str, Any] = {"folder": str(folder), "logprobs": None, "error": None}
+    line: dict[str, Any] = {"folder": str(folder), "logprobs": None, "plain": None, "error": None}
     try:
-        line["logprobs"] = logprobs(folder)
+        line["logprobs"], line["plain"] = logprobs(folder)
     except Exception as error:
         if os.environ.get("VERBOSE"):
             traceback.print_exception(error)
@@ -121,6 +129,9 @@ def _reason(error: Exception, folder: Path) -> str:
         except Exception as cause:
             error = cause
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        lines = [f"{Path(place.filename).name}: {place.line}"]
     several = 3 if type(error).__name__ == "ValidationError" else 1
     return f"{type(error).__name__}: {' '.join(lines[:several])}"[:400]
 
@@ -150,7 +161,7 @@ def answer_in_fork(folder: Path, limit: float) -> dict[str, Any]:
     if text:
         return json.loads(text)
     error = f"no answer within {limit:g} s" if status is None else f"the process ended with status {status}"
-    return {"folder": str(folder), "logprobs": None, "error": error, "seconds": round(time.monotonic() - started, 2)}
+    return {"folder": str(folder), "logprobs": None, "plain": None, "error": error, "seconds": round(time.monotonic() - started, 2)}
 
 
 def prepare() -> None:
@@ -163,9 +174,71 @@ def prepare() -> None:
     for module in _MODULES:
         importlib.import_module(module)
     _stub_processors()
+    _multiply_experts_in_16_bit()
+    _multiply_in_16_bit()
+    _route_by_sigmoid()
     registry._run_in_subprocess = lambda function: function()  # saves an import of vLLM for each class
     gc.collect()
     gc.freeze()  # vLLM collects eight times while it loads a model
+
+
+def _multiply_experts_in_16_bit() -> None:
+    """Dequantize experts with FP8 channels once vLLM's loaders have placed them: its CPU build multiplies FP8 blocks alone."""
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as of_compressed_tensors,
+    )
+    from vllm.model_executor.layers.quantization.quark import quark_moe as of_quark
+    from vllm.model_executor.utils import replace_parameter
+
+    def patched(process: Any) -> Any:
+        def process_weights_after_loading(method: Any, layer: Any) -> None:
+            if method.fp8_backend != Fp8MoeBackend.NONE:
+                process(method, layer)
+                return
+            for name in ("w13", "w2"):
+                weight, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
+                numbers = weight.float() * scale.reshape(*weight.shape[:2], 1)
+                replace_parameter(layer, f"{name}_weight", numbers.to(layer.orig_dtype))
+            plain = UnquantizedFusedMoEMethod(method.moe)
+            plain.process_weights_after_loading(layer)
+            method.moe_kernel, method.moe_quant_config = plain.moe_kernel, plain.moe_quant_config
+
+        return process_weights_after_loading
+
+    for method in (of_compressed_tensors.CompressedTensorsW8A8Fp8MoEMethod, of_quark.QuarkW8A8Fp8MoEMethod):
+        method.process_weights_after_loading = patched(method.process_weights_after_loading)
+
+
+def _multiply_in_16_bit() -> None:
+    """Let FP8 layers multiply with activations in 16 bit while ``_state["rounds"]`` is False."""
+    import torch
+    from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel as Kernel
+
+    rounding = Kernel.apply_weights
+
+    def apply_weights(kernel: Any, layer: Any, x: Any, bias: Any = None) -> Any:
+        if _state["rounds"]:
+            return rounding(kernel, layer, x, bias)
+        weight, scale, *_ = kernel._get_layer_params(layer)  # [I, O] and [O, 1]
+        return torch.nn.functional.linear(x, (weight.float() * scale.t()).t().to(x.dtype), bias)
+
+    Kernel.apply_weights = apply_weights
+
+
+def _route_by_sigmoid() -> None:
+    """Route by sigmoids without groups as with one group of all experts: vLLM's CPU build has the latter alone."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    compute = CPURouter._compute_routing
+
+    def compute_routing(router: Any, *arguments: Any, **options: Any) -> Any:
+        if router.scoring_func == "sigmoid" and router.custom_routing_function is None and not router.use_grouped_topk:
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+        return compute(router, *arguments, **options)
+
+    CPURouter._compute_routing = compute_routing
 
 
 def _stub_processors() -> None:

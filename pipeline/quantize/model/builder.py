@@ -34,7 +34,12 @@ def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
             if hasattr(part, "quantization_config"):
                 del part.quantization_config
         with torch.device("meta"):
-            model = build_model(config, trust_remote_code=trust_remote_code)
+            model = build_model(
+                config,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                trust_remote_code=trust_remote_code,
+            )
     except Exception as error:  # whatever makes transformers stumble over a config.json is a fault of that file
         raise UserError(
             f"{folder}: transformers cannot build this model from its config.json: {first_line(error)}"

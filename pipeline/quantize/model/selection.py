@@ -13,7 +13,7 @@ from pipeline.base.schemes import scheme as scheme_row
 from pipeline.quantize.formats.layout import Choice, most_frequent
 from pipeline.quantize.model.structure import UNQUANTIZED, Structure
 from pipeline.recipe.modules import assigned, is_excluded, matches, override_of
-from pipeline.recipe.schema import Quantization
+from pipeline.recipe.schema import AUTO, Quantization
 
 _ABSORBED_BITS = 8  # what vLLM folds into a neighbour it first restores to 16 bit, which it does from FP8 and INT8
 
@@ -55,6 +55,7 @@ def _select(identity: _Identity, section: str) -> Choice:
         )
     structure.require_whole("source")
     _require_claims(structure, quantization)
+    _require_runnable(structure, quantization)
     everything = [*structure.linear, *structure.kept, *structure.unclaimed, *_modules_of(structure.unclaimed)]
     for pattern in quantization.exclude:
         _require_match(pattern, everything, "exclude")
@@ -112,6 +113,28 @@ def _require_claims(structure: Structure, quantization: Quantization) -> None:
             f"quantization.scheme: {name} is a weight that quantmint cannot quantize: {reason}{more}.",
             hint="To leave such tensors in 16 bit, name them in quantization.exclude; expect the checkpoint to be "
             "little smaller than its source.",
+        )
+
+
+def _require_runnable(structure: Structure, quantization: Quantization) -> None:
+    """Raise `UserError` for a recipe that measures what transformers cannot run, before hours are spent."""
+    if quantization.engine != "stream":
+        return
+    walked = "algorithm" if quantization.algorithm == "gptq" else "scheme" if quantization.scheme == AUTO else None
+    if walked is not None and structure.walk_obstacle is not None:
+        raise UserError(
+            f"quantization.{walked}: found {getattr(quantization, walked)} for a model whose layers cannot be run one "
+            f"at a time: {structure.walk_obstacle}.",
+            hint="Take a scheme and `algorithm: none`, or an engine that is a library.",
+        )
+    names = {quantization.scheme, *(override.scheme for override in quantization.overrides)} - {AUTO}
+    static = sorted(name for name in names if scheme_row(name).needs_ranges)
+    if structure.text_obstacle is not None and (static or quantization.kv_cache == "fp8"):
+        field, value = ("scheme", static[0]) if static else ("kv_cache", "fp8")
+        raise UserError(
+            f"quantization.{field}: found {value}, which is calibrated, for a model that cannot be run on text: "
+            f"{structure.text_obstacle}.",
+            hint="Take a scheme without static scales, such as ptpc_fp8 or mxfp4, and `kv_cache: auto`.",
         )
 
 

@@ -21,7 +21,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from calibration.calls import replay_obstacle
 from calibration.lazy import torch
+from calibration.parts import text_obstacle
 from calibration.replica import Renaming, attention_by_layer
 from pipeline.base.canonical import fingerprint
 from pipeline.base.data import beside
@@ -64,7 +66,8 @@ class Structure:
     quantized checkpoint. ``encoded`` maps each FP8 weight of the source to its block scales. ``modules`` maps linear
     and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one of the
     experts that it stacks. ``aliases`` are the names by which vLLM asks for a module, where they are not its own; none where no
-    name reaches it. ``latent`` is whether attention caches one latent for all heads; ``absorbed`` are linear
+    name reaches it. ``walk_obstacle`` is why the layers cannot be run one at a time, ``text_obstacle`` why
+    the model cannot be run on text alone, each as part of a sentence. ``latent`` is whether attention caches one latent for all heads; ``absorbed`` are linear
     modules that vLLM folds into their neighbours when it loads them; ``scales`` are tensors of the model itself that
     are called like those of a quantization; ``unquantizable`` counts the elements of the decoder's matrices that vLLM
     builds without a quantization. ``quantized_by`` is set where the folder is no source at all.
@@ -84,6 +87,8 @@ class Structure:
     unclaimed: Mapping[str, str] = field(default_factory=dict)
     predictor: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    walk_obstacle: str | None = field(default=None, compare=False)
+    text_obstacle: str | None = field(default=None, compare=False)
     latent: bool = False
     absorbed: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
@@ -135,7 +140,7 @@ def _code() -> list[str]:
     """Digests of the modules and tables that a structure follows from."""
     root = Path(__file__).parents[3]
     files = [*Path(__file__).parent.rglob("*.py"), *Path(__file__).parent.rglob("*.yaml")]
-    files += [root / "calibration" / f"{name}.py" for name in ("replica", "encodings", "classes")]
+    files += [root / "calibration" / f"{name}.py" for name in ("replica", "encodings", "classes", "calls", "parts")]
     files += [root / "pipeline" / "quantize" / "formats" / "checkpoint.py", root / "pipeline" / "recipe" / "modules.py"]
     return [sha256_of(path) for path in sorted(files)]
 
@@ -243,6 +248,8 @@ class _Reading:
             unclaimed=self._unclaimed,
             predictor=tuple(sorted(self._roots)),
             aliases=self._aliases(),
+            walk_obstacle=replay_obstacle(self._model),
+            text_obstacle=text_obstacle(self._model),
             latent=text_config(self._config).get("kv_lora_rank") is not None,
             scales=tuple(self._scales),
             unquantizable=self._unquantizable,

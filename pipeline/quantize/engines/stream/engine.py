@@ -19,7 +19,7 @@ from typing import Any
 
 from calibration.lazy import torch
 from calibration.ranges import Ranges
-from pipeline.base.errors import StageError
+from pipeline.base.errors import StageError, UserError
 from pipeline.base.schemes import scheme
 from pipeline.quantize.digest import companions
 from pipeline.quantize.engines.algorithms import RECIPE, record
@@ -37,16 +37,17 @@ def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict
     """The largest magnitudes behind each static scale, by the name of the tensor that holds the scale.
 
     Inputs of modules with static activations, K and V of every attention layer where the cache is FP8: float32, as
-    many as the stored tensor has scales, [1] or [H_kv]. Raises `StageError` for a module whose inputs were not
+    many as the stored tensor has scales, [1] or [H_kv]. Raises `UserError` for a module whose inputs were not
     measured.
     """
     found: dict[str, torch.Tensor] = {}
     for module, name in choice.schemes.items():
         if scheme(name).needs_ranges:
             if module not in ranges.inputs:
-                raise StageError(
-                    f"{module}: {name} needs the range of its inputs, which calibration did not measure.",
-                    hint="It is no part of what the model runs on text: exclude it, or take ptpc_fp8.",
+                raise UserError(
+                    f"quantization.scheme: found {name} for {module}, which needs the range of its inputs, and "
+                    "calibration did not measure it: the model does not run this module on text.",
+                    hint="Name it in `exclude`, or take a scheme without static scales, such as ptpc_fp8.",
                 )
             found[f"{module}.input_scale"] = ranges.inputs[module].reshape(1)
     form = layout(checkpoint_format)

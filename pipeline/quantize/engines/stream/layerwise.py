@@ -95,8 +95,8 @@ def round_layers(
     """Make the weights of a model's linear modules, going on at the last layer that an earlier attempt committed.
 
     ``ranges`` are those behind static scales of inputs, by their tensors' names. ``parameters`` are the recipe's.
-    The ``devices`` share the batches. ``bar`` makes a progress bar over samples, of which each layer counts all, and its
-    value is called with each advance.
+    The ``devices`` share the batches. ``bar`` opens a progress bar over a total of samples, each counted once a layer;
+    its value is called with each advance.
 
     Raises `CalibrationError` where the model cannot be run layer by layer, `StageError` for weights that are not
     finite.

@@ -44,7 +44,7 @@ def scale_layer(
 ) -> Iterator[tuple[Fold, torch.Tensor]]:
     """Scale the channels of a layer; each fold with the largest magnitude in each channel, float32 [C].
 
-    Of hidden states that are several streams, no size is known that the next norm divides by: all tokens count the same.
+    All tokens count the same where hidden states are several streams: it is unknown what the next norm divides by.
     ``reader`` knows what becomes of a matrix; of those that stay in 16 bit nothing. ``ranged``: the magnitudes are of
     all batches, and not of those alone that rows are taken from.
     """

@@ -1,0 +1,360 @@
+"""Serve the zoo's models in vLLM's CPU build, and hold each checkpoint's answers against the reference runtime.
+
+    python -m tests.zoo.served --only llama mixtral --columns ptpc_fp8 ptpc_fp8_quark --json tests/zoo/served.json
+
+The source and its checkpoint answer the same prompt in vLLM, which computes in bfloat16, and in the reference runtime,
+which computes in float32. The distance of two answers is the mean |difference| of their log probabilities, in nats.
+A checkpoint agrees where vLLM moves from the source as the reference does: see `verdict`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.zoo import matrix
+from tests.zoo.models import names, table
+from tests.zoo.served_in_vllm import prompt
+
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "ptpc_fp8": ("--scheme", "ptpc_fp8"),
+    "ptpc_fp8_quark": ("--scheme", "ptpc_fp8", "--format", "quark"),
+    "fp8_block": ("--scheme", "fp8_block"),
+}
+"""Options of `quantmint quantize` by column: schemes and layouts that vLLM's CPU build loads, the last with AMX."""
+
+OUTCOMES = ("agrees", "differs", "not loaded", "source differs", "source not loaded", "no reference", "not made")
+
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # the one size of vLLM's CPU kernels
+_GRANITE = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 0.2}
+_DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+# Fields of the zoo's configurations that a served model has otherwise.
+_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "axk1": {**_LATENT, "first_k_dense_replace": 0},  # vLLM misses a norm of dense layers that no checkpoint has
+    **dict.fromkeys(("axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_linear"), _LATENT),
+    **dict.fromkeys(("mistral4", "youtu"), _LATENT),
+    "longcat_flash": {**_LATENT, "head_dim": 64},
+    "kimi_k25": {"text_config": _LATENT},
+    "deepseek_v4": {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128},
+    # As released, the logits of so small a model are all alike, whatever its weights are.
+    **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), _GRANITE),
+    "granitemoehybrid": _GRANITE,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _DELTA),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), {"text_config": _DELTA}),
+    "llama4_text": {"attention_chunk_size": 256},  # a multiple of vLLM's block
+    "llama4": {"text_config": {"attention_chunk_size": 256}},
+    "nemotron_h": {"hybrid_override_pattern": "M-*-"},  # no experts without a gate on a CPU
+}
+_LFM2 = {"conv_dim": 128, "block_dim": 128, "block_ff_dim": 384, "block_multiple_of": 32, "block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": 1.0}
+# Fields that vLLM reads of a release's config.json and that transformers does not write, by class; None drops a field.
+_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "AXK1ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "DeepseekV4ForCausalLM": {"mlp_layer_types": None, "layer_types": None},
+    "Dots1ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "Glm4vMoeForConditionalGeneration": {"text_config": {"use_qk_norm": False, "head_dim": 32}},
+    "GlmOcrForConditionalGeneration": {"text_config": {"rope_parameters": {"partial_rotary_factor": 1.0}}},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 256, "route_norm": True, "qk_norm": True},
+    "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": 256},
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2VlForConditionalGeneration": {"text_config": _LFM2},
+    "LightOnOCRForConditionalGeneration": {"vision_feature_layer": -1, "projector_hidden_act": "gelu", "image_token_index": 1024, "multimodal_projector_bias": False},
+    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "MiMoV2FlashForCausalLM": {"hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1], "layernorm_epsilon": 1e-5, "swa_head_dim": 48, "swa_v_head_dim": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "sliding_window_size": 16},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "Qwen3OmniMoeForConditionalGeneration": {"thinker_config": {"text_config": {"tie_word_embeddings": False}, "vision_config": {"image_size": 56, "apply_vit_abs_pos_embed": True}}},
+    "Qwen3VLMoeForConditionalGeneration": {"text_config": {"norm_topk_prob": True}},
+}
+_SCRIPT = Path(__file__).with_name("served_in_vllm.py")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedOutcome:
+    """What came of serving one checkpoint; distances are in nats, and None where an answer is missing.
+
+    ``outcome`` is one of `OUTCOMES`. ``noise`` lies between vLLM and the reference runtime for the source, ``distance``
+    between them for the checkpoint, both with activations in 16 bit; ``rounded`` is that with activations rounded.
+    ``apart`` is how far the checkpoint is from its source in the reference runtime.
+    """
+
+    name: str
+    column: str
+    outcome: str
+    reason: str = ""
+    noise: float | None = None
+    distance: float | None = None
+    rounded: float | None = None
+    apart: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Log probabilities of the prompt's tokens but the first, nats; or the reason why there are none.
+
+    ``plain`` are those with the activations of quantized layers left in 16 bit.
+    """
+
+    logprobs: tuple[float, ...] = ()
+    plain: tuple[float, ...] = ()
+    error: str = ""
+    seconds: float = 0.0
+
+
+Answers = tuple[Answer, Answer]
+"""The answers of vLLM and of the reference runtime."""
+
+
+def verdict(name: str, column: str, source: Answers, checkpoint: Answers) -> ServedOutcome:
+    """Judge a checkpoint by the answers to its source and to itself.
+
+    Without rounded activations, what vLLM's arithmetic does to the source explains the distance of a checkpoint that
+    is rightly read; a small part of what quantization changes is allowed beside it. With them, noise upstream flips
+    roundings, so that two right servers are as far from each other as quantization moves either.
+    """
+    (served_source, reference_source), (served, reference) = source, checkpoint
+    seconds = round(served_source.seconds + served.seconds, 1)
+    if served_source.error:
+        return ServedOutcome(name, column, "source not loaded", served_source.error, seconds=seconds)
+    if served.error:
+        return ServedOutcome(name, column, "not loaded", served.error, seconds=seconds)
+    if error := reference_source.error or reference.error:
+        return ServedOutcome(name, column, "no reference", error, seconds=seconds)
+    if not all(map(isfinite, (*served.logprobs, *served.plain))):
+        return ServedOutcome(name, column, "differs", "vLLM's log probabilities are no numbers", seconds=seconds)
+    noise = distance(served_source.plain, reference_source.plain)
+    far = distance(served.plain, reference.plain)
+    rounded = distance(served.logprobs, reference.logprobs)
+    apart = distance(reference.logprobs, reference_source.plain)
+    outcome = "agrees" if far <= 2 * noise + 0.2 * apart and rounded <= 2 * noise + 2 * apart else "differs"
+    if noise > max(0.1, apart):  # vLLM computes the source otherwise than transformers: compare what quantization moves
+        steps = (_step(served.plain, served_source.plain), _step(reference.plain, reference_source.plain))
+        outcome = "source differs" if distance(*steps) <= 1.5 * apart else "differs"
+    return ServedOutcome(
+        name, column, outcome, noise=noise, distance=far, rounded=rounded, apart=apart, seconds=seconds
+    )
+
+
+def _step(after: Sequence[float], before: Sequence[float]) -> tuple[float, ...]:
+    return tuple(x - y for x, y in zip(after, before, strict=True))
+
+
+def distance(left: Sequence[float], right: Sequence[float]) -> float:
+    """Return the mean |difference|, nats."""
+    return sum(abs(x - y) for x, y in zip(left, right, strict=True)) / len(left)
+
+
+@contextmanager
+def sized(name: str) -> Iterator[None]:
+    """Within the block, give the model of the zoo the sizes that vLLM's CPU kernels have."""
+    entry: Any = table()[name]
+    with patch.dict(entry, {"config": merged(entry["config"], _SIZES.get(name, {}))}):
+        yield
+
+
+def merged(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with other fields, also in its parts; a field that is None is dropped."""
+    result = dict(config)
+    for key, value in fields.items():
+        result[key] = merged(result.get(key) or {}, value) if isinstance(value, Mapping) else value
+    return {key: value for key, value in result.items() if fields.get(key, 0) is not None}
+
+
+def staged(folder: Path) -> Path:
+    """Return a folder beside ``folder`` with links to its files, and with a config.json as a release has it."""
+    stage = folder.with_name(f"{folder.name}.served")
+    shutil.rmtree(stage, ignore_errors=True)
+    stage.mkdir()
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            (stage / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = merged(config, _FIELDS.get(config["architectures"][0], {}))
+    (stage / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return stage
+
+
+def reference_answer(folder: Path) -> Answer:
+    """Return the reference runtime's answer.
+
+    Layers with a state, which that runtime refuses, are no obstacle here: one prompt needs no padding.
+    """
+    from pipeline.quantize.formats.checkpoint import open_checkpoint
+    from pipeline.quantize.formats.layout import Claims, layout_of
+    from pipeline.quantize.model.builder import meta_model
+    from pipeline.quantize.model.structure import read_structure
+    from pipeline.serving.reference.model import Placing
+
+    try:
+        checkpoint = open_checkpoint(folder)
+        structure = read_structure(folder, checkpoint.tensors, trust_remote_code=False)
+        claims = Claims({}, {}, kv_cache=False)
+        if structure.quantized_by is not None:
+            modules = [*structure.linear, *structure.kept]
+            claims = layout_of(checkpoint.config).claims(checkpoint.config["quantization_config"], modules)
+        model = meta_model(folder).float().eval()
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")
+        placing = Placing(checkpoint, structure, claims, model, "cpu")
+        placing.weights()
+        plain = _logprobs(model)
+        placing.activations()
+        return Answer(_logprobs(model), plain)
+    except Exception as error:  # the zoo goes on with the next model
+        message = " ".join(str(error).split()).replace(f"{folder}: ", "")
+        return Answer(error=f"{type(error).__name__}: {message}"[:300])
+
+
+def _logprobs(model: Any) -> tuple[float, ...]:
+    import torch
+
+    ids = torch.tensor([prompt()])
+    with torch.inference_mode():
+        logits = getattr(model, "thinker", model)(input_ids=ids, use_cache=False).logits
+    logprobs = logits[0, :-1].float().log_softmax(-1)
+    return tuple(logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist())
+
+
+def vllm_answers(python: Path, folders: Sequence[Path], limit: float) -> Iterator[tuple[Path, Answer]]:
+    """Yield folder and answer for each checkpoint, in order, from one process of vLLM's environment."""
+    command = [str(python), str(_SCRIPT), "--limit", str(limit), *map(str, folders)]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        for line in process.stdout or ():
+            facts = json.loads(line)
+            numbers = (tuple(facts[key] or ()) for key in ("logprobs", "plain"))
+            answer = Answer(*numbers, facts["error"] or "", facts["seconds"])
+            yield Path(facts["folder"]), answer
+
+
+Folders = dict[tuple[str, str], Path]
+"""Folder of each model and column; that of a source has the column ""."""
+
+
+def serve(folders: Folders, python: Path, *, limit: float = 60.0) -> Iterator[ServedOutcome]:
+    """Yield the outcome of each checkpoint, served by one process of vLLM's environment; its source comes before it.
+
+    ``python`` is the interpreter of that environment, ``limit`` the seconds that one checkpoint may take there.
+    """
+    stages = {staged(folder): pair for pair, folder in folders.items()}
+    answers: dict[tuple[str, str], Answers] = {}
+    for stage, answer in vllm_answers(python, list(stages), limit):
+        name, column = stages[stage]
+        answers[name, column] = (answer, reference_answer(folders[name, column]))
+        if column:
+            yield verdict(name, column, answers[name, ""], answers[name, column])
+
+
+def make(name: str, columns: Sequence[str], workdir: Path) -> tuple[Folders, list[ServedOutcome]]:
+    """Build a source and its checkpoints; return their folders, and the outcomes of those that are not made."""
+    folders: Folders = {}
+    refusals: list[ServedOutcome] = []
+    with sized(name), patch.object(matrix, "COLUMNS", COLUMNS):
+        folders[name, ""] = source = matrix.source(name, workdir)
+        for column in columns:
+            out = workdir / "made" / f"{name}-{column}"
+            made = matrix.outcome_of(name, column, source, out, keep=True)
+            if made.kind == "sound":
+                folders[name, column] = out
+            else:
+                refusals.append(ServedOutcome(name, column, "not made", str(made), seconds=made.seconds))
+    return (folders if len(folders) > 1 else {}), refusals
+
+
+def run(
+    models: Sequence[str],
+    columns: Sequence[str],
+    workdir: Path,
+    python: Path,
+    *,
+    limit: float = 60.0,
+    show: Callable[[ServedOutcome], object] = lambda outcome: None,
+) -> list[ServedOutcome]:
+    """Return the outcomes of all pairs, sorted. All checkpoints are made first, then served."""
+    folders: Folders = {}
+    outcomes: list[ServedOutcome] = []
+    for name in models:
+        made, refusals = make(name, columns, workdir)
+        folders |= made
+        outcomes += refusals
+    for outcome in serve(folders, python, limit=limit):
+        outcomes.append(outcome)
+        show(outcome)
+    return sorted(outcomes, key=lambda outcome: (outcome.name, outcome.column))
+
+
+def report(outcomes: Iterable[ServedOutcome], versions: Mapping[str, str]) -> dict[str, Any]:
+    """Return what tests/zoo/served.json holds: versions, date, and the outcomes without their seconds."""
+    rows = [
+        {
+            key: round(value, 3) if isinstance(value, float) else value
+            for key, value in asdict(outcome).items()
+            if key != "seconds" and value not in (None, "")
+        }
+        for outcome in outcomes
+    ]
+    return {"date": datetime.now(tz=UTC).date().isoformat(), "versions": dict(versions), "outcomes": rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve as the command line says; return 1 where vLLM loads a source but not its checkpoint, or they differ."""
+    from pipeline.base.hardware import local_cpu_flags, refusal
+    from pipeline.serving.environment import find_vllm
+
+    parser = argparse.ArgumentParser(
+        description="Serve checkpoints of the zoo in vLLM's CPU build, and compare their log probabilities.",
+        epilog="Example: python -m tests.zoo.served --only llama mixtral --json served.json",
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", metavar="NAME", choices=names(), help="models to serve (default: all)")
+    add("--columns", nargs="+", choices=COLUMNS, default=["ptpc_fp8"], help="checkpoints of each (default: ptpc_fp8)")
+    add("--json", type=Path, metavar="FILE", help="write the outcomes there")
+    add("--workdir", type=Path, metavar="FOLDER", help="keep sources and checkpoints there")
+    add("--limit", type=float, default=60.0, metavar="SECONDS", help="time for one checkpoint in vLLM (default: 60)")
+    options = parser.parse_args(arguments)
+    for column in options.columns:
+        why = refusal("cpu", column.removesuffix("_quark"), "auto", "compressed-tensors", cpu_flags=local_cpu_flags())
+        if why is not None:
+            parser.error(f"--columns {column}: {why}")
+    vllm = find_vllm()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    matrix._prepare()
+    with tempfile.TemporaryDirectory() as scratch:
+        workdir = (options.workdir or Path(scratch)).absolute()
+        outcomes = run(
+            options.only or names(),
+            options.columns,
+            workdir,
+            vllm.python,
+            limit=options.limit,
+            show=lambda outcome: sys.stderr.write(f"{outcome}\n"),
+        )
+    counts = Counter((outcome.column, outcome.outcome) for outcome in outcomes)
+    for (column, kind), count in sorted(counts.items()):
+        sys.stdout.write(f"{column:16} {kind:18} {count}\n")
+    if options.json is not None:
+        from pipeline.serving.reference.model import reference_version
+
+        facts = report(outcomes, {"vllm": vllm.version, "reference": reference_version()})
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in facts.pop("outcomes"))
+        head = json.dumps(facts)[:-1]
+        options.json.write_text(f'{head}, "outcomes": [\n{lines}\n]}}\n', encoding="utf-8")
+    return int(any(outcome.outcome in ("differs", "not loaded") for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
