@@ -93,11 +93,8 @@ def layer_names(model: Any) -> list[str]:
 def text_obstacle(model: Any) -> str | None:
     """Return why a model cannot be measured on text alone, as part of a sentence; None if it can.
 
-    DeepSeek V4 is one whose class cannot run in 16 bit. The decoder of a diffusion model takes a cache that another part fills, and refines random tokens.
+    The decoder of a diffusion model takes a cache that another part fills, and refines random tokens.
     """
-    wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    if any(name.endswith("layernorm") for name in wide) and model.dtype != torch.float32:
-        return "transformers holds its norms in float32, and multiplies what they return with 16-bit weights"
     users = [module for _, module in _language_modules(model) if _takes_cache(type(module).forward)]
     written = any(name.startswith(("update", "set_")) for module in users for name in _names(type(module).forward))
     return None if written else "its decoder writes nothing into the cache that it reads"

@@ -93,7 +93,7 @@ def ranges_of(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Range
     """
     named = sources(replica.model, replica.owned)
     caches = {name: on_disk(name, replica.owned) for name in replica.attention}
-    tied = replica.tied
+    largest = _by_weight(replica, magnitudes)
 
     def cached(kind: Kind) -> Iterator[tuple[str, torch.Tensor]]:
         for own, disk in caches.items():
@@ -102,7 +102,7 @@ def ranges_of(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Range
                 yield disk, amax
 
     return Ranges(
-        inputs={disk: amax for disk, own in named.items() if (amax := _input(magnitudes, own, tied)) is not None},
+        inputs={disk: amax for disk, own in named.items() if (amax := largest(own)) is not None},
         keys=dict(cached("k")),
         values=dict(cached("v")),
         latents={
@@ -113,10 +113,30 @@ def ranges_of(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Range
     )
 
 
-def _input(magnitudes: Mapping[Key, torch.Tensor], own: str, tied: Mapping[str, Sequence[str]]) -> torch.Tensor | None:
-    """Return the largest input of a module and of all others that have its weight, which is stored once."""
-    found = [magnitudes["input", name] for name in (own, *tied.get(own, ())) if ("input", name) in magnitudes]
-    return torch.stack(found).amax(dim=0) if len(found) > 1 else next(iter(found), None)
+def _by_weight(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Callable[[str], torch.Tensor | None]:
+    """Return a function from a module to the largest input of all modules that have its weight, which is stored once.
+
+    An expert that no token has reached gets the largest input of the experts that are stacked with it: tokens that
+    reach it later come from the same hidden states.
+    """
+    counts = {name: parameter.shape[0] for name, parameter in replica.model.named_parameters() if parameter.ndim == 3}
+    inputs = {name: amax for (kind, name), amax in magnitudes.items() if kind == "input"}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name, amax in inputs.items():
+        stack = name.rpartition(".")[0]
+        if stack in counts:
+            stacks.setdefault(stack, []).append(amax)
+    tied = replica.tied
+
+    def largest(own: str) -> torch.Tensor | None:
+        found = [inputs[name] for name in (own, *tied.get(own, ())) if name in inputs]
+        stack, _, number = own.rpartition(".")
+        # Other experts may have the numbers behind these: those of images in Ernie.
+        if not found and stack in stacks and int(number) < counts[stack]:
+            found = stacks[stack]
+        return torch.stack(found).amax(dim=0) if len(found) > 1 else next(iter(found), None)
+
+    return largest
 
 
 RESIDENT_SECONDS = 5.0

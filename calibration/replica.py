@@ -103,9 +103,25 @@ def replica(folder: Path, device: str, *, trust_remote_code: bool = False) -> Re
     except NotReplayableError as error:
         loop = error
     settle_buffers(model, device)
+    _narrow_norms(model)
     owned = owners(model, shards.names)
     weights = Weights(model, shards, owned, device)
     return Replica(model, weights, owned, device, attention_modules(model), shared_attention(model), loop)
+
+
+def _narrow_norms(model: Any) -> None:
+    """Have norms whose weights stay in float32 return the dtype that they get, as a server does.
+
+    In transformers such a norm (of DeepSeek V4) returns float32, which 16-bit weights cannot be multiplied with.
+    """
+
+    def narrowed(norm: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.to(args[0].dtype) if norm.weight.dtype == torch.float32 else output
+
+    for module in model.modules() if model._get_dtype_plan(model.dtype) else ():
+        own = dict(module.named_parameters(recurse=False))
+        if list(own) == ["weight"] and own["weight"].ndim == 1:
+            module.register_forward_hook(narrowed)
 
 
 def load_resident(folder: Path, device: str, *, trust_remote_code: bool = False) -> Replica:
@@ -115,8 +131,13 @@ def load_resident(folder: Path, device: str, *, trust_remote_code: bool = False)
     return made
 
 
-_PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}
-"""What servers call the projections that one stacked parameter holds, where its own name does not say."""
+STACKS = {
+    "gate_up_proj": ("{}.gate_proj", "{}.up_proj"),
+    "input_linear": ("experts.{}.w1", "experts.{}.w3"),  # Granite's mixtures
+    "output_linear": ("experts.{}.w2",),
+}
+"""Names that servers know the parts of a stack of experts by, by the last part of the stack's name on disk; {} is the
+expert's number. The parts of other stacks have the stack's name behind the number."""
 
 
 class Renaming:
@@ -176,8 +197,8 @@ def sources(model: Any, owned: Mapping[str, str]) -> dict[str, str]:
             found[module] = f"{own}.{number}"
             continue
         for expert in range(parameter.shape[0]):
-            for part in _PARTS.get(last, (last,)):
-                found[f"{prefix}.{expert}.{part}"] = f"{own}.{expert}"
+            for part in STACKS.get(last, (f"{{}}.{last}",)):
+                found[f"{prefix}.{part.format(expert)}"] = f"{own}.{expert}"
     return found
 
 

@@ -85,7 +85,7 @@ def write_model(folder: Path, shape: Shape, layers: int, shards: int, *, vocabul
         weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_NAME).write_text(json.dumps(index))
-    _write_tokenizer(folder, vocabulary)
+    write_tokenizer(folder, vocabulary)
     LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -99,8 +99,8 @@ def write_model(folder: Path, shape: Shape, layers: int, shards: int, *, vocabul
     return total
 
 
-def _write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A word per token id; oneshot wants a tokenizer even where it is given token ids."""
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Write a tokenizer with one word per token id; oneshot wants one even where it is given token ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

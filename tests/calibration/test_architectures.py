@@ -17,7 +17,7 @@ from calibration.errors import CalibrationError
 from calibration.measurement import rotary_part
 from calibration.observers import Observation
 from calibration.parts import attention_modules, shared_attention
-from calibration.ranges import Ranges, load_ranges
+from calibration.ranges import Ranges, load_ranges, ranges_of, run_resident
 from calibration.replica import load_resident, replica
 from calibration.weights import build
 from tests.measuring import observe
@@ -26,6 +26,8 @@ from tests.zoo.models import names
 Zoo = Callable[..., Path]
 WALKED = [
     "bloom",  # layers that return tuples
+    "deepseek_v4",  # norms in float32, caches of its own classes
+    "deepseek_v4",  # norms in float32, classes of caches of its own
     "deepseek_v32",  # an indexer with a cache of its own
     "falcon_h1",  # attention beside a state space
     "falcon_mamba",  # no attention
@@ -50,7 +52,6 @@ WHOLE = {
     "zamba2": "its layers share weights: model.layers.3.shared_transformer.self_attn.q_proj.weight",
 }
 BROKEN = {
-    "deepseek_v4": "transformers cannot run (this model on text alone|a DeepseekV4DecoderLayer): expected m1 and m2 to",
     "diffusion_gemma": "it cannot be measured on text alone: its decoder writes nothing into the cache that it reads",
 }
 
@@ -221,6 +222,30 @@ def test_an_input_range_is_of_all_modules_that_have_the_weight(zoo: Zoo, blocks:
     assert len(set(largest.values())) == 2
     assert float(ranges.inputs[modules[0]]) == max(largest.values())
     assert len(ranges.keys) == 2, "each layer has a cache of its own"
+
+
+def test_experts_have_the_names_that_servers_know(zoo: Zoo, blocks: torch.Tensor) -> None:
+    ranges = observe(load_resident(zoo("granitemoe"), "cpu"), [blocks[:2]])
+    experts = [f"model.layers.1.block_sparse_moe.experts.{number}.w{part}" for number in range(4) for part in (1, 2, 3)]
+    assert set(experts) < ranges.inputs.keys()
+
+
+def test_an_expert_that_no_token_reaches_has_the_largest_range_of_its_layer(zoo: Zoo, blocks: torch.Tensor) -> None:
+    """LongCat's experts cannot be shown tokens that the router does not send them."""
+    one = load_resident(zoo("longcat_flash"), "cpu")
+    found = run_resident(one, [blocks[:1, :2]], Observation())
+    assert len(found.routed_only) == 2 * 6
+    layer, ranges = "model.layers.1.mlp.experts", ranges_of(one, found.finish())
+    experts = {number: ranges.inputs[f"{layer}.{number}.down_proj"] for number in range(4)}
+    unreached = [number for number in experts if not found.tokens[f"{layer}.{number}"]]
+    assert unreached
+    assert all(experts[number] == max(experts.values()) for number in unreached)
+
+
+def test_experts_of_images_have_no_range(zoo: Zoo, blocks: torch.Tensor) -> None:
+    ranges = observe(load_resident(zoo("ernie4_5_vl_moe"), "cpu"), [blocks[:2]])
+    experts = {int(name.split(".")[5]) for name in ranges.inputs if ".experts." in name}
+    assert experts == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "glm_moe_dsa"])

@@ -27,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.zoo import matrix
-from tests.zoo.models import names, table
+from tests.zoo.models import names, table, write, write_config
 from tests.zoo.served_in_vllm import prompt
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -54,12 +54,19 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), _GRANITE),
     "granitemoehybrid": _GRANITE,
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _DELTA),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), {"text_config": _DELTA}),
+    **{name: {"text_config": _DELTA} for name in ("qwen3_5", "qwen3_5_moe", "qwen4_exp")},
     "llama4_text": {"attention_chunk_size": 256},  # a multiple of vLLM's block
     "llama4": {"text_config": {"attention_chunk_size": 256}},
     "nemotron_h": {"hybrid_override_pattern": "M-*-"},  # no experts without a gate on a CPU
 }
-_LFM2 = {"conv_dim": 128, "block_dim": 128, "block_ff_dim": 384, "block_multiple_of": 32, "block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": 1.0}
+_LFM2 = {
+    "conv_dim": 128,
+    "block_dim": 128,
+    "block_ff_dim": 384,
+    "block_multiple_of": 32,
+    "block_auto_adjust_ff_dim": False,
+    "block_ffn_dim_multiplier": 1.0,
+}
 # Fields that vLLM reads of a release's config.json and that transformers does not write, by class; None drops a field.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
@@ -72,12 +79,36 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": 256},
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2VlForConditionalGeneration": {"text_config": _LFM2},
-    "LightOnOCRForConditionalGeneration": {"vision_feature_layer": -1, "projector_hidden_act": "gelu", "image_token_index": 1024, "multimodal_projector_bias": False},
+    "LightOnOCRForConditionalGeneration": {
+        "vision_feature_layer": -1,
+        "projector_hidden_act": "gelu",
+        "image_token_index": 1024,
+        "multimodal_projector_bias": False,
+    },
     "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
-    "MiMoV2FlashForCausalLM": {"hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1], "layernorm_epsilon": 1e-5, "swa_head_dim": 48, "swa_v_head_dim": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "sliding_window_size": 16},
+    "MiMoV2FlashForCausalLM": {
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
+        "layernorm_epsilon": 1e-5,
+        "swa_head_dim": 48,
+        "swa_v_head_dim": 32,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "sliding_window_size": 16,
+    },
     "MiniMaxM2ForCausalLM": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
-    "Qwen3OmniMoeForConditionalGeneration": {"thinker_config": {"text_config": {"tie_word_embeddings": False}, "vision_config": {"image_size": 56, "apply_vit_abs_pos_embed": True}}},
+    "Qwen3OmniMoeForConditionalGeneration": {
+        "thinker_config": {
+            "text_config": {"tie_word_embeddings": False},
+            "vision_config": {"image_size": 56, "apply_vit_abs_pos_embed": True},
+        }
+    },
     "Qwen3VLMoeForConditionalGeneration": {"text_config": {"norm_topk_prob": True}},
+    "Qwen4ExpForCausalLM": {"output_gate_type": "silu"},
+    "Qwen4ExpForConditionalGeneration": {
+        "vision_config": {"deepstack_visual_indexes": []},
+        "text_config": {"output_gate_type": "silu"},
+    },
 }
 _SCRIPT = Path(__file__).with_name("served_in_vllm.py")
 
@@ -107,12 +138,14 @@ class ServedOutcome:
 class Answer:
     """Log probabilities of the prompt's tokens but the first, nats; or the reason why there are none.
 
-    ``plain`` are those with the activations of quantized layers left in 16 bit.
+    ``plain`` are those with the activations of quantized layers left in 16 bit. ``tower`` is the reason why a model's
+    towers were left out.
     """
 
     logprobs: tuple[float, ...] = ()
     plain: tuple[float, ...] = ()
     error: str = ""
+    tower: str = ""
     seconds: float = 0.0
 
 
@@ -139,14 +172,17 @@ def verdict(name: str, column: str, source: Answers, checkpoint: Answers) -> Ser
         return ServedOutcome(name, column, "differs", "vLLM's log probabilities are no numbers", seconds=seconds)
     noise = distance(served_source.plain, reference_source.plain)
     far = distance(served.plain, reference.plain)
-    rounded = distance(served.logprobs, reference.logprobs)
-    apart = distance(reference.logprobs, reference_source.plain)
-    outcome = "agrees" if far <= 2 * noise + 0.2 * apart and rounded <= 2 * noise + 2 * apart else "differs"
+    rounded = distance(served.logprobs, reference.logprobs) if reference.logprobs else None
+    apart = distance(reference.logprobs or reference.plain, reference_source.plain)
+    outcome = "agrees" if far <= 2 * noise + 0.2 * apart and (rounded or 0.0) <= 2 * noise + 2 * apart else "differs"
     if noise > max(0.1, apart):  # vLLM computes the source otherwise than transformers: compare what quantization moves
         far = distance(_step(served.plain, served_source.plain), _step(reference.plain, reference_source.plain))
         outcome = "source differs" if far <= apart else "differs"
+    tower = f"without its tower: {served.tower}" if served.tower else ""
+    if served.tower and not served_source.tower:
+        return ServedOutcome(name, column, "not loaded", served.tower, seconds=seconds)
     return ServedOutcome(
-        name, column, outcome, noise=noise, distance=far, rounded=rounded, apart=apart, seconds=seconds
+        name, column, outcome, tower, noise=noise, distance=far, rounded=rounded, apart=apart, seconds=seconds
     )
 
 
@@ -217,7 +253,37 @@ def reference_answer(folder: Path) -> Answer:
         return Answer(_logprobs(model), plain)
     except Exception as error:  # the zoo goes on with the next model
         message = " ".join(str(error).split()).replace(f"{folder}: ", "")
-        return Answer(error=f"{type(error).__name__}: {message}"[:300])
+        failure = Answer(error=f"{type(error).__name__}: {message}"[:300])
+    try:
+        return Answer((), _logprobs(_dequantized(folder)))
+    except Exception:
+        return failure
+
+
+def _dequantized(folder: Path) -> Any:
+    """Load a checkpoint as transformers loads a release, in float32, its quantized tensors dequantized on disk."""
+    import torch
+
+    from pipeline.quantize.formats.checkpoint import Reader, open_checkpoint
+    from pipeline.quantize.formats.layout import layout_of
+    from pipeline.quantize.inspection.findings import expected_tensors
+    from pipeline.quantize.inspection.numbers import dequantize
+    from pipeline.quantize.model.builder import meta_model
+    from pipeline.quantize.model.structure import read_structure
+
+    checkpoint = open_checkpoint(folder)
+    config, read = dict(checkpoint.config), Reader(checkpoint)
+    tensors = {name: read(name) for name in checkpoint.tensors}
+    if (declared := config.pop("quantization_config", None)) is not None:
+        structure = read_structure(folder, checkpoint.tensors, trust_remote_code=False)
+        claims = layout_of(checkpoint.config).claims(declared, [*structure.linear, *structure.kept])
+        for module, stored in expected_tensors(checkpoint, structure, claims).items():
+            parts = {part.role: tensors.pop(part.name) for part in stored}
+            tensors[f"{module}.weight"] = dequantize(claims.schemes[module], parts)
+    with tempfile.TemporaryDirectory() as scratch:
+        write(Path(scratch), tensors)
+        write_config(Path(scratch), config)
+        return type(meta_model(folder)).from_pretrained(scratch, dtype=torch.float32).eval()
 
 
 def _logprobs(model: Any) -> tuple[float, ...]:
@@ -238,7 +304,7 @@ def vllm_answers(python: Path, folders: Sequence[Path], limit: float) -> Iterato
         for line in process.stdout or ():
             facts = json.loads(line)
             numbers = (tuple(facts[key] or ()) for key in ("logprobs", "plain"))
-            answer = Answer(*numbers, facts["error"] or "", facts["seconds"])
+            answer = Answer(*numbers, facts["error"] or "", facts["tower"] or "", facts["seconds"])
             yield Path(facts["folder"]), answer
 
 

@@ -5,7 +5,8 @@
 The script runs in vLLM's environment and imports nothing of quantmint. vLLM is imported once; each folder is loaded in
 a fork of that process, so that no engine meets the state of another one. A line of the output is a JSON object: folder;
 logprobs, nats, and plain, the same with the activations of FP8 layers left in 16 bit, which shows the weights without
-the noise of roundings; error, null or the first line; seconds.
+the noise of roundings; error, null or the first line; tower, the error of a first try with the model's towers, which
+the answers are without, or null; seconds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -60,14 +62,19 @@ _MODULES = (
     "vllm.v1.worker.cpu_worker",
 )
 # vLLM's classes of models with towers import them; its CPU environment is installed without.
-_ABSENT = ("torchvision", "torchvision.io", "torchvision.ops", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.functional", "torchvision.transforms.v2.functional")
+_ABSENT = (
+    "torchvision",
+    *(f"torchvision.{part}" for part in ("io", "ops", "transforms", "transforms.functional", "transforms.v2")),
+    "torchvision.transforms.v2.functional",
+)
 _MODEL_LENGTH = 64
+_EMPTY: dict[str, Any] = {"folder": "", "logprobs": None, "plain": None, "error": None, "tower": None, "seconds": 0.0}
 _state = {"rounds": True}
 
 
 def prompt() -> list[int]:
     """Return the token ids of the prompt: drawn once for all models, text in each vocabulary of the zoo."""
-    return random.Random(20).choices(range(8, 1000), k=PROMPT_TOKENS)
+    return random.Random(20).choices(range(8, 1000), k=PROMPT_TOKENS)  # noqa: S311 - no secret
 
 
 def logprobs(folder: Path) -> tuple[list[float], list[float]]:
@@ -102,13 +109,19 @@ def logprobs(folder: Path) -> tuple[list[float], list[float]]:
 def _has_towers(folder: Path) -> bool:
     """Return whether config.json describes more than a language model."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return any(key.endswith("_config") and key != "quantization_config" and isinstance(config[key], dict) for key in config)
+    return any(
+        key.endswith("_config") and key != "quantization_config" and isinstance(config[key], dict) for key in config
+    )
 
 
-def answer(folder: Path) -> dict[str, Any]:
-    """Return the line for a checkpoint."""
+def answer(folder: Path, *, towers: bool) -> dict[str, Any]:
+    """Return the line for a checkpoint; without ``towers`` vLLM skips their weights, as no prompt has an image."""
+    if towers:
+        from vllm.model_executor.models import utils
+
+        utils.no_init_weights = lambda *_, **__: nullcontext()
     started = time.monotonic()
-    line: dict[str, Any] = {"folder": str(folder), "logprobs": None, "plain": None, "error": None}
+    line: dict[str, Any] = {**_EMPTY, "folder": str(folder)}
     try:
         line["logprobs"], line["plain"] = logprobs(folder)
     except Exception as error:
@@ -136,7 +149,15 @@ def _reason(error: Exception, folder: Path) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:several])}"[:400]
 
 
-def answer_in_fork(folder: Path, limit: float) -> dict[str, Any]:
+def answer_in_forks(folder: Path, limit: float) -> dict[str, Any]:
+    """Return the line for a checkpoint, loaded without its towers where it cannot be loaded with them."""
+    line = answer_in_fork(folder, limit, towers=True)
+    if line["error"] is None or not _has_towers(folder):
+        return line
+    return {**answer_in_fork(folder, limit, towers=False), "tower": line["error"]}
+
+
+def answer_in_fork(folder: Path, limit: float, *, towers: bool) -> dict[str, Any]:
     """Return the line for a checkpoint from a fork of this process, which is killed after ``limit`` seconds."""
     reading, writing = os.pipe()
     started = time.monotonic()
@@ -145,7 +166,7 @@ def answer_in_fork(folder: Path, limit: float) -> dict[str, Any]:
         os.close(reading)
         os.setsid()
         with os.fdopen(writing, "w", encoding="utf-8") as pipe:
-            json.dump(answer(folder), pipe)
+            json.dump(answer(folder, towers=towers), pipe)
         os._exit(0)
     os.close(writing)
     status = None
@@ -161,7 +182,7 @@ def answer_in_fork(folder: Path, limit: float) -> dict[str, Any]:
     if text:
         return json.loads(text)
     error = f"no answer within {limit:g} s" if status is None else f"the process ended with status {status}"
-    return {"folder": str(folder), "logprobs": None, "plain": None, "error": error, "seconds": round(time.monotonic() - started, 2)}
+    return {**_EMPTY, "folder": str(folder), "error": error, "seconds": round(time.monotonic() - started, 2)}
 
 
 def prepare() -> None:
@@ -177,13 +198,14 @@ def prepare() -> None:
     _multiply_experts_in_16_bit()
     _multiply_in_16_bit()
     _route_by_sigmoid()
+    _rotate_natively()
     registry._run_in_subprocess = lambda function: function()  # saves an import of vLLM for each class
     gc.collect()
     gc.freeze()  # vLLM collects eight times while it loads a model
 
 
 def _multiply_experts_in_16_bit() -> None:
-    """Dequantize experts with FP8 channels once vLLM's loaders have placed them: its CPU build multiplies FP8 blocks alone."""
+    """Dequantize experts with FP8 channels once vLLM's loaders have placed them: no CPU kernel multiplies such."""
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -241,6 +263,13 @@ def _route_by_sigmoid() -> None:
     CPURouter._compute_routing = compute_routing
 
 
+def _rotate_natively() -> None:
+    """Rotate queries and keys by PyTorch: the kernel of vLLM's CPU build errs for the slices of latent attention."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
+
+
 def _stub_processors() -> None:
     """Load models with towers without the processors of images and sound, which a prompt of text never reaches."""
     import transformers
@@ -265,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.dup2(2, 1)  # vLLM prints
     prepare()
     for folder in options.folders:
-        output.write(json.dumps(answer_in_fork(folder, options.limit)) + "\n")
+        output.write(json.dumps(answer_in_forks(folder, options.limit)) + "\n")
         output.flush()
     return 0
 

@@ -9,8 +9,8 @@ Which of the last two dimensions is the output is what the module says, never wh
 suggest nothing. A checkpoint may hold the transpose of what the module does; transformers then has the transposition
 among the operations that load it.
 
-`experts.yaml` names the stacks on disk and the single experts that vLLM and llm-compressor know. A layout of experts
-that is not in the table has no adapter: its tensors are unclaimed, and a recipe must exclude them by name.
+`calibration.replica.STACKS` names the stacks on disk and the single experts that vLLM and llm-compressor know. A layout
+of experts that is not in the table is unclaimed: a recipe must exclude its tensors by name.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from calibration.lazy import torch
-from pipeline.base.data import beside
+from calibration.replica import STACKS
 from pipeline.base.errors import UserError
 
 
@@ -60,10 +59,8 @@ _TRANSPOSED = {"Llama4TextExperts": True, "LongcatFlashExperts": False, "Step3p7
 _SINGLE = re.compile(r"(.+)\.(\d+)\.([^.]+)")
 
 
-@cache
-def _stacks() -> Mapping[str, tuple[str, ...]]:
-    """Names of stacks on disk, behind the name of the module, with the names of a single expert's projections."""
-    return {name: tuple(singles) for name, singles in beside(__file__, "experts.yaml").items()}
+# Names of stacks on disk, behind the name of the module, with the names of a single expert's projections.
+_STACKS: Mapping[str, tuple[str, ...]] = {**{name: (f"{{}}.{name}",) for name in _PARTS}, **STACKS}
 
 
 def stacks_experts(module: Any) -> bool:
@@ -84,7 +81,7 @@ def stacked_names(module_name: str) -> Iterator[str]:
         prefix, _, last = single.groups()
         part = _MIXTRAL.get(last, last)
         yield from (f"{prefix}.{name}" for name in dict.fromkeys((_PARAMETERS.get(part, part), part)))
-        for stack, names in _stacks().items():
+        for stack, names in _STACKS.items():
             for name in names:
                 inner, _, projection = name.rpartition("{}.")
                 if projection == last and inner and prefix.endswith(f".{inner.rstrip('.')}"):
@@ -165,11 +162,11 @@ def split(
     """
     plain = name.removesuffix(".weight")
     prefix, _, last = plain.rpartition(".")
-    if last not in _stacks():
+    if last not in _STACKS:
         raise UnknownLayoutError("its name is not one that servers know single experts by")
     rows, _ = _matrix(experts, parameter)
     transposed = _is_transposed(experts) ^ _is_turned(name, shape, parameter, operations)
-    singles, parts = _stacks()[last], _PARTS[own.rpartition(".")[2]]
+    singles, parts = _STACKS[last], _PARTS[own.rpartition(".")[2]]
     if len(singles) != len(parts):
         raise UnknownLayoutError(f"it holds {len(singles)} projections, and {own} holds {len(parts)}")
     height = rows // len(parts)

@@ -205,8 +205,8 @@ def _require_names(structure: Structure, schemes: Mapping[str, str]) -> None:
         scheme = schemes.get(module)
         if not names and scheme != default:
             raise UserError(
-                f"quantization: found {scheme or '16 bit'} for {module}, expected {default} as for the others: vLLM asks "
-                "for this module under a name that no list can hold, and would load it as the others.",
+                f"quantization: found {scheme or '16 bit'} for {module}, expected {default} as for the others: vLLM "
+                "asks for this module under a name that no list can hold, and would load it as the others.",
                 hint="Take it out of `exclude` and `overrides`." if module in structure.linear else None,
             )
 

@@ -65,12 +65,13 @@ class Structure:
     ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
     quantized checkpoint. ``encoded`` maps each FP8 weight of the source to its block scales. ``modules`` maps linear
     and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one of the
-    experts that it stacks. ``aliases`` are the names by which vLLM asks for a module, where they are not its own; none where no
-    name reaches it. ``walk_obstacle`` is why the layers cannot be run one at a time, ``text_obstacle`` why
-    the model cannot be run on text alone, each as part of a sentence. ``latent`` is whether attention caches one latent for all heads; ``absorbed`` are linear
-    modules that vLLM folds into their neighbours when it loads them; ``scales`` are tensors of the model itself that
-    are called like those of a quantization; ``unquantizable`` counts the elements of the decoder's matrices that vLLM
-    builds without a quantization. ``quantized_by`` is set where the folder is no source at all.
+    experts that it stacks. ``aliases`` are the names by which vLLM asks for a module, where they are not its own; none
+    where no name reaches it. ``walk_obstacle`` is why the layers cannot be run one at a time, ``text_obstacle`` why the
+    model cannot be run on text alone, each as part of a sentence. ``latent`` is whether attention caches one latent for
+    all heads; ``absorbed`` are linear modules that vLLM folds into their neighbours when it loads them; ``scales`` are
+    tensors of the model itself that are called like those of a quantization; ``unquantizable`` counts the elements of
+    the decoder's matrices that vLLM builds without a quantization. ``quantized_by`` is set where the folder is no
+    source at all.
 
     ``faults`` are contradictions between the configuration and the tensors on disk, each a rule, a tensor and words:
     what the configuration implies and nobody stored, what has another shape, and what is stored for no module.

@@ -208,12 +208,15 @@ class _Layouter:
         for module, weight in structure.weights.items():
             self._consumers[weight.tensor].append(module)
         self._groups = self._shared() if shared_scales else {}
+        self._files: defaultdict[str, list[TensorInfo]] = defaultdict(list)  # by file, in no order
+        for file, info in source.tensors.values():
+            self._files[file].append(info)
 
     def shard(self, name: str) -> ShardPlan | None:
         """Lay out one file; None where all of it is decoded away."""
         steps: list[Step] = []
         extra: list[StoredTensor] = []
-        for info in self._source.in_shard(name):
+        for info in sorted(self._files[name], key=lambda info: info.start):
             if info.name in self._scales:
                 continue
             modules = self._consumers[info.name]

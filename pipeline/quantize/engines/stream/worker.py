@@ -23,6 +23,8 @@ from pipeline.quantize.engines.stream.kernels import BLOCK
 from pipeline.quantize.engines.stream.plan import Origin, blocks
 from pipeline.quantize.formats.checkpoint import Files, torch_dtype
 
+_FLUSH = 64 << 20  # bytes of a file that the disk begins to write together
+
 
 class Worker:
     """The means of one thread. ``seconds`` counts what it did by kind: read, compute, write, hash, wait."""
@@ -121,7 +123,7 @@ class Sink:
     def __init__(self, path: Path, size: int) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         # The disk begins with a part at once, and not when it is asked to flush; its queue may be full, so not here.
-        self._starter = ThreadPoolExecutor(1, "flush")
+        self._starter, self._unflushed = ThreadPoolExecutor(1, "flush"), 0
         try:
             os.truncate(self._descriptor, size)
         except BaseException:
@@ -130,12 +132,14 @@ class Sink:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Hand a part to the page cache; all is not yet flushed to the disk for good."""
-        first, size = offset, data.nbytes
+        self._unflushed += data.nbytes  # a thread that loses this race starts the flush a part later
         while data.nbytes:
             count = os.pwrite(self._descriptor, data, offset)
             offset += count
             data = data[count:]
-        self._starter.submit(_start_flush, self._descriptor, first, size)
+        if self._unflushed >= _FLUSH:
+            self._unflushed = 0
+            self._starter.submit(_start_flush, self._descriptor)
 
     def close(self) -> None:
         """Let go of everything, also after a failure."""
@@ -143,7 +147,7 @@ class Sink:
         os.close(self._descriptor)
 
 
-def _start_flush(descriptor: int, offset: int, size: int) -> None:
-    """Have the kernel write a range to the disk, without waiting; where it cannot, all is flushed in the end."""
-    start = 2  # SYNC_FILE_RANGE_WRITE
-    ctypes.CDLL(None).sync_file_range(descriptor, ctypes.c_long(offset), ctypes.c_long(size), start)
+def _start_flush(descriptor: int) -> None:
+    """Have the kernel begin to write a file to the disk, without waiting; where it cannot, the end flushes it all."""
+    start, everything = 2, ctypes.c_long(0)  # SYNC_FILE_RANGE_WRITE, from the first byte to the last
+    ctypes.CDLL(None).sync_file_range(descriptor, everything, everything, start)
