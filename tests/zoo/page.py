@@ -89,10 +89,13 @@ def written(pair: Outcome) -> str:
 
 
 def reason(message: str) -> str:
-    """Shorten a refusal to what holds for every size of the architecture: no option, no path, no layer numbers."""
+    """Shorten a refusal to what holds for every size of the architecture: no option, no path, no number."""
     text = re.sub(r"^(--[\w-]+|SRC|source|quantization\.\w+): ", "", message)
     text = re.sub(r"^/\S+: ", "", text)
     text = re.sub(r"(?<=\.)\d+(?=\.)", "*", text)
+    text = re.sub(
+        r"\b(found|expected) (ptpc_fp8|fp8_block|fp8|mxfp4_fp8|mxfp4)(?=,| (for|as) )", r"\1 the scheme", text
+    )
     return text.partition(" To leave such tensors")[0].partition(" Leave them in 16 bit")[0].strip()
 
 
