@@ -1,4 +1,8 @@
-"""Every architecture of the zoo in every way: made and sound, or refused for the reason that docs/models.md gives."""
+"""Every architecture of the zoo: made and sound, or refused for the reason that docs/models.md gives.
+
+Of the ways that follow from the weights alone a model goes through two, and its neighbour in the table through the
+others; `make zoo` takes all models through all ways.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from tests.zoo.page import documented, written
 
 pytestmark = pytest.mark.slow
 
-COLUMNS = ("ptpc_fp8", "fp8_block", "mxfp4", "mxfp4_quark")
+PAIRS = (("ptpc_fp8", "mxfp4_quark"), ("fp8_block", "mxfp4"))
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +24,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("zoo")
 
 
-@pytest.mark.parametrize("name", names())
-def test_what_follows_from_the_weights_alone(sources: Path, name: str) -> None:
-    assert {column: written(outcome(name, column, sources)) for column in COLUMNS} == {
-        column: said for column, said in documented()[name].items() if column in COLUMNS
-    }
+@pytest.mark.parametrize(("number", "name"), enumerate(names()))
+def test_what_follows_from_the_weights_alone(sources: Path, number: int, name: str) -> None:
+    columns = PAIRS[number % 2]
+    said = {column: documented()[name][column] for column in columns}
+    assert {column: written(outcome(name, column, sources)) for column in columns} == said
