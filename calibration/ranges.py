@@ -119,21 +119,18 @@ def _by_weight(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Call
     An expert that no token has reached gets the largest input of the experts that are stacked with it: tokens that
     reach it later come from the same hidden states.
     """
-    counts = {name: parameter.shape[0] for name, parameter in replica.model.named_parameters() if parameter.ndim == 3}
+    stacked = {name for name, parameter in replica.model.named_parameters() if parameter.ndim == 3}
     inputs = {name: amax for (kind, name), amax in magnitudes.items() if kind == "input"}
     stacks: dict[str, list[torch.Tensor]] = {}
     for name, amax in inputs.items():
         stack = name.rpartition(".")[0]
-        if stack in counts:
+        if stack in stacked:
             stacks.setdefault(stack, []).append(amax)
     tied = replica.tied
 
     def largest(own: str) -> torch.Tensor | None:
         found = [inputs[name] for name in (own, *tied.get(own, ())) if name in inputs]
-        stack, _, number = own.rpartition(".")
-        # Other experts may have the numbers behind these: those of images in Ernie.
-        if not found and stack in stacks and int(number) < counts[stack]:
-            found = stacks[stack]
+        found = found or stacks.get(own.rpartition(".")[0], [])
         return torch.stack(found).amax(dim=0) if len(found) > 1 else next(iter(found), None)
 
     return largest

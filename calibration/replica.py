@@ -194,7 +194,10 @@ def sources(model: Any, owned: Mapping[str, str]) -> dict[str, str]:
         prefix, _, last = module.rpartition(".")
         number = prefix.rpartition(".")[2]
         if number.isdigit() and ".experts." in f".{prefix}.":
-            found[module] = f"{own}.{number}"
+            if (
+                int(number) < parameter.shape[0]
+            ):  # numbers behind are those of another stack: experts of images in Ernie
+                found[module] = f"{own}.{number}"
             continue
         for expert in range(parameter.shape[0]):
             for part in STACKS.get(last, (f"{{}}.{last}",)):

@@ -55,7 +55,9 @@ def measure(
     *,
     advance: Callable[[int], None] = lambda _: None,
 ) -> dict[str, float]:
-    """The cost of every change, nats a token, going on at the last layer that an earlier attempt was done with.
+    """Return the cost of every change, nats a token, going on at the last layer that an earlier attempt was done with.
+
+    A change of modules that no gradient reaches is not among the costs.
 
     ``replica`` has nothing loaded; ``samples`` are int64 token ids of [sequence]. ``work`` is a folder for what enters
     the layers, as large as the hidden states of all layers; ``facts`` are plain values that must be the same for an
@@ -121,25 +123,31 @@ class _Sweep:
         changes: Changes,
         largest: Mapping[str, torch.Tensor],
     ) -> tuple[list[States], dict[str, float]]:
-        """The gradient before a layer from the one behind it, and what the changes within the layer cost."""
-        found: list[States] = []
+        """Return the gradient before a layer from the one behind it, and the costs of the changes within the layer."""
+        entering_slopes: list[States] = []
         with self._loaded(number) as module:
-            told = changes(self._layers[number], largest, partial(self._hessians, number, states))
-            costs = dict.fromkeys((change.name for change in told), 0.0)
-            sites = {change.name: self._sites(change.modules) for change in told}
+            layer_changes = changes(self._layers[number], largest, partial(self._hessians, number, states))
+            costs = dict.fromkeys((change.name for change in layer_changes), 0.0)
+            sites = {change.name: self._sites(change.modules) for change in layer_changes}
             names = {name for of_change in sites.values() for name in of_change}
             for index, each in enumerate(states):
                 entering = each.to(self._replica.device)
                 with _seen(self._replica.model, names) as calls:
                     leaves = _leaves(entering)
                     leaving = self._run(number, index, module, entering, None)
-                at = {name: out for name, (*_, out) in calls.items()}
-                before, at = _slopes(leaving, gradient[index].to(self._replica.device), leaves, at)
-                found.append(States(before.pop(_HIDDEN), before))
-                for change in told:
+                # No gradient passes scores that only choose, as a sparse indexer's: such changes have no cost.
+                outputs = {name: out for name, (*_, out) in calls.items() if out.requires_grad}
+                layer_changes = [
+                    change for change in layer_changes if all(name in outputs for name in sites[change.name])
+                ]
+                before, within = _slopes(leaving, gradient[index].to(self._replica.device), leaves, outputs)
+                entering_slopes.append(States(before.pop(_HIDDEN), before))
+                for change in layer_changes:
                     with change.changed(), torch.no_grad():
-                        costs[change.name] += self._cost([(calls[name], at[name], name) for name in sites[change.name]])
-        return found, {name: total / (2 * self._tokens) for name, total in costs.items()}
+                        costs[change.name] += self._cost(
+                            [(calls[name], within[name], name) for name in sites[change.name]]
+                        )
+        return entering_slopes, {change.name: costs[change.name] / (2 * self._tokens) for change in layer_changes}
 
     def _hessians(self, number: int, states: Sequence[States]) -> dict[str, torch.Tensor]:
         model, name, found = self._replica.model, self._layers[number], dict[str, "torch.Tensor"]()

@@ -91,6 +91,14 @@ def test_costs_are_those_of_the_whole_model_s_gradients(
     assert all(cost > 0 for cost in found.values())
 
 
+def test_what_only_chooses_has_no_cost(zoo: Zoo, tmp_path: Path) -> None:
+    """No gradient passes the choice of an indexer; zero would say that its weights do not matter."""
+    attention = "model.layers.0.self_attn"
+    groups = {name: [f"{attention}.{name}"] for name in ("indexer.wk", "kv_b_proj")}
+    groups["both"] = [f"{attention}.indexer.wk", f"{attention}.q_a_proj"]
+    assert costs(zoo("glm_moe_dsa", dtype="float32"), groups, tmp_path).keys() == {"kv_b_proj"}
+
+
 class ListedConfig(LlamaConfig):
     model_type = "listed_experts"
 

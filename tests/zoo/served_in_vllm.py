@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,7 @@ def prepare() -> None:
 
     torch.set_num_threads(1)
     from vllm.model_executor.models import registry
+    from vllm.triton_utils import dispatcher
 
     for module in _MODULES:
         importlib.import_module(module)
@@ -199,6 +200,8 @@ def prepare() -> None:
     _multiply_in_16_bit()
     _route_by_sigmoid()
     _rotate_natively()
+    # It looks for kernels in the attributes of all objects, and some objects have a ``__dict__`` that is none.
+    dispatcher.vars = lambda value: value.__dict__ if isinstance(value.__dict__, Mapping) else {}
     registry._run_in_subprocess = lambda function: function()  # saves an import of vLLM for each class
     gc.collect()
     gc.freeze()  # vLLM collects eight times while it loads a model
