@@ -131,13 +131,13 @@ def load_resident(folder: Path, device: str, *, trust_remote_code: bool = False)
     return made
 
 
-STACKS = {
-    "gate_up_proj": ("{}.gate_proj", "{}.up_proj"),
-    "input_linear": ("experts.{}.w1", "experts.{}.w3"),  # Granite's mixtures
-    "output_linear": ("experts.{}.w2",),
-}
+STACKS = {"gate_up_proj": ("{}.gate_proj", "{}.up_proj")}
 """Names that servers know the parts of a stack of experts by, by the last part of the stack's name on disk; {} is the
-expert's number. The parts of other stacks have the stack's name behind the number."""
+expert's number. The parts of other stacks have the stack's name behind the number.
+
+Granite's `input_linear` and `output_linear` are none of them: vLLM 0.32 passes over single experts called w1, w2 and w3
+without a word, and older versions know no others.
+"""
 
 
 class Renaming:

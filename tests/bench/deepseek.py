@@ -208,11 +208,15 @@ def copy_source(source: Path, folder: Path) -> dict[str, float]:
 
 @contextmanager
 def _watching_gpu(found: dict[str, float]) -> Iterator[None]:
-    """Within the block, sample the memory that all GPUs have in use; put the growth in ``found`` as ``gpu_gb``."""
-    if shutil.which("nvidia-smi") is None:
+    """Within the block, sample the memory that all GPUs have in use; put the growth in ``found`` as ``gpu_gb``.
+
+    Without a working ``nvidia-smi`` nothing is measured.
+    """
+    try:
+        ended, samples = Event(), [_gpu_bytes()]
+    except (OSError, subprocess.CalledProcessError):
         yield
         return
-    ended, samples = Event(), [_gpu_bytes()]
 
     def watch() -> None:
         while not ended.wait(_SAMPLE_S):
@@ -234,14 +238,25 @@ def _gpu_bytes() -> int:
     return sum(int(line) for line in text.split()) << 20
 
 
-def quantize(source: Path, out: Path, *, scheme: str, layout: str, device: str, cache: Path) -> dict[str, Any]:
+def quantize(
+    source: Path, out: Path, *, scheme: str, layout: str, device: str, cache: Path, threads: int | None, sampled: bool
+) -> dict[str, Any]:
     """Run `quantmint quantize` as a process; return ``wall`` and ``cpu`` seconds, ``rss`` bytes, its own ``record``.
+
+    ``threads`` is the number of cores, or of threads of each GPU. With ``sampled`` there are also ``samples``: what the
+    engine's threads stood on, see `tests.bench.sampled`.
 
     Raises `click.ClickException` with the end of its standard error where it fails.
     """
     logs = [Path(f"{out}.stdout"), Path(f"{out}.stderr")]
     options = ["--scheme", scheme, "--format", layout, "--exclude", EXCLUDED, "--device", device, "--json"]
-    order = [sys.executable, "-m", "pipeline", "quantize", str(source), str(out), *options]
+    samples, program = cache / "samples.json", ["-m", "pipeline"]
+    if sampled or (threads is not None and device != "cpu"):
+        workers = [] if threads is None or device == "cpu" else ["--workers", str(threads)]
+        program = ["-m", "tests.bench.sampled", str(samples), *workers, "--"]
+    if threads is not None and device == "cpu":
+        options += ["--threads", str(threads)]
+    order = [sys.executable, *program, "quantize", str(source), str(out), *options]
     child = [sys.executable, "-I", str(_CHILD), *map(str, logs), *order]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(cache)}
     run: dict[str, Any] = {}
@@ -254,6 +269,8 @@ def quantize(source: Path, out: Path, *, scheme: str, layout: str, device: str, 
         raise click.ClickException("quantmint quantize failed:\n" + "\n".join(stderr.splitlines()[-20:]))
     run["wall"] = run.pop("ended") - run.pop("begun")
     run["record"] = json.loads(("\n" + stdout)[("\n" + stdout).rindex("\n{") :])
+    if sampled:
+        run["samples"] = [row for row in json.loads(samples.read_text()) if row[0] in ("worker", "commit", "inspect")]
     return run
 
 
@@ -282,6 +299,10 @@ def report(result: Mapping[str, Any]) -> str:
     if "copy" in limits:
         share = source / writing / limits["copy"]
         lines.append(f"cp of the source, flushed: {limits['copy']:.2f} GB/s; source at {share:.2f} of it")
+    if "samples" in run:
+        total = sum(count for pool, _, count in run["samples"] if pool == "worker")
+        workers = [(place, count) for pool, place, count in run["samples"] if pool == "worker"]
+        lines += [f"{count / total:6.1%}  {place}" for place, count in workers[:40]]
     return "\n".join(lines)
 
 
@@ -295,6 +316,8 @@ def report(result: Mapping[str, Any]) -> str:
 @click.option("--scheme", default="mxfp4", show_default=True, help="Quantize to that scheme.")
 @click.option("--format", "layout", default="quark", show_default=True, help="Write that layout.")
 @click.option("--device", default="auto", show_default=True, help="Compute there: auto, cpu, cuda:0.")
+@click.option("--threads", type=click.IntRange(min=1), help="Cores, or threads of each GPU (default: the engine's).")
+@click.option("--sampled", is_flag=True, help="Also print the lines that the workers stand on.")
 @click.option("--rounds", default=1, show_default=True, help="Repeat the command; all but the first know the model.")
 @click.option("--limits/--no-limits", default=True, show_default=True, help="Measure the disk and cp as well.")
 @click.option("--keep", is_flag=True, help="Leave source and checkpoint where they are.")
@@ -309,6 +332,8 @@ def main(
     scheme: str,
     layout: str,
     device: str,
+    threads: int | None,
+    sampled: bool,
     rounds: int,
     limits: bool,
     keep: bool,
@@ -342,7 +367,8 @@ def main(
                     "write": disk_limit(out.absolute().parent, total // 2),
                     "copy": copy_source(source, out.absolute().parent),
                 }
-            result["run"] = quantize(source, out, scheme=scheme, layout=layout, device=device, cache=cache)
+            how = {"scheme": scheme, "layout": layout, "device": device, "threads": threads, "sampled": sampled}
+            result["run"] = quantize(source, out, cache=cache, **how)
             if json_path is not None:
                 with json_path.open("a", encoding="utf-8") as stream:
                     stream.write(json.dumps(result) + "\n")

@@ -225,8 +225,9 @@ def test_an_input_range_is_of_all_modules_that_have_the_weight(zoo: Zoo, blocks:
 
 
 def test_experts_have_the_names_that_servers_know(zoo: Zoo, blocks: torch.Tensor) -> None:
-    ranges = observe(load_resident(zoo("granitemoe"), "cpu"), [blocks[:2]])
-    experts = [f"model.layers.1.block_sparse_moe.experts.{number}.w{part}" for number in range(4) for part in (1, 2, 3)]
+    ranges = observe(load_resident(zoo("llama4_text"), "cpu"), [blocks[:2]])
+    parts = ("gate_proj", "up_proj", "down_proj")
+    experts = [f"model.layers.1.feed_forward.experts.{number}.{part}" for number in range(4) for part in parts]
     assert set(experts) < ranges.inputs.keys()
 
 

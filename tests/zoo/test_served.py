@@ -47,8 +47,10 @@ def outcomes(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tup
         made, refusals = make(name, columns, workdir)
         assert refusals == []
         folders |= made
-    folders["llama", MISREAD] = misread(folders["llama", "ptpc_fp8"], workdir / "misread")
-    return {(outcome.name, outcome.column): outcome for outcome in serve(folders, python)}
+    right = folders["llama", "ptpc_fp8"]
+    folders["llama", MISREAD] = misread(right, workdir / "misread")
+    served = serve(folders, python, references={("llama", MISREAD): right})
+    return {(outcome.name, outcome.column): outcome for outcome in served}
 
 
 def misread(folder: Path, out: Path) -> Path:
@@ -68,8 +70,8 @@ def test_vllm_loads_a_checkpoint_and_answers_as_the_reference(
 
 
 def test_misread_scales_show(outcomes: dict[tuple[str, str], ServedOutcome]) -> None:
-    misread = outcomes["llama", MISREAD]
-    assert misread.outcome == "differs", misread
-    assert misread.noise is not None
-    assert misread.distance is not None
-    assert misread.distance > 10 * misread.noise
+    outcome = outcomes["llama", MISREAD]
+    assert outcome.outcome == "differs", outcome
+    assert outcome.noise is not None
+    assert outcome.distance is not None
+    assert outcome.distance > 10 * outcome.noise

@@ -202,26 +202,32 @@ class Files:
             os.close(descriptor)
         self._open.clear()
 
-    def read(self, shard: str, name: str, offset: int, into: memoryview) -> None:
-        """Fill a buffer from one place. Raises `StageError` naming file and tensor."""
-        path = self._folder / shard
+    def read(self, shard: str, name: str, offset: int, into: memoryview, *, ahead: bool = True) -> None:
+        """Fill a buffer from one place. Raises `StageError` naming file and tensor.
+
+        ``ahead`` asks the kernel for what follows, which is of use to those who read on.
+        """
         try:
-            with self._lock:
-                if shard not in self._open:
-                    self._open[shard] = os.open(path, os.O_RDONLY)
-                descriptor = self._open[shard]
-            os.posix_fadvise(descriptor, offset + into.nbytes, _AHEAD, os.POSIX_FADV_WILLNEED)
+            descriptor = self._open.get(shard) or self._opened(shard)
+            if ahead:
+                os.posix_fadvise(descriptor, offset + into.nbytes, _AHEAD, os.POSIX_FADV_WILLNEED)
             while into.nbytes:
                 count = os.preadv(descriptor, [into], offset)
                 if not count:
                     raise StageError(
-                        f"{path}: the file ends inside {name}; it was longer when its header was read.",
+                        f"{self._folder / shard}: the file ends inside {name}; it was longer when its header was read.",
                         hint="Restore the file and run the same command: finished files are kept.",
                     )
                 offset += count
                 into = into[count:]
         except OSError as error:
-            raise StageError(f"{path}: {name} cannot be read: {error.strerror}.") from error
+            raise StageError(f"{self._folder / shard}: {name} cannot be read: {error.strerror}.") from error
+
+    def _opened(self, shard: str) -> int:
+        with self._lock:
+            if shard not in self._open:
+                self._open[shard] = os.open(self._folder / shard, os.O_RDONLY)
+            return self._open[shard]
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
@@ -273,7 +279,8 @@ class Reader:
         width = columns * ITEM_BITS[info.dtype] // 8
         size = (last - first) * width
         raw = torch.empty(size, dtype=torch.uint8) if self._device == "cpu" else self._buffer(size)
-        self._files.read(shard, name, info.start + first * width, raw.numpy().data)
+        # First rows may be all that is looked at; a model that the page cache cannot hold would be read in vain.
+        self._files.read(shard, name, info.start + first * width, raw.numpy().data, ahead=first > 0)
         return raw.to(self._device).view(torch_dtype(info.dtype)).view(last - first, columns)
 
     def _buffer(self, size: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
@@ -166,17 +166,21 @@ class Layout(ABC):
         """What such a value promises about these linear modules."""
         schemes: dict[str, str | None] = {}
         unknown: dict[str, str] = {}
+        settings_of = self._settings(config)
+        recognized: dict[int, str | None] = {}  # by the settings' identity, which many modules share
         for module in modules:
-            settings = self._settings(config, module)
-            schemes[module] = self._recognise(settings) if settings else None
+            settings = settings_of(module)
+            if settings and id(settings) not in recognized:
+                recognized[id(settings)] = self._recognise(settings)
+            schemes[module] = recognized[id(settings)] if settings else None
             if settings and schemes[module] is None:
                 key, found = self._keys[0], settings.get(self._keys[0]) or {}
                 unknown[module] = f"{key} {', '.join(f'{each}={found.get(each)}' for each in self._decisive)}"
         return Claims(schemes, unknown, self._has_kv_cache(config))
 
     @abstractmethod
-    def _settings(self, config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
-        """What holds for a module; nothing where it stays in 16 bit."""
+    def _settings(self, config: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
+        """Return a function from a module to the settings that hold for it; nothing where it stays in 16 bit."""
 
     @abstractmethod
     def _same(self, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
@@ -202,7 +206,8 @@ class CompressedTensors(Layout):
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
         """See `Layout`. With one scheme the group targets the class ``Linear``; with several, exact names."""
         groups: dict[str, Any] = {}
-        used = sorted(set(choice.schemes.values()), key=lambda scheme: (scheme != choice.default, scheme))
+        default = choice.default
+        used = sorted(set(choice.schemes.values()), key=lambda scheme: (scheme != default, scheme))
         for number, scheme in enumerate(used):
             weights, inputs = _declared(self.name, scheme)
             names = choice.named(module for module, chosen in choice.schemes.items() if chosen == scheme)
@@ -233,15 +238,21 @@ class CompressedTensors(Layout):
         """See `Layout`."""
         return (1,) if heads is None else (heads, 1, 1)
 
-    def _settings(self, config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+    def _settings(self, config: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
         # A target or an ignored name is exact, a class name, or "re:" with a regular expression.
-        def among(patterns: Collection[str] | None) -> bool:
-            return any(_expression(module, one) or one in (module, "Linear") for one in patterns or ())
+        def matches(module: str, pattern: str) -> bool:
+            return _expression(module, pattern) or pattern == "Linear"
 
+        ignored = _Patterns(config.get("ignore") or (), matches)
         groups: Collection[Mapping[str, Any]] = (config.get("config_groups") or {}).values()
-        if among(config.get("ignore")):
-            return None
-        return next((group for group in groups if among(group.get("targets"))), None)
+        targets = [(_Patterns(group.get("targets") or (), matches), group) for group in groups]
+
+        def settings(module: str) -> Mapping[str, Any] | None:
+            if ignored.first(module) is not None:
+                return None
+            return next((group for names, group in targets if names.first(module) is not None), None)
+
+        return settings
 
     def _same(self, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
         if found is None or expected is None:
@@ -268,18 +279,18 @@ class Quark(Layout):
         The KV entries use Quark's own two patterns, or exact names where a k_proj or v_proj has a scheme of its own:
         a name then matches one key only, and the order of keys, which is sorted on disk, cannot change the meaning.
         """
-        default = self._layer(choice.default)
+        default = choice.default
         layers: dict[str, Any] = {
             name: self._layer(scheme)
             for module, scheme in choice.schemes.items()
-            if scheme != choice.default
+            if scheme != default
             for name in choice.named([module])
         }
         cached = {
             m: scheme for m, scheme in choice.schemes.items() if any(fnmatch.fnmatchcase(m, key) for key in _KV_GROUP)
         }
         if layers.keys().isdisjoint(cached):
-            cached = dict.fromkeys(_KV_GROUP, choice.default)
+            cached = dict.fromkeys(_KV_GROUP, default)
         output = {"output_tensors": {**_table("layouts.yaml")[self.name]["defaults"], "scale_type": None}}
         cache = {key: {**self._layer(scheme), **output} for key, scheme in cached.items()} if choice.kv_cache else {}
         return {
@@ -292,7 +303,7 @@ class Quark(Layout):
                 "weight_format": "real_quantized",
                 "weight_merge_groups": None,
             },
-            "global_quant_config": default,
+            "global_quant_config": self._layer(default),
             "kv_cache_post_rope": choice.kv_cache,
             "kv_cache_quant_config": cache,
             "layer_quant_config": {**layers, **cache},
@@ -309,14 +320,23 @@ class Quark(Layout):
             raise UserError("the format quark has no KV scales by head; it has one for K and one for V of a layer.")
         return ()
 
-    def _settings(self, config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+    def _settings(self, config: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
         # The order of look-ups is vLLM's: excluded, by layer, global.
-        exclude: Collection[str] = config.get("exclude") or ()
-        if any(_expression(module, one) or module == one or fnmatch.fnmatchcase(module, one) for one in exclude):
-            return None
+        excluded = _Patterns(
+            config.get("exclude") or (),
+            lambda module, one: _expression(module, one) or fnmatch.fnmatchcase(module, one),
+        )
         layers: Mapping[str, Any] = config.get("layer_quant_config") or {}
+        keys = _Patterns(layers, fnmatch.fnmatchcase)
         fallback: Mapping[str, Any] | None = config.get("global_quant_config")
-        return next((found for key, found in layers.items() if fnmatch.fnmatchcase(module, key)), fallback)
+
+        def settings(module: str) -> Mapping[str, Any] | None:
+            if excluded.first(module) is not None:
+                return None
+            key = keys.first(module)
+            return fallback if key is None else layers[key]
+
+        return settings
 
     def _same(self, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
         if not found or expected is None:
@@ -337,6 +357,36 @@ class Quark(Layout):
             "target_device": None,
             "weight": weight,
         }
+
+
+class _Patterns:
+    """Names and patterns in the order in which a configuration lists them.
+
+    Exact names are looked up in a table: DeepSeek R1 has 45,000 modules, each of which may have settings of its own.
+    ``matches`` decides on the others, which are "re:...", "Linear" or hold a wildcard.
+    """
+
+    def __init__(self, patterns: Collection[str], matches: Callable[[str, str], bool]) -> None:
+        self._matches = matches
+        self._wild = [
+            (place, pattern)
+            for place, pattern in enumerate(patterns)
+            if pattern == "Linear" or pattern.startswith("re:") or not _WILDCARDS.isdisjoint(pattern)
+        ]
+        self._places = {pattern: place for place, pattern in enumerate(patterns)}
+
+    def first(self, module: str) -> str | None:
+        """Return the first name or pattern that matches; None where none does."""
+        place = self._places.get(module)
+        for number, pattern in self._wild:
+            if place is not None and place < number:
+                break
+            if self._matches(module, pattern):
+                return pattern
+        return None if place is None else module
+
+
+_WILDCARDS = frozenset("*?[")
 
 
 def _expression(module: str, pattern: str) -> bool:

@@ -423,7 +423,7 @@ class _Reading:
         plain: set[str] = set()  # kinds whose modules have no other names
         for module in (*self._linear, *self._kept) if view is not None else ():
             kind = _NUMBER.sub("*", module)
-            if view is None or kind in plain or not self._is_quantizable(module):
+            if view is None or kind in plain:
                 continue
             names = view.listed_names(module)
             if names == (module,):

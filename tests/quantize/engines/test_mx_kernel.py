@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.quantize.engines.stream.kernels import MX_GROUP, mxfp4, mxfp4_unsigned_zero
+from pipeline.quantize.engines.stream.kernels import E8M0_UNCERTAIN, MX_GROUP, mxfp4, mxfp4_unsigned_zero
 from pipeline.quantize.inspection.numbers import dequantize
 
 
@@ -78,3 +78,13 @@ def test_quarks_zeros_have_no_sign_and_all_else_is_the_same() -> None:
     assert torch.equal(before.where(before != 8, 0), after)
     assert torch.equal(ours["weight_scale"], quarks["weight_scale"])
     assert torch.equal(dequantize("mxfp4", ours), dequantize("mxfp4", quarks))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_exponent_of_a_group_tells_that_it_is_finite(dtype: Any) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    groups = torch.ones(len(every), MX_GROUP, dtype=dtype)
+    groups[:, 3] = every
+    exponents = mxfp4(groups)["weight_scale"].reshape(-1)
+    assert bool((exponents[~every.isfinite()] >= E8M0_UNCERTAIN).all())
+    assert bool((exponents[every.isfinite() & (every.float().abs() < 2.0**126)] < E8M0_UNCERTAIN).all())

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from pipeline.base.errors import UserError
 from pipeline.quantize.digest import template_digest
+from pipeline.quantize.engines.stream import worker
 from pipeline.quantize.engines.stream.kernels import fp8_scale, ptpc_fp8
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import ITEM_BITS, Checkpoint, encode_header, open_checkpoint
@@ -144,6 +145,20 @@ def test_static_kv_scales_without_a_k_projection_are_refused(
     with pytest.raises(UserError, match=r"a has no k_proj or qkv_proj there") as refused:
         plan_shards(source, plain(["a.o_proj"], ("a",)), Choice({"a.o_proj": "ptpc_fp8"}, (), True), "quark")
     assert "kv_cache: auto" in str(refused.value)
+
+
+def test_the_disk_begins_before_a_file_is_whole_and_with_all_of_it_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(worker, "_start_flush", started.append)
+    monkeypatch.setattr(worker, "_FLUSH", 100)
+    sink = worker.Sink(tmp_path / "file", 330)
+    for offset in range(0, 330, 30):
+        sink.write(offset, memoryview(bytes([offset // 30]) * 30))
+    sink.close()
+    assert len(started) == 3
+    assert (tmp_path / "file").read_bytes() == b"".join(bytes([number]) * 30 for number in range(11))
 
 
 MEASURED = """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from math import log10
+from math import ceil, log10
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from calibration.encodings import decode_blocks
 from pipeline.base.errors import StageError
 from pipeline.quantize.engines.stream import schedule
 from pipeline.quantize.engines.stream.engine import Written, write_checkpoint
@@ -121,6 +122,21 @@ def test_fp8_in_blocks_is_decoded_to_bfloat16_and_then_quantized(
     assert_made_of(found, "o_proj", scheme, decoded)
 
 
+@pytest.mark.parametrize("power", [-140, -126, -12, 100, 118, 126])
+@pytest.mark.parametrize("shape", [(128, 256), (5, 130), (300, 416), (256, 0), (0, 128)])
+@pytest.mark.parametrize("nan", [False, True])
+def test_blocks_decode_to_the_product_in_float32_rounded_once(shape: tuple[int, int], power: int, nan: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    codes = codes if nan else codes.masked_fill(codes & 0x7F == 0x7F, 0)
+    scale = torch.randn(ceil(shape[0] / 128), ceil(shape[1] / 128), generator=generator) * 2.0**power
+    weight = codes.view(torch.float8_e4m3fn)
+    wide = scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+    expected, found = (weight.float() * wide).bfloat16(), decode_blocks(weight, scale)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(*(each.nan_to_num(nan=0).view(torch.int16) for each in (found, expected)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_other_floats_are_quantized_in_their_own_precision(tmp_path: Path, scheme: str, dtype: torch.dtype) -> None:
@@ -175,6 +191,15 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_is_committed(
         quantize(folder, parts, schemes, tmp_path / "out")
     assert not (tmp_path / "out" / "model.safetensors").exists()
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_largest_number_of_bfloat16_is_finite(tmp_path: Path, scheme: str) -> None:
+    weight = numbers(256, 256)
+    weight[200, 17] = torch.finfo(torch.bfloat16).max
+    folder = save(tmp_path / "source", {"o_proj.weight": weight})
+    quantize(folder, structure({"o_proj": WeightSource("o_proj.weight")}), {"o_proj": scheme}, tmp_path / "out")
+    assert_made_of(load_file(tmp_path / "out" / "model.safetensors"), "o_proj", scheme, weight)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

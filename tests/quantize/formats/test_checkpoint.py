@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.base.errors import UserError
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, open_checkpoint
+from pipeline.quantize.formats.checkpoint import INDEX_NAME, Reader, open_checkpoint
 
 
 @pytest.fixture
@@ -105,3 +106,14 @@ def test_a_config_that_is_none_is_refused(folder: Path, text: str | None, words:
     if text is not None:
         (folder / "config.json").write_text(text)
     assert words in refused(folder)
+
+
+def test_what_follows_first_rows_is_not_fetched_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, *more: asked.append(offset))
+    checkpoint = open_checkpoint(folder)
+    read, start = Reader(checkpoint), checkpoint.tensors["a"][1].start
+    assert torch.equal(read.rows("a", 0, 1), torch.ones(1, 3))
+    assert not asked
+    assert torch.equal(read.rows("a", 1, 2), torch.ones(1, 3))
+    assert asked == [start + 24]

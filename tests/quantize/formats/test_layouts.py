@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,37 @@ def test_compressed_tensors_ignores_by_name_by_pattern_and_by_class(
 def test_quark_excludes_by_name_and_by_pattern(golden: Golden, exclude: list[str] | None, kept: int) -> None:
     config = {**golden("quark-fp8-kv"), "exclude": exclude}
     assert list(layout("quark").claims(config, LINEAR).schemes.values()).count(None) == kept
+
+
+@pytest.mark.parametrize(
+    ("keys", "unknown"),
+    [
+        ({LINEAR[0]: "strange", "*down_proj": "known"}, [LINEAR[0]]),
+        ({"*down_proj": "known", LINEAR[0]: "strange"}, []),
+        ({"*down_proj": "strange", LINEAR[0]: "known"}, [name for name in LINEAR if name.endswith("down_proj")]),
+        ({"other": "known", "*.1.*": "strange"}, [name for name in LINEAR if ".1." in name]),
+    ],
+)
+def test_of_quarks_layer_settings_the_first_that_match_hold(
+    golden: Golden, keys: dict[str, str], unknown: list[str]
+) -> None:
+    config = golden("quark-fp8-kv")
+    settings = {"known": config["global_quant_config"], "strange": {"weight": {"dtype": "int3"}}}
+    layers = {key: settings[which] for key, which in keys.items()}
+    claims = layout("quark").claims({**config, "exclude": [], "layer_quant_config": layers}, LINEAR)
+    assert list(claims.unknown) == unknown
+
+
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_tens_of_thousands_of_modules_are_no_matter_of_minutes(checkpoint_format: str) -> None:
+    """Where each module was compared with each name, 45,000 of them took hours."""
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj" for layer in range(60) for expert in range(256)]
+    schemes = {name: ("fp8", "ptpc_fp8")[number % 2] for number, name in enumerate(names)}
+    form, kept = layout(checkpoint_format), tuple(f"{name}.kept" for name in names)
+    began = time.process_time()
+    claims = form.claims(form.quantization_config(Choice(schemes, kept, False)), [*names, *kept])
+    assert time.process_time() - began < 20
+    assert claims.schemes == {**schemes, **dict.fromkeys(kept)}
 
 
 def test_a_model_that_is_not_quantized_has_no_layout() -> None:

@@ -25,6 +25,8 @@ MX_GROUP = 32
 """Elements that share an MX scale."""
 E2M1_MAX = 6.0
 """Largest value of an MXFP4 element."""
+E8M0_UNCERTAIN = 253
+"""The MX exponent of groups that hold infinity or NaN, and of some finite ones; those of others are smaller."""
 INT4_GROUP = 128
 """Elements that share a scale of w4a16."""
 INT4_MAX = 7.0

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from calibration.lazy import torch
 from pipeline.base.errors import StageError
-from pipeline.quantize.engines.stream.kernels import BLOCK, KERNELS, Parts, amax
+from pipeline.quantize.engines.stream.kernels import BLOCK, E8M0_UNCERTAIN, KERNELS, Parts, amax
 from pipeline.quantize.engines.stream.plan import (
     NUMBERS,
     STATIC_ROLES,
@@ -237,9 +237,11 @@ class OpenShard:
         kernel = KERNELS[step.kernel]
         if step.made is None:
             parts = kernel.compute(weight, largest)
-        # A scale that is a number was made from finite ones; an exponent does not tell.
         scale = parts["weight_scale"]
-        self._require_finite(step.origin, scale if scale.is_floating_point() else amax(weight))
+        if scale.is_floating_point():  # it was made from the largest number
+            self._require_finite(step.origin, scale)
+        elif step.made is not None or (scale.numel() and int(scale.amax()) >= E8M0_UNCERTAIN):
+            self._require_finite(step.origin, amax(weight))
         return parts, error if step.made is not None else error_of(weight, parts, step.kernel)
 
     def _largest_of(self, worker: Worker, step: Step) -> torch.Tensor:

@@ -23,7 +23,7 @@ from pipeline.quantize.engines.stream.kernels import BLOCK
 from pipeline.quantize.engines.stream.plan import Origin, blocks
 from pipeline.quantize.formats.checkpoint import Files, torch_dtype
 
-_FLUSH = 64 << 20  # bytes of a file that the disk begins to write together
+_FLUSH = 16 << 20  # bytes of a file that the disk is asked to begin with together
 
 
 class Worker:
@@ -89,7 +89,7 @@ class Worker:
         dtype = torch_dtype(info.dtype)
         raw = torch.empty(blocks(rows) * across * dtype.itemsize, dtype=torch.uint8)
         place = info.start + first // BLOCK * across * dtype.itemsize
-        files.read(origin.scale.shard, info.name, place, raw.numpy().data)
+        files.read(origin.scale.shard, info.name, place, raw.numpy().data, ahead=False)
         return decode_blocks(numbers, raw.view(dtype).view(-1, across).to(self.device))
 
     def host(self, tensor: torch.Tensor, use: str) -> torch.Tensor:
@@ -138,13 +138,18 @@ class Sink:
             offset += count
             data = data[count:]
         if self._unflushed >= _FLUSH:
-            self._unflushed = 0
-            self._starter.submit(_start_flush, self._descriptor)
+            self._flush()
 
     def close(self) -> None:
         """Let go of everything, also after a failure."""
+        self._flush()
         self._starter.shutdown()
         os.close(self._descriptor)
+
+    def _flush(self) -> None:
+        """Have another thread tell the disk to begin."""
+        self._unflushed = 0
+        self._starter.submit(_start_flush, self._descriptor)
 
 
 def _start_flush(descriptor: int) -> None:
