@@ -27,7 +27,6 @@ Zoo = Callable[..., Path]
 WALKED = [
     "bloom",  # layers that return tuples
     "deepseek_v4",  # norms in float32, caches of its own classes
-    "deepseek_v4",  # norms in float32, classes of caches of its own
     "deepseek_v32",  # an indexer with a cache of its own
     "falcon_h1",  # attention beside a state space
     "falcon_mamba",  # no attention

@@ -23,7 +23,6 @@ from pipeline.quantize.model.source import SourceReader
 # Bits of exponent and of mantissa of the OCP Microscaling 1.0 elements, which have no infinity and no NaN.
 _MINIFLOATS = {"e2m1": (2, 1), "e2m3": (2, 3), "e3m2": (3, 2)}
 _BLOCK = 128  # rows and columns of a block of fp8_block
-_FIRST_ROWS = 16  # enough to prove where a weight lies; of blocks, which are not cut, all rows of the first
 _NIBBLES_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ's order puts the outputs 0 to 7 of a word
 
 
@@ -171,7 +170,7 @@ def check_module(
             yield Finding("wrong zero point", stored.name, "it is not zero, which symmetric numbers have")
     comparable = original is not None and alters in ("nothing", "rounding")
     error, broken, shape = Error(), 0, [0, 0]
-    few = _FIRST_ROWS * prod(weight.shape[1:])
+    few = _BLOCK * prod(weight.shape[1:])  # a block's rows
     for first, last in _pieces(scheme, weight, read.piece if proven is None else min(few, read.piece)):
         rows = {role: _rows(part, scheme, weight, first, last) for role, part in parts.items()}
         restored = dequantize(scheme, {**rows, weight.role: read.rows(weight.name, first, last)})
