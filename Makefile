@@ -26,7 +26,7 @@ TEST_ENV  := $(VENV)/.quantmint-test
 BESIDE    := $(MAKE) --no-print-directory -j 3
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan docs test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-deepseek gate-simulations soak zoo report clean distclean serving browser
+.PHONY: help quantize plan docs test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-deepseek bench-experts gate-simulations soak zoo report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
@@ -79,6 +79,9 @@ gate-simulations: $(TEST_ENV)  ## how often the gate errs where the truth is kno
 
 bench-deepseek: $(TEST_ENV)  ## DeepSeek R1's shape from FP8 blocks, beside cp and the disk; ARGS="--source /dev/shm/r1 --out /data/r1"
 	@$(BIN)/python -m tests.bench.deepseek $(ARGS)
+
+bench-experts: $(TEST_ENV)  ## GPTQ of a layer's experts, one after the other and side by side; ARGS="--device cuda:0"
+	@$(BIN)/python -m tests.bench.experts $(ARGS)
 
 zoo: $(TEST_ENV)  ## quantize 165 tiny models of as many architectures in seven ways, and write docs/models.md
 	@$(BIN)/python -m tests.zoo.matrix --jobs 2 --json build/zoo.json $(ARGS)

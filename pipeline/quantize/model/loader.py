@@ -74,6 +74,12 @@ class LoaderView:
         groups = [version.fusion_group(module, self.experts) for version in self._owners(module)]
         return max(reversed(groups), key=len)
 
+    def precedes(self, module: str) -> tuple[str, ...]:
+        """Return the modules whose rows vLLM puts behind this one's in one matrix; () for the last, and for experts."""
+        groups = [version.row_group(module) for version in self._owners(module)]
+        group = max(reversed(groups), key=len)
+        return group[group.index(module) + 1 :]
+
     def absorbs(self, module: str) -> bool:
         """Return whether latent attention multiplies this projection into its neighbours, in 16 bit."""
         return any(version.absorbs(module) for version in self._owners(module))
@@ -166,6 +172,11 @@ class _Version:
         expert = _EXPERT.fullmatch(module) if pattern in self.experts else None
         if expert and not self._has(self.rename(module) or ""):
             return _expert_group(expert[1], experts, self.experts[pattern])
+        return self.row_group(module)
+
+    def row_group(self, module: str) -> tuple[str, ...]:
+        """Return the modules whose rows vLLM puts into one matrix with this one's, in their order there."""
+        pattern = _pattern(self.locate(module) or module)
         parts = self.fused.get(pattern) or self.fused.get(pattern.rpartition(".")[2], ())
         group = tuple(_beside(module, part) if "." not in part else _numbered(part, module) for part in parts)
         return group if module in group else (module,)

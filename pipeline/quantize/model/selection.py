@@ -11,7 +11,7 @@ from functools import lru_cache
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.base.schemes import scheme as scheme_row
 from pipeline.quantize.formats.layout import Choice, most_frequent
-from pipeline.quantize.model.structure import UNQUANTIZED, Structure
+from pipeline.quantize.model.structure import UNQUANTIZED, Structure, kind_of
 from pipeline.recipe.modules import assigned, is_excluded, matches, override_of
 from pipeline.recipe.schema import AUTO, Quantization
 
@@ -74,6 +74,7 @@ def _select(identity: _Identity, section: str) -> Choice:
         raise UserError(_nothing_left(structure))
     _require_share(structure, quantization)
     _require_widths(structure, schemes, quantization)
+    _require_blocks(structure, schemes, quantization)
     _require_names(structure, schemes)
     kept = {*structure.kept, *_modules_of(structure.unclaimed), *(structure.linear.keys() - schemes.keys())}
     return Choice(
@@ -198,6 +199,27 @@ def _require_widths(structure: Structure, schemes: dict[str, str], quantization:
             f"inputs, expected a multiple of {divisors[schemes[module]]}; {len(unfit)} modules do not fit.",
             hint=f"Leave them in 16 bit: exclude: [{patterns}{', …' if len(lasts) > 4 else ''}].",
         )
+
+
+def _require_blocks(structure: Structure, schemes: Mapping[str, str], quantization: Quantization) -> None:
+    """Raise `UserError` for a module whose rows end within a block, where vLLM puts those of another behind them.
+
+    vLLM refuses to load it (vLLM 0.32 layers/quantization/utils/fp8_utils.py, validate_fp8_block_shape).
+    """
+    divisors = {scheme: scheme_row(scheme).row_divisor for scheme in set(schemes.values())}
+    if max(divisors.values()) == 1:
+        return
+    for module, scheme in schemes.items():
+        rows, group = structure.linear[module][0], structure.joined.get(kind_of(module), ())
+        if group and rows % divisors[scheme]:
+            field = "scheme" if override_of(quantization, module) is None else "overrides"
+            others = " and ".join(last for last in group if last != module.rpartition(".")[2])
+            pattern = f"re:.*[.]({'|'.join(map(re.escape, group))})$"
+            raise UserError(
+                f"quantization.{field}: found {scheme} for {module}, which has {rows} rows, expected a multiple of "
+                f"{divisors[scheme]}: vLLM loads it in one matrix with {others}.",
+                hint=f"Leave them in 16 bit: exclude: [{pattern!r}].",
+            )
 
 
 def _require_names(structure: Structure, schemes: Mapping[str, str]) -> None:

@@ -66,12 +66,13 @@ class Structure:
     quantized checkpoint. ``encoded`` maps each FP8 weight of the source to its block scales. ``modules`` maps linear
     and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one of the
     experts that it stacks. ``aliases`` are the names by which vLLM asks for a module, where they are not its own; none
-    where no name reaches it. ``walk_obstacle`` is why the layers cannot be run one at a time, ``text_obstacle`` why the
-    model cannot be run on text alone, each as part of a sentence. ``latent`` is whether attention caches one latent for
-    all heads; ``absorbed`` are linear modules that vLLM folds into their neighbours when it loads them; ``scales`` are
-    tensors of the model itself that are called like those of a quantization; ``unquantizable`` counts the elements of
-    the decoder's matrices that vLLM builds without a quantization. ``quantized_by`` is set where the folder is no
-    source at all.
+    where no name reaches it. ``joined`` are kinds of modules (names with * for numbers) behind whose rows vLLM puts
+    those of other modules in one matrix, with the last names of all modules in it. ``walk_obstacle`` is why the layers
+    cannot be run one at a time, ``text_obstacle`` why the model cannot be run on text alone, each as part of a
+    sentence. ``latent`` is whether attention caches one latent for all heads; ``absorbed`` are linear modules that vLLM
+    folds into their neighbours when it loads them; ``scales`` are tensors of the model itself that are called like
+    those of a quantization; ``unquantizable`` counts the elements of the decoder's matrices that vLLM builds without a
+    quantization. ``quantized_by`` is set where the folder is no source at all.
 
     ``faults`` are contradictions between the configuration and the tensors on disk, each a rule, a tensor and words:
     what the configuration implies and nobody stored, what has another shape, and what is stored for no module.
@@ -88,6 +89,7 @@ class Structure:
     unclaimed: Mapping[str, str] = field(default_factory=dict)
     predictor: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     walk_obstacle: str | None = field(default=None, compare=False)
     text_obstacle: str | None = field(default=None, compare=False)
     latent: bool = False
@@ -249,6 +251,7 @@ class _Reading:
             unclaimed=self._unclaimed,
             predictor=tuple(sorted(self._roots)),
             aliases=self._aliases(),
+            joined=self._joined(),
             walk_obstacle=replay_obstacle(self._model),
             text_obstacle=text_obstacle(self._model),
             latent=text_config(self._config).get("kv_lora_rank") is not None,
@@ -412,7 +415,7 @@ class _Reading:
 
     def _is_quantizable(self, module: str) -> bool | None:
         """Whether vLLM asks for a quantization of a module; of those that differ in numbers alone the first counts."""
-        kind = _NUMBER.sub("*", module)
+        kind = kind_of(module)
         if kind not in self._quantizable:
             self._quantizable[kind] = None if self._view is None else self._view.is_quantizable(module)
         return self._quantizable[kind]
@@ -422,7 +425,7 @@ class _Reading:
         view, aliases = self._view, dict[str, tuple[str, ...]]()
         plain: set[str] = set()  # kinds whose modules have no other names
         for module in (*self._linear, *self._kept) if view is not None else ():
-            kind = _NUMBER.sub("*", module)
+            kind = kind_of(module)
             if view is None or kind in plain:
                 continue
             names = view.listed_names(module)
@@ -432,8 +435,20 @@ class _Reading:
                 aliases[module] = names
         return aliases
 
+    def _joined(self) -> dict[str, tuple[str, ...]]:
+        """Return the kinds of modules behind which vLLM puts others; of each kind the first module counts."""
+        view, joined, kinds = self._view, dict[str, tuple[str, ...]](), set[str]()
+        for module in self._linear if view is not None else ():
+            kind = kind_of(module)
+            if view is None or kind in kinds:
+                continue
+            kinds.add(kind)
+            if view.precedes(module):
+                joined[kind] = tuple(sorted({name.rpartition(".")[2] for name in view.fusion_group(module)}))
+        return joined
+
     def _is_absorbed(self, module: str) -> bool:
-        kind = _NUMBER.sub("*", module)
+        kind = kind_of(module)
         if kind not in self._absorbed:
             self._absorbed[kind] = self._view is not None and self._view.absorbs(module)
         return self._absorbed[kind]
@@ -443,6 +458,11 @@ class _Reading:
 
     def _plain(self, module: str) -> WeightSource:
         return WeightSource(f"{module}.weight", scale=self._encoded.get(f"{module}.weight"))
+
+
+def kind_of(module: str) -> str:
+    """Return a module's name with * for each number in it."""
+    return _NUMBER.sub("*", module)
 
 
 def _embeds(owner: Any) -> bool:

@@ -308,7 +308,7 @@ def test_a_cpu_plan_takes_little_memory():
     )
     assert set(small.env) == {
         *("VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VLLM_CPU_KVCACHE_SPACE"),
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
+        *("VLLM_CPU_INT4_W4A8", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"),
     }
 
 

@@ -30,7 +30,7 @@ from calibration.sequential import Look, run_sequential
 from pipeline.base.errors import StageError
 from pipeline.base.schemes import ActivationFormat, scheme
 from pipeline.quantize.engines.stream.folds import Fold, Matrix, study
-from pipeline.quantize.engines.stream.gptq import CARRIED, compensated, factored, gptq, in_tf32
+from pipeline.quantize.engines.stream.gptq import CARRIED, Made, compensated, factored, gptq, gptq_stack, in_tf32
 from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale
 from pipeline.quantize.engines.stream.plan import ShardPlan, Step
 from pipeline.quantize.engines.stream.scaling import Reader, scale_layer
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 _MADE = "made"  # a file a layer
 _STATES = "layers"  # what an interrupted run is gone on with
+_STACK = 1 << 30  # bytes in float32 of the Hessians, or of the weights, that a GPU rounds side by side
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,7 @@ def _whole(turned: bool) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @dataclass(slots=True)
-class _Made:
+class _LayerResult:
     """What is made of a layer until it is on the disk: tensors by step and role, errors and gains by step."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -246,7 +247,7 @@ class _Layers:
         self.facts = [[name, choice.schemes[name], quantized[name].kernel] for name in made_here] + [dict(parameters)]
         self._folds: dict[str, tuple[Fold, ...]] = {}
         self._touched: set[str] = set()
-        self._made = _Made()
+        self._made = _LayerResult()
         self.strength = float(parameters["compensation"])
 
     def study(self, batch: torch.Tensor) -> list[str]:
@@ -306,20 +307,7 @@ class _Layers:
         found = [replace(each, modules=tuple(self._experts.get(each.modules[0], each.modules))) for each in found]
         targets = {name: target for inputs in found for name, target in self._targets(inputs).items()}
         largest = self._largest({self._steps[name]: target for name, target in targets.items()})
-        for inputs in found:
-            factor = cache(lambda kernel, hessian=inputs.hessian: self._factored(hessian, kernel))
-            for names in self._alike(inputs.modules):
-                step, each = self._steps[names[0]], [self._own(name) for name in names]
-                target = torch.cat([targets[name] for name in names]) if inputs.is_beside else None
-                kernel = str(step.kernel)
-                whole = gptq(torch.cat(each), factor(kernel), kernel, largest.get(step.name), target)
-                for name, weight, made in zip(names, each, whole.split(list(map(len, each))), strict=True):
-                    step = self._steps[name]
-                    self._put(name, dequantize(self._choice.schemes[step.name], made.parts).to(weight.dtype))
-                    self._made.add(step, weight, made.parts)
-                    self._made.gains[step.name] = Gain(
-                        made.before, made.after, inputs.tokens, made.fault, inputs.pooled
-                    )
+        self._round(found, targets, largest)
         if last:
             members = [each for each in self._members if each.parameter.startswith(f"{self._names[number]}.")]
             changed = [each for each in members if each.parameter in self._touched]
@@ -335,7 +323,40 @@ class _Layers:
                 for out in each.step.outputs
             }
             self._save(f"{number:05}", self._made)
-            self._made = _Made()
+            self._made = _LayerResult()
+
+    def _round(
+        self, found: Sequence[Inputs], targets: Mapping[str, torch.Tensor], largest: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Round modules by their inputs; on a GPU experts of one shape side by side, where columns take as long."""
+        together: dict[tuple[str, int, int], list[tuple[Inputs, list[str]]]] = {}
+        for inputs in found:
+            factor = cache(lambda kernel, hessian=inputs.hessian: self._factored(hessian, kernel))
+            for names in self._alike(inputs.modules):
+                step, weights = self._steps[names[0]], [self._own(name) for name in names]
+                kernel, shared = str(step.kernel), largest.get(step.name)
+                if shared is None and not inputs.is_beside and not self._replica.device.startswith("cpu"):
+                    shape = kernel, sum(map(len, weights)), inputs.hessian.shape[0]
+                    together.setdefault(shape, []).append((inputs, names))
+                    continue
+                target = torch.cat([targets[name] for name in names]) if inputs.is_beside else None
+                self._take(inputs, names, gptq(torch.cat(weights), factor(kernel), kernel, shared, target))
+        for (kernel, rows, columns), members in together.items():
+            count = max(1, _STACK // (4 * columns * max(rows, columns)))
+            for stack in (members[first : first + count] for first in range(0, len(members), count)):
+                factors = [self._factored(inputs.hessian, kernel) for inputs, _ in stack]
+                wholes = [torch.cat([self._own(name) for name in names]) for _, names in stack]
+                for (inputs, names), made in zip(stack, gptq_stack(wholes, factors, kernel), strict=True):
+                    self._take(inputs, names, made)
+
+    def _take(self, inputs: Inputs, names: Sequence[str], whole: Made) -> None:
+        """Keep what was made of modules, whose rows lay one below the other, and give the model their weights."""
+        weights = [self._own(name) for name in names]
+        for name, weight, made in zip(names, weights, whole.split(list(map(len, weights))), strict=True):
+            step = self._steps[name]
+            self._put(name, dequantize(self._choice.schemes[step.name], made.parts).to(weight.dtype))
+            self._made.add(step, weight, made.parts)
+            self._made.gains[step.name] = Gain(made.before, made.after, inputs.tokens, made.fault, inputs.pooled)
 
     def _own(self, name: str) -> torch.Tensor:
         if name in self._parts:
@@ -390,7 +411,7 @@ class _Layers:
             if step.group and all(other in origins for other in step.group)
         }
 
-    def _save(self, name: str, made: _Made) -> None:
+    def _save(self, name: str, made: _LayerResult) -> None:
         metadata = {
             "gains": json.dumps({each: astuple(gain) for each, gain in made.gains.items()}),
             ERRORS: json.dumps({each: astuple(error) for each, error in made.errors.items()}),

@@ -26,7 +26,7 @@ from pipeline.store.disk import fsync
 
 CPU_PIECE = 2 << 20  # bytes: with the intermediate results of its parts, about a core's own cache
 GPU_PIECE = 32 << 20  # bytes: the bus at its full speed
-_GPU_WORKERS = 16  # of each GPU: what keeps its bus, the page cache and the disk busy at once
+_GPU_WORKERS = 8  # of each GPU: more wait for the interpreter, fewer leave the bus or the disk idle
 _OPEN_FILES = 8  # at a time; more would only be more places on the disk
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT = 32 << 20  # bytes; several times a piece, and the most that glibc before 2.35 takes for a threshold

@@ -1,0 +1,80 @@
+"""Plugin for vLLM's CPU build: fast FP8 products on Intel processors with AMX but without its FP16 tiles.
+
+On Sapphire and Emerald Rapids PyTorch hands `torch._scaled_mm` of two FP8 matrices to oneDNN, whose only kernel for
+them there is a reference loop: 0.78 s for 512 x 256 x 1,024 on 16 cores, where float32 takes 0.02 s and gives the same
+result. `install` copies this file into the environment that it makes; vLLM calls `register` in each of its processes.
+Imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_LIBRARIES: list[torch.library.Library] = []  # a kernel is registered as long as its library lives
+
+
+def register() -> None:
+    """Replace PyTorch's CPU kernels of `_scaled_mm` where they would be oneDNN's reference loop."""
+    if not _LIBRARIES and is_needed(Path("/proc/cpuinfo")):
+        replace_kernels()
+
+
+def is_needed(cpuinfo: Path) -> bool:
+    """Return whether a processor has AMX without FP16 tiles, by the kernel's list of its flags."""
+    try:
+        flags = set(cpuinfo.read_text(encoding="utf-8").split())
+    except OSError:
+        return False
+    return "amx_int8" in flags and "amx_fp16" not in flags
+
+
+def replace_kernels() -> None:
+    """Compute `torch._scaled_mm` on the CPU in float32, as PyTorch does on processors without AMX."""
+    import torch
+
+    def scaled_mm(
+        mat1: torch.Tensor,
+        mat2: torch.Tensor,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scale_result: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        use_fast_accum: bool = False,
+    ) -> torch.Tensor:
+        """Return ``(mat1 * scale_a) @ (mat2 * scale_b) + bias``; scales are [1], or [M, 1] and [1, N]."""
+        product = torch.mm(mat1.float() * scale_a, mat2.float() * scale_b)
+        if bias is not None:
+            product += bias
+        dtype = out_dtype or mat1.dtype
+        if scale_result is not None and dtype.itemsize == 1:
+            product /= scale_result
+        return product.to(dtype)
+
+    def scaled_mm_out(
+        mat1: torch.Tensor,
+        mat2: torch.Tensor,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scale_result: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        use_fast_accum: bool = False,
+        *,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write the product into ``out``: what compiled models call."""
+        product = scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype or out.dtype)
+        return out.resize_(product.shape).copy_(product)
+
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # replacing a kernel of PyTorch's own is what this is for
+        library.impl("_scaled_mm", scaled_mm, "CPU")  # type: ignore[no-untyped-call]
+        library.impl("_scaled_mm.out", scaled_mm_out, "CPU")  # type: ignore[no-untyped-call]
+    _LIBRARIES.append(library)

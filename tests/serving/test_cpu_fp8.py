@@ -1,0 +1,66 @@
+"""The plugin that multiplies FP8 on processors for which oneDNN has no kernel: the same products as PyTorch's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.serving import cpu_fp8
+
+_PROGRAM = """
+import torch
+from pipeline.serving import cpu_fp8
+
+torch.manual_seed(0)
+a = torch.randn(48, 64).to(torch.float8_e4m3fn)
+b = torch.randn(32, 64).to(torch.float8_e4m3fn).t()
+one, bias = torch.tensor([0.5]), torch.randn(32)
+
+def near(first, second):
+    torch.testing.assert_close(first, second, rtol=1e-2, atol=1e-2)
+
+scales = torch.rand(48, 1), torch.rand(1, 32)
+cases = [(one, one, torch.float32, bias), (one, one, torch.bfloat16, None), (*scales, torch.float32, None)]
+exact = [
+    torch.mm(a.double() * x.double(), b.double() * y.double()) + (0 if z is None else z.double())
+    for x, y, _, z in cases
+]
+cpu_fp8.replace_kernels()
+for (x, y, dtype, z), expected in zip(cases, exact):
+    given = dict(scale_a=x, scale_b=y, out_dtype=dtype, bias=z)
+    product = torch._scaled_mm(a, b, **given)
+    assert product.dtype == dtype
+    near(product.double(), expected)
+    out = torch.empty(0, dtype=dtype)
+    assert torch.equal(torch._scaled_mm(a, b, **given, out=out), product)
+from torch.profiler import profile
+with profile() as seen:
+    torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32)
+assert "aten::mm" in {event.key for event in seen.key_averages()}, "the kernel is the plugin's"
+print("done")
+"""
+
+
+def test_products_are_those_of_the_formula():
+    """In a process of its own, because a kernel of PyTorch stays replaced."""
+    root = Path(__file__).resolve().parents[2]
+    ended = subprocess.run([sys.executable, "-c", _PROGRAM], cwd=root, capture_output=True, text=True, check=False)
+    assert ended.stdout == "done\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        ("fpu sse avx512f", False),
+        ("fpu avx512f amx_bf16 amx_tile amx_int8", True),  # Sapphire Rapids
+        ("fpu avx512f amx_bf16 amx_tile amx_int8 amx_fp16", False),  # Granite Rapids
+    ],
+)
+def test_it_is_for_processors_with_amx_but_without_its_fp16_tiles(tmp_path: Path, flags: str, needed: bool):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"model name\t: a processor\nflags\t\t: {flags}\n")
+    assert cpu_fp8.is_needed(cpuinfo) is needed
+    assert not cpu_fp8.is_needed(tmp_path / "none")
