@@ -189,6 +189,18 @@ def replay_obstacle(model: Any) -> str | None:
     return None
 
 
+def skipped_layers(model: Any) -> tuple[str, ...]:
+    """Return the names of the layers that a model does not run on text alone; none if that cannot be told.
+
+    The same conditions hold as for `replay_obstacle`.
+    """
+    try:
+        loop_of(model)
+    except NotReplayableError as error:
+        return error.skipped
+    return ()
+
+
 def loop_of(model: Any) -> Loop:
     """Return how a model runs its layers; raises `NotReplayableError` with the reason of `replay_obstacle`."""
     layers = layer_names(model)
@@ -268,6 +280,7 @@ class _Run:
         self._model, self._layers, self._length, self._pool = model, layers, length, pool
         self.calls: list[Call] = []
         self._cache = empty_cache(model)
+        self._skipped: list[str] = []
         self._first: list[torch.Tensor] = []
         self._handed: list[torch.Tensor] = []
         self._results: list[_Result] = []
@@ -284,9 +297,18 @@ class _Run:
         finally:
             for module in modules:
                 del module.forward
-        if len(self.calls) != len(modules):
-            raise NotReplayableError(f"it ran {len(self.calls)} of its {len(modules)} layers")
+        behind = self._layers[self._position :]
+        if self._skipped:
+            number = self._layers.index(self._skipped[0])
+            raise NotReplayableError(f"it skips layer {number} on text alone", (*self._skipped, *behind))
+        if behind:
+            raise NotReplayableError(f"it ran {len(self.calls)} of its {len(modules)} layers", behind)
         return States(self._first[0]), self._linked()
+
+    @property
+    def _position(self) -> int:
+        """Number of the layer that is next, where the model skips none."""
+        return len(self.calls) + len(self._skipped)
 
     def _recorder(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -294,9 +316,9 @@ class _Run:
             if "hidden_states" in kwargs:
                 hidden = kwargs["hidden_states"]
             untouched = not self._handed or hidden is self._handed[-1]
-            if number > len(self.calls):
-                raise NotReplayableError(f"it skips layer {len(self.calls)} on text alone")
-            if not isinstance(hidden, torch.Tensor) or number != len(self.calls) or not untouched:
+            # Layers are recorded behind a skipped one as well, so that all that are skipped can be named.
+            self._skipped += self._layers[self._position : number]
+            if not isinstance(hidden, torch.Tensor) or number != self._position or not untouched:
                 raise NotReplayableError("it does more between its layers than to hand on hidden states")
             if not self._first:
                 self._first.append(hidden)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class CalibrationError(Exception):
     """A calibration set cannot be read, or a model cannot be measured on it; the message says why."""
 
 
 class NotReplayableError(CalibrationError):
-    """A model's layers cannot be run one at a time; the message is the reason, without a subject."""
+    """A model's layers cannot be run one at a time; the message is the reason, without a subject.
+
+    ``skipped`` are the names of layers that the model does not run on text alone.
+    """
+
+    def __init__(self, reason: str, skipped: Sequence[str] = ()) -> None:
+        super().__init__(reason)
+        self.skipped = tuple(skipped)

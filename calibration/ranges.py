@@ -75,7 +75,7 @@ def require_sound(replica: Replica, magnitudes: Mapping[Key, torch.Tensor], part
     if broken is not None:
         kind, name = broken
         named = {own: disk for disk, own in sources(replica.model, replica.owned).items()}
-        stored = named.get(name, name) if kind == "input" else on_disk(name, replica.owned)
+        stored = named.get(name, name) if kind == "input" else on_disk([name], replica.owned)[name]
         raise CalibrationError(
             f"the {_KINDS[kind]} of {stored} is not finite on the calibration data: {magnitudes[broken].tolist()}; a "
             "weight that a forward meets before it holds such a number, or the model overflows its dtype there"
@@ -92,7 +92,7 @@ def ranges_of(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Range
     A module on disk may be a part of one of the model, or stand for several that have its weight.
     """
     named = sources(replica.model, replica.owned)
-    caches = {name: on_disk(name, replica.owned) for name in replica.attention}
+    caches = on_disk(replica.attention, replica.owned)
     largest = _by_weight(replica, magnitudes)
 
     def cached(kind: Kind) -> Iterator[tuple[str, torch.Tensor]]:

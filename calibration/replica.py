@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,6 +161,14 @@ class Renaming:
         own, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._own)
         return own, () if pattern is None else tuple(self._by_pattern[pattern].operations)
 
+    def targets(self, name: str) -> tuple[str, ...]:
+        """Return all parameters that a tensor, alone or with others, becomes: several where transformers splits it."""
+        from transformers.core_model_loading import rename_source_key
+
+        own, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._own)
+        patterns = [] if pattern is None else self._by_pattern[pattern].target_patterns
+        return tuple(dict.fromkeys((own, *(own.replace(patterns[0], target) for target in patterns[1:]))))
+
 
 def owners(model: Any, names: Iterable[str]) -> dict[str, str]:
     """The parameter or buffer of the model that each tensor on disk becomes (a part of); without those of no use."""
@@ -205,15 +213,15 @@ def sources(model: Any, owned: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def on_disk(own: str, owned: Mapping[str, str]) -> str:
-    """The name on disk of a module of the model: that of its first tensor, less what both names share behind it."""
+def on_disk(modules: Collection[str], owned: Mapping[str, str]) -> dict[str, str]:
+    """Map modules of the model to their names on disk; to their own names if no tensor tells.
+
+    A module's name on disk is the name of its first tensor in ``owned``, without the end that is also its parameter's.
+    """
+    names = dict.fromkeys(modules, "")
     for name, parameter in owned.items():
-        inner = parameter.removeprefix(f"{own}.")
-        if inner != parameter and name.endswith(f".{inner}"):
-            return name.removesuffix(f".{inner}")
-    return own
-
-
-def attention_by_layer(model: Any) -> dict[int, str]:
-    """Return the attention modules of a model's language part, numbered from 0."""
-    return dict(enumerate(attention_modules(model)))
+        module = parameter
+        while (module := module.rpartition(".")[0]) and name.endswith(inner := parameter[len(module) :]):
+            if names.get(module) == "":
+                names[module] = name.removesuffix(inner)
+    return {module: name or module for module, name in names.items()}

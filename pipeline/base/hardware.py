@@ -65,13 +65,13 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    when: Mapping[str, tuple[str, ...]]
+    when: Mapping[str, frozenset[str]]
     why: str
     unless_cpu_has: tuple[str, ...]
     needs: tuple[str, ...]
 
-    def holds(self, facts: Mapping[str, str | None]) -> bool:
-        return all(facts[field] in values for field, values in self.when.items())
+    def holds(self, facts: Mapping[str, Collection[str | None]]) -> bool:
+        return all(not values.isdisjoint(facts[field]) for field, values in self.when.items())
 
 
 def hardware(name: str) -> Hardware:
@@ -107,31 +107,44 @@ def by_name(reported: str) -> Hardware | None:
 
 
 def refusal(
-    name: str, scheme: str, kv_cache: str, checkpoint_format: str, *, cpu_flags: Collection[str] | None = None
+    name: str,
+    scheme: str,
+    kv_cache: str,
+    checkpoint_format: str,
+    *,
+    expert_schemes: Collection[str] = (),
+    cpu_flags: Collection[str] | None = None,
 ) -> str | None:
-    """Why vLLM cannot load such a checkpoint there, in one sentence with the way out; None when it can.
+    """Return why vLLM cannot load such a checkpoint there, in one sentence with the way out; None when it can.
 
-    ``kv_cache`` is "auto" or "fp8". ``cpu_flags`` are those of the serving CPU (`local_cpu_flags`); without them a rule
-    that depends on one is a caution and not a refusal.
+    ``kv_cache`` is "auto" or "fp8". ``expert_schemes`` are those of routed experts, none for a dense model.
+    ``cpu_flags`` are those of the serving CPU (`local_cpu_flags`); without them a rule that depends on one is a caution
+    and not a refusal.
     """
-    for rule in _holding("refusals", name, scheme, kv_cache, checkpoint_format):
+    for rule in _holding("refusals", name, scheme, kv_cache, checkpoint_format, expert_schemes):
         if not rule.unless_cpu_has or (cpu_flags is not None and not set(rule.unless_cpu_has) & set(cpu_flags)):
             return rule.why
     return None
 
 
 def cautions(
-    name: str, scheme: str, kv_cache: str, checkpoint_format: str, *, cpu_flags: Collection[str] | None = None
+    name: str,
+    scheme: str,
+    kv_cache: str,
+    checkpoint_format: str,
+    *,
+    expert_schemes: Collection[str] = (),
+    cpu_flags: Collection[str] | None = None,
 ) -> tuple[str, ...]:
-    """What to know before serving such a checkpoint there, although it loads. Arguments as for `refusal`."""
-    found = [rule.why for rule in _holding("cautions", name, scheme, kv_cache, checkpoint_format)]
+    """Return what to know before serving such a checkpoint there, although it loads. Arguments as for `refusal`."""
+    remarks = [rule.why for rule in _holding("cautions", name, scheme, kv_cache, checkpoint_format, expert_schemes)]
     if cpu_flags is None:
-        found += [
+        remarks += [
             f"{rule.why} (the CPU must have {' or '.join(rule.unless_cpu_has)})"
-            for rule in _holding("refusals", name, scheme, kv_cache, checkpoint_format)
+            for rule in _holding("refusals", name, scheme, kv_cache, checkpoint_format, expert_schemes)
             if rule.unless_cpu_has
         ]
-    return tuple(found)
+    return tuple(remarks)
 
 
 def needs(name: str, scheme: str, kv_cache: str, checkpoint_format: str) -> tuple[str, ...]:
@@ -163,15 +176,23 @@ def local_cpu_flags(cpuinfo: str | None = None) -> frozenset[str] | None:
     return None
 
 
-def _holding(section: str, name: str, scheme: str, kv_cache: str, checkpoint_format: str) -> Iterator[_Rule]:
+def _holding(
+    section: str,
+    name: str,
+    scheme: str,
+    kv_cache: str,
+    checkpoint_format: str,
+    expert_schemes: Collection[str] = (),
+) -> Iterator[_Rule]:
     known = hardware(name)
-    facts = {
-        "hardware": known.name,
-        "kind": known.kind,
-        "arch": known.arch,
-        "scheme": scheme,
-        "kv_cache": kv_cache,
-        "format": checkpoint_format,
+    facts: Mapping[str, Collection[str | None]] = {
+        "hardware": (known.name,),
+        "kind": (known.kind,),
+        "arch": (known.arch,),
+        "scheme": (scheme,),
+        "kv_cache": (kv_cache,),
+        "format": (checkpoint_format,),
+        "expert_schemes": expert_schemes,
     }
     return (rule for rule in _rules(section) if rule.holds(facts))
 
@@ -180,7 +201,7 @@ def _holding(section: str, name: str, scheme: str, kv_cache: str, checkpoint_for
 def _rules(section: str) -> tuple[_Rule, ...]:
     return tuple(
         _Rule(
-            when=MappingProxyType({field: tuple(values) for field, values in row["when"].items()}),
+            when=MappingProxyType({field: frozenset(values) for field, values in row["when"].items()}),
             why=": ".join(row[part] for part in ("why", "instead") if part in row),
             unless_cpu_has=tuple(row.get("unless_cpu_has", ())),
             needs=tuple(row.get("needs", ())),

@@ -170,6 +170,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     from eval.gate.reach import reach
     from pipeline.base.hardware import cautions
     from pipeline.quantize.engines.algorithms import algorithm
+    from pipeline.serving.model.facts import schemes_of_experts
     from pipeline.stages.ahead import ahead, reckoned, savings
     from pipeline.stages.bench import outlook
     from pipeline.stages.checks import as_asked
@@ -215,7 +216,10 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     seconds = {key: spent for key, (spent, _) in times.items()}
     unknown = (None, None)  # of a library
     harm = algorithm(quantization.algorithm).caution(quantization.schemes)
-    served = cautions(target.hardware, quantization.scheme, quantization.kv_cache, quantization.format)
+    experts = schemes_of_experts(quantization, setting.config)
+    served = cautions(
+        target.hardware, quantization.scheme, quantization.kv_cache, quantization.format, expert_schemes=experts
+    )
     told = {
         "recipe": setting.recipe.name,
         **auto,

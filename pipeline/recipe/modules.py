@@ -10,7 +10,7 @@ loaded with one scheme or not at all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pipeline.recipe.schema import Quantization
@@ -36,6 +36,23 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 _EXPERTS = {"mlp.experts": _MLP, "block_sparse_moe.experts": ("w1", "w3", "w2")}
+_EXPERT_NAMES = (
+    "model.layers.{}.mlp.experts.0.down_proj",
+    "model.layers.{}.block_sparse_moe.experts.0.w2",
+    "model.layers.{}.block_sparse_moe.experts.0.down_proj",
+    "model.layers.{}.feed_forward.experts.0.down_proj",
+    "model.layers.{}.feed_forward.experts.0.w2",
+    "model.layers.{}.experts.0.down_proj",
+    "model.language_model.layers.{}.mlp.experts.0.down_proj",
+    "model.decoder.layers.{}.experts.0.down_proj",
+    "language_model.model.layers.{}.mlp.experts.0.down_proj",
+    "language_model.model.layers.{}.block_sparse_moe.experts.0.w2",
+    "language_model.model.layers.{}.feed_forward.experts.0.down_proj",
+    "thinker.model.layers.{}.mlp.experts.0.down_proj",
+    "backbone.layers.{}.mixer.experts.0.down_proj",
+    "layers.{}.ffn.experts.0.w2",
+)
+"""Names that models have for a projection of their first routed expert, by the number of the layer."""
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -102,6 +119,22 @@ def expert_count(config: Mapping[str, Any]) -> int:
     text = text_config(config)
     counts = (text.get(key) for key in _EXPERT_KEYS)
     return next((count for count in counts if count and isinstance(count, int)), 0)
+
+
+def expert_names(layers: Iterable[int]) -> list[tuple[str, ...]]:
+    """Return the usual names of a projection of the first routed expert, each for all layers that have experts."""
+    numbers = list(layers)
+    return [tuple(name.format(layer) for layer in numbers) for name in _EXPERT_NAMES]
+
+
+def expert_schemes(scheme_of: Callable[[str], str | None], layers: Iterable[int]) -> tuple[str, ...]:
+    """Return the schemes that routed experts are sure to have, sorted; 16 bit, None of ``scheme_of``, is none.
+
+    ``layers`` are those with experts. A config.json does not say what experts are called: a scheme is sure that some
+    layer has under each usual name.
+    """
+    by_name = [{scheme_of(name) for name in names} for names in expert_names(layers)]
+    return tuple(sorted(scheme for scheme in set.intersection(*by_name) if scheme is not None))
 
 
 def declared_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from calibration.batches import require_texts
@@ -29,12 +30,14 @@ from pipeline.base.schemes import scheme
 from pipeline.base.schemes import table as schemes
 from pipeline.quantize.budget import fastest
 from pipeline.quantize.engines.algorithms import algorithm
+from pipeline.quantize.model.loader import fusion_names, load_view
 from pipeline.recipe import modules
 from pipeline.recipe.faults import Fault, YamlPath
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.recipe.sections import Evaluation, Gate
 from pipeline.serving.knobs import table as knobs
 from pipeline.serving.knobs.table import checked_arguments
+from pipeline.serving.model.facts import schemes_of_experts
 
 
 def check(
@@ -52,10 +55,15 @@ def check(
     will serve, where the target is one (`pipeline.base.hardware.local_cpu_flags`). What is not `judged` has no margins
     that its suite must be able to test.
     """
-    faults = [*_source(loaded), *_ranges(loaded), *_schemes(loaded, cpu_flags), *_definitions(loaded, judged=judged)]
+    faults = [
+        *_source(loaded),
+        *_ranges(loaded),
+        *_schemes(loaded, config, cpu_flags),
+        *_definitions(loaded, judged=judged),
+    ]
     faults += [*_kv_granularity(loaded), *_serve(loaded), *_overlaps(loaded, linear), *_objective(loaded)]
     names = linear if linear is not None else modules.expected_names(config) if config is not None else ()
-    faults += _fused(loaded, names)
+    faults += _fused(loaded, names, config)
     return faults if config is None else [*faults, *_model(loaded, modules.text_config(config))]
 
 
@@ -109,7 +117,9 @@ def _ranges(loaded: LoadedRecipe) -> Iterator[Fault]:
         )
 
 
-def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterator[Fault]:
+def _schemes(
+    loaded: LoadedRecipe, config: Mapping[str, Any] | None, cpu_flags: Collection[str] | None
+) -> Iterator[Fault]:
     hardware, quantization = loaded.recipe.target.hardware, loaded.recipe.quantization
     layout, kv_cache = quantization.format, quantization.kv_cache
     # A CPU with the reference runtime only lends its arithmetic: what vLLM's CPU build has no kernel for may be made
@@ -120,6 +130,7 @@ def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterato
     carried = quantization.engine == "stream" and any(
         algorithm(quantization.algorithm).refusal("stream", name) is None for _, name in _used(loaded)
     )
+    of_experts = frozenset[str]() if config is None else schemes_of_experts(quantization, config)
     for path, name in _used(loaded):
         row = scheme(name)
         if layout not in row.formats:
@@ -129,10 +140,11 @@ def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterato
         if quantization.from_ is not None and "stream" not in row.engines:
             yield loaded.fault(path, f"found {name}, expected a scheme that engine stream makes, which measures it")
             continue
-        reason = refusal(hardware, name, "auto", layout, cpu_flags=cpu_flags) if served else None
+        loads = partial(refusal, hardware, name, expert_schemes=of_experts & {name}, cpu_flags=cpu_flags)
+        reason = loads("auto", layout) if served else None
         if reason is not None:
             yield loaded.fault(path, f"found {name}, which {hardware} cannot serve: {reason}")
-        elif served and (reason := refusal(hardware, name, kv_cache, layout, cpu_flags=cpu_flags)) is not None:
+        elif served and (reason := loads(kv_cache, layout)) is not None:
             yield loaded.fault(
                 ("quantization", "kv_cache"), f"found {kv_cache}, which {hardware} cannot serve: {reason}"
             )
@@ -262,7 +274,7 @@ def _overrides(loaded: LoadedRecipe) -> dict[YamlPath, tuple[str, str]]:
     }
 
 
-def _fused(loaded: LoadedRecipe, names: Iterable[str]) -> Iterator[Fault]:
+def _fused(loaded: LoadedRecipe, names: Iterable[str], config: Mapping[str, Any] | None) -> Iterator[Fault]:
     """Exclusions or overrides that take a part of what vLLM loads as one; one fault for each of them."""
     quantization = loaded.recipe.quantization
     rules: dict[YamlPath, str] = {
@@ -273,9 +285,9 @@ def _fused(loaded: LoadedRecipe, names: Iterable[str]) -> Iterator[Fault]:
         return
     named = [name for pattern in rules.values() if not pattern.startswith("re:") for name in modules.siblings(pattern)]
     groups: defaultdict[str, list[str]] = defaultdict(list)
+    view = None if config is None else load_view(config)
     for name in dict.fromkeys((*names, *named)):
-        group = modules.fused_with(name)
-        if group is not None:
+        for group in fusion_names(name, view):
             groups[group].append(name)
     reported: set[YamlPath] = set()
     for group, members in groups.items():
@@ -340,7 +352,8 @@ def _model(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
             rows, divisor = max(heads // gpus, 1) * size, scheme(name).row_divisor
             if rows % divisor:
                 share = f"{rows} rows of k_proj" + (f" on each of {gpus} GPUs" if gpus > 1 else "")
-                yield loaded.fault(path, f"found {name} with {share}, expected a multiple of {divisor}")
+                joined = "vLLM loads it in one matrix with q_proj and v_proj; exclude them together"
+                yield loaded.fault(path, f"found {name} with {share}, expected a multiple of {divisor}: {joined}")
 
 
 def _widths(config: Mapping[str, Any]) -> Iterator[tuple[str, int, bool]]:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 from calibration.batches import batched
 from calibration.lazy import torch
@@ -14,6 +15,7 @@ from calibration.ranges import load_ranges
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import hardware
 from pipeline.base.machine import versions
+from pipeline.base.schemes import scheme
 from pipeline.quantize.device import device_title, resolve_devices
 from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
 from pipeline.quantize.engines.stream.kernels import fp8_scale
@@ -23,11 +25,12 @@ from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, re
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.selection import select
+from pipeline.quantize.model.loader import load_view
+from pipeline.quantize.model.selection import ABSORBED_BITS, select
 from pipeline.quantize.model.structure import Structure
 from pipeline.recipe.load import choice_yaml
-from pipeline.recipe.modules import expert_count
-from pipeline.recipe.schema import Quantization
+from pipeline.recipe.modules import assigned, expert_count, text_config
+from pipeline.recipe.schema import AUTO, Quantization
 from pipeline.stages import by_library
 from pipeline.stages.calibrate import RANGES, read_tokens
 from pipeline.stages.source import CHECKPOINT as CHECKPOINT
@@ -59,13 +62,11 @@ class QuantizeStage(Stage):
         """The whole section, and the calibration data where a library reads it itself."""
         quantization = setting.recipe.quantization
         own = {} if _is_plain(quantization) else by_library.settings(setting)
-        # Our GPTQ once left the experts of a mixture to the nearest; what it made of other models is the same.
-        mixed = quantization.engine == "stream" and quantization.algorithm == "gptq" and expert_count(setting.config)
         return {
             **quantization.model_dump(mode="json"),
             "trust_remote_code": setting.recipe.trust_remote_code,
             **own,
-            **({"experts": "gptq"} if mixed else {}),
+            **_revisions(quantization, setting.config),
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
@@ -137,6 +138,44 @@ class QuantizeStage(Stage):
             summary=f"{size / 1e6:,.1f} MB from {source.nbytes / 1e6:,.1f} MB, {len(choice.schemes)} modules",
             known={f"{CHECKPOINT}/{shard.name}": (shard.size, shard.sha256) for shard in written.shards},
         )
+
+
+def _revisions(quantization: Quantization, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return facts that tell results of this version from others of equal settings, where the bytes became others.
+
+    Models whose bytes are the same keep their fingerprints: there a fact is absent.
+    """
+    facts: dict[str, str] = {}
+    kind = text_config(config).get("model_type")
+    if quantization.engine == "stream" and quantization.algorithm == "gptq":
+        if expert_count(config):  # experts of a mixture were once left to the nearest
+            facts["experts"] = "gptq"
+        if kind in _DROPOUTS:
+            facts["dropouts"] = "passed"
+    if kind == "phi4_multimodal":  # its encoders, which lie inside the decoder, were once quantized
+        facts["towers"] = "16 bit"
+    if _absorbs_narrow(quantization, config):  # what vLLM absorbs was once quantized to any scheme
+        facts["absorbed"] = "16 bit"
+    return facts
+
+
+_DROPOUTS = frozenset({"gpt_neox", "phi3", "phi4_multimodal"})
+"""Types of models whose layers have a dropout behind a sublayer, which hands on the sublayer's own result.
+
+GPTQ once took the dropout for the end of the sublayer's last projection, and rounded what follows for other inputs."""
+
+
+def _absorbs_narrow(quantization: Quantization, config: Mapping[str, Any]) -> bool:
+    """Whether a recipe has a scheme of less than 8 bits for projections that vLLM absorbs, which stay in 16 bit."""
+    text = text_config(config)
+    if text.get("kv_lora_rank") is None:
+        return False
+    layers = range(int(text.get("num_hidden_layers") or 0))
+    assignments = {assigned(quantization, f"model.layers.{layer}.self_attn.kv_b_proj") for layer in layers} - {None}
+    names = quantization.schemes if AUTO in assignments else assignments
+    narrow = any(scheme(name).weight.bits < ABSORBED_BITS for name in names if name is not None)
+    view = load_view(config) if narrow else None
+    return view is not None and view.has_absorbed
 
 
 def _recorded(quantization: Quantization) -> tuple[str, ...]:

@@ -98,6 +98,23 @@ def test_what_does_not_load_is_refused(name, scheme, kv_cache, flags, expected):
     assert found is None if expected is None else expected in (found or "")
 
 
+@pytest.mark.parametrize(
+    ("name", "scheme", "flags", "expected"),
+    [
+        ("cpu", "ptpc_fp8", {"amx_tile"}, "blocks only"),
+        ("cpu", "fp8_block", {"avx512f"}, "AMX tiles only"),
+        ("cpu", "int8_w8a8", {"avx512f"}, "AMX tiles only"),
+        ("cpu", "w4a16", {"avx512f"}, "AMX tiles only"),
+        ("cpu", "int8_w8a8", {"amx_tile"}, None),
+        ("mi300x", "ptpc_fp8", None, None),
+    ],
+)
+def test_experts_that_do_not_load_are_refused(name, scheme, flags, expected):
+    reason = refusal(name, scheme, "auto", "compressed-tensors", expert_schemes=[scheme], cpu_flags=flags)
+    assert reason is None if expected is None else expected in (reason or "")
+    assert "runtime: reference" in (reason or "runtime: reference")
+
+
 def test_what_loads_with_a_catch_is_cautioned():
     assert "may clip" in cautions("mi300x", "ptpc_fp8", "fp8", "compressed-tensors")[0]
     assert cautions("mi300x", "ptpc_fp8", "fp8", "quark") == ()
@@ -119,7 +136,7 @@ def test_what_is_multiplied_as_it_is_stored():
 def test_rules_name_facts_that_exist():
     document = yaml.safe_load(resources.files("pipeline.base").joinpath("hardware.yaml").read_text())
     for rule in document["refusals"] + document["cautions"] + document["native"]:
-        assert set(rule["when"]) <= {"hardware", "kind", "arch", "scheme", "kv_cache", "format"}
+        assert set(rule["when"]) <= {"hardware", "kind", "arch", "scheme", "kv_cache", "format", "expert_schemes"}
         assert set(rule["when"].get("arch", [])) <= {"gfx942", "gfx950"}
         assert set(rule.get("needs", [])) <= {"amd-quark"}
     flags = local_cpu_flags()

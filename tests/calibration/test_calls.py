@@ -9,7 +9,7 @@ import torch
 
 from calibration.activations import States
 from calibration.caches import empty_cache
-from calibration.calls import loop_of, record, replay_obstacle
+from calibration.calls import loop_of, record, replay_obstacle, skipped_layers
 from calibration.errors import NotReplayableError
 from calibration.parts import layer_names
 from calibration.replica import Replica, load_resident
@@ -118,6 +118,16 @@ def test_a_loop_that_cannot_be_replayed(
     change_the_loop(replica.model, loop)
     with pytest.raises(NotReplayableError, match=reason):
         list(record(replica, [blocks[:2]]))
+
+
+@pytest.mark.parametrize(
+    ("loop", "skipped"), [(stopping, ["1"]), (skipping, ["0"]), (scaled, []), (twice, []), (parallel, [])]
+)
+def test_layers_that_no_text_reaches(models: Callable[..., Path], loop: Loop, skipped: list[str]) -> None:
+    model = build(models("llama"))
+    assert skipped_layers(model) == ()
+    change_the_loop(model, loop)
+    assert skipped_layers(model) == tuple(f"model.layers.{number}" for number in skipped)
 
 
 class Handing(torch.nn.Module):

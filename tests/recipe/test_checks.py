@@ -112,6 +112,32 @@ def test_the_reference_runtime_on_a_cpu_proves_what_no_cpu_serves(load: Load) ->
     ]
 
 
+def test_experts_that_the_cpu_build_cannot_load(load: Load) -> None:
+    mixture, target = config("Qwen3-30B-A3B"), "target: {hardware: cpu, workload: tiny}\n"
+    text = f"{HEAD}quantization: {{scheme: ptpc_fp8}}\n{target}"
+    [fault] = faults(load(text), config=mixture)
+    assert fault.startswith(
+        "r.yaml:3:24: quantization.scheme: found ptpc_fp8, which cpu cannot serve: vLLM's CPU build multiplies routed "
+        "experts in FP8 by blocks only"
+    )
+    assert "`evaluation: {runtime: reference}`" in fault
+    assert faults(load(text + BY_REFERENCE), config=mixture) == []
+    assert faults(load(text), config=config("Llama-3.1-8B-Instruct")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("Qwen3-30B-A3B", "re:.*mlp.experts.*"),
+        ("Mixtral-8x7B-Instruct-v0.1", "re:.*block_sparse_moe.experts.*"),
+        ("Llama-4-Scout-17B-16E-Instruct", "re:.*feed_forward.experts.*"),
+    ],
+)
+def test_experts_in_16_bit_load_everywhere(load: Load, name: str, pattern: str) -> None:
+    text = f"{HEAD}quantization: {{scheme: ptpc_fp8, exclude: ['{pattern}']}}\n"
+    assert faults(load(text + "target: {hardware: cpu, workload: tiny}\n"), config=config(name)) == []
+
+
 def test_remote_code_needs_a_commit(load: Load) -> None:
     text = HEAD + "quantization: {scheme: ptpc_fp8}\ntrust_remote_code: true\n"
     assert faults(load(text)) == [
@@ -254,3 +280,24 @@ def test_the_order_of_overrides_must_not_matter(load: Load) -> None:
     ]
     twice = text.replace("'re:a'", "a.o_proj")
     assert any("after fp8, expected one scheme for a module" in fault for fault in faults(load(twice)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "gpus", "expected"),
+    [
+        (8, 128, 8, None),
+        (8, 64, 2, None),
+        (8, 64, 8, "64 rows of k_proj on each of 8 GPUs"),
+        (2, 64, 8, "64 rows of k_proj on each of 8 GPUs"),
+        (1, 64, 1, "64 rows of k_proj"),
+    ],
+)
+def test_keys_end_with_a_block_on_every_gpu(load: Load, heads: int, size: int, gpus: int, expected: str | None) -> None:
+    text = HEAD + f"quantization: {{scheme: fp8_block}}\ntarget: {{hardware: mi300x, gpus: {gpus}}}\n"
+    sizes = {"num_attention_heads": 64, "hidden_size": 8192, "intermediate_size": 8192}
+    known = sizes | {"num_key_value_heads": heads, "head_dim": size}
+    found = [fault for fault in faults(load(text), config=known) if "k_proj" in fault]
+    assert len(found) == (expected is not None)
+    assert expected is None or expected in found[0]
+    kept = "quantization: {scheme: fp8_block, exclude: ['re:.*[.](q|k|v)_proj$']}\n"
+    assert not any("k_proj" in fault for fault in faults(load(HEAD + kept), config=known))

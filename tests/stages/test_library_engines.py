@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from pipeline.stages.runner import Outcome, run_plan
 from pipeline.stages.session import open_setting
 from pipeline.stages.stage import Setting
 from pipeline.store.tree import Store
+from tests.zoo.models import configuration, table
 
 RECIPE = """\
 name: r
@@ -107,6 +109,42 @@ def test_the_library_calibrates_by_itself_and_its_data_is_in_the_fingerprint(ope
     assert quantize_of(open_setting("r.yaml", store=Store(Path("store")))).fingerprint != planned.fingerprint
     assert "calibration" not in quantize_of(opened("mxfp4", "llmcompressor")).payload["settings"]
     assert {"amd-quark"} <= quantize_of(opened("mxfp4", "quark")).payload["tools"].keys()
+
+
+def settings_of(setting: Setting) -> Any:
+    planned = next(planned for planned in build_plan(setting) if planned.key == "quantize")
+    return planned.payload["settings"]
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt_neox", "phi4_multimodal"])
+def test_what_gptq_made_of_dropouts_before_is_made_again(opened: Open, name: str) -> None:
+    gptq = replace(opened("mxfp4", "stream", "algorithm: gptq"), config=configuration(name).to_dict())
+    assert settings_of(gptq)["dropouts"] == "passed"
+    assert "dropouts" not in settings_of(opened("mxfp4", "stream", "algorithm: gptq"))
+    for other in (("stream", "algorithm: none"), ("llmcompressor", "algorithm: gptq")):
+        setting = replace(opened("mxfp4", *other), config=configuration(name).to_dict())
+        assert "dropouts" not in settings_of(setting)
+
+
+def test_encoders_that_were_once_quantized_are_made_again(opened: Open) -> None:
+    setting = replace(opened("ptpc_fp8", "stream"), config=configuration("phi4_multimodal").to_dict())
+    assert settings_of(setting)["towers"] == "16 bit"
+    assert "towers" not in settings_of(opened("ptpc_fp8", "stream"))
+
+
+def test_what_held_absorbed_projections_in_four_bits_is_made_again(opened: Open) -> None:
+    def latent(scheme: str, more: str = "kv_cache: auto", name: str = "deepseek_v3") -> Any:
+        config = {**configuration(name).to_dict(), "architectures": [table()[name]["architecture"]]}
+        return settings_of(replace(opened(scheme, "stream", more), config=config))
+
+    assert latent("mxfp4")["absorbed"] == "16 bit"
+    assert latent("mxfp4", "overrides: [{scheme: ptpc_fp8, modules: ['re:.*self_attn']}]").keys() == (
+        latent("mxfp4").keys() - {"absorbed"}
+    )
+    assert "absorbed" not in latent("ptpc_fp8")
+    assert "absorbed" not in latent("mxfp4", r"exclude: ['re:.*\.self_attn\..*']"), "as the shipped recipe of R1 has it"
+    assert "absorbed" not in latent("mxfp4", name="minicpm3"), "vLLM runs it without a latent cache"
+    assert "absorbed" not in latent("mxfp4", name="llama")
 
 
 def test_our_engine_runs_an_algorithm_on_the_same_data(opened: Open) -> None:

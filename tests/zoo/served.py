@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import yaml
+
 from tests.zoo import matrix
 from tests.zoo.models import names, table, write, write_config
 from tests.zoo.served_in_vllm import prompt
@@ -60,65 +62,7 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
     "llama4": {"text_config": {"attention_chunk_size": 256}},
     "nemotron_h": {"hybrid_override_pattern": "M-*-"},  # no experts without a gate on a CPU
 }
-_LFM2 = {
-    "conv_dim": 128,
-    "block_dim": 128,
-    "block_ff_dim": 384,
-    "block_multiple_of": 32,
-    "block_auto_adjust_ff_dim": False,
-    "block_ffn_dim_multiplier": 1.0,
-}
-# Fields that vLLM reads of a release's config.json and that transformers does not write, by class; None drops a field.
-_FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
-    "AXK1ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "DeepseekV4ForCausalLM": {"mlp_layer_types": None, "layer_types": None},
-    "Dots1ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "Glm4vMoeForConditionalGeneration": {"text_config": {"use_qk_norm": False, "head_dim": 32}},
-    "GlmOcrForConditionalGeneration": {"text_config": {"rope_parameters": {"partial_rotary_factor": 1.0}}},
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 256, "route_norm": True, "qk_norm": True},
-    "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": 256},
-    "Lfm2ForCausalLM": _LFM2,
-    "Lfm2VlForConditionalGeneration": {"text_config": {**_LFM2, "block_ff_dim": 256}},
-    "KimiK25ForConditionalGeneration": {"text_config": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}},
-    "LightOnOCRForConditionalGeneration": {
-        "vision_feature_layer": -1,
-        "projector_hidden_act": "gelu",
-        "image_token_index": 1024,
-        "multimodal_projector_bias": False,
-    },
-    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
-    "MiMoV2FlashForCausalLM": {
-        "hybrid_layer_pattern": [0, 1],
-        "moe_layer_freq": [0, 1],
-        "layernorm_epsilon": 1e-5,
-        "swa_head_dim": 48,
-        "swa_v_head_dim": 32,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "sliding_window_size": 16,
-    },
-    "MiniMaxM2ForCausalLM": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
-    "MiniMaxM3SparseForConditionalGeneration": {
-        "text_config": {"hidden_act": "swigluoai"},
-        "vision_config": {"img_token_compression_config": {}},
-    },
-    "MuseGlimmerForConditionalGeneration": {"vision_config": {"output_dim": 128, "adapter_dim": 64}},
-    "QianfanOCRForConditionalGeneration": {"vision_config": {"image_size": 56, "patch_size": 14}},
-    "Qwen2_5OmniForConditionalGeneration": {"thinker_config": {"text_config": {"tie_word_embeddings": False}}},
-    "Qwen3OmniMoeForConditionalGeneration": {
-        "thinker_config": {
-            "text_config": {"tie_word_embeddings": False},
-            "vision_config": {"image_size": 56, "apply_vit_abs_pos_embed": True},
-        }
-    },
-    "Qwen3VLMoeForConditionalGeneration": {"text_config": {"norm_topk_prob": True}},
-    "Qwen4ExpForCausalLM": {"output_gate_type": "silu"},
-    "Qwen4ExpForConditionalGeneration": {
-        "vision_config": {"deepstack_visual_indexes": []},
-        "text_config": {"output_gate_type": "silu"},
-    },
-}
+_RELEASES = Path(__file__).with_name("releases.yaml")
 _SCRIPT = Path(__file__).with_name("served_in_vllm.py")
 
 
@@ -227,7 +171,8 @@ def staged(folder: Path) -> Path:
         if file.name != "config.json":
             (stage / file.name).symlink_to(file)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = merged(config, _FIELDS.get(config["architectures"][0], {}))
+    releases = yaml.safe_load(_RELEASES.read_text(encoding="utf-8"))
+    config = merged(config, releases.get(config["architectures"][0], {}))
     (stage / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return stage
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint
 from pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of, weight_tensors
+from pipeline.quantize.model.loader import LoaderView, fusion_names, load_view
 from pipeline.quantize.model.structure import OUTPUT_HEAD, UNQUANTIZED, Structure
-from pipeline.recipe.modules import fused_with
 
 INSPECTION = "inspection.json"
 """The file that an inspection is kept in, in the store and in the evidence of a release."""
@@ -136,7 +136,7 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
             yield Finding("not quantized", f"{module}.weight", message)
         elif reason == UNQUANTIZED:
             yield Finding("unservable", f"{module}.weight", f"it is {entry[1].dtype}; {reason}, and cannot load it")
-    yield from _check_fusion(structure, claims)
+    yield from _check_fusion(structure, claims, load_view(checkpoint.config))
     sixteen = [m for m in (*structure.linear, *structure.kept) if m not in expected and m not in claims.unknown]
     for module in sixteen:
         entry = checkpoint.tensors.get(f"{module}.weight")
@@ -149,11 +149,11 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
             yield Finding("undeclared", name, "it is stored, but the configuration does not declare it")
 
 
-def _check_fusion(structure: Structure, claims: Claims) -> Iterator[Finding]:
+def _check_fusion(structure: Structure, claims: Claims, view: LoaderView | None) -> Iterator[Finding]:
     """Yield a finding for each group of modules that vLLM loads as one and that have more than one scheme."""
     groups: defaultdict[str, dict[str | None, str]] = defaultdict(dict)
     for module in (*structure.linear, *structure.kept):
-        if module not in claims.unknown and (group := fused_with(module)) is not None:
+        for group in fusion_names(module, view) if module not in claims.unknown else ():
             groups[group].setdefault(claims.schemes.get(module), module)
     for group, modules in groups.items():
         if len(modules) > 1:

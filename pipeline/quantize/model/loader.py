@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.recipe.modules import expert_count, text_config
+from pipeline.recipe.modules import expert_count, fused_with, siblings, text_config
 
 _TABLES = Path(__file__).with_name("loaders")
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
@@ -83,6 +83,11 @@ class LoaderView:
     def absorbs(self, module: str) -> bool:
         """Return whether latent attention multiplies this projection into its neighbours, in 16 bit."""
         return any(version.absorbs(module) for version in self._owners(module))
+
+    @property
+    def has_absorbed(self) -> bool:
+        """Whether some vLLM absorbs projections of this model, see `absorbs`."""
+        return any(version.absorbed for version in self.versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +190,24 @@ class _Version:
         """See `LoaderView.absorbs`."""
         name = self.locate(module)
         return name is not None and _pattern(name) in self.absorbed
+
+
+def fusion_names(module: str, view: LoaderView | None) -> tuple[str, ...]:
+    """Return the names of the groups of modules that vLLM loads as one with this module; none for a module of its own.
+
+    The first is `fused_with`'s, which follows from the module's name; the second is there only if vLLM's class takes
+    more modules into the group than that name says.
+    """
+    by_name = fused_with(module)
+    names = () if by_name is None else (by_name,)
+    if view is None or (by_name is not None and by_name.endswith(".*")):  # all experts of a layer
+        return names
+    group = view.fusion_group(module)
+    if set(group) <= set(siblings(module)):
+        return names
+    parents = {member.rpartition(".")[0] for member in group}
+    lasts = ", ".join(member.rpartition(".")[2] for member in group)
+    return (*names, f"{parents.pop()}.{{{lasts}}}" if len(parents) == 1 else ", ".join(group))
 
 
 def load_view(config: Mapping[str, Any], version: str | None = None) -> LoaderView | None:

@@ -15,7 +15,8 @@ from pipeline.quantize.model.structure import UNQUANTIZED, Structure, kind_of
 from pipeline.recipe.modules import assigned, is_excluded, matches, override_of
 from pipeline.recipe.schema import AUTO, Quantization
 
-_ABSORBED_BITS = 8  # what vLLM folds into a neighbour it first restores to 16 bit, which it does from FP8 and INT8
+ABSORBED_BITS = 8
+"""Fewest bits of a weight that vLLM absorbs: it first restores it to 16 bit, which it does from FP8 and INT8."""
 
 
 def select(structure: Structure, quantization: Quantization) -> Choice:
@@ -24,8 +25,9 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
     An FP8 cache of latent attention has no scales to store. A module that vLLM multiplies into its neighbours in 16 bit
     (kv_b_proj of latent attention) stays there where the scheme is narrower than 8 bits. Raises `UserError` where a
     pattern means no module, because a typo would otherwise quantize what was meant to stay; where a tensor of the
-    decoder is claimed by no rule and the recipe does not exclude it; where a scheme does not fit the width of a module;
-    where nothing is left to quantize; and for a source that is quantized already or not what its configuration says.
+    decoder is claimed by no rule and the recipe does not exclude it; where a scheme does not fit the width of a module,
+    or needs a range that calibration cannot measure; where nothing is left to quantize; and for a source that is
+    quantized already or not what its configuration says.
     """
     return _select(_Identity(structure), quantization.model_dump_json())
 
@@ -76,6 +78,7 @@ def _select(identity: _Identity, section: str) -> Choice:
     _require_widths(structure, schemes, quantization)
     _require_blocks(structure, schemes, quantization)
     _require_names(structure, schemes)
+    _require_reached(structure, schemes, quantization)
     kept = {*structure.kept, *_modules_of(structure.unclaimed), *(structure.linear.keys() - schemes.keys())}
     return Choice(
         schemes=schemes,
@@ -162,7 +165,7 @@ def _modules_of(names: Collection[str]) -> Iterator[str]:
 
 def _stays(module: str, scheme: str, quantization: Quantization) -> bool:
     """Whether a module that vLLM absorbs stays in 16 bit; raises `UserError` where an override asks for less."""
-    if scheme_row(scheme).weight.bits >= _ABSORBED_BITS:
+    if scheme_row(scheme).weight.bits >= ABSORBED_BITS:
         return False
     if override_of(quantization, module) is not None:
         raise UserError(
@@ -233,6 +236,30 @@ def _require_names(structure: Structure, schemes: Mapping[str, str]) -> None:
                 "asks for this module under a name that no list can hold, and would load it as the others.",
                 hint="Take it out of `exclude` and `overrides`." if module in structure.linear else None,
             )
+
+
+def _require_reached(structure: Structure, schemes: Mapping[str, str], quantization: Quantization) -> None:
+    """Raise `UserError` for a module whose range is needed and which no calibration text reaches, before any is run."""
+    if quantization.engine != "stream":  # a library measures in its own way
+        return
+    unreached = frozenset(structure.unreached)
+    static = [module for module in schemes if module in unreached and scheme_row(schemes[module]).needs_ranges]
+    if static:
+        module, count = static[0], len(static)
+        field = "scheme" if override_of(quantization, module) is None else "overrides"
+        raise UserError(
+            f"quantization.{field}: found {schemes[module]} for {module}, which needs the range of its inputs, and "
+            "calibration cannot measure it: the model does not run this module on text.",
+            hint="Take a scheme without static scales, such as ptpc_fp8, or leave "
+            f"{'this module' if count == 1 else f'the {count} such modules'} in 16 bit by `exclude`.",
+        )
+    attention = next((module for module in structure.attention if module in unreached), None)
+    if quantization.kv_cache == "fp8" and not structure.latent and attention is not None:
+        raise UserError(
+            f"quantization.kv_cache: found fp8 for {attention}, which needs the ranges of its keys and values, and "
+            "calibration cannot measure them: the model does not run this module on text.",
+            hint="Set `kv_cache: auto`.",
+        )
 
 
 def _refuse_kept(pattern: str, structure: Structure) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from threading import local
 
 from calibration.encodings import BLOCK, decode_blocks
@@ -13,24 +13,37 @@ from pipeline.quantize.model.experts import WeightSource
 from pipeline.quantize.model.structure import Structure
 
 
+def divided(structure: Structure, quantized: Collection[str]) -> Mapping[str, Sequence[str]]:
+    """Map each tensor of the source that ``quantized`` modules' weights lie in to all modules whose weights do.
+
+    These tensors are taken apart; every other tensor but block scales is carried over whole, see `whole`.
+    """
+    modules: defaultdict[str, list[str]] = defaultdict(list)
+    for module, weight in structure.weights.items():
+        modules[weight.tensor].append(module)
+    return {name: owners for name, owners in modules.items() if any(owner in quantized for owner in owners)}
+
+
+def whole(structure: Structure, name: str) -> WeightSource:
+    """Return a whole tensor of the source as a weight, which is decoded where it is FP8."""
+    return WeightSource(name, scale=structure.encoded.get(name))
+
+
 def carried(source: Checkpoint, structure: Structure, quantized: Collection[str]) -> dict[str, WeightSource]:
     """Map each tensor that a checkpoint holds beside its ``quantized`` modules to where the source has it.
 
     A stack of experts of which some are quantized is written as single experts, in 16 bit those that are not.
     """
-    modules: defaultdict[str, list[str]] = defaultdict(list)
-    for module, weight in structure.weights.items():
-        modules[weight.tensor].append(module)
-    scales = frozenset(structure.encoded.values())
+    taken, scales = divided(structure, quantized), frozenset(structure.encoded.values())
     tensors: dict[str, WeightSource] = {}
     for name in source.tensors:
         if name in scales:
             continue
-        owners = modules.get(name, [])
-        if any(module in quantized for module in owners):
-            tensors |= {f"{each}.weight": structure.weights[each] for each in owners if each not in quantized}
+        if name in taken:
+            rest = (module for module in taken[name] if module not in quantized)
+            tensors |= {f"{module}.weight": structure.weights[module] for module in rest}
         else:
-            tensors[name] = WeightSource(name, scale=structure.encoded.get(name))
+            tensors[name] = whole(structure, name)
     return tensors
 
 

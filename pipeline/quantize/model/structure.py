@@ -21,10 +21,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from calibration.calls import replay_obstacle
+from calibration.calls import replay_obstacle, skipped_layers
 from calibration.lazy import torch
-from calibration.parts import text_obstacle
-from calibration.replica import Renaming, attention_by_layer
+from calibration.parts import attention_modules, text_obstacle
+from calibration.replica import Renaming, on_disk, sources
 from pipeline.base.canonical import fingerprint
 from pipeline.base.data import beside
 from pipeline.base.errors import StoreError, UserError
@@ -69,10 +69,11 @@ class Structure:
     where no name reaches it. ``joined`` are kinds of modules (names with * for numbers) behind whose rows vLLM puts
     those of other modules in one matrix, with the last names of all modules in it. ``walk_obstacle`` is why the layers
     cannot be run one at a time, ``text_obstacle`` why the model cannot be run on text alone, each as part of a
-    sentence. ``latent`` is whether attention caches one latent for all heads; ``absorbed`` are linear modules that vLLM
-    folds into their neighbours when it loads them; ``scales`` are tensors of the model itself that are called like
-    those of a quantization; ``unquantizable`` counts the elements of the decoder's matrices that vLLM builds without a
-    quantization. ``quantized_by`` is set where the folder is no source at all.
+    sentence; ``unreached`` are the linear and attention modules that text alone does not run, so that nothing of them
+    can be measured. ``latent`` is whether attention caches one latent for all heads; ``absorbed`` are linear modules
+    that vLLM folds into their neighbours when it loads them; ``scales`` are tensors of the model itself that are called
+    like those of a quantization; ``unquantizable`` counts the elements of the decoder's matrices that vLLM builds
+    without a quantization. ``quantized_by`` is set where the folder is no source at all.
 
     ``faults`` are contradictions between the configuration and the tensors on disk, each a rule, a tensor and words:
     what the configuration implies and nobody stored, what has another shape, and what is stored for no module.
@@ -92,6 +93,7 @@ class Structure:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     walk_obstacle: str | None = field(default=None, compare=False)
     text_obstacle: str | None = field(default=None, compare=False)
+    unreached: tuple[str, ...] = field(default=(), compare=False)
     latent: bool = False
     absorbed: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
@@ -198,7 +200,7 @@ class _Reading:
         self._rename = Renaming(model)
         prefix = decoder_prefix(model)
         self._decoder = f"{prefix}." if prefix else ""
-        self._attention = list(attention_by_layer(model).values())
+        self._attention = attention_modules(model)
         self._towers = towers(model, prefix, self._attention)
         self._routers = routers(self._owners, self._decoder)
         self._predictor = Predictor(model)
@@ -215,7 +217,6 @@ class _Reading:
         self._quantizable: dict[str, bool | None] = {}  # by a module's name without numbers
         self._absorbed: dict[str, bool] = {}
         self._roots: set[str] = set()
-        self._prefixes: dict[str, str] = {}  # of the model's modules, to what they are called on disk
         self._stored: dict[str, list[str]] = defaultdict(list)  # by parameter: the tensors that become (a part of) it
         self._faults: list[tuple[str, str, str]] = []
 
@@ -228,7 +229,6 @@ class _Reading:
             own, operations = self._locate(name)
             owner, parameter = self._owners.get(own.rpartition(".")[0]), self._parameters.get(own)
             head |= owner is self._head
-            self._remember(name, own)
             self._stored[own].append(_plain(name))
             if not operations and parameter is not None and info.dtype in (*SIXTEEN_BIT, "F32"):
                 self._require_shape(name, info.shape, owner, tuple(parameter.shape))
@@ -238,22 +238,26 @@ class _Reading:
         if not head:
             # A head that is tied to the embedding has no tensor of its own, but servers look for its name.
             self._kept |= {name: OUTPUT_HEAD for name, module in self._owners.items() if module is self._head}
-        attention = [(self._prefixes.get(name, name), name) for name in self._attention]
+        owned = {name: own for own, names in self._stored.items() for name in names}
+        attention = {name: own for own, name in on_disk(self._attention, owned).items()}
+        walk_obstacle = replay_obstacle(self._model)
+        skipped = skipped_layers(self._model) if walk_obstacle is not None else ()
         return Structure(
             linear=self._linear,
             kept=dict(sorted(self._kept.items())),
-            attention=tuple(stored for stored, _ in attention),
+            attention=tuple(attention),
             parameters=sum(parameter.numel() for parameter in self._model.parameters()),
             weights=self._weights,
             encoded=self._encoded,
-            modules={**self._modules, **dict(attention)},
+            modules={**self._modules, **attention},
             copied=dict(sorted(self._copied.items())),
             unclaimed=self._unclaimed,
             predictor=tuple(sorted(self._roots)),
             aliases=self._aliases(),
             joined=self._joined(),
-            walk_obstacle=replay_obstacle(self._model),
+            walk_obstacle=walk_obstacle,
             text_obstacle=text_obstacle(self._model),
+            unreached=tuple(self._unreached(owned, attention, skipped)),
             latent=text_config(self._config).get("kv_lora_rank") is not None,
             scales=tuple(self._scales),
             unquantizable=self._unquantizable,
@@ -261,6 +265,20 @@ class _Reading:
             quantized_by=quantized_by(self._config),
             faults=tuple(self._contradictions()),
         )
+
+    def _unreached(
+        self, owned: Mapping[str, str], attention: Mapping[str, str], skipped: Sequence[str]
+    ) -> Iterator[str]:
+        """Yield the linear and attention modules of ``skipped`` layers, and linear ones whose input has no name.
+
+        The latter are ERNIE's experts for images, which transformers stacks apart from those for text.
+        """
+        named = sources(self._model, owned)
+        layers = tuple(f"{name}." for name in skipped)
+        for module in self._linear:
+            if module not in named or self._modules[module].startswith(layers):
+                yield module
+        yield from (module for module, own in attention.items() if own.startswith(layers))
 
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         method = (declared_quantization(self._config) or {}).get("quant_method")
@@ -312,10 +330,6 @@ class _Reading:
                     if renamed in self._parameters:
                         return renamed, ()
         return own, operations
-
-    def _remember(self, name: str, own: str) -> None:
-        if name.rsplit(".", 2)[1:] == own.rsplit(".", 2)[1:]:
-            self._prefixes.setdefault(own.rsplit(".", 2)[0], name.rsplit(".", 2)[0])
 
     def _classify(self, name: str, own: str, info: TensorInfo, operations: tuple[Any, ...]) -> None:
         """Sort one tensor into what is quantized, kept, copied or unclaimed."""
@@ -389,10 +403,22 @@ class _Reading:
                 for written, inside, source in split(name, own, owner, parameter, info.shape, operations):
                     self._add(written, inside, shape, source)
             elif suffix in ("weight", _PACKED) and (part := part_of(module)) is not None:
-                inside = f"{own.rpartition('.')[0]}.{part[0]}.{part[1]}"
+                inside = self._single(own, _plain(name), *part)
                 self._matrix(module, inside, self._single_shape(name, info, shape))
         except UnknownLayoutError as error:
             self._unclaimed[name] = f"this stack of experts cannot be taken apart: {error}"
+
+    def _single(self, own: str, name: str, number: int, projection: str) -> str:
+        """Return a single expert's name inside the model; ``own`` is the first stack that it may be a part of.
+
+        Experts of one list may be split among stacks, in their order (ERNIE's for text and then those for images).
+        """
+        for stack in (own, *self._rename.targets(name)[1:]):
+            parameter = self._parameters.get(stack)
+            if parameter is not None and number < parameter.shape[0]:
+                return f"{stack.rpartition('.')[0]}.{number}.{projection}"
+            number -= 0 if parameter is None else parameter.shape[0]
+        raise UnknownLayoutError("it holds fewer experts than are stored")
 
     def _single_shape(self, name: str, info: TensorInfo, shape: tuple[int, int]) -> tuple[int, int]:
         """[out_features, in_features] of a single expert, ``shape`` unless the tensor says otherwise.

@@ -203,7 +203,7 @@ def _quark(subject: Subject) -> Outcome:
     wanted, there = subject.wanted, subject.installed
     if wanted is None:
         return Outcome("skipped", "needed where vLLM emulates an MX scheme; --model tells", values)
-    needed = hardware.needs(subject.target.hardware, *wanted)
+    needed = hardware.needs(subject.target.hardware, *wanted[:3])
     if not needed:
         title = subject.target.accelerator.title
         return Outcome("skipped", f"{_scheme(wanted)} is not emulated on {title}", values)
@@ -225,11 +225,11 @@ def _checkpoint(subject: Subject) -> Outcome:
     if wanted is None:
         return Outcome("skipped", "no --model was given", values)
     flags = hardware.local_cpu_flags(subject.machine.text("proc/cpuinfo") or "") if subject.kind == "cpu" else None
-    reason = hardware.refusal(target.hardware, *wanted, cpu_flags=flags)
+    reason = hardware.refusal(target.hardware, *wanted[:3], expert_schemes=wanted.expert_schemes, cpu_flags=flags)
     if reason is not None:
         return Outcome("fail", reason, values)
     found = f"{_scheme(wanted)}, KV cache {wanted.kv_cache}"
-    cautions = hardware.cautions(target.hardware, *wanted, cpu_flags=flags)
+    cautions = hardware.cautions(target.hardware, *wanted[:3], expert_schemes=wanted.expert_schemes, cpu_flags=flags)
     if cautions:
         values["fix"] = "it loads all the same; `quantmint schemes` shows what runs as it is stored"
         return Outcome("warn", f"{found}: {'; '.join(cautions)}", values)

@@ -77,11 +77,12 @@ class Installed:
 
 
 class Wanted(NamedTuple):
-    """The checkpoint: its scheme, the cache's type ("auto" or "fp8"), and its layout."""
+    """The checkpoint: its scheme, the cache's type ("auto" or "fp8"), its layout, and the schemes of its experts."""
 
     scheme: str
     kv_cache: str
     checkpoint_format: str
+    expert_schemes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,4 +165,4 @@ def wanted_of(model: str) -> tuple[Wanted, Target | None]:
 
 def wanted_by(facts: ModelFacts) -> Wanted:
     """What a checkpoint with these facts asks of a machine."""
-    return Wanted(facts.quantization, facts.kv_cache_scheme or "auto", facts.checkpoint_format)
+    return Wanted(facts.quantization, facts.kv_cache_scheme or "auto", facts.checkpoint_format, facts.expert_schemes)

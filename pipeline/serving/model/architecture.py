@@ -99,6 +99,11 @@ class Shape:
     fields: Mapping[str, Any] = field(repr=False, compare=False)
 
     @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with routed experts."""
+        return tuple(number for number, feed in enumerate(self.feeds) if feed == "experts")
+
+    @property
     def gated(self) -> bool:
         """Whether a feed-forward layer has a gate beside up and down; Nemotron's squared ReLU has none."""
         return self.text_type not in ("nemotron", "nemotron_h")

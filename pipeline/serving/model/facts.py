@@ -11,6 +11,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.schemes import table
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
 from pipeline.quantize.formats.layout import layout as layout_of_method
-from pipeline.recipe.modules import declared_quantization, matches
+from pipeline.recipe.modules import assigned, declared_quantization, expert_names, expert_schemes, matches
+from pipeline.recipe.schema import Quantization
 from pipeline.serving.model.architecture import Shape, read_shape
 from pipeline.serving.model.weights import Piece, count_pieces, measure_pieces
 
@@ -42,8 +44,9 @@ class ModelFacts(Shape):
 
     ``attention`` is "none" where no layer has any. ``sliding_layers`` keep the last
     tokens only, ``linear_layers`` (Mamba, gated delta nets) a state of constant size. ``quantization`` is a scheme of
-    schemes.yaml where it is one of ours, else the method's own name, "none" for 16 bit. ``group`` is how many elements
-    of a quantized weight's input share a scale. ``weights`` are bytes, measured from headers or, with ``counted``,
+    schemes.yaml where it is one of ours, else the method's own name, "none" for 16 bit; ``expert_schemes`` are those of
+    routed experts, without 16 bit, as far as their names are sure. ``group`` is how many elements of a quantized
+    weight's input share a scale. ``weights`` are bytes, measured from headers or, with ``counted``,
     computed from the configuration. ``parameters`` and ``weights`` leave out a predictor of further tokens.
     """
 
@@ -60,6 +63,7 @@ class ModelFacts(Shape):
     linear_layers: int
     context: int
     quantization: str
+    expert_schemes: tuple[str, ...]
     checkpoint_format: str
     group: int | None
     kv_cache_scheme: Literal["fp8"] | None
@@ -95,7 +99,25 @@ def model_facts(folder: Path) -> ModelFacts:
         return counted
     tensors = (info for _, info in open_checkpoint(folder).tensors.values())
     pieces = measure_pieces(tensors, layers=counted.layers)
-    return replace(counted, pieces=pieces, weights=_bytes(pieces), counted=False)
+    experts, quantization = counted.expert_schemes, declared_quantization(config)
+    names = tuple(piece.name for piece in pieces if piece.role == "experts" and piece.linear)
+    if quantization and names:
+        experts = tuple(sorted({scheme for scheme in _declared(quantization, names)[0].values() if scheme is not None}))
+    return replace(counted, pieces=pieces, weights=_bytes(pieces), counted=False, expert_schemes=experts)
+
+
+def schemes_of_experts(section: Quantization, config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the schemes that a recipe is sure to give a model's routed experts, none for a dense model.
+
+    Where a recipe leaves the choice to a measurement, these are all that it chooses from. A model whose config.json has
+    no plan for serving has none.
+    """
+    try:
+        layers = read_shape(config).expert_layers
+    except UserError:
+        return frozenset()
+    schemes = frozenset(expert_schemes(partial(assigned, section), layers))
+    return schemes | set(section.from_ or ()) if section.scheme in schemes else schemes
 
 
 def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
@@ -105,6 +127,8 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
     linear = {piece.name: piece.parameters for piece in pieces if piece.linear}
     quantization = declared_quantization(config) or {}
     schemes, cached = _declared(quantization, tuple(linear)) if quantization else (dict.fromkeys(linear), False)
+    experts = tuple(name for names in expert_names(shape.expert_layers) for name in names) if quantization else ()
+    of_experts = _declared(quantization, experts)[0] if experts else {}
     weights: Counter[str] = Counter()
     for module, scheme in schemes.items():
         if scheme is not None:
@@ -131,6 +155,7 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
         linear_layers=recurrent,
         context=_context(shape),
         quantization=next(iter(weights.most_common(1)), ("none", 0))[0],
+        expert_schemes=expert_schemes(of_experts.get, shape.expert_layers),
         checkpoint_format=str(quantization.get("quant_method") or "unknown") if quantization else "none",
         group=max(filter(None, (_group(scheme, quantization) for scheme in weights)), default=None),
         kv_cache_scheme="fp8" if cached else None,
@@ -169,6 +194,7 @@ def as_quantized(
     return replace(
         facts,
         quantization=scheme,
+        expert_schemes=expert_schemes(scheme_of, facts.expert_layers),
         checkpoint_format=format,
         group=divisor if divisor > 1 else None,
         kv_cache_scheme="fp8" if kv_cache == "fp8" else None,

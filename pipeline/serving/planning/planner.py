@@ -86,7 +86,9 @@ def plan_serving(
         )
     said = checked_overrides(overrides or {}, vllm_version)
     dtype = _kv_dtype(facts, target, version, said, kv_cache_dtype)
-    refusal = accelerators.refusal(target.hardware, facts.quantization, dtype, facts.checkpoint_format)
+    refusal = accelerators.refusal(
+        target.hardware, facts.quantization, dtype, facts.checkpoint_format, expert_schemes=facts.expert_schemes
+    )
     if refusal is not None:
         raise UserError(refusal)
     asked = _length(facts, said, profile)
@@ -216,7 +218,11 @@ def _remarks(request: LaunchRequest, layout: Layout) -> Iterator[str]:
     """What to know before a plan is started, in the order in which it matters, one sentence each."""
     facts, accelerator = request.facts, request.target.accelerator
     yield from accelerators.cautions(
-        accelerator.name, facts.quantization, request.kv_cache_dtype, facts.checkpoint_format
+        accelerator.name,
+        facts.quantization,
+        request.kv_cache_dtype,
+        facts.checkpoint_format,
+        expert_schemes=facts.expert_schemes,
     )
     if facts.attention == "mha" and 0 < facts.kv_heads < layout.tensor:
         yield (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,10 +11,11 @@ from typing import Any
 from calibration.errors import CalibrationError
 from calibration.hooks import taking_inputs
 from calibration.lazy import torch
-from calibration.replica import owners
+from calibration.replica import Renaming, owners
 from calibration.weights import Shards, Weights, held, settle_buffers
 from pipeline.base.errors import UserError
 from pipeline.base.machine import versions
+from pipeline.base.schemes import ActivationFormat
 from pipeline.base.schemes import scheme as row_of
 from pipeline.quantize.engines.stream.kernels import MX_GROUP
 from pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
@@ -128,17 +129,17 @@ class Placing:
         if claims.kv_cache:
             form = layout_of(checkpoint.config)
             self._kv_names = {attention: form.kv_scale_names(attention) for attention in structure.attention}
-        # A stack with one quantized expert is put together here as a whole.
-        stacks = {self._stack(module) for module in self._stored} - {None}
-        self._ours = [module for module in structure.linear if module in self._stored or self._stack(module) in stacks]
 
     def weights(self) -> None:
         """Put every weight onto the device; raises `UserError` where one is missing."""
         settle_buffers(self._model, self._device)
-        placed = {self._fill(module) for module in self._ours}
         try:
-            shards = Shards(self._checkpoint.folder, only=self._rest())
-            weights = Weights(self._model, shards, owners(self._model, shards.names), self._device)
+            shards = _Dequantized(self._checkpoint.folder, self._carried(), list(self._stored), self._weight)
+            owned = owners(self._model, shards.names)
+            # transformers has no rule for single experts where releases stack them on disk.
+            loose = {name.removesuffix(".weight") for name in shards.names if name not in owned}
+            placed = {self._fill(module) for module in self._inside if module in loose}
+            weights = Weights(self._model, shards, owned, self._device)
             weights.load([name for name in held(self._model) if name not in placed])
         except CalibrationError as error:
             raise UserError(str(error)) from None
@@ -146,19 +147,25 @@ class Placing:
     def activations(self) -> None:
         """Round what enters each quantized layer as its scheme says."""
         stacks: dict[str, dict[tuple[str, int], Round]] = {}
+        layers: dict[str, tuple[ActivationFormat, torch.Tensor | None]] = {}
+        rename = Renaming(self._model)
         for module, tensors in self._stored.items():
             row = row_of(self._schemes[module]).activations
             if row.kind == "none":
                 continue
             named = next((stored.name for stored in tensors if stored.role == "input_scale"), None)
             scale = None if named is None else self._tensor(named).float().reshape(())
-            rounded = partial(round_activations, activations=row, input_scale=scale)
-            stack = self._stack(module)
-            if stack is None:
-                self._model.get_submodule(self._inside[module]).register_forward_pre_hook(_entering(rounded))
-            else:
+            if (stack := self._stack(module)) is not None:
                 place = self._place(module)
-                stacks.setdefault(stack, {})[place.parameter, place.expert] = rounded
+                stacks.setdefault(stack, {})[place.parameter, place.expert] = _rounding(row, scale)
+                continue
+            # One module on disk may be several of the model, and several one: then vLLM takes the largest scale.
+            for target in rename.targets(f"{module}.weight"):
+                layer = target.removesuffix(".weight")
+                before = layers[layer][1] if layer in layers else None
+                layers[layer] = row, scale if scale is None or before is None else torch.maximum(scale, before)
+        for layer, (row, scale) in layers.items():
+            self._model.get_submodule(layer).register_forward_pre_hook(_entering(_rounding(row, scale)))
         for stack, rounds in stacks.items():
             round_inputs(self._model.get_submodule(stack), rounds)
 
@@ -173,28 +180,23 @@ class Placing:
         scale = self._tensor(name).float()
         return scale.reshape(1) if scale.numel() == 1 else scale.reshape(-1, 1, 1)
 
-    def _rest(self) -> list[str] | None:
-        """Tensors that are loaded as they are; None for all of a model that is not quantized."""
+    def _carried(self) -> list[str] | None:
+        """Tensors that are loaded as they are stored; None for all of a model that is not quantized."""
         if not self._stored:
             return None
         taken = {stored.name for tensors in self._stored.values() for stored in tensors}
-        taken |= {f"{module}.weight" for module in self._ours}
         taken |= {name for names in self._kv_names.values() for name in names}
         return [name for name in self._checkpoint.tensors if name not in taken]
 
     def _fill(self, module: str) -> str:
-        """Put a module's weight in its place; returns the name of the parameter."""
-        stack, weight = self._stack(module), self._weight(module)
-        if stack is None:
-            inside = self._inside[module]
-            self._model.get_submodule(inside).weight = torch.nn.Parameter(weight, requires_grad=False)
-            return f"{inside}.weight"
-        place, experts = self._place(module), self._model.get_submodule(stack)
+        """Put a single expert's weight into its stack; return the name of that parameter."""
+        name, place = self._inside[module].rsplit(".", 2)[0], self._place(module)
+        experts = self._model.get_submodule(name)
         if getattr(experts, place.parameter).is_meta:
             empty = torch.empty_like(getattr(experts, place.parameter), device=self._device)
             setattr(experts, place.parameter, torch.nn.Parameter(empty, requires_grad=False))
-        place.of(getattr(experts, place.parameter)).copy_(weight)
-        return f"{stack}.{place.parameter}"
+        place.of(getattr(experts, place.parameter)).copy_(self._weight(module))
+        return f"{name}.{place.parameter}"
 
     def _weight(self, module: str) -> torch.Tensor:
         if module not in self._stored:
@@ -216,6 +218,34 @@ class Placing:
     def _place(self, module: str) -> ExpertSlice:
         name, number, projection = self._inside[module].rsplit(".", 2)
         return expert_slice(self._model.get_submodule(name), name, int(number), projection)
+
+
+class _Dequantized(Shards):
+    """The tensors of a quantized checkpoint as transformers' rules know them: each weight under its 16-bit name.
+
+    ``carried`` are the tensors that stay as they are stored, ``modules`` those whose weights are ``dequantized``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        carried: Collection[str] | None,
+        modules: Iterable[str],
+        dequantized: Callable[[str], torch.Tensor],
+    ) -> None:
+        super().__init__(folder, only=carried)
+        self._modules, self._dequantized = {f"{module}.weight": module for module in modules}, dequantized
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*super().names, *self._modules)
+
+    def read(self, name: str, device: str) -> torch.Tensor:
+        return self._dequantized(self._modules[name]) if name in self._modules else super().read(name, device)
+
+
+def _rounding(activations: ActivationFormat, input_scale: torch.Tensor | None) -> Round:
+    return partial(round_activations, activations=activations, input_scale=input_scale)
 
 
 def _entering(rounded: Round) -> Any:

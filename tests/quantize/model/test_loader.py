@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from pipeline.base.errors import UserError
 from pipeline.quantize.model import loader
-from pipeline.quantize.model.loader import LoaderView, load_view
+from pipeline.quantize.model.loader import LoaderView, architectures, fusion_names, load_view
 from pipeline.serving.environment import find_vllm
 
 LOADERS = Path(loader.__file__).with_name("loaders")
@@ -25,6 +28,24 @@ def view(architecture: str, version: str | None = None, **config: object) -> Loa
     loaded = load_view({"architectures": [architecture], **config}, version)
     assert loaded is not None
     return loaded
+
+
+@cache
+def rows(version: str) -> dict[str, Any]:
+    """The rows of a version's table by architecture."""
+    text = (LOADERS / f"vllm-{version}.yaml").read_text(encoding="utf-8")
+    table: dict[str, Any] = yaml.load(text, Loader=yaml.CSafeLoader)["architectures"]
+    return table
+
+
+def fused_parts(version: str, architecture: str) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield each fused module that a class can quantize, with the last names of its parts on disk."""
+    row = rows(version)[architecture]
+    fused: dict[str, list[str]] = row.get("fused", {})
+    for pattern in row.get("quantized", ()):
+        parts = fused.get(pattern) or fused.get(pattern.rpartition(".")[2], [])
+        if parts and not any("." in part for part in parts):
+            yield pattern, parts
 
 
 def test_a_class_without_a_row_has_no_view() -> None:
@@ -115,6 +136,35 @@ def test_the_experts_of_a_layer_are_one_group() -> None:
     group = view("MixtralForCausalLM", num_local_experts=2).fusion_group(f"{LAYER}.block_sparse_moe.experts.1.w2")
     experts = f"{LAYER}.block_sparse_moe.experts"
     assert sorted(group) == [f"{experts}.{expert}.{part}" for expert in range(2) for part in ("w1", "w2", "w3")]
+
+
+@pytest.mark.parametrize("version", ["0.19", "0.32"])
+def test_every_group_of_every_class_has_a_name_that_all_its_members_have(version: str) -> None:
+    """Rules over names and the tables of vLLM's classes together miss no group, whatever the class fuses."""
+    groups = 0
+    for architecture in architectures(version):
+        one = view(architecture, version, num_experts=2)
+        for pattern, parts in fused_parts(version, architecture):
+            for part in parts:
+                module = f"{pattern.rpartition('.')[0]}.{part}".replace("*", "0")
+                group = one.fusion_group(module)
+                names = [set(fusion_names(member, one)) for member in group if len(group) > 1]
+                assert not names or set.intersection(*names), (architecture, group, names)
+                groups += len(group) > 1
+    assert groups > 300
+
+
+@pytest.mark.parametrize(
+    ("architecture", "module", "names"),
+    [
+        ("LlamaForCausalLM", f"{LAYER}.self_attn.q_proj", (f"{LAYER}.self_attn.{{q_proj, k_proj, v_proj}}",)),
+        ("LlamaForCausalLM", f"{LAYER}.self_attn.o_proj", ()),
+        ("MixtralForCausalLM", f"{LAYER}.block_sparse_moe.experts.1.w2", (f"{LAYER}.block_sparse_moe.experts.*",)),
+        ("DeepseekV4ForCausalLM", "layers.0.attn.wkv", ("layers.0.attn.{wq_a, wkv}",)),
+    ],
+)
+def test_names_of_groups(architecture: str, module: str, names: tuple[str, ...]) -> None:
+    assert fusion_names(module, view(architecture, num_local_experts=2)) == names
 
 
 def test_latent_attention_absorbs_one_projection() -> None:

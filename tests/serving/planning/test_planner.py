@@ -246,6 +246,16 @@ def test_a_pair_differs_by_what_belongs_to_the_checkpoint(hardware, kv_cache):
         assert flag(candidate, "--kv-cache-dtype") == (None if kv_cache == "auto" else "fp8")
 
 
+def test_experts_that_the_cpu_build_cannot_load_are_refused_and_those_in_16_bit_are_not():
+    source = facts("Qwen3-30B-A3B")
+    same = {"target": "cpu", "max_model_len": 2048}
+    with pytest.raises(UserError, match="multiplies routed experts in FP8 by blocks only"):
+        plan(as_quantized(source, scheme="ptpc_fp8"), **same)
+    kept = as_quantized(source, scheme="ptpc_fp8", assigned=lambda name: None if ".experts." in name else "ptpc_fp8")
+    assert (kept.experts, kept.expert_schemes) == (128, ())
+    plan(kept, **same)
+
+
 @pytest.mark.parametrize(("requests", "data"), [(128, 1), (129, 1), (255, 1), (256, 8), (512, 8)])
 def test_latent_attention_changes_where_the_guide_saw_it_cross_over(requests, data):
     made = plan(facts("DeepSeek-R1-0528"), "mi355x:8", for_="throughput", concurrency=requests)

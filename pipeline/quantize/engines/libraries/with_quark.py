@@ -80,7 +80,8 @@ def _config(job: LibraryJob, model: Any, algorithm: list[Any] | None) -> Any:
     from quark.torch.quantization.config.config import QConfig, QLayerConfig
 
     layer = {scheme: _layer(scheme) for scheme in set(job.schemes.values())}
-    layers = {name: layer[scheme] for name, scheme in job.schemes.items() if scheme != job.default}
+    default = job.default  # counts all modules whenever it is asked for
+    layers = {name: layer[scheme] for name, scheme in job.schemes.items() if scheme != default}
     cache: dict[str, Any] = {}
     if job.kv_cache:
         output = _tensor(_CACHE)
@@ -90,14 +91,14 @@ def _config(job: LibraryJob, model: Any, algorithm: list[Any] | None) -> Any:
             if name.endswith(_KV)
         }
         # Quark takes what it finds for one module behind a pattern for what holds for all.
-        if all(job.schemes.get(name) == job.default for name in cached):
-            cached = {f"*{suffix}": layer[job.default] for suffix in _KV}
+        if all(job.schemes.get(name) == default for name in cached):
+            cached = {f"*{suffix}": layer[default] for suffix in _KV}
         cache = {
             name: QLayerConfig(weight=spec.weight, input_tensors=spec.input_tensors, output_tensors=output)
             for name, spec in cached.items()
         }
     return QConfig(
-        global_quant_config=layer[job.default],
+        global_quant_config=layer[default],
         layer_quant_config={**layers, **cache},
         kv_cache_quant_config=cache,
         kv_cache_group=[f"*{suffix}" for suffix in _KV] if job.kv_cache else [],

@@ -184,9 +184,9 @@ def _members(one: Replica, structure: Structure, steps: Iterable[Step]) -> Itera
         source = structure.weights.get(module)
         own = one.owned.get(step.name if source is None else source.tensor, step.name)
         if own in parameters and source is not None and parameters[own].ndim == 3:
-            number, projection = structure.modules[module].rsplit(".", 2)[1:]
-            name = own.rpartition(".")[0]
+            name, number, projection = structure.modules[module].rsplit(".", 2)
             place = expert_slice(modules[name], name, int(number), projection)
+            own = f"{name}.{place.parameter}"  # of several stacks that one list becomes, that of this expert
             whole = _whole(turned=source.transposed != place.transposed)
             if step.name in stacks:
                 yield _Member(step, own, whole)

@@ -23,6 +23,7 @@ from pipeline.quantize.engines.stream.kernels import BLOCK, KERNELS, kernel_name
 from pipeline.quantize.formats.checkpoint import ITEM_BITS, Checkpoint, TensorInfo, encode_header
 from pipeline.quantize.formats.layout import Choice, StoredTensor, layout, weight_tensors
 from pipeline.quantize.model.experts import WeightSource
+from pipeline.quantize.model.source import divided, whole
 from pipeline.quantize.model.structure import Structure
 from pipeline.recipe.modules import scale_group, text_config
 
@@ -108,12 +109,6 @@ def origin_of(source: Checkpoint, weight: WeightSource) -> Origin:
         weight.transposed,
         None if weight.scale is None else Place(*source.tensors[weight.scale]),
     )
-
-
-def copied(source: Checkpoint, name: str, encoded: Mapping[str, str]) -> Origin:
-    """A whole tensor as it is, decoded where it is FP8."""
-    scale = encoded.get(name)
-    return Origin(Place(*source.tensors[name]), scale=None if scale is None else Place(*source.tensors[scale]))
 
 
 def blocks(count: int) -> int:
@@ -204,9 +199,7 @@ class _Layouter:
         self._format = checkpoint_format
         self._kv_scales = _kv_scales(source, structure, choice, checkpoint_format)
         self._scales = frozenset(structure.encoded.values())
-        self._consumers: defaultdict[str, list[str]] = defaultdict(list)
-        for module, weight in structure.weights.items():
-            self._consumers[weight.tensor].append(module)
+        self._divided = divided(structure, choice.schemes)
         self._groups = self._shared() if shared_scales else {}
         self._files: defaultdict[str, list[TensorInfo]] = defaultdict(list)  # by file, in no order
         for file, info in source.tensors.values():
@@ -219,11 +212,10 @@ class _Layouter:
         for info in sorted(self._files[name], key=lambda info: info.start):
             if info.name in self._scales:
                 continue
-            modules = self._consumers[info.name]
-            if any(module in self._choice.schemes for module in modules):
-                steps += map(self._taken, modules)
+            if info.name in self._divided:
+                steps += map(self._taken, self._divided[info.name])
             else:
-                steps.append(self._carried(info.name, copied(self._source, info.name, self._structure.encoded)))
+                steps.append(self._carried(info.name, origin_of(self._source, whole(self._structure, info.name))))
             extra += self._kv_scales.get(info.name, ())
         if not steps:
             return None
@@ -289,7 +281,7 @@ def _kv_scales(
                 f"{source.folder}: {module} has no {' or '.join(_KEYS)} there, so static FP8 KV scales have no place.",
                 hint="Set `kv_cache: auto` for a model whose attention has no K projection of its own.",
             )
-        dtype = copied(source, anchor, structure.encoded).dtype
+        dtype = origin_of(source, whole(structure, anchor)).dtype
         result[anchor] = tuple(
             StoredTensor(name, role, dtype, shape)
             for name, role in zip(form.kv_scale_names(module), ("k_scale", "v_scale"), strict=True)
