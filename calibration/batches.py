@@ -261,14 +261,39 @@ def samples_of(
 
 
 def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:
-    """The texts in an order that the seed decides, a window at a time."""
-    import numpy
-
-    generator = numpy.random.default_rng(seed)
+    """Yield the texts in an order that the seed decides, a window at a time."""
+    numbers = _random_numbers(seed)
     rest = iter(texts)
     while window := list(islice(rest, WINDOW)):
-        for index in generator.permutation(len(window)):
-            yield window[int(index)]
+        for index in _permutation(len(window), numbers):
+            yield window[index]
+
+
+def _permutation(count: int, numbers: Iterator[int]) -> list[int]:
+    """Return 0 to ``count`` - 1 in an order that follows from random ``numbers`` of 32 bits.
+
+    Fisher and Yates's shuffle, as NumPy 1.17 to 2.4 has it: a number is masked to the bits of the largest one that is
+    wanted, and drawn again where it is larger. NumPy promises the stream of numbers for all versions, and not what its
+    shuffle makes of it.
+    """
+    order = list(range(count))
+    for last in range(count - 1, 0, -1):
+        mask = (1 << last.bit_length()) - 1
+        while (other := next(numbers) & mask) > last:
+            pass
+        order[last], order[other] = order[other], order[last]
+    return order
+
+
+def _random_numbers(seed: int) -> Iterator[int]:
+    """Yield random integers of 32 bits: the halves of PCG64's, the lower one first."""
+    import numpy
+
+    generator = numpy.random.PCG64(seed)
+    while True:
+        for number in generator.random_raw(4096).tolist():
+            yield number & 0xFFFFFFFF
+            yield number >> 32
 
 
 def batched(samples: Iterable[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:

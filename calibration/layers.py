@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from calibration.activations import Activations, Pace, digest_of
@@ -22,6 +23,8 @@ from calibration.observers import Observation
 from calibration.replica import Replica
 from calibration.weights import held
 
+PARTS = 8
+"""Parts of the batches, each summed by itself: as many devices at most can share them."""
 COMMIT_SECONDS = 300.0
 """Work after which it is made resumable, the most that an interruption costs: states of an 8B model are gigabytes."""
 
@@ -131,9 +134,14 @@ class Walk:
                 measurement.end_batch()
 
     @property
-    def dealt(self) -> list[range]:
-        """The numbers of the batches of each replica."""
-        return [range(turn, len(self.batches), len(self.replicas)) for turn in range(len(self.replicas))]
+    def parts(self) -> list[range]:
+        """The numbers of the batches of each part, however many replicas there are; each part is one replica's."""
+        return [range(first, len(self.batches), PARTS) for first in range(min(PARTS, len(self.batches)))]
+
+    @property
+    def dealt(self) -> list[list[int]]:
+        """The numbers of the batches of each replica: those of every n-th part."""
+        return [sorted(chain(*self.parts[turn :: len(self.replicas)])) for turn in range(len(self.replicas))]
 
     def enter(self, layer: int) -> Any:
         """A layer with its weights; those of the next one are read from now on."""

@@ -5,8 +5,9 @@ Each batch goes through a layer twice: with the weights that are read, while X^T
 are rounded both times as they will be when the model is served. So every layer sees what was lost before it. Memory is
 that of two layers, of the hidden states, and of one layer's Hessians.
 
-On several devices each takes its share of the batches through a layer of its own. The sums are added on the first, in
-the order of the devices, which makes the weights and hands them to the others: how many they are decides the last bit.
+On several devices each takes its share of the batches through a layer of its own. The batches lie in a fixed number of
+parts, each summed by itself; the first device adds the parts in their order, makes the weights and hands them to the
+others. So the bytes are the same on however many devices of one kind.
 
 Beside the 16-bit model, whose hidden states run along, a layer gets its weights in turns: what reads the same input is
 one, and the next turn's inputs are those that the last one's weights make. What the 16-bit model has more there is
@@ -20,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from calibration.caches import empty_cache
 from calibration.experts import ExpertSums, rounding_experts, stacks
 from calibration.hessians import Enough, Inputs, Kept, Rounding, Sums, Way
 from calibration.hooks import entering, following
-from calibration.layers import Walk
+from calibration.layers import PARTS, Walk
 from calibration.lazy import torch
 from calibration.replica import Replica
 from calibration.room import free_bytes
@@ -92,7 +93,7 @@ def run_sequential(
     Raises `CalibrationError` where weights are missing or the disk is full, and `NotReplayableError` where the layers
     cannot be run one at a time.
     """
-    facts = [facts, sorted(replicas[0].owned.items())]
+    facts = [facts, sorted(replicas[0].owned.items()), {"parts": PARTS}]
     given = replicas, batches, activations, facts, advance
     walk = _Sequential(*given, roundings=roundings, stacked=stacked, beside=beside)
     walk.through(lambda layer: walk.renew(layer, fold, solve))
@@ -101,10 +102,11 @@ def run_sequential(
 @dataclass(frozen=True, slots=True)
 class _Share:
     """The batches of a device, by number, with the 16-bit weights of its layer, the way through that, and what is kept
-    of batches there."""
+    of batches there. ``parts`` are the same batches by the number of their part."""
 
     replica: Replica
-    numbers: range
+    numbers: Sequence[int]
+    parts: Mapping[int, Sequence[int]]
     original: Mapping[str, torch.Tensor]
     way: Way
     kept: Kept
@@ -133,8 +135,15 @@ class _Sequential(Walk):
             way = self._way(layer, linear) if self._beside and linear else Way([list(linear)])
             room = self.activations.spare(self.replica.device) // len(self.replicas)
             shares = [
-                _Share(one, numbers, {each: one.model.get_parameter(each) for each in weights}, way, Kept(way, room))
-                for one, numbers in zip(self.replicas, self.dealt, strict=True)
+                _Share(
+                    one,
+                    numbers,
+                    dict(list(enumerate(self.parts))[turn :: len(self.replicas)]),
+                    {each: one.model.get_parameter(each) for each in weights},
+                    way,
+                    Kept(way, room),
+                )
+                for turn, (one, numbers) in enumerate(zip(self.replicas, self.dealt, strict=True))
             ]
             for turn in way.turns:
                 last = turn is way.turns[-1]
@@ -231,11 +240,43 @@ class _Sequential(Walk):
             return list(pool.map(there, shares))
 
     def _joined(self, work: Callable[[_Share], _Summed], shares: Sequence[_Share]) -> _Summed:
-        """What was summed on all devices, on the first."""
-        found = self._each(work, shares)
-        for other in found[1:]:
-            found[0].join(other, self.replica.device)
-        return found[0]
+        """Return the sums over all parts on the first device, added in the order of the parts.
+
+        Each device sums one part after the other, and waits with its result until those before it are added: so one
+        result more than the total is held on a device at a time.
+        """
+        totals: list[_Summed] = []
+        added, failed = threading.Condition(), threading.Event()
+        count = 0
+
+        def add(part: int, sums: _Summed) -> bool:
+            """Add what was summed over a part once all before it are added; return whether none of them failed."""
+            nonlocal count
+            with added:
+                added.wait_for(lambda: count == part or failed.is_set())
+                if failed.is_set():
+                    return False
+                if totals:
+                    totals[0].join(sums, self.replica.device)
+                else:  # the first part is the first device's
+                    totals.append(sums)
+                count += 1
+                added.notify_all()
+                return True
+
+        def sum_parts(share: _Share) -> None:
+            try:
+                for part, numbers in share.parts.items():
+                    if not add(part, work(replace(share, numbers=numbers))):
+                        return
+            except BaseException:
+                with added:
+                    failed.set()
+                    added.notify_all()
+                raise
+
+        self._each(sum_parts, shares)
+        return totals[0]
 
     def _hand_on(self, names: Iterable[str]) -> None:
         """Have parameters of all devices those of the first."""

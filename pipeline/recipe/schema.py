@@ -121,7 +121,7 @@ class Gptq(Section):
     dampening: float = Field(default=0.01, gt=0, lt=1)
     """What is added to the Hessian's diagonal, as a fraction of its mean."""
     block_size: int = Field(default=128, ge=1)
-    """Columns whose errors are carried on together."""
+    """Columns whose errors are carried on together (libraries; the result of engine stream does not depend on it)."""
     activation_order: bool = True
     """Round the columns with the largest activations first; costs nothing when served."""
     compensation: float | None = Field(default=None, ge=0, le=1)

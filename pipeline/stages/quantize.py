@@ -30,7 +30,7 @@ from pipeline.quantize.model.selection import ABSORBED_BITS, select
 from pipeline.quantize.model.structure import Structure
 from pipeline.recipe.load import choice_yaml
 from pipeline.recipe.modules import assigned, expert_count, text_config
-from pipeline.recipe.schema import AUTO, Quantization
+from pipeline.recipe.schema import AUTO, Gptq, Quantization
 from pipeline.stages import by_library
 from pipeline.stages.calibrate import RANGES, read_tokens
 from pipeline.stages.source import CHECKPOINT as CHECKPOINT
@@ -62,8 +62,11 @@ class QuantizeStage(Stage):
         """The whole section, and the calibration data where a library reads it itself."""
         quantization = setting.recipe.quantization
         own = {} if _is_plain(quantization) else by_library.settings(setting)
+        section = quantization.model_dump(mode="json")
+        if quantization.engine == "stream" and quantization.gptq is not None:
+            section["gptq"]["block_size"] = Gptq().block_size  # only libraries' results depend on it
         return {
-            **quantization.model_dump(mode="json"),
+            **section,
             "trust_remote_code": setting.recipe.trust_remote_code,
             **own,
             **_revisions(quantization, setting.config),

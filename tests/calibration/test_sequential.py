@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from calibration import layers
 from calibration.activations import Activations, committed_layers
+from calibration.errors import CalibrationError
 from calibration.hessians import Inputs
 from calibration.replica import load_resident, replica
 from calibration.sequential import run_sequential
@@ -139,8 +141,19 @@ def test_devices_that_share_the_batches_sum_what_one_does(
         for part in ("hessian", "gap", "owed"):
             here, there = getattr(one, part), getattr(shared[name], part)
             assert (here is None) == (there is None)
-            if here is not None:
-                torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-4 * float(here.abs().max()))
+            assert here is None or torch.equal(there, here), "to the last bit"
+
+
+def test_a_device_that_fails_ends_the_others(deep: Path, blocks: torch.Tensor, tmp_path: Path) -> None:
+    """The first device waits for the sums of a part that the second one does not make."""
+
+    def breaking(rows: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name.endswith("_1"):
+            raise RuntimeError("this device is gone")
+        return rows
+
+    with pytest.raises(CalibrationError, match="this device is gone"):
+        renew(deep, blocks, tmp_path, breaking, devices=2)
 
 
 def test_modules_with_one_input_have_one_hessian(deep: Path, blocks: torch.Tensor, tmp_path: Path) -> None:

@@ -116,6 +116,14 @@ def settings_of(setting: Setting) -> Any:
     return planned.payload["settings"]
 
 
+def test_the_block_size_of_gptq_counts_where_a_result_depends_on_it(opened: Open) -> None:
+    def gptq_of(engine: str, size: int) -> Any:
+        return settings_of(opened("mxfp4", engine, f"algorithm: gptq, gptq: {{block_size: {size}}}"))["gptq"]
+
+    assert gptq_of("stream", 64) == gptq_of("stream", 128)
+    assert gptq_of("llmcompressor", 64) != gptq_of("llmcompressor", 128)
+
+
 @pytest.mark.parametrize("name", ["phi3", "gpt_neox", "phi4_multimodal"])
 def test_what_gptq_made_of_dropouts_before_is_made_again(opened: Open, name: str) -> None:
     gptq = replace(opened("mxfp4", "stream", "algorithm: gptq"), config=configuration(name).to_dict())

@@ -44,13 +44,13 @@ class Made:
         static = {f"{name}.input_scale": torch.tensor([9.0]) for name in self.choice.schemes}
         self.ranges: Mapping[str, torch.Tensor] = static if scheme in ("fp8", "mxfp4_fp8") else {}
 
-    def rounded(self, blocks: torch.Tensor, devices: int = 1, **more: Any) -> Rounded:
+    def rounded(self, blocks: torch.Tensor, devices: int = 1, batch: int = 8, **more: Any) -> Rounded:
         return round_layers(
             self.plans,
             self.structure,
             self.choice,
             self.source.folder,
-            list(torch.split(blocks, 8)),
+            list(torch.split(blocks, batch)),
             self.ranges,
             devices=["cpu"] * devices,
             work=self.work / "rounding",
@@ -134,6 +134,24 @@ def test_experts_are_rounded_for_the_tokens_that_reach_them(
     step = next(step for plan in rounded.plans for step in plan.steps if step.name in experts)
     out = step.outputs[0].name
     assert not torch.equal(Reader(checkpoint)(out).view(torch.uint8), Reader(nearest)(out).view(torch.uint8))
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_however_many_devices_make_the_same_bytes(
+    models: Models,
+    blocks: torch.Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    devices: int,
+) -> None:
+    monkeypatch.setitem(PARAMETERS, "scaling", name == "llama")
+    alone, shared = (Made(models(name), "mxfp4", "quark", tmp_path / each) for each in ("alone", "shared"))
+    expected = alone.written(alone.rounded(blocks, batch=2).plans)
+    checkpoint = shared.written(shared.rounded(blocks, devices, batch=2).plans)
+    for shard in expected.shards:
+        assert (checkpoint.folder / shard).read_bytes() == (expected.folder / shard).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

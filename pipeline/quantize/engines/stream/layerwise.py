@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibration.activations import save_whole
 from calibration.hessians import Inputs, Rounding
+from calibration.layers import PARTS
 from calibration.lazy import torch
 from calibration.replica import Replica, replica, sources
 from calibration.room import activations_for, host_bytes, measuring, need_of
@@ -103,7 +104,8 @@ def round_layers(
     finite.
     """
     with measuring(folder):
-        replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in devices[: len(batches)]]
+        used = devices[: min(len(batches), PARTS)]
+        replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in used]
         for each in replicas:
             each.fuse_attention()
         one, need = replicas[0], need_of(replicas[0], batches)
