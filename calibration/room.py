@@ -6,7 +6,7 @@ step by step holds its scores, in the model's dtype and as float32, for all head
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ Mode = Literal["auto", "resident", "layer"]
 
 _SHARE = 0.85  # of the free memory that is planned with; the rest is for fragments, and for others
 _STATES = 4  # hidden states lie in a quarter of the memory, beyond which they would go to the disk and back
+ROUNDED_AT_A_TIME = 1 << 28  # numbers of a weight that a GPU rounds at a time: what is in between is 15 GB at most
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -66,6 +67,31 @@ def _first_number(config: Any, *names: str) -> int:
     """Return the first field that a configuration has, the largest number of one that differs by layer; 0 for none."""
     found = next((value for name in names if (value := getattr(config, name, None))), 0)
     return int(max(found) if isinstance(found, list | tuple) else found)
+
+
+def rounding_bytes(shapes: Iterable[tuple[int, int]]) -> int:
+    """Return what GPTQ takes for the largest of some weights [O, I] beside two layers and a forward, from above.
+
+    In float32: rounding takes two squares of [I, I], the Hessian and its factor, and fourteen times the rows that are
+    rounded at a time (13.6 were measured on a GPU, with three scales to choose from), beside the weight and its target
+    in 16 bit. Before it, the Hessian is decomposed in four squares, beside five times the weight where it compensates.
+    """
+
+    def of(rows: int, columns: int) -> int:
+        square, whole = columns * columns, rows * columns
+        return 4 * max(2 * square + 14 * min(whole, ROUNDED_AT_A_TIME) + 2 * whole, 4 * square + 5 * whole)
+
+    return max((of(*shape) for shape in shapes), default=0)
+
+
+def require_rounding_room(need: Need, rounding: int, room: int, device: str) -> None:
+    """Raise `CalibrationError` where GPTQ's ``rounding`` bytes do not fit in a device's ``room`` beside two layers."""
+    takes, usable = 2 * need.layer + need.forward + rounding, int(room * _SHARE)
+    if takes > usable:
+        raise CalibrationError(
+            f"GPTQ takes {_gb(takes)}, of which {_gb(rounding)} to round the largest weight, and {device} has room for "
+            f"{_gb(usable)}: take a larger device, or `algorithm: none`"
+        )
 
 
 def decide(

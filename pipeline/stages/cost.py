@@ -20,6 +20,7 @@ from calibration.room import Mode, Need, decide, forward_bytes
 from pipeline.base.data import beside
 from pipeline.base.machine import cores
 from pipeline.quantize.device import device_memory, resolve_devices
+from pipeline.quantize.engines.stream.layerwise import gptq_bytes
 from pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
 from pipeline.quantize.formats.checkpoint import Checkpoint
@@ -46,8 +47,8 @@ def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: s
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)
         stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
         if quantization.algorithm == "gptq" and recipe.calibration is not None:
-            volume = replace(calibrate_volume(source, structure, recipe.calibration), mode="layer")
-            stages["quantize"] = _after(stages["quantize"], calibrate_cost(volume, machine))
+            once = calibrate_cost(gptq_volume(source, structure, recipe), machine)
+            stages["quantize"] = _after(stages["quantize"], once, gptq_bytes(structure, choice.schemes), machine)
     return {
         "rates": {"origin": origin, **asdict(rates)},
         "stages": {name: asdict(cost) for name, cost in stages.items()},
@@ -58,8 +59,23 @@ _FORWARDS = 3
 """Forwards of each layer that GPTQ takes, the one that channels are scaled by among them, but for its own products."""
 
 
-def _after(cost: Cost, once: Cost) -> Cost:
-    """A checkpoint that is written when GPTQ's forwards over the calibration set are done."""
+def gptq_volume(source: Checkpoint, structure: Structure, recipe: Recipe) -> CalibrateVolume:
+    """Return the volume of one forward of GPTQ, beside whose hidden states those of the 16-bit model are kept."""
+    assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
+    volume = replace(calibrate_volume(source, structure, recipe.calibration), mode="layer")
+    beside = recipe.quantization.parameters["compensation"]
+    states = volume.need.states * (2 if beside else 1)
+    return replace(volume, need=replace(volume.need, states=states))
+
+
+def _after(cost: Cost, once: Cost, rounding: int, machine: Machine) -> Cost:
+    """Return the cost of a checkpoint that is written after GPTQ, which takes ``rounding`` bytes of the device."""
+    on_cpu = machine.rates.link is None
+    once = replace(
+        once,
+        memory=once.memory + (rounding if on_cpu else 0),
+        device_memory=once.device_memory + (0 if on_cpu else rounding),
+    )
     spent, bound = _FORWARDS * once.seconds, "forwards" if _FORWARDS * once.seconds > cost.seconds else cost.bound
     memory, there = max(cost.memory, once.memory), max(cost.device_memory, once.device_memory)
     later = replace(cost, seconds=cost.seconds + spent, written=cost.written + spent, bound=bound)

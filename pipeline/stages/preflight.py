@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration.errors import CalibrationError
+from calibration.room import require_rounding_room
 from calibration.sets import load_set
 from eval.report.numbers import size
 from pipeline.base.errors import UserError
@@ -21,6 +22,7 @@ from pipeline.quantize.device import device_memory, resolve_devices
 from pipeline.quantize.engines.algorithms import algorithm
 from pipeline.quantize.engines.libraries.job import checkpoint_bytes
 from pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
+from pipeline.quantize.engines.stream.layerwise import gptq_bytes
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.model.selection import kept_because, select
@@ -29,6 +31,7 @@ from pipeline.recipe.faults import refuse
 from pipeline.recipe.schema import Recipe
 from pipeline.stages.by_library import calibrated
 from pipeline.stages.calibrate import pinned_set, read_tokens
+from pipeline.stages.cost import gptq_volume
 from pipeline.stages.package import require_signer
 from pipeline.stages.planning import foreseen, missing_stages
 from pipeline.stages.publish import require_admission
@@ -193,6 +196,19 @@ def require_means(
             device = resolve_devices(setting.device)[0]  # one that is not there is refused before anything is made
             if engine != "stream":
                 require_library_memory(prediction.source, device_memory(device), device, engine)
+            elif setting.recipe.quantization.algorithm == "gptq":
+                _require_gptq_memory(setting, device)
+
+
+def _require_gptq_memory(setting: Setting, device: str) -> None:
+    """Raise `UserError` where a device is too small for GPTQ, before anything is made."""
+    source, structure = model_for(setting, config_folder(setting.source))
+    need = gptq_volume(source, structure, setting.recipe).need
+    rounding = gptq_bytes(structure, select(structure, setting.recipe.quantization).schemes)
+    try:
+        require_rounding_room(need, rounding, device_memory(device), device)
+    except CalibrationError as error:
+        raise UserError(f"quantization.algorithm: {error}.") from None
 
 
 def _require_server(setting: Setting) -> None:

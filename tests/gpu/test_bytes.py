@@ -154,3 +154,18 @@ def test_an_inspection_finds_the_same_on_both(scheme: str, tmp_path: Path) -> No
     assert len(here.layers) == 14
     for one, other in zip(here.layers, there.layers, strict=True):
         assert other.sqnr_db == pytest.approx(one.sqnr_db, abs=1e-4)
+
+
+def test_rows_that_are_rounded_some_at_a_time_are_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = torch.randn(2048, 1024, generator=generator, device="cuda")
+    factor = gptq.factored(inputs.t() @ inputs, "mxfp4")
+    weight = torch.randn(640, 1024, generator=generator, device="cuda").bfloat16()
+    with torch.inference_mode():
+        whole = gptq.gptq(weight, factor, "mxfp4")
+        monkeypatch.setattr(gptq, "ROUNDED_AT_A_TIME", 256 * 1024)
+        parts = gptq.gptq(weight, factor, "mxfp4")
+    assert {role: part.shape for role, part in parts.parts.items()} == {
+        role: part.shape for role, part in whole.parts.items()
+    }
+    assert parts.after == pytest.approx(whole.after, rel=1e-4)

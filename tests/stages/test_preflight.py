@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,17 @@ def test_a_package_that_a_later_stage_needs_is_missed_before_the_first(
         f"quantmint: this needs {package}, which is not installed.\n  pip install 'quantmint[{extra}]'\n",
     )
     assert list((project / "store").rglob("record.json")) == []
+
+
+def test_a_device_that_is_too_small_for_gptq_is_told_before_any_work(
+    quantmint: Quantmint, project: Path, models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "device_memory", lambda _device: 100_000)
+    recipe = project / "r.yaml"
+    text = recipe.read_text().replace("folder: model}", f"folder: {models('llama')}}}")
+    text = re.sub(r"quantization: .*", "quantization: {scheme: mxfp4, algorithm: gptq}", text)
+    recipe.write_text(text.replace("samples: 4, sequence_length: 64", "samples: 16, sequence_length: 64"))
+    ended = quantmint("run", "r.yaml", "--until", "inspect", "--device", "cpu")
+    assert ended.code == 2
+    assert "quantization.algorithm: GPTQ takes" in ended.err
+    assert not list((project / "store").glob("calibrate/*"))

@@ -31,6 +31,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from calibration.lazy import torch
+from calibration.room import ROUNDED_AT_A_TIME
 from pipeline.quantize.engines.stream.kernels import (
     E2M1_MAX,
     FP8_MAX,
@@ -217,17 +218,22 @@ def gptq(
 
     ``largest`` is the kernel's: the largest magnitude of all that share the scale of a tensor, None where that is
     ``weight``. ``target``, of the weight's type, is what is to be stored in its place, and what costs are of.
-    All is computed in float32; the same input gives the same bytes on the same device. On a CPU some rows at a time,
-    however many threads there are.
+    All is computed in float32; the same input gives the same bytes on the same device. Some rows at a time: on a CPU as
+    many as a thread takes, however many threads there are, on a GPU as many as the memory is planned for.
     """
-    if weight.device.type != "cpu":
+    on_cpu = weight.device.type == "cpu"
+    count = _ROWS if on_cpu else max(1, ROUNDED_AT_A_TIME // weight.shape[1])
+    if not on_cpu and len(weight) <= count:
         return _gptq(weight, target, factor, kernel, largest)
     wanted = weight if target is None else target
     whole = amax(wanted) if largest is None and KERNELS[kernel].whole else largest
-    threads, rows = torch.get_num_threads(), torch.split(weight, _ROWS)
-    targets = [None] * len(rows) if target is None else torch.split(target, _ROWS)
-    with many_small_workers(), ThreadPoolExecutor(threads) as pool:
-        made = list(pool.map(lambda one, other: _gptq(one, other, factor, kernel, whole), rows, targets))
+    rows = torch.split(weight, count)
+    targets = [None] * len(rows) if target is None else torch.split(target, count)
+    if on_cpu:
+        with many_small_workers(), ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            made = list(pool.map(lambda one, other: _gptq(one, other, factor, kernel, whole), rows, targets))
+    else:
+        made = [_gptq(one, other, factor, kernel, whole) for one, other in zip(rows, targets, strict=True)]
     parts = {
         role: torch.cat([each.parts[role] for each in made]) if part.ndim else part
         for role, part in made[0].parts.items()

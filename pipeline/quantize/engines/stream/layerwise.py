@@ -14,7 +14,7 @@ in 16 bit as well, and experts that no token reached.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
@@ -26,7 +26,15 @@ from calibration.hessians import Inputs, Rounding
 from calibration.layers import PARTS
 from calibration.lazy import torch
 from calibration.replica import Replica, replica, sources
-from calibration.room import activations_for, host_bytes, measuring, need_of
+from calibration.room import (
+    activations_for,
+    free_bytes,
+    host_bytes,
+    measuring,
+    need_of,
+    require_rounding_room,
+    rounding_bytes,
+)
 from calibration.sequential import Look, run_sequential
 from pipeline.base.errors import StageError
 from pipeline.base.schemes import ActivationFormat, scheme
@@ -42,6 +50,7 @@ from pipeline.quantize.inspection.numbers import Error, dequantize
 from pipeline.quantize.model.experts import expert_slice
 from pipeline.quantize.model.structure import Structure
 from pipeline.quantize.rounding import round_activations, round_mx
+from pipeline.recipe.modules import fused_with
 
 if TYPE_CHECKING:
     from pipeline.quantize.engines.stream.kernels import Parts
@@ -111,6 +120,7 @@ def round_layers(
         one, need = replicas[0], need_of(replicas[0], batches)
         if parameters["compensation"]:
             need = replace(need, states=2 * need.states)
+        require_rounding_room(need, gptq_bytes(structure, choice.schemes), free_bytes(used[0]), used[0])
         made = work / _MADE
         made.mkdir(parents=True, exist_ok=True)
         layers = _Layers(one, plans, structure, choice, made, parameters, ranges)
@@ -146,6 +156,16 @@ def round_layers(
         found,
         tuple(unscaled),
     )
+
+
+def gptq_bytes(structure: Structure, modules: Collection[str]) -> int:
+    """Return the bytes that GPTQ takes for the largest of some modules; those that vLLM fuses are rounded as one."""
+    widths: dict[str, tuple[int, int]] = {}
+    for name in modules:
+        rows, columns = structure.linear[name]
+        group = fused_with(name) or name
+        widths[group] = widths.get(group, (0, columns))[0] + rows, columns
+    return rounding_bytes(widths.values())
 
 
 def _own_modules(one: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
