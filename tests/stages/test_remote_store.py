@@ -134,6 +134,19 @@ def test_a_parcel_that_lies_is_refused(
     assert "evaluate-baseline" not in orchestra.ran  # the second site put a sound one in its place
 
 
+def test_a_parcel_of_another_entry_is_refused(site: Any, baseline: Any, orchestra: Any, tmp_path: Path) -> None:
+    """Its files are sound and those of its record: it is the name under which it lies that is another's."""
+    site("one").run(*baseline())
+    (parcel,) = (tmp_path / "tier" / "evaluate").glob("*.json")
+    (other,) = (tmp_path / "tier" / "inspect").glob("*.json")
+    parcel.write_bytes(other.read_bytes())
+    two = site("two")
+    two.run(*baseline())
+    assert orchestra.ran == ["source", "evaluate-baseline", "quantize"]
+    (warning,) = two.warnings
+    assert f"it is of inspect/{other.stem[:12]}" in warning
+
+
 class Away:
     """A place that does not answer."""
 

@@ -101,6 +101,8 @@ def entry(data: dict[str, Any]) -> dict[str, str]:
             "policy.margins.tiny_facts: .*less than 1, found 2.0",
         ),
         (lambda data: data["policy"].update(confidence=0.1), "policy.confidence: .*0.1"),
+        (lambda data: data["policy"].update(confidence=1), "policy.confidence: .*less than 1"),
+        (lambda data: data["policy"].update(throughput_confidence=1.0), "policy.throughput_confidence: .*less than 1"),
         (lambda data: data["policy"].update(launches=None), "policy.launches"),
         (lambda data: data["policy"]["canary"].update(max_kl=math.nan), "policy.canary.max_kl"),
         (lambda data: data.update(verdict="FINE"), "not a GateReport: verdict: .*PASS.*FINE"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.quantize.engines.stream import gptq as gptq_module
 from pipeline.quantize.engines.stream.gptq import compensated, factored, gptq, gptq_stack
 from pipeline.quantize.engines.stream.kernels import KERNELS, MX_GROUP
 from pipeline.quantize.inspection.numbers import dequantize
@@ -182,6 +183,13 @@ def test_what_is_stored_is_the_target(kernel: str) -> None:
     assert same(made.parts, plain.parts)
     assert made.after == plain.after
     assert made.before > plain.before  # rounding the weight itself to the nearest is far from the target
+
+
+def test_mxfp4_tries_the_scales_beside_the_nearest() -> None:
+    """On SmolLM2 the sum of errors is 3.8 % larger without the larger one."""
+    target = torch.full((MX_GROUP, 3), 0.75)
+    tried = gptq_module._tried(target, gptq_module._E2M1, torch.float32)
+    assert tried.tolist() == [[0.125] * 3, [0.0625] * 3, [0.25] * 3]
 
 
 @pytest.mark.parametrize("kernel", ALL)
