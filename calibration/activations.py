@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import secrets
 import shutil
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from calibration.durable import fsync, whole
 from calibration.errors import CalibrationError
 from calibration.lazy import torch
 
@@ -133,9 +133,9 @@ class Activations:
                 _write(_file(partial, number), states)
             torch.save((identity, known), partial / _STATE)
             for path in (*partial.iterdir(), partial):
-                sync(path)
+                fsync(path)
             partial.rename(committed)
-            sync(self.folder)
+            fsync(self.folder)
             self._there = {number: _file(committed, number) for number in self._there}
             for layer in committed_layers(self.folder):
                 if layer < self.layer:
@@ -218,22 +218,3 @@ class Pace:
             commit()
             self._since = time.monotonic()
             self._took = self._since - began
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file that is then at ``path``, on the disk for good. Raises `OSError`."""
-    partial = path.with_suffix(f".{secrets.token_hex(4)}.partial")
-    yield partial
-    sync(partial)
-    partial.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Force a file's bytes, or a folder's names, to the disk. Raises `OSError`."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from calibration.activations import storing, whole
+from calibration.activations import storing
+from calibration.durable import whole
 from calibration.lazy import torch
 from calibration.observers import Observation, Observer, Summary, observer
 

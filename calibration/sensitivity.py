@@ -18,9 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibration.activations import States, digest_of, storing, whole
+from calibration.activations import States, digest_of, storing
 from calibration.caches import empty_cache, recording_cache
 from calibration.calls import Call, answering, record
+from calibration.durable import whole
 from calibration.hooks import entering, following, preceding, watching
 from calibration.lazy import torch
 from calibration.measurement import Measurement

@@ -19,12 +19,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from calibration.durable import fsync
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
 from pipeline.publish import manifest
 from pipeline.publish.place import Difference, Listed, Place, State, named, newest_first, said_of
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in
-from pipeline.store.disk import disk_errors, folders, free_bytes, fsync
+from pipeline.store.disk import disk_errors, folders, free_bytes
 from pipeline.store.files import Wanted, chunks, copy, digest_of, fetch
 from pipeline.store.locks import Lock
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from calibration.durable import fsync
 from pipeline.base.canonical import ABSENT, difference, fingerprint
 from pipeline.base.errors import UserError
 from pipeline.base.machine import process_age
@@ -34,7 +35,7 @@ from pipeline.stages.search import as_written, measured, stand_in
 from pipeline.stages.session import open_setting
 from pipeline.stages.source import config_folder, fetch, repository
 from pipeline.stages.stage import Planned, Setting
-from pipeline.store.disk import disk_errors, fsync, write_atomic
+from pipeline.store.disk import disk_errors, write_atomic
 from pipeline.store.entries import Entry
 from pipeline.store.locks import Lock
 from pipeline.store.tree import Store

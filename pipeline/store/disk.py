@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from calibration.durable import whole
 from pipeline.base.errors import StoreError
 
 # errno -> (what happened, what to do about it)
@@ -61,27 +62,10 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def fsync(path: Path) -> None:
-    """Force a file's bytes, or a folder's names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_atomic(path: Path, data: bytes, *, temporary: Path) -> None:
     """Write a file that is there whole or not at all; ``temporary`` is a name on the same filesystem."""
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync(path.parent)
+    with whole(path, temporary) as partial:
+        partial.write_bytes(data)
 
 
 def sha256_of(path: Path) -> str:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from calibration.durable import fsync
 from pipeline.base.errors import StageError, UserError
-from pipeline.store.disk import disk_errors, fsync
+from pipeline.store.disk import disk_errors
 
 if TYPE_CHECKING:
     from pipeline.base.progress import Progress

@@ -23,9 +23,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+from calibration.durable import fsync
 from pipeline.base.canonical import fingerprint as digest_of
 from pipeline.base.errors import StoreError
-from pipeline.store.disk import FULL, disk_errors, explain, folders, fsync, regular_files, sha256_of, write_atomic
+from pipeline.store.disk import FULL, disk_errors, explain, folders, regular_files, sha256_of, write_atomic
 from pipeline.store.entries import (
     FINGERPRINT,
     RECORD,

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from calibration.calibrate import Order as ShareOrder
 from calibration.calibrate import Share, measure_share
+from calibration.durable import fsync
 from calibration.lazy import torch
 from calibration.room import free_bytes
 from pipeline.base.errors import QuantmintError, StageError, UserError, first_line, last_line
@@ -23,7 +24,6 @@ from pipeline.clusters.ray.nodes import HINT, Ask, Facts, Node, facts_here, forg
 from pipeline.quantize.engines.stream.plan import ShardPlan
 from pipeline.quantize.engines.stream.schedule import Order, write_shards
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
-from pipeline.store.disk import fsync
 
 T = TypeVar("T")
 RETRIES = 3

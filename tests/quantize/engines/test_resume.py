@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from pipeline.base.errors import StageError
 from pipeline.quantize.engines.stream import schedule
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
 from pipeline.quantize.formats.checkpoint import Checkpoint
+from tests.quantize.engines.conftest import layers
 
 ROOT = Path(__file__).parents[3]
 FIRST = "model-00001-of-00004.safetensors"
@@ -247,3 +250,77 @@ def test_a_bit_that_turns_between_kernel_and_disk_is_noticed(
         with pytest.raises(StageError, match="is not what was written"):
             run(small, work)
     assert run(small, work) == undisturbed
+
+
+def test_words_that_lie_in_another_order_are_noticed(
+    run: Run, small: Checkpoint, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, count, work = os.pwrite, 0, tmp_path / "work"
+
+    def write(descriptor: int, data: Any, offset: int) -> int:
+        nonlocal count
+        count += len(data) > 4096
+        moved = bytes(data[8:16]) + bytes(data[:8]) + bytes(data[16:]) if count == 3 else data
+        return original(descriptor, moved, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write)
+        with pytest.raises(StageError, match="is not what was written"):
+            run(small, work)
+    assert run(small, work) == undisturbed
+
+
+def test_a_file_is_read_back_from_the_disk_not_from_the_page_cache(
+    run: Run, small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flushed, its pages dropped, and only then read."""
+    steps: dict[str, list[str]] = {name: [] for name in small.shards}
+
+    def watch(name: str, step: str, *, of: int | None = None) -> None:
+        original = getattr(os, name)
+
+        def watched(descriptor: int, *more: Any) -> Any:
+            path = Path(f"/proc/self/fd/{descriptor}").readlink()
+            shard = path.name.removesuffix(PARTIAL_SUFFIX)
+            if shard in steps and path.parent != small.folder and (of is None or more[-1] == of):
+                steps[shard].append(step)
+            return original(descriptor, *more)
+
+        monkeypatch.setattr(os, name, watched)
+
+    watch("fsync", "flush")
+    watch("posix_fadvise", "drop", of=os.POSIX_FADV_DONTNEED)
+    watch("preadv", "read")
+    run(small, tmp_path / "work")
+    for shard in small.shards:
+        assert steps[shard][:3] == ["flush", "drop", "read"], steps[shard]
+
+
+def test_after_a_commit_that_failed_no_further_file_is_begun(
+    run: Run,
+    write_model: Callable[..., Checkpoint],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = write_model(tmp_path / "many", layers(24, 128))
+    made: list[str] = []
+    refused = threading.Event()
+    original = schedule.OpenShard
+
+    def opened(plan: Any, *more: Any, **named: Any) -> Any:
+        made.append(plan.name)
+        if len(made) > 12:
+            assert refused.wait(10)
+            time.sleep(0.05)
+        return original(plan, *more, **named)
+
+    def full(_: Path) -> None:
+        refused.set()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(schedule, "OpenShard", opened)
+    monkeypatch.setattr(schedule, "fsync", full)
+    with pytest.raises(StageError, match="the disk is full"):
+        run(model, tmp_path / "work")
+    assert len(made) < 24
+    assert not any((tmp_path / "work" / "checkpoint").glob("*.safetensors"))

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from calibration.durable import fsync
 from calibration.lazy import torch
 from calibration.ranges import Ranges
 from pipeline.base.errors import StageError, UserError
@@ -30,7 +31,7 @@ from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, torch_dtype
 from pipeline.quantize.formats.layout import Choice, layout
 from pipeline.quantize.inspection.numbers import Error
-from pipeline.store.disk import fsync, write_atomic
+from pipeline.store.disk import write_atomic
 
 
 def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict[str, torch.Tensor]:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
+from calibration.durable import fsync
 from calibration.lazy import torch
 from pipeline.base.errors import StageError
 from pipeline.base.machine import cores as machine_cores
 from pipeline.quantize.engines.stream.plan import Piece, Scan, ShardPlan
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, OpenShard, Stopped, Sum, WrittenShard, read_back
 from pipeline.quantize.engines.stream.worker import Worker
-from pipeline.store.disk import fsync
 
 CPU_PIECE = 2 << 20  # bytes: with the intermediate results of its parts, about a core's own cache
 GPU_PIECE = 32 << 20  # bytes: the bus at its full speed
@@ -37,7 +37,7 @@ class Order:
     """Files that are to be made, here or elsewhere.
 
     ``scalars`` gives the static scales of a file. ``advance`` is told the bytes read; ``commit``, once at a time, takes
-    a file that is whole, flushed and read back, with the path that it has until then.
+    a file that is whole, on the disk and read back from there, with the path that it has until then.
     """
 
     plans: Sequence[ShardPlan]
@@ -90,8 +90,8 @@ class _Schedule:
         self._lock, self._telling, self._committing = Lock(), Lock(), Lock()
         self._open: list[OpenShard] = []
         self._busy: Counter[OpenShard] = Counter()
-        self._commits: list[Future[None]] = []
         self._stopped = False
+        self._failure: BaseException | None = None
         self._seconds: dict[str, float] = defaultdict(float)
 
     def run(self) -> dict[str, float]:
@@ -108,11 +108,8 @@ class _Schedule:
                 self._stop()  # an interrupt reaches this thread only
         for shard in self._open:
             shard.discard()
-        faults = [fault for each in running if (fault := each.exception()) is not None]
-        for commit in self._commits:
-            commit.result()
-        for fault in sorted(faults, key=lambda fault: isinstance(fault, Stopped)):
-            raise fault
+        if self._failure is not None:
+            raise self._failure
         self._seconds["written"] = self._last - begin
         return self._seconds
 
@@ -126,9 +123,10 @@ class _Schedule:
                     self._busy[shard] -= 1
                 if written is not None:
                     self._close(shard, written, committer)
-        except BaseException:
-            self._stop()
-            raise
+        except Stopped:
+            pass  # the failure that stopped this worker is raised in its place
+        except BaseException as error:
+            self._fail(error)
         finally:
             with self._lock:
                 for kind, spent in worker.seconds.items():
@@ -170,23 +168,32 @@ class _Schedule:
         with self._lock:
             self._open.remove(shard)
             self._last = time.perf_counter()
-            self._commits.append(committer.submit(self._committed, written, shard.sums))
+            committer.submit(self._commit, written, shard.sums)
 
-    def _committed(self, shard: WrittenShard, sums: Sequence[Sum]) -> None:
-        """Prove that the file holds what was hashed, while other files are made and flushed; then commit it."""
+    def _commit(self, shard: WrittenShard, sums: Sequence[Sum]) -> None:
+        """Prove that the disk holds what was hashed, while other files are made and flushed; then commit the file."""
         begin = time.perf_counter()
         path = self._order.destination / (shard.name + self._suffix)
-        if path.exists():  # else an earlier try came as far as the commit
-            if not read_back(path, sums):
-                raise StageError(
-                    f"{path}: what lies on the disk is not what was written.",
-                    hint="Run the same command again; should it repeat, look at the disk and the memory.",
-                )
-            fsync(path)
-        with self._committing:
-            self._order.commit(shard, path)
+        try:
+            if path.exists():  # else an earlier try came as far as the commit
+                fsync(path)
+                if not read_back(path, sums):
+                    raise StageError(
+                        f"{path}: what lies on the disk is not what was written.",
+                        hint="Run the same command again; should it repeat, look at the disk and the memory.",
+                    )
+            with self._committing:
+                self._order.commit(shard, path)
+        except BaseException as error:  # a disk that refuses one file refuses the next: no worker begins it
+            self._fail(error)
         with self._lock:
             self._seconds["flush"] += time.perf_counter() - begin
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the first failure, which `run` raises, and stop all workers."""
+        with self._lock:
+            self._failure = self._failure or error
+        self._stop()
 
     def _stop(self) -> None:
         with self._lock:

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from pathlib import Path
 from threading import Condition
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from calibration.lazy import torch
 from pipeline.base.errors import StageError
@@ -39,6 +41,10 @@ from pipeline.quantize.engines.stream.worker import Sink, Worker
 from pipeline.quantize.formats.checkpoint import Files, torch_dtype
 from pipeline.quantize.formats.layout import StoredTensor
 from pipeline.quantize.inspection.numbers import Error, dequantize
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _STRIDE = 64
 
@@ -78,26 +84,47 @@ class WrittenShard:
 
 
 class Sum(NamedTuple):
-    """What a file must hold at a place: the sum of its bytes as `sum_of` takes it."""
+    """Checksum of a part of a file: ``value`` is the `sum_of` of its ``size`` bytes at ``offset``."""
 
     offset: int
     size: int
     value: int
 
 
-def sum_of(data: memoryview) -> int:
-    """The sum of bytes as integers of 64 bit, zeros behind them: a tenth of a hash's time, and any bit changes it."""
+_ROW = 4096  # words; they and their factors stay in a core's own cache
+_PRIME = 0x9E3779B97F4A7C55  # odd, so that no row is lost
+
+
+@cache
+def _factors() -> NDArray[np.uint64]:
+    """Odd numbers of 64 bits, one for each word of a row: uint64 [_ROW]."""
     import numpy as np
 
-    size = data.nbytes // 8 * 8
-    whole = int(np.frombuffer(data[:size], dtype=np.int64).sum())
-    return whole + int.from_bytes(data[size:], "little")
+    return np.random.default_rng(0).integers(0, 1 << 63, _ROW, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+def sum_of(data: memoryview) -> int:
+    """Return the sum of 64-bit words, each times an odd number of its place, modulo 2^64; zeros fill the last row.
+
+    Any one word that changes changes it, and so do words that change places. It takes a fifth of SHA-256's time.
+    """
+    import numpy as np
+
+    factors, total = _factors(), 1
+    whole = data.nbytes // factors.nbytes * factors.nbytes
+    rest = bytes(data[whole:]).ljust(factors.nbytes, b"\0")
+    for part in (data[:whole], rest):
+        for row in (np.frombuffer(part, dtype=np.uint64).reshape(-1, _ROW) @ factors).tolist():
+            total = (total * _PRIME + row) % (1 << 64)
+    return total
 
 
 def read_back(path: Path, sums: Sequence[Sum]) -> bool:
-    """Whether a file on the disk holds what it was made of."""
+    """Return whether a file that was flushed holds on the disk what it was made of; its cached pages are dropped."""
     files, buffer = Files(path.parent), torch.empty(max(each.size for each in sums), dtype=torch.uint8).numpy().data
     try:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for each in sums:
             files.read(path.name, "what was written", each.offset, buffer[: each.size])
             if sum_of(buffer[: each.size]) != each.value:
