@@ -38,6 +38,8 @@ OPEN = 8
 """Runs of a recipe that are shown at once; older ones can be opened."""
 INDEX, ROWS, REPORTS = "index.html", "index.json", "reports"
 _PARTIAL = ".partial"
+_LOCK = ".lock"
+"""Also how the names begin that waiting processes use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +172,11 @@ def build(output: Path, store: Store) -> tuple[Sequence[Row], int]:
 
     Returns what it shows, newest run first, and how many reports were copied just now.
     """
-    known = _known(output)
+    _known(output)  # refuse before anything is made
     with disk_errors(output):
         output.mkdir(parents=True, exist_ok=True)
-        with Lock(output / ".lock"):
+        with Lock(output / _LOCK):
+            known = _known(output)  # what another process added while this one waited
             rows, copied = dict(known), 0
             for run in list_runs(store.root):
                 before = known.get(run.id)
@@ -195,7 +198,8 @@ def _known(output: Path) -> Mapping[str, Row]:
     """The rows that are there. A folder with other files is refused: somebody's index.html is not written over."""
     path = output / ROWS
     if not path.is_file():
-        if output.is_dir() and any(found.name not in (".lock", REPORTS) for found in output.iterdir()):
+        names = (path.name for path in output.iterdir()) if output.is_dir() else ()
+        if any(name not in (REPORTS, ROWS + _PARTIAL) and not name.startswith(_LOCK) for name in names):
             raise UserError(
                 f"--output: found a folder with other files, {output}, expected an empty one or a site",
                 hint="name a folder of its own",

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -191,15 +191,13 @@ def plan_gc(store: Store, *, keep: int, now: float | None = None) -> GcPlan:
         raise ValueError(f"keep must be 0 or more, not {keep}")
     root, now = store.root, time.time() if now is None else now
     with disk_errors(root):
-        things, runs = list(_survey(root, now)), list_runs(root)
-    live, old = _sort_runs(runs, keep, now)
-    needed = {root / stage / fingerprint for run in live for stage, fingerprint in run.plan}
-    # A stage that broke goes on from its working folder, unless its entry has been made since.
-    finished = {thing.path for thing in things if thing.kind == "entry"}
-    needed |= {path.with_name(f"{path.name}.work") for path in needed - finished}
+        things = list(_survey(root, now))
+        references = _References(root, keep, now)
+        live, old = references.runs()
+    needed = references.entries(live)
     remove: list[Item] = []
     young = 0
-    for thing in (thing for thing in things if not thing.held and thing.path not in needed):
+    for thing in (thing for thing in things if not thing.held and not _is_needed(thing.path, needed)):
         grace, why = _AGES[thing.kind]
         if now - thing.changed >= grace:
             remove.append(Item(thing.path, thing.bytes, why))
@@ -212,38 +210,83 @@ def plan_gc(store: Store, *, keep: int, now: float | None = None) -> GcPlan:
 def apply(plan: GcPlan, *, now: float | None = None) -> int:
     """Remove what a plan names, as far as a fresh plan agrees; returns the bytes freed. Raises `StoreError`."""
     still = {item.path for item in plan_gc(Store(plan.root), keep=plan.keep, now=now).remove}
+    references = _References(plan.root, plan.keep, time.time() if now is None else now)
     freed = 0
     with disk_errors(plan.root):
         for item in plan.remove:
-            if item.path in still and _put_away(plan.root, item.path):
+            if item.path in still and _put_away(plan.root, item.path, references):
                 freed += item.bytes
     return freed
 
 
-def _put_away(root: Path, path: Path) -> bool:
-    """Remove something under the lock that guards it, if one does; False where a process has come to it."""
+class _References:
+    """What recent runs refer to, at each moment that it is asked; run files that did not change are read once."""
+
+    def __init__(self, root: Path, keep: int, now: float) -> None:
+        self._root, self._keep, self._now = root, keep, now
+        self._known: dict[tuple[Path, int, int], Run | None] = {}
+
+    def runs(self) -> tuple[list[Run], list[Run]]:
+        """Return the runs that count, and those that newer ones of their recipe replace."""
+        runs = []
+        for path in sorted((self._root / RUNS).glob("*.json"), reverse=True):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                key = path, status.st_mtime_ns, status.st_ino
+                if key not in self._known:
+                    self._known[key] = _read(path)
+                if (run := self._known[key]) is not None:
+                    runs.append(run)
+        return _sort_runs(runs, self._keep, self._now)
+
+    def entries(self, live: Iterable[Run] | None = None) -> set[Path]:
+        """Return the paths of the entries that runs refer to (None: the runs that count now)."""
+        runs = self.runs()[0] if live is None else live
+        return {self._root / stage / fingerprint for run in runs for stage, fingerprint in run.plan}
+
+
+def _is_needed(path: Path, entries: Collection[Path]) -> bool:
+    """Return whether a path is a needed entry, or the working folder that its stage goes on from."""
+    if path.suffix != ".work":
+        return path in entries
+    entry = path.with_suffix("")
+    return entry in entries and not (entry / RECORD).exists()
+
+
+def _put_away(root: Path, path: Path, references: _References) -> bool:
+    """Remove something under the lock that guards it, if one does; False where a process has come to it.
+
+    A run writes what it needs before it looks for it. So an entry that no run names after it was renamed away was seen
+    by none, and is deleted; another is given its name back, for which whoever wants to make it waits at the lock.
+    """
     guard = None
     if path.parent.name not in RESERVED and FINGERPRINT.match(path.name):
         guard = path.with_name(f"{path.name[:64]}.lock")
     elif path.suffix == ".lock":
         guard = path
     if guard is None:
-        return _delete(root, path)
+        return _delete(root, path, lambda: False)
     lock = Lock(guard, heartbeat=0.1, stale_after=GRACE_S)
     if not lock.acquire(timeout=0.5):  # time for two looks at a lock whose heartbeat stopped long ago
         return False
     try:
-        return path == guard or _delete(root, path)
+        return path == guard or _delete(root, path, lambda: _is_needed(path, references.entries()))
     finally:
         lock.release()
 
 
-def _delete(root: Path, path: Path) -> bool:
+def _delete(root: Path, path: Path, is_needed: Callable[[], bool]) -> bool:
     try:
+        if is_needed():
+            return False
         if path.is_dir() and path.parent != root / TRASH:
             doomed = root / TRASH / f"{path.name}-{secrets.token_hex(4)}"
             doomed.parent.mkdir(exist_ok=True)
-            path = path.rename(doomed)
+            path.rename(doomed)
+            if is_needed():
+                doomed.rename(path)
+                return False
+            path = doomed
         if path.is_dir():
             shutil.rmtree(path)
         else:

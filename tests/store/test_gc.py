@@ -5,11 +5,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.store.entries import Entry
 from pipeline.store.gc import QUARANTINE_S, UNFINISHED_S, GcPlan, RunLog, apply, plan_gc
+from pipeline.store.locks import Lock
 from pipeline.store.tree import Store
 
 Make = Callable[..., Entry]
@@ -199,3 +201,40 @@ def test_what_is_known_of_recipes_stays(store: Store) -> None:
     kept = [old(refresh / name, 2e7) for name in ("a.json", "logs/a/1.log", "devices/here-0.lock")]
     assert plan_gc(store, keep=0).remove == ()
     assert all(path.exists() for path in kept)
+
+
+@pytest.mark.parametrize("moment", ["lock", "rename"])
+@pytest.mark.parametrize("kind", ["entry", "work"])
+def test_a_run_that_begins_while_things_are_removed_keeps_them(
+    store: Store, make: Make, monkeypatch: pytest.MonkeyPatch, moment: str, kind: str
+) -> None:
+    """It names its entry first and looks for it then: after `gc` decided, or a moment before it renames."""
+    entry = make(store)
+    wanted = entry.path
+    if kind == "work":
+        wanted = entry.path.rename(entry.path.with_name(f"{entry.fingerprint}.work"))
+        (wanted / "record.json").unlink()
+    age(wanted, 2)
+    found: list[object] = []
+
+    def begin() -> None:
+        if not found:
+            RunLog.start(store.root, "a", "0" * 64, [(entry.stage, entry.fingerprint)])
+            found.append(store.find(entry.stage, entry.fingerprint))
+
+    if moment == "lock":
+        monkeypatch.setattr(Lock, "acquire", before(Lock.acquire, lambda *_, **__: begin()))
+    else:
+        monkeypatch.setattr(Path, "rename", before(Path.rename, lambda path, *_: path == wanted and begin()))
+    assert apply(plan_gc(store, keep=1)) == 0
+    assert found == [entry if kind == "entry" else None]
+    assert wanted.is_dir()
+    assert not any((store.root / "trash").glob("*"))
+
+
+def before(original: Callable[..., Any], action: Callable[..., object]) -> Callable[..., Any]:
+    def called(*arguments: Any, **named: Any) -> Any:
+        action(*arguments, **named)
+        return original(*arguments, **named)
+
+    return called

@@ -15,6 +15,7 @@ import pytest
 from pipeline.base.errors import UserError
 from pipeline.stages import site as building
 from pipeline.stages.site import build
+from pipeline.store.locks import Lock
 from pipeline.store.tree import Store
 from tests.checkpoints import GOOD, SMALL, run
 
@@ -68,6 +69,34 @@ def test_a_finished_run_replaces_its_unfinished_row(store: Store, tmp_path: Path
     path.write_text(json.dumps(whole))
     (row,) = build(tmp_path / "site", store)[0]
     assert (row.status, row.judged is not None) == ("PASS", True)
+
+
+def test_rows_that_another_site_adds_while_this_one_waits_stay(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, other = tmp_path / "site", Store(tmp_path / "other")
+    run(store.root, "good", GOOD, "2026-01-01T10:00:00Z")
+    run(other.root, "small", SMALL, "2026-01-02T10:00:00Z")
+    free = building.Lock
+
+    def taken_by_another(path: Path) -> Lock:
+        monkeypatch.setattr(building, "Lock", free)
+        build(site, other)
+        return free(path)
+
+    monkeypatch.setattr(building, "Lock", taken_by_another)
+    assert [row.recipe for row in build(site, store)[0]] == ["small", "good"]
+    assert {row["recipe"] for row in json.loads((site / "index.json").read_text())["runs"]} == {"small", "good"}
+
+
+def test_what_a_first_build_left_that_was_cut_off_is_not_foreign(store: Store, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    for name in (".lock", ".lock.0a1b2c3d.probe", "index.json.partial"):
+        (site / name).write_text("half")
+    (site / ".lock").unlink()
+    run(store.root, "good", GOOD, "2026-01-01T10:00:00Z")
+    assert len(build(site, store)[0]) == 1
 
 
 def test_what_the_store_forgot_stays(store: Store, tmp_path: Path) -> None:
