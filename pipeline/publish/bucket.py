@@ -2,18 +2,20 @@
 
     s3://bucket/models/llama70b-fp8kv/v20261121-3f1c0a52/model-00001-of-00030.safetensors, ...
     s3://bucket/models/llama70b-fp8kv/v20261121-3f1c0a52.json      written when the publication was over
+    s3://bucket/models/llama70b-fp8kv/v20261121-3f1c0a52.removed   while `prune` removes it: nobody can choose it
     s3://bucket/models/llama70b-fp8kv/current.json                 what readers get
     s3://bucket/models/llama70b-fp8kv/candidate.json               what waits to be promoted
 
 Nobody looks under a tag before ``current.json`` names it; that object is replaced as a whole, on the condition that it
-is still the one that was there when the publication began.
+is still the one that was read, and that it names the release which was current when the state was looked at.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +27,7 @@ from pipeline.base.errors import StageError, UserError
 from pipeline.base.machine import cache_folder
 from pipeline.base.progress import Progress
 from pipeline.publish import manifest
-from pipeline.publish.place import Difference, Listed, Place, State, named, newest_first
+from pipeline.publish.place import Difference, Listed, Place, State, moved, named, newest_first, require_same
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
 from pipeline.store.disk import disk_errors
 from pipeline.store.files import DamagedError, Wanted, fetch
@@ -35,6 +37,8 @@ from pipeline.store.objects import Objects
 _CURRENT: Final = "current.json"
 _CANDIDATE: Final = "candidate.json"
 _JSON: Final = ".json"
+_REMOVED: Final = ".removed"
+_TRIES: Final = 5  # of a swap, where others rewrite the pointer and it still names the same release
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +80,24 @@ class BucketPlace(Place):
     def state(self) -> State:
         """What was published to its end, and what is pointed to: of that only the record can be missing."""
         pointed = {name: self._look(name) for name in (_CANDIDATE, _CURRENT)}
-        names = (name.removesuffix(_JSON) for name in self._objects.names() if name.endswith(_JSON))
-        recorded = {tag for tag in names if TAG.fullmatch(tag)}
+        names = self._objects.names()
+        recorded, hidden = (
+            {name.removesuffix(end) for name in names if name.endswith(end) and TAG.fullmatch(name.removesuffix(end))}
+            for end in (_JSON, _REMOVED)
+        )
         found = {pointer.tag: pointer for pointer, _ in pointed.values() if pointer is not None}
-        for tag in recorded - found.keys():
+        for tag in recorded - found.keys() - hidden:
             pointer, _ = self._look(f"{tag}{_JSON}")
             if pointer is not None:
                 found[tag] = pointer
-        waits, current = (None if pointer is None else pointer.tag for pointer, _ in pointed.values())
-        marks = {name: mark for name, (_, mark) in pointed.items()}
+        waits, current = tags = [None if pointer is None else pointer.tag for pointer, _ in pointed.values()]
         listed = (
-            Listed(
-                tag=one.tag,
-                revision=one.identity,
-                created=one.created,
-                title=one.title,
-                current=one.tag == current,
-                candidate=one.tag == waits != current,
-                size=one.size,
-            )
-            for one in found.values()
+            _listed(pointer, current=pointer.tag == current, candidate=pointer.tag == waits != current)
+            for pointer in found.values()
         )
-        # Of the tag that waits the state does not tell where it is current as well: its promotion was cut off.
-        return State(newest_first(listed), frozenset(found.keys() - recorded), (marks, waits))
+        # Of the tag that waits the releases do not tell where it is current as well: its promotion was cut off.
+        mark = _Mark(dict(zip(pointed, tags, strict=True)), frozenset(hidden))
+        return State(newest_first(listed), frozenset(found.keys() - recorded), mark)
 
     def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
         """By the sizes and digests that the server says.
@@ -131,17 +130,20 @@ class BucketPlace(Place):
 
     def point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
         """Replace ``current.json`` or ``candidate.json``."""
-        self._write(_CANDIDATE if candidate else _CURRENT, release, state)
-        # A candidate no more is it itself, and one that was promoted and cut off.
-        _, waits = state.mark
-        if not candidate and waits is not None and waits in (release.tag, state.current and state.current.tag):
+        name = _CANDIDATE if candidate else _CURRENT
+        self._swap(name, state.mark.tags[name], _pointer(release))
+
+    def withdraw(self, releases: Sequence[Listed]) -> None:
+        """Remove ``candidate.json``."""
+        pointer, _ = self._look(_CANDIDATE)
+        if pointer is not None and pointer.tag in {release.tag for release in releases}:
             self._objects.remove(_CANDIDATE)
 
     def finish(self, release: Listed) -> None:
         """Write the record of its own name; whoever wrote one before wrote the same."""
         name = f"{release.tag}{_JSON}"
         if self._objects.read(name) is None:
-            self._objects.put_if(name, _encode(release), None)
+            self._objects.put_if(name, _encode(_pointer(release)), None)
 
     def read(self, release: Listed, name: str) -> bytes | None:
         """One object."""
@@ -152,10 +154,41 @@ class BucketPlace(Place):
         """By the bucket's list."""
         return self._objects.sizes(release.tag)
 
+    def pin(self, release: Listed) -> str:
+        """All of it: the record holds it."""
+        return release.revision
+
+    def is_chosen(self, release: Listed) -> bool:
+        """By the pointers."""
+        pointers = (self._look(name)[0] for name in (_CURRENT, _CANDIDATE))
+        return any(pointer is not None and pointer.tag == release.tag for pointer in pointers)
+
+    def hidden(self) -> Sequence[Listed]:
+        """Those that have a ``v….removed``."""
+        found = (self._look(name)[0] for name in self._objects.names() if name.endswith(_REMOVED))
+        return [_listed(pointer) for pointer in found if pointer is not None]
+
+    def hide(self, release: Listed) -> None:
+        """Write ``v….removed``, then the pointer anew: who read it before cannot swap it without reading it again."""
+        self._objects.put_if(f"{release.tag}{_REMOVED}", _encode(_pointer(release)), None)
+        for _ in range(_TRIES):
+            current, mark = self._look(_CURRENT)
+            if current is None or current.tag == release.tag:
+                return
+            if self._objects.put_if(_CURRENT, _encode(current, unique=True), mark):
+                return
+        self.unhide(release)
+        raise StageError(f"{self._url}: {_CURRENT} changes all the time: nothing was removed", hint="Run it again.")
+
+    def unhide(self, release: Listed) -> None:
+        """Remove ``v….removed``."""
+        self._objects.remove(f"{release.tag}{_REMOVED}")
+
     def drop(self, release: Listed) -> None:
-        """The record last: what was cut off is still listed, and removed by the same command."""
+        """Its files, its record, and last what hides it: the same command goes on with what was cut off."""
         self._objects.remove_folder(release.tag)
         self._objects.remove(f"{release.tag}{_JSON}")
+        self.unhide(release)
 
     def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Wanted = None) -> Path:
         """A copy whose digests were checked, in ``into`` or below XDG_CACHE_HOME; what is there is not sent again."""
@@ -182,31 +215,62 @@ class BucketPlace(Place):
         found = self._objects.read(name)
         return (None, None) if found is None else (_decode(found.data, f"{self._url}/{name}"), found.mark)
 
-    def _write(self, name: str, release: Listed, state: State) -> None:
-        data, seen = _encode(release), state.mark[0][name]
-        before = self._objects.read(name)
-        if (before and before.mark) == seen and self._objects.put_if(name, data, seen):
-            return
-        now = self._objects.read(name)
-        if now is not None and now.data == data:
-            return  # ours: the answer was lost on the way, or another process published the same
-        there = "nothing" if now is None else _decode(now.data, f"{self._url}/{name}").tag
-        raise StageError(
-            f"{self._url}: {name} names {there} now: somebody else published meanwhile. Nothing was overwritten.",
-            hint=f"Look at `quantmint releases {self._url}`; the same command again makes {release.tag} the next.",
-        )
+    def _swap(self, name: str, seen: str | None, new: Pointer) -> None:
+        """Replace a pointer that names the release ``seen``; raises `StageError` where it names another one.
+
+        Between reading the pointer and writing it, on the condition that it is the same object, this looks for
+        ``v….removed``: `hide` writes that before it renews the pointer, so that one of the two learns of the other.
+        """
+        for _ in range(_TRIES):
+            before, mark = self._look(name)
+            if before == new:
+                return  # the answer was lost on the way, or another process published the same
+            if (before and before.tag) != seen:
+                break
+            hidden = self._objects.read(f"{new.tag}{_REMOVED}") is not None
+            if hidden or self._objects.read(f"{new.tag}/{MANIFEST}") is None:  # in this order: `drop` has the other one
+                raise _removed(self._url, new.tag)
+            if self._objects.put_if(name, _encode(new), mark):
+                return
+        raise moved(self._url, name, None if before is None else before.tag, new.tag)
 
     def _require_own(self, release: Release, state: State) -> bool:
-        """Whether the release was published to its end; raises `StageError` where its tag is another's."""
+        """Whether the release was published to its end; raises `StageError` where its tag is another's, or removed."""
+        if release.tag in state.mark.hidden and release.tag not in state.mark.tags.values():
+            raise _removed(self._url, release.tag)
         found = state.find(release.tag)
-        if found is not None and found.revision != release.identity:
-            raise StageError(f"{self._url}: {release.tag} is another release there, and a release never changes.")
+        require_same(self._url, release.tag, None if found is None else found.revision, release.identity)
         return found is not None and release.tag not in state.unfinished
 
 
-def _encode(release: Listed) -> bytes:
-    found = Pointer(release.tag, release.revision, release.title, release.created, release.size or 0)
-    return (json.dumps(asdict(found), indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Tags that the pointers named, by the objects' names (None: nothing), and tags that `prune` removes."""
+
+    tags: Mapping[str, str | None]
+    hidden: frozenset[str]
+
+
+def _removed(url: str, tag: str) -> StageError:
+    return StageError(
+        f"{url}: `quantmint prune` removes {tag}, or has removed it",
+        hint="Wait for it, or run it again where it was cut off; then the recipe can be published again.",
+    )
+
+
+def _listed(pointer: Pointer, *, current: bool = False, candidate: bool = False) -> Listed:
+    created, title = pointer.created, pointer.title
+    return Listed(pointer.tag, pointer.identity, created, title, current, candidate, pointer.size)
+
+
+def _pointer(release: Listed) -> Pointer:
+    return Pointer(release.tag, release.revision, release.title, release.created, release.size or 0)
+
+
+def _encode(pointer: Pointer, *, unique: bool = False) -> bytes:
+    """Return a pointer's bytes; ``unique``: with blanks behind it that no other call writes, for an ETag of its own."""
+    blanks = "".join(secrets.choice(" \t") for _ in range(64)) if unique else ""
+    return (json.dumps(asdict(pointer), indent=1, sort_keys=True, ensure_ascii=False) + f"{blanks}\n").encode()
 
 
 def _decode(data: bytes, what: str) -> Pointer:

@@ -4,17 +4,23 @@
     published/.releases/llama70b-fp8kv/v20261121-3f1c0a52/
     published/.releases/llama70b-fp8kv/candidate -> v20261122-90ab12cd
 
-A release is copied under a temporary name, checked against its digests on the way, put on the disk, and renamed. Then
-one rename of a symbolic link makes it the current one, as it does in a promotion and in a rollback. A crash leaves at
-most folders with a temporary name, which the next publication removes, and the link ``pending``: it names the release
-whose publication was not finished.
+A release is copied under a temporary name, checked against its digests on the way, put on the disk, and renamed whole.
+Then one rename of a symbolic link makes it the current one, as it does in a promotion and in a rollback. Of a release
+that was damaged, each file that differs is replaced by itself, so that readers never lose the folder.
+
+Publishers exclude each other by a lock. One that was paused for longer than the lock lasts goes on beside its
+successor: before each step that cannot be undone it looks whether the lock is still its own, and a temporary folder is
+renamed before it is emptied, so that no half of one can become a release. A crash leaves at most folders with a
+temporary name, which the next publication removes, and the link ``pending``: it names the release whose publication was
+not finished.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -23,8 +29,8 @@ from calibration.durable import fsync
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
 from pipeline.publish import manifest
-from pipeline.publish.place import Difference, Listed, Place, State, named, newest_first, said_of
-from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in
+from pipeline.publish.place import Difference, Listed, Place, State, moved, named, newest_first, require_same, said_of
+from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in, identity_in
 from pipeline.store.disk import disk_errors, folders, free_bytes
 from pipeline.store.files import Wanted, chunks, copy, digest_of, fetch
 from pipeline.store.locks import Lock
@@ -43,6 +49,7 @@ class FolderPlace(Place):
         self._link = folder / name
         self._candidate = self._home / "candidate"
         self._pending = self._home / "pending"
+        self._lock = Lock(self._home / "lock")
 
     @property
     def address(self) -> str:
@@ -58,9 +65,10 @@ class FolderPlace(Place):
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             raise UserError(f"{self.address}: {there} cannot be written", hint="Give this user the right to write.")
         free = free_bytes(there) + sum(sum(_sizes(path).values()) for path in self._home.glob(f"*{_PARTIAL}"))
-        if release is not None and not self._looks_whole(release) and free < release.size:
+        missing = () if release is None else self._difference(release).missing
+        if release is not None and free < (needed := sum(release.files[name].size for name in missing)):
             raise StageError(
-                f"{self.address}: the release has {release.size:,} bytes, the disk has {free:,} free",
+                f"{self.address}: the release has {needed:,} bytes, the disk has {free:,} free",
                 hint="Free space (`quantmint prune` removes old releases) and run the same command again.",
             )
 
@@ -87,50 +95,67 @@ class FolderPlace(Place):
         return State(newest_first(found), frozenset(() if pending is None else (pending,)))
 
     def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
-        """All of it, unless exactly these bytes are there. The signature is not compared: whoever signed it."""
+        """By names and sizes, then by digests. The signature is not compared: it is the same whoever signed it."""
         self._refuse_foreign()
-        everything = Difference(tuple(sorted(release.files)))
-        if not self._looks_whole(release):
-            return everything
-        if progress is None:
-            return Difference()
-        folder = self._home / release.tag
-        with progress.bar(release.size, "B") as advance:
-            same = all(
-                digest_of(folder / name, advance) == file.sha256
-                for name, file in release.files.items()
-                if name != SIGNATURE
-            )
-        return Difference() if same else everything
-
-    def put(self, release: Release, diff: Difference, state: State, *, candidate: bool, progress: Progress) -> str:
-        """Copy the whole, each digest checked, then rename."""
-        if not diff:
-            return release.identity
-        folder = self._home / release.tag
-        partial = self._home / f"{release.tag}{_PARTIAL}"
+        raw = _read(self._home / release.tag / MANIFEST)
+        there = None if raw is None else manifest.identity(raw)
+        if there is not None and there.startswith(identity_in(release.tag)):  # else it is damaged, and replaced
+            require_same(self.address, release.tag, there, release.identity)
+        found = self._difference(release)
+        if progress is None or len(found.missing) == len(release.files):
+            return found
+        folder, missing = self._home / release.tag, set(found.missing)
         with progress.bar(release.size, "B") as advance:
             for name, file in release.files.items():
-                copy(file, partial / name, advance)
-        for inner in folders(partial):
-            fsync(inner)
+                if name != SIGNATURE and name not in missing and digest_of(folder / name, advance) != file.sha256:
+                    missing.add(name)
+        return Difference(_manifest_last(missing), found.strays)
+
+    def put(self, release: Release, diff: Difference, state: State, *, candidate: bool, progress: Progress) -> str:
+        """Copy what differs, each digest checked; then rename the whole, or each file where a release is mended."""
+        if not diff:
+            return release.identity
+        folder, partial = self._home / release.tag, self._fresh(release.tag)
+        with progress.bar(release.size, "B") as advance:
+            advance(release.size - sum(release.files[name].size for name in diff.missing))
+            for name in diff.missing:
+                copy(release.files[name], partial / name, advance)
+        if diff.missing:
+            for inner in folders(partial):
+                fsync(inner)
+        self._lock.check()
+        if _sizes(partial) != {name: release.files[name].size for name in diff.missing}:
+            raise StageError(f"{partial}: something else removed files of it", hint="Run the same command again.")
         if folder.is_dir():
-            folder.rename(self._home / f"{release.tag}.damaged{_PARTIAL}")
+            _mend(folder, partial, diff)
         else:
             self._set(self._pending, Path(release.tag))
-        partial.rename(folder)
+            partial.rename(folder)
         fsync(self._home)
         self._sweep()
         return release.identity
 
     def point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
-        """One rename of a link."""
-        if candidate:
-            self._set(self._candidate, Path(release.tag))
-            return
-        self._set(self._link, Path(RELEASES, self._name, release.tag))
-        # A candidate no more is it itself, and one that was promoted and cut off.
-        if _target(self._candidate) in {release.tag, state.current.tag if state.current else release.tag}:
+        """One rename of a link; it is undone where a pause just before it let another remove the release."""
+        self._lock.check()
+        shown, seen = self._current(), None if state.current is None else state.current.tag
+        if not candidate and shown != seen:
+            raise moved(self.address, "the link", shown, release.tag)
+        link = self._candidate if candidate else self._link
+        before, folder = link.readlink() if link.is_symlink() else None, self._home / release.tag
+        if folder.is_dir():
+            self._set(link, Path(release.tag) if candidate else Path(RELEASES, self._name, release.tag))
+            if folder.is_dir():
+                return
+            if before is None:
+                link.unlink()
+            else:
+                self._set(link, before)
+        raise StageError(f"{self.address}: {release.tag} was removed meanwhile", hint="Publish it again.")
+
+    def withdraw(self, releases: Sequence[Listed]) -> None:
+        """Remove the link ``candidate``."""
+        if _target(self._candidate) in {release.tag for release in releases}:
             self._candidate.unlink()
 
     def finish(self, release: Listed) -> None:
@@ -147,10 +172,24 @@ class FolderPlace(Place):
         """From the disk."""
         return _sizes(self._home / release.tag)
 
-    def drop(self, release: Listed) -> None:
-        """Out of sight first, then off the disk."""
-        (self._home / release.tag).rename(self._home / f"{release.tag}.removed{_PARTIAL}")
+    def is_chosen(self, release: Listed) -> bool:
+        """By the links."""
+        return release.tag in (self._current(), _target(self._candidate))
+
+    def hide(self, release: Listed) -> None:
+        """Rename it to what is swept."""
+        self._lock.check()
+        (self._home / release.tag).rename(self._hidden(release))
         fsync(self._home)
+
+    def unhide(self, release: Listed) -> None:
+        """Rename it back."""
+        with suppress(FileNotFoundError):
+            self._hidden(release).rename(self._home / release.tag)
+            fsync(self._home)
+
+    def drop(self, release: Listed) -> None:
+        """Off the disk."""
         self._sweep()
 
     def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Wanted = None) -> Path:
@@ -175,13 +214,12 @@ class FolderPlace(Place):
         self._refuse_foreign()
         with disk_errors(self._folder):
             self._home.mkdir(parents=True, exist_ok=True)
-            lock = Lock(self._home / "lock")
-            lock.acquire(on_wait=lambda holder: progress.say(f"{self.address}: waiting for {holder}"))
+            self._lock.acquire(on_wait=lambda holder: progress.say(f"{self.address}: waiting for {holder}"))
             try:
                 self._sweep()
                 yield
             finally:
-                lock.release()
+                self._lock.release()
 
     def _refuse_foreign(self) -> None:
         if os.path.lexists(self._link) and self._current() is None:
@@ -190,29 +228,42 @@ class FolderPlace(Place):
     def _current(self) -> str | None:
         return _target(self._link, (RELEASES, self._name))
 
-    def _looks_whole(self, release: Release) -> bool:
-        """Whether the release is there by the names and sizes of its files, and by the bytes of its manifest."""
+    def _difference(self, release: Release) -> Difference:
+        """Return what differs by the names and sizes of files, and by the bytes of the manifest."""
         folder = self._home / release.tag
-        sizes = _sizes(folder)
-        expected = {name: file.size for name, file in release.files.items()}
-        for found in (sizes, expected):
-            found.pop(SIGNATURE, None)
+        present = _sizes(folder)
+        missing = {name for name, file in release.files.items() if present.get(name) != file.size}
         raw = _read(folder / MANIFEST)
-        return sizes == expected and raw is not None and manifest.identity(raw) == release.identity
+        if raw is None or manifest.identity(raw) != release.identity:
+            missing.add(MANIFEST)
+        if folder.is_dir():
+            missing.discard(SIGNATURE)
+        return Difference(_manifest_last(missing), sorted(present.keys() - release.files.keys() - {SIGNATURE}))
+
+    def _fresh(self, name: str) -> Path:
+        """Return a name of this attempt alone, which is swept where the attempt does not come to its end."""
+        return self._home / f"{name}.{secrets.token_hex(4)}{_PARTIAL}"
+
+    def _hidden(self, release: Listed) -> Path:
+        return self._home / f"{release.tag}.removed{_PARTIAL}"
 
     def _set(self, link: Path, to: Path) -> None:
-        fresh = link.with_name(f".{link.name}{_PARTIAL}")
-        fresh.unlink(missing_ok=True)
+        fresh = self._fresh(link.name)
         fresh.symlink_to(to, target_is_directory=True)
         fresh.replace(link)
         fsync(link.parent)
 
     def _sweep(self) -> None:
+        """Remove what has a temporary name.
+
+        A folder is renamed first: whoever still writes there finds it whole or not at all, and never half.
+        """
         for stale in self._home.glob(f"*{_PARTIAL}"):
-            if stale.is_symlink():
-                stale.unlink()
-            else:
-                shutil.rmtree(stale)
+            with suppress(FileNotFoundError):
+                if stale.is_symlink():
+                    stale.unlink()
+                else:
+                    shutil.rmtree(stale.rename(self._fresh("swept")))
 
 
 def _target(link: Path, before: tuple[str, ...] = ()) -> str | None:
@@ -227,6 +278,24 @@ def _read(path: Path) -> bytes | None:
     return None
 
 
+def _mend(folder: Path, partial: Path, diff: Difference) -> None:
+    """Put files into a damaged release, the manifest last; every file is its old one or the right one."""
+    for name in diff.strays:
+        (folder / name).unlink()
+    for inner in sorted((path for path in folders(folder)[1:]), reverse=True):
+        with suppress(OSError):  # one that is not empty
+            inner.rmdir()
+    for name in diff.missing:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (partial / name).replace(folder / name)
+    for inner in folders(folder):
+        fsync(inner)
+
+
+def _manifest_last(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: (name == MANIFEST, name)))
+
+
 def _sizes(folder: Path) -> dict[str, int]:
-    found = (path for path in folder.rglob("*") if not path.is_dir())
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return {path.relative_to(folder).as_posix(): path.lstat().st_size for path in found}

@@ -5,7 +5,12 @@ puts the files where nobody looks, points to them, and notes that it is over; ea
 has done, so that the same command finishes what was cut off. A release that was published to its end is left as it is:
 where readers get another one now, somebody chose that, and `rollback` is how to choose again.
 
-What differs between places is a few primitives, the methods of `Place` that are abstract.
+What differs between places is a few primitives of its storage, and one pointer that is compared and swapped: the
+methods of `Place` that are abstract. The protocol above them is here, and `tests/publish/test_protocol.py` holds every
+place to it:
+
+    publish, promote, rollback   put, point (refused where somebody moved the pointer), withdraw, finish
+    prune                        look, hide (nobody can choose it any more), look again, then drop or unhide
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import UserError, did_you_mean
+from pipeline.base.errors import StageError, UserError, did_you_mean
 from pipeline.base.progress import Progress
 from pipeline.publish import manifest
 from pipeline.publish.release import MANIFEST, Release, day_in, identity_in
@@ -122,6 +127,10 @@ class Place(ABC):
         """
 
     @abstractmethod
+    def withdraw(self, releases: Sequence[Listed]) -> None:
+        """Make those of these releases that wait as candidates no candidates any more."""
+
+    @abstractmethod
     def finish(self, release: Listed) -> None:
         """Note that its publication is over, where that is not noted yet."""
 
@@ -134,8 +143,27 @@ class Place(ABC):
         """Bytes of every file that lies under a release's tag, by name."""
 
     @abstractmethod
+    def is_chosen(self, release: Listed) -> bool:
+        """Return whether readers get a release now, or it waits for a promotion, also while it is hidden."""
+
+    @abstractmethod
+    def hide(self, release: Listed) -> None:
+        """Take a release out of the list: whoever looks from now on cannot choose it.
+
+        Whoever looked before fails to point to it, where the place can tell; else the pointer is read again after this.
+        """
+
+    @abstractmethod
+    def unhide(self, release: Listed) -> None:
+        """Put a release back into the list, where it is hidden."""
+
+    @abstractmethod
     def drop(self, release: Listed) -> None:
-        """Remove a release."""
+        """Remove a hidden release."""
+
+    def hidden(self) -> Sequence[Listed]:
+        """Return the releases that an attempt to remove them has left hidden, where the place keeps any."""
+        return ()
 
     @abstractmethod
     def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Wanted = None) -> Path:
@@ -144,6 +172,10 @@ class Place(ABC):
         ``wanted`` says of a file's name in the release whether it is needed (None: all are); a folder that lies here is
         given as it is. What is fetched from elsewhere is not believed: names that lead out of the folder are refused.
         """
+
+    def pin(self, release: Listed) -> str:
+        """Return the SHA-256 of a release's manifest, in as many hex digits as the place keeps beside it."""
+        return identity_in(release.tag)
 
     def changing(self, progress: Progress) -> AbstractContextManager[None]:
         """What a change is made in: alone, where the place knows locks."""
@@ -209,16 +241,15 @@ class Place(ABC):
     def prune(self, *, keep: int, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Remove all but the newest releases, never the current one or a candidate; returns what was done."""
         with nullcontext() if dry_run else self.changing(progress):
-            gone = outdated(self.releases(), keep=keep)
-            for release in () if dry_run else gone:
-                progress.say(f"removing {release.tag}")
-                self.drop(release)
+            gone = (*outdated(self.releases(), keep=keep), *self.hidden())
+            if not dry_run:
+                gone = tuple(release for release in gone if self._remove(release, progress))
             return tuple(Operation("remove", release.tag, release.size) for release in gone)
 
     def manifest_of(self, release: Listed) -> bytes:
         """The bytes of a release's manifest, for which its tag vouches; raises `DamagedError` for others."""
         raw = self.read(release, MANIFEST)
-        if raw is None or not manifest.identity(raw).startswith(identity_in(release.tag)):
+        if raw is None or not manifest.identity(raw).startswith(self.pin(release)):
             state = "missing" if raw is None else f"not that of {release.tag}"
             raise DamagedError(
                 f"{self.address}: {release.tag} is damaged: its {MANIFEST} is {state}", hint=manifest.DAMAGED
@@ -241,6 +272,19 @@ class Place(ABC):
         if not candidate and state.current is not None and state.current.tag in state.unfinished:
             self.finish(state.current)
         self.point(release, state, why, candidate=candidate)
+        if not candidate:  # the former one may have been promoted and cut off before this step
+            self.withdraw([release, *([] if state.current is None else [state.current])])
+
+    def _remove(self, release: Listed, progress: Progress) -> bool:
+        """Remove a release; return False where somebody has chosen it since the list was made."""
+        if not self.is_chosen(release):
+            progress.say(f"removing {release.tag}")
+            self.hide(release)
+            if not self.is_chosen(release):
+                self.drop(release)
+                return True
+        self.unhide(release)
+        return False
 
     def _pointing(self, release: Listed, candidate: bool) -> tuple[Operation, ...]:
         return (Operation("point", f"{'candidate' if candidate else 'current'} of {self.address} to {release.tag}"),)
@@ -254,6 +298,7 @@ class Place(ABC):
             if release.tag in state.unfinished:
                 self.finish(release)
             self._point(release, state, why, candidate=False)
+            self.finish(release)  # also where `prune` hid it meanwhile
         return () if release.current else self._pointing(release, False)
 
 
@@ -261,6 +306,21 @@ def described(release: Release, revision: str) -> Listed:
     """A release as a place lists it."""
     title, created, _ = said_of(release.files[MANIFEST].path.read_bytes())
     return Listed(release.tag, revision, created or day_in(release.tag), title, False, False, release.size)
+
+
+def moved(address: str, pointer: str, now: str | None, tag: str) -> StageError:
+    """Return what is said where somebody moved a pointer after the state was looked at."""
+    return StageError(
+        f"{address}: {pointer} names {now or 'nothing'} now: somebody else published meanwhile. "
+        "Nothing was overwritten.",
+        hint=f"Look at `quantmint releases {address}`; the same command again makes {tag} the next.",
+    )
+
+
+def require_same(address: str, tag: str, there: str | None, identity: str) -> None:
+    """Raise `StageError` where a tag is of another release, by the SHA-256 of its manifest (None: no such tag)."""
+    if there not in (None, identity):
+        raise StageError(f"{address}: {tag} is another release there, and a release never changes.")
 
 
 def said_of(raw: bytes) -> tuple[str, str | None, int | None]:

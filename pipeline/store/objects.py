@@ -154,10 +154,13 @@ class Objects:
     def put_if(self, name: str, data: bytes, seen: str | None) -> bool:
         """Write a small object in place of the one that was seen (its mark; None: none was there).
 
-        False, with nothing written, where it is another one now; a folder only knows whether there is one.
+        False, with nothing written, where it is another one now. A folder looks and writes in two steps: a publisher
+        that is paused exactly between them goes unnoticed.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
+        if self._local and seen is not None and ((now := self.read(name)) is None or now.mark != seen):
+            return False
         mode: Any = "create" if seen is None else "overwrite" if self._local else {"e_tag": seen}
         with self._told(f"write {name}"):
             try:

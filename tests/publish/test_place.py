@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
 
 from pipeline.base.errors import StageError, UserError
-from pipeline.base.progress import PlainReporter
 from pipeline.publish.bucket import BucketPlace
 from pipeline.publish.folder import FolderPlace
 from pipeline.publish.hub.place import HubPlace
 from pipeline.publish.place import Place
 from pipeline.publish.release import MANIFEST, Release
-from pipeline.recipe.sections import Hub
 from pipeline.store.files import DamagedError
-from tests.publish.conftest import Bucket, MakeRelease
+from tests.publish.conftest import MakeRelease
+from tests.publish.places import KINDS, TOLD, contents, maker, publish, read, states
 
 REPO = "my-org/r"
-TOLD = PlainReporter(io.StringIO())
 Three = tuple[Release, Release, Release]
 
 
-@pytest.fixture(params=["folder", "bucket", "file", "hub", "pull-request"])
+@pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    match request.param:
-        case "folder":
-            return FolderPlace(tmp_path / "published", "r")
-        case "bucket":
-            bucket: Bucket = request.getfixturevalue("bucket")
-            return bucket.place()
-        case "file":
-            return BucketPlace(f"file://{tmp_path}/models", "r")
-        case _:
-            request.getfixturevalue("hub")
-            section = Hub.model_validate({"repo": REPO, "via": "commit" if request.param == "hub" else "pull-request"})
-            return HubPlace(REPO, section)
+    return maker(request.param, request, tmp_path)("r")
 
 
 @pytest.fixture
@@ -48,26 +34,6 @@ def three(place: Place, make_release: MakeRelease) -> Three:
     assert publish(place, second).current
     assert not publish(place, third, candidate=True).current
     return first, second, third
-
-
-def publish(place: Place, release: Release, *, candidate: bool = False):  # type: ignore[no-untyped-def]
-    return place.publish(release, candidate=candidate, progress=TOLD)
-
-
-def states(place: Place) -> dict[str, str]:
-    """The tags, and which of them readers get."""
-    return {one.tag: "current" if one.current else "candidate" if one.candidate else "" for one in place.releases()}
-
-
-def read(place: Place, into: Path, tag: str | None = None) -> dict[str, bytes]:
-    """What a reader gets."""
-    folder = place.fetch(into, tag=tag, progress=TOLD)
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return {name: (folder / name).read_bytes() for name in found if not name.startswith(".cache/")}
-
-
-def contents(release: Release) -> dict[str, bytes]:
-    return {name: file.path.read_bytes() for name, file in release.files.items()}
 
 
 def test_what_is_published_is_what_readers_get(place: Place, make_release: MakeRelease, tmp_path: Path) -> None:

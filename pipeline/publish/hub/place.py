@@ -116,10 +116,16 @@ class HubPlace(Place):
         wanted = hub.tree(client, release.revision)
         if hub.differing(hub.tree(client, repository.head), wanted):
             self._give(client, repository, release, state, wanted, why)
-            repository = self._require_repository(client)
-        if repository.request_of(release.revision) is not None:
-            self._close(client, repository, release.revision, f"Promoted by a commit on {MAIN}, which had moved since.")
-        if repository.branches.get(CANDIDATE) == release.revision:
+
+    def withdraw(self, releases: Sequence[Listed]) -> None:
+        """Close their open pull requests, and delete the branch ``candidate`` where it is at one of them."""
+        client = self._client()
+        repository = self._require_repository(client)
+        for release in releases:
+            if repository.request_of(release.revision) is not None:
+                comment = f"Promoted by a commit on {MAIN}, which had moved since."
+                self._close(client, repository, release.revision, comment)
+        if repository.branches.get(CANDIDATE) in {release.revision for release in releases}:
             with suppress(MissingError):
                 client.call(
                     f"delete the branch {CANDIDATE}", lambda: client.api.delete_branch(self.repo, branch=CANDIDATE)
@@ -138,7 +144,7 @@ class HubPlace(Place):
         parent = state.mark.head if state.mark is not None else repository.head
         number = repository.request_of(release.revision)
         if number is not None and self._starts_from(release.revision, repository.head):
-            self._merge(client, number, wanted)
+            self._merge(client, number, release.revision, wanted)
         elif number is not None and release.tag not in repository.tags:
             raise hub.moved(self.repo, MAIN)
         else:
@@ -155,10 +161,7 @@ class HubPlace(Place):
         client = self._client()
         repository = self._require_repository(client)
         if release.tag not in repository.tags:
-            client.call(
-                f"tag {release.tag}",
-                lambda: client.api.create_tag(self.repo, tag=release.tag, revision=release.revision, exist_ok=True),
-            )
+            self.unhide(release)
         access.restrict(client, repository, self.section)
         access.settle(client, repository, self.section)
 
@@ -174,8 +177,27 @@ class HubPlace(Place):
         """By the Hub's list."""
         return {name: remote.size for name, remote in hub.tree(self._client(), release.revision).items()}
 
+    def is_chosen(self, release: Listed) -> bool:
+        """By the manifest on `main`, the branch ``candidate`` and the open pull requests."""
+        client = self._client()
+        repository = self._require_repository(client)
+        heads = {head for head, _ in repository.requests.values()} | {repository.branches.get(CANDIDATE)}
+        shown, tagged = (hub.tree(client, commit).get(MANIFEST) for commit in (repository.head, release.revision))
+        return release.revision in heads or (shown is not None and tagged is not None and shown == tagged)
+
+    def unhide(self, release: Listed) -> None:
+        """Tag its commit."""
+        client = self._client()
+        client.call(
+            f"tag {release.tag}",
+            lambda: client.api.create_tag(self.repo, tag=release.tag, revision=release.revision, exist_ok=True),
+        )
+
     def drop(self, release: Listed) -> None:
-        """Delete the tag; the files stay as long as the history refers to them, which only its owner can rewrite."""
+        """Do nothing: files stay as long as the history refers to them, which only its owner can rewrite."""
+
+    def hide(self, release: Listed) -> None:
+        """Delete the tag."""
         client = self._client()
         with suppress(MissingError):  # the answer to an earlier try got lost
             client.call(f"delete the tag {release.tag}", lambda: client.api.delete_tag(self.repo, tag=release.tag))
@@ -278,7 +300,7 @@ class HubPlace(Place):
 
         hub.commit(client, operations, message, MAIN, parent, found=found)
 
-    def _merge(self, client: Client, number: int, wanted: Tree) -> None:
+    def _merge(self, client: Client, number: int, commit: str, wanted: Tree) -> None:
         def attempt() -> None:
             status = client.api.get_discussion_details(self.repo, number).status
             if status == "draft":
@@ -290,6 +312,8 @@ class HubPlace(Place):
             client.call(f"merge pull request {number}", attempt)
         except RefusedError:
             if hub.differing(hub.tree(client, MAIN), wanted):  # else it was merged, and the answer got lost
+                if not self._starts_from(commit, self._require_repository(client).head):
+                    raise hub.moved(self.repo, MAIN) from None
                 raise
 
     def _close(self, client: Client, repository: Repository, head: str, comment: str) -> None:

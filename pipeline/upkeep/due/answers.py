@@ -262,7 +262,8 @@ def _newest_on_hub(repo: str) -> Released | None:
     tags = {str(ref.name): str(ref.target_commit) for ref in refs.tags if TAG.fullmatch(ref.name)}
     head = next((_raw(client, str(ref.target_commit)) for ref in refs.branches if ref.name == MAIN), None)
     # What was promoted or rolled back to is on `main` by another commit than the tagged one.
-    shown = next((tag for tag in tags if head is not None and _is_of(head, tag)), None)
+    named = (tag for tag in tags if head is not None and _is_of(head, tag))  # by 8 of the manifest's 64 hex digits
+    shown = next((tag for tag in named if _raw(client, tags[tag]) == head), None)
     for _, day in groupby(sorted(tags, reverse=True), key=day_in):
         raws = {tag: raw for tag in day if (raw := _raw(client, tags[tag])) is not None and _is_of(raw, tag)}
         found = [(manifest.decode(raw, what=f"{repo}@{tag}/{MANIFEST}"), tag) for tag, raw in raws.items()]

@@ -1,0 +1,62 @@
+"""Every kind of place with its stand-in, and the questions that tests ask of any of them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.progress import PlainReporter
+from pipeline.publish.bucket import BucketPlace
+from pipeline.publish.folder import FolderPlace
+from pipeline.publish.hub.place import HubPlace
+from pipeline.publish.place import Place, Published
+from pipeline.publish.release import Release
+from pipeline.recipe.sections import Hub
+
+KINDS = ("folder", "bucket", "file", "hub", "pull-request")
+TOLD = PlainReporter(io.StringIO())
+MakePlace = Callable[[str], Place]
+"""Opens the place of a name, of one kind; two calls with one name are two publishers."""
+
+
+def maker(kind: str, request: pytest.FixtureRequest, folder: Path) -> MakePlace:
+    """Return what opens places of a kind, below ``folder`` or on the stand-in that the kind needs."""
+    match kind:
+        case "folder":
+            return lambda name: FolderPlace(folder / "published", name)
+        case "bucket":
+            return request.getfixturevalue("bucket").place  # type: ignore[no-any-return]
+        case "file":
+            return lambda name: BucketPlace(f"file://{folder}/models", name)
+        case _:
+            request.getfixturevalue("hub")
+            via = "commit" if kind == "hub" else kind
+
+            def repository(name: str) -> Place:
+                repo = f"my-org/{name}"
+                return HubPlace(repo, Hub.model_validate({"repo": repo, "via": via}))
+
+            return repository
+
+
+def publish(place: Place, release: Release, *, candidate: bool = False) -> Published:
+    return place.publish(release, candidate=candidate, progress=TOLD)
+
+
+def states(place: Place) -> dict[str, str]:
+    """The tags, and which of them readers get."""
+    return {one.tag: "current" if one.current else "candidate" if one.candidate else "" for one in place.releases()}
+
+
+def read(place: Place, into: Path, tag: str | None = None) -> dict[str, bytes]:
+    """What a reader gets."""
+    folder = place.fetch(into, tag=tag, progress=TOLD)
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return {name: (folder / name).read_bytes() for name in found if not name.startswith(".cache/")}
+
+
+def contents(release: Release) -> dict[str, bytes]:
+    return {name: file.path.read_bytes() for name, file in release.files.items()}
