@@ -67,7 +67,8 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
     """Serve MODEL with vLLM, with the knobs that its hardware and load call for, until Ctrl-C.
 
     MODEL is a folder, organisation/name[@revision] of the Hub, or a recipe: what it has made, or its --baseline.
-    Servers listen on the loopback interface. To plan, a config.json is enough. ARGUMENTS behind two dashes go to vLLM
+    Servers listen on the loopback interface, and use the GPUs that CUDA_VISIBLE_DEVICES leaves (on ROCm also HIP's and
+    ROCR's variable). To plan, a config.json is enough. ARGUMENTS behind two dashes go to vLLM
     as they are.
     """
     from pipeline.stages.launch import serve as serve_until_stopped
@@ -135,6 +136,8 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         hosts=tuple(given["host_ip"].split(",")) if given["host_ip"] else (),
         port=port,
         external=given["external_lb"],
+        node_rank=given["node_rank"],
+        planning=planning or given["launcher"] == "endpoint",
     )
 
 

@@ -6,7 +6,7 @@ Plain results. `planner.py` makes a plan, `processes` the processes of its launc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from pipeline.base.errors import UserError
@@ -76,7 +76,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of a launch. ``port`` is None where nothing is served (a headless engine)."""
+    """One process of a launch. ``port`` is None where nothing is served (a headless engine).
+
+    ``gpus`` are positions among the GPUs that the launch may use; ``env`` names them to the runtime.
+    """
 
     node: int
     role: Literal["server", "headless"]
@@ -156,19 +159,59 @@ DATA_PORT = 13345
 """Where the engines of other nodes find the first one."""
 
 
-def processes(plan: LaunchPlan, *, port: int = PORT, host_ips: Sequence[str] = ()) -> tuple[Process, ...]:
-    """Every process, in the order in which they start.
+@dataclass(frozen=True, slots=True)
+class VisibleDevices:
+    """The GPUs that the variables of a process leave it, as a launch must name them to its own processes.
+
+    ``names`` are entries for CUDA_VISIBLE_DEVICES, in order: numbers or UUIDs. ``env`` is passed on beside it, because
+    the names count what it leaves. ``source`` is the setting that says so, for messages.
+    """
+
+    names: tuple[str, ...]
+    source: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def processes(
+    plan: LaunchPlan,
+    *,
+    port: int = PORT,
+    host_ips: Sequence[str] = (),
+    visible: VisibleDevices | None = None,
+    node_rank: int = 0,
+) -> tuple[Process, ...]:
+    """Return every process, in the order in which they start.
 
     Servers get the ports from ``port`` on. ``host_ips`` are the nodes' addresses on a private network, the first that
-    of the head, where one server spans nodes; without them, names in capitals stand in their places.
-    UserError for fewer addresses than nodes.
+    of the head, where one server spans nodes; without them, names in capitals stand in their places. ``visible`` are
+    the GPUs that node ``node_rank`` may use; None, and on the other nodes, numbers from 0 on. ``Process.gpus`` are
+    positions in that list.
+    Raises UserError for fewer addresses than nodes, and for fewer visible GPUs than a node of the plan needs.
     """
     nodes = plan.layout.nodes
     if nodes == 1:
-        return tuple(_servers(plan, port))
-    if host_ips and len(host_ips) < nodes:
-        raise UserError(f"{len(host_ips)} addresses for {nodes} nodes: expected one for each")
-    return tuple(_spanning(plan, port, host_ips[:nodes] or [f"NODE_{node}_IP" for node in range(nodes)]))
+        launched = tuple(_servers(plan, port))
+    else:
+        if host_ips and len(host_ips) < nodes:
+            raise UserError(f"{len(host_ips)} addresses for {nodes} nodes: expected one for each")
+        launched = tuple(_spanning(plan, port, host_ips[:nodes] or [f"NODE_{node}_IP" for node in range(nodes)]))
+    if visible is None:
+        return launched
+    return tuple(_on_visible(process, visible) if process.node == node_rank else process for process in launched)
+
+
+def _on_visible(process: Process, visible: VisibleDevices) -> Process:
+    """The process on GPUs of the caller's own; UserError where they are fewer than its positions."""
+    if not process.gpus:
+        return process
+    needed = max(process.gpus) + 1
+    if needed > len(visible.names):
+        raise UserError(
+            f"{visible.source} leaves {len(visible.names)} GPUs, expected {needed} for this launch",
+            hint=f"Make more of them visible, or plan for fewer: --target NAME:{len(visible.names) or 1}.",
+        )
+    names = ",".join(visible.names[position] for position in process.gpus)
+    return replace(process, env={**visible.env, **process.env, "CUDA_VISIBLE_DEVICES": names})
 
 
 def waves(plan: LaunchPlan, processes: Sequence[Process]) -> tuple[tuple[Process, ...], ...]:

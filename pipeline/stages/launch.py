@@ -18,6 +18,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -36,7 +37,7 @@ from pipeline.recipe.load import recipe_names
 from pipeline.recipe.schema import Recipe, Speculative
 from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.host.checks import preflight
-from pipeline.serving.host.detect import detect
+from pipeline.serving.host.detect import detect, visible_devices
 from pipeline.serving.host.subject import wanted_by
 from pipeline.serving.knobs.table import NEWEST_READ, knob, table
 from pipeline.serving.model.facts import ModelFacts, model_facts
@@ -196,7 +197,8 @@ def vllm_for(text: str | None, *, elsewhere: bool) -> tuple[str, VllmEnvironment
 class Request:
     """One launch: ``how`` is `plan_serving` with what was asked; ``hosts`` are addresses of the nodes, in order.
 
-    ``external`` leaves ``port`` to a balancer.
+    ``external`` leaves ``port`` to a balancer. ``node_rank`` is this machine among the nodes. ``planning`` says that
+    nothing is started: too few GPUs that are visible here are then a warning, for the plan may be for another machine.
     """
 
     model: ServedModel
@@ -205,6 +207,8 @@ class Request:
     hosts: Sequence[str] = ()
     port: int = 8000
     external: bool = False
+    node_rank: int = 0
+    planning: bool = False
 
     def plan(self) -> tuple[LaunchPlan, tuple[Process, ...]]:
         """The plan with its processes. Raises `UserError` for what cannot be served there."""
@@ -213,7 +217,15 @@ class Request:
             plan = replace(plan, argv=(*plan.argv, "--revision", self.model.revision))
         if self.model.missing is not None:
             plan = replace(plan, warnings=(f"only planned: {self.model.missing.message}", *plan.warnings))
-        return plan, processes(plan, port=self.port + self.external, host_ips=self.hosts)
+        launched = partial(processes, plan, port=self.port + self.external, host_ips=self.hosts)
+        try:
+            visible = visible_devices(os.environ, parse_target(plan.target).accelerator.kind)
+            return plan, launched(visible=visible, node_rank=self.node_rank)
+        except UserError as error:
+            if not self.planning:
+                raise
+            numbered = launched()  # raises again what has nothing to do with the GPUs of this machine
+            return replace(plan, warnings=(f"planned for GPUs from 0 on: {error.message}", *plan.warnings)), numbered
 
 
 def target_for(text: str | None, recipe: Recipe | None) -> Target:

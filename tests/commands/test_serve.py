@@ -189,3 +189,51 @@ def test_nothing_is_served_without_weights_or_vllm(quantmint: Quantmint, monkeyp
     assert "no vLLM found" in quantmint("serve", LLAMA, "--target", "cpu").err
     version = quantmint("serve", LLAMA, "--target", "cpu", "--vllm", "0.33.0")
     assert (version.code, "is a version, expected the `vllm` command" in version.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "named", "beside"),
+    [
+        ("h100:2", {"CUDA_VISIBLE_DEVICES": "4,5"}, "4,5", {}),
+        ("h100:1", {"CUDA_VISIBLE_DEVICES": "GPU-5d1e, GPU-77aa"}, "GPU-5d1e", {}),
+        ("mi300x:2", {"CUDA_VISIBLE_DEVICES": "6,7"}, "6,7", {}),
+        ("mi300x:2", {"HIP_VISIBLE_DEVICES": "4,5"}, "4,5", {}),
+        ("mi300x:2", {"ROCR_VISIBLE_DEVICES": "4,5"}, "0,1", {"ROCR_VISIBLE_DEVICES": "4,5"}),
+        (
+            "mi300x:1",
+            {"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"},
+            "1",
+            {"ROCR_VISIBLE_DEVICES": "4,5"},
+        ),
+        ("mi300x:2", {"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": ""}, "0,1", {}),  # ROCm reads them as unset
+        ("mi300x:2", {}, "0,1", {}),
+    ],
+)
+def test_a_launch_has_the_gpus_that_its_caller_has(
+    quantmint: Quantmint,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    given: dict[str, str],
+    named: str,
+    beside: dict[str, str],
+) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    launch = ("serve", LLAMA, "--target", target, "--vllm", "0.33.0")
+    processes = quantmint(*launch, "--json").json["processes"]
+    assert ",".join(process["env"]["CUDA_VISIBLE_DEVICES"] for process in processes) == named
+    for process in processes:
+        assert beside.items() <= process["env"].items()
+        assert "HIP_VISIBLE_DEVICES" not in process["env"]
+    script = quantmint(*launch, "--shell").out
+    for process in processes:
+        assert f"CUDA_VISIBLE_DEVICES={process['env']['CUDA_VISIBLE_DEVICES']}" in script
+
+
+def test_a_plan_for_more_gpus_than_are_visible_says_so(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    plan = quantmint("serve", LLAMA, "--target", "h100:4", "--vllm", "0.33.0", "--json").json
+    expected = "planned for GPUs from 0 on: CUDA_VISIBLE_DEVICES=4,5 leaves 2 GPUs, expected"
+    assert any(expected in warning for warning in plan["warnings"])

@@ -11,6 +11,7 @@ import csv
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipeline.base import hardware as accelerators
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import Hardware
 from pipeline.base.machine import Device, Machine, cpu_name
+from pipeline.serving.plan import VisibleDevices
 from pipeline.serving.planning.target import Target, checked
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
@@ -222,6 +224,37 @@ def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> tuple[int, 
     first = chosen(environ.get(ROCR) or None, uuids)
     second = chosen(environ.get(CUDA) or environ.get(HIP) or None, [uuids[index] for index in first])
     return tuple(first[index] for index in second)
+
+
+def visible_devices(environ: Mapping[str, str], kind: str) -> VisibleDevices | None:
+    """Return the GPUs that ``environ`` leaves to a launch on ``kind`` (rocm, cuda, cpu); None where it limits nothing.
+
+    Entries are passed on as they stand: UUIDs, and numbers of a MIG slice, mean something to the runtime alone. Raises
+    UserError where HIP's variable and CUDA's name different GPUs, where vLLM on ROCm would not start.
+    """
+    if kind == "cpu":
+        return None
+    if kind != "rocm":
+        return None if CUDA not in environ else VisibleDevices(_entries(environ[CUDA]), f"{CUDA}={environ[CUDA]}")
+    limit = {ROCR: environ[ROCR]} if environ.get(ROCR) else {}
+    if environ.get(HIP) and environ.get(CUDA) and _entries(environ[HIP]) != _entries(environ[CUDA]):
+        raise UserError(
+            f"{HIP}={environ[HIP]} and {CUDA}={environ[CUDA]} name different GPUs", hint=f"Leave {HIP} unset."
+        )
+    for name in (CUDA, HIP):
+        if environ.get(name):
+            return VisibleDevices(_entries(environ[name]), f"{name}={environ[name]}", limit)
+    if not limit:
+        return None
+    # The numbers begin anew behind this variable.
+    names = tuple(str(number) for number in range(len(_entries(environ[ROCR]))))
+    return VisibleDevices(names, f"{ROCR}={environ[ROCR]}", limit)
+
+
+def _entries(value: str) -> tuple[str, ...]:
+    """The entries of a list of devices up to the first that means none, as the runtimes read it."""
+    entries = (entry.strip() for entry in value.split(","))
+    return tuple(takewhile(lambda entry: entry not in ("", "-1", "NoDevFiles"), entries))
 
 
 def device_here(kind: str, machine: Machine | None = None) -> Device:

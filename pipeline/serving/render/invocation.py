@@ -112,7 +112,8 @@ def _node(turns: Sequence[Sequence[Process]]) -> Iterator[str]:
             yield "  done"
             yield "done"
         for process in turn:
-            yield f"# replica {process.replica}, GPUs {', '.join(map(str, process.gpus)) or 'none'}"
+            names = process.env.get("CUDA_VISIBLE_DEVICES", "none").replace(",", ", ")
+            yield f"# replica {process.replica}, GPUs {names}"
             yield from f"{command(process)} &".splitlines()
         before, started = turn, started + len(turn)
     yield "wait -n  # the first that ends, ends the script, and the script the others"

@@ -95,7 +95,11 @@ class LocalLauncher(Launcher):
         return Child(command, self._environment(plan, process), log_path, grace=self.stop_grace)
 
     def _environment(self, plan: LaunchPlan, process: Process) -> dict[str, str]:
-        return child_environment(os.environ, {**plan.env, **process.env})
+        environment = child_environment(os.environ, {**plan.env, **process.env})
+        if "CUDA_VISIBLE_DEVICES" in process.env:
+            # The process has its GPUs by this variable, and vLLM on ROCm stops where HIP's says something else.
+            environment.pop("HIP_VISIBLE_DEVICES", None)
+        return environment
 
 
 # A name in fingerprints, not what is run: it stays where the module moved, or what was measured would be again.

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PYTHON = """#!/bin/sh
-case "$2" in *metadata*) echo 0.32.0;; *) exec {python} "$@";; esac
+case "$2" in *distributions*) echo '{{"vllm": "0.32.0"}}';; *metadata*) echo 0.32.0;; *) exec {python} "$@";; esac
 """
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -48,11 +48,11 @@ def model(write_model: Callable[..., Path]) -> Callable[..., Path]:
 def start(vllm: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
-    def run(*arguments: object) -> subprocess.Popen[str]:
+    def run(*arguments: object, **variables: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "pipeline", "serve", "--vllm", vllm, "--target", "cpu", *arguments]
         process = subprocess.Popen(
             [str(word) for word in command],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -193,3 +193,34 @@ def test_a_server_that_runs_already_is_left_alone(start: Start, model: Callable[
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=60)
     assert first.returncode == 0
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_a_server_has_the_gpus_that_its_caller_has(start: Start, model: Callable[..., Path], name: str) -> None:
+    folder = model(children=[])
+    target = "h100:1" if name.startswith("CUDA") else "mi300x:1"
+    process = start(folder, "--port", free_port(), "--target", target, **{name: "5,6"})
+    ready(process)
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["CUDA_VISIBLE_DEVICES"] == "5"
+    assert "HIP_VISIBLE_DEVICES" not in environment, "vLLM on ROCm stops where the two differ"
+    process.terminate()
+
+
+@pytest.mark.parametrize(
+    ("target", "variables", "message"),
+    [
+        ("h100:2", {"CUDA_VISIBLE_DEVICES": "4"}, "CUDA_VISIBLE_DEVICES=4 leaves 1 GPUs, expected 2 for this launch"),
+        ("h100:1", {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= leaves 0 GPUs, expected 1 for this launch"),
+        ("mi300x:1", {"HIP_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "5"}, "name different GPUs"),
+    ],
+)
+def test_a_launch_takes_no_gpu_that_its_caller_has_not(
+    start: Start, model: Callable[..., Path], target: str, variables: dict[str, str], message: str
+) -> None:
+    folder = model()
+    layout = ("--set", f"tensor-parallel-size={target[-1]}")
+    process = start(folder, "--port", free_port(), "--target", target, *layout, **variables)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, message in said) == (2, True), said
+    assert not (folder / "starts").exists()
