@@ -78,7 +78,15 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
     "--budget", metavar="TIME", help="Wall clock of the whole sweep, starts included: 90m, 2h (default: none)."
 )
 @click.option("--workload", metavar="NAME", help="Default: the recipe's.")
-@click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="Launches of each plan.")
+@click.option(
+    "--repeat", type=click.IntRange(1), default=1, show_default=True, help="Launches of each plan in the screening."
+)
+@click.option(
+    "--launches",
+    type=click.IntRange(3),
+    metavar="N",
+    help="Launches of each finalist and the base plan, by turns, that decide (default: as few as can prove a gain).",
+)
 @click.option("--objective", type=click.Choice(["throughput", "latency"]), default="throughput", show_default=True)
 @click.option("--max-ttft", type=click.FloatRange(0, min_open=True), metavar="MS", help="Limit of TTFT p99.")
 @click.option("--max-itl", type=click.FloatRange(0, min_open=True), metavar="MS", help="Limit of ITL p99.")
@@ -95,8 +103,9 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
 def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **given: Any) -> int:
     """Measure which knobs serve RECIPE_OR_MODEL best here, by `vllm bench serve`.
 
-    Every trial is a fresh server. Finished trials are kept: the same command goes on after an interruption, also with
-    other knobs or a larger budget. Ends with 1 where no measured plan keeps the limits.
+    Every value is screened; the best few and the base plan are then launched again by turns, and a rank test decides
+    whether one is better. Every trial is a fresh server. Finished trials are kept: the same command goes on after an
+    interruption, also with other knobs or a larger budget. Ends with 1 where no measured plan keeps the limits.
     """
     from pipeline.base.times import parse_duration
     from pipeline.serving.knobs.table import table
@@ -131,7 +140,7 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
     if tunableop:
         axes = (Axis(TUNABLEOP, ("1",)), *axes)
     objective = Objective(given["objective"], given["max_ttft"], given["max_itl"])
-    sweep = Sweep(subject, Design(axes, mode, given["repeat"]), objective)
+    sweep = Sweep(subject, Design(axes, mode, given["repeat"], given["launches"]), objective)
     if mode == "grid" and grid_size(axes) > _LARGEST_GRID:
         raise UserError(
             f"a grid over {', '.join(axis.knob for axis in axes)} has {grid_size(axes):,} combinations, "
@@ -148,6 +157,8 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
     else:
         _print(found)
         click.echo(found["verdict"])
+        for line in found["undecided"]:
+            click.echo(line)
         if found["gate_again"]:
             click.echo(f"changes what the model answers: {', '.join(found['gate_again'])}; run the gate again")
         if found["best"] and found["serve_yaml"]:
@@ -183,6 +194,7 @@ def _print(report: Report) -> None:
 
 
 def _show(sweep: Sweep, out: Path, *, as_json: bool, products: Gemms | None) -> int:
+    from pipeline.serving.tuning.contest import MOST_FINALISTS, contest_of
     from pipeline.serving.tuning.space import BASE, TUNABLEOP, label, with_tunableop
     from pipeline.serving.tuning.sweep import planned
     from pipeline.serving.tuning.trials import FOLDER
@@ -209,7 +221,11 @@ def _show(sweep: Sweep, out: Path, *, as_json: bool, products: Gemms | None) -> 
         emit({"sweep": sweep.id, "target": sweep.subject.target, "trials": rows})
         return 0
     vllm, target = sweep.subject.vllm.version, sweep.subject.target
-    click.echo(f"{len(rows)} launches of vLLM {vllm} on {target}; what wins may be measured together after them:")
+    least, most = (
+        count * contest_of([BASE] * (count - 1), sweep.design.launches).launches for count in (2, 1 + MOST_FINALISTS)
+    )
+    decide = f"{least} to {most} more hold the best of them against the base plan"
+    click.echo(f"{len(rows)} launches of vLLM {vllm} on {target}, which screen; {decide}:")
     for row in rows:
         again = ", again" if row["run"] else ""
         click.echo(f"  {row['label']}{again}" + (f": refused: {row['refused']}" if "refused" in row else ""))

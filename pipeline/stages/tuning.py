@@ -23,6 +23,7 @@ from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.tuning.aiter import Gemms, tune_gemms
+from pipeline.serving.tuning.launching import run_sweep
 from pipeline.serving.tuning.report import Report, report, write
 from pipeline.serving.tuning.space import (
     BASE,
@@ -36,7 +37,7 @@ from pipeline.serving.tuning.space import (
     machine_facts,
     planner,
 )
-from pipeline.serving.tuning.sweep import Sweep, planned, run_sweep
+from pipeline.serving.tuning.sweep import Sweep, planned
 from pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, first_pass
 from pipeline.stages.launch import ServedModel, fetched, find_model, profile_for, target_for, vllm_for
 from pipeline.stages.search import run_search

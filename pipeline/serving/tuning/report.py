@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,8 @@ Report: TypeAlias = dict[str, Any]
 
 A point has medians over its `runs` sound launches, by cell, and `ratios` to the base plan; `number` is its mark in the
 plots, 0 for the base plan; `score` is None where a limit is broken. `gated` changes what the model answers.
+`contest` has how the finalists compare with the base plan in their launches by turns (ratios of the score), `undecided`
+the sentences about what these could not tell apart.
 """
 
 
@@ -59,6 +61,8 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
         points=points,
         best=None if best is None else numbers[best],
         verdict=_verdict(sweep, best),
+        contest=_contest(sweep, numbers),
+        undecided=[] if best is None else list(_undecided(sweep, best)),
         gate_again=[change_label(knob, value) for knob, value in best or () if knob in gated()],
         not_tried=[label(point) for point in sweep.not_tried],
         refused={label(point): why for point, why in sweep.refused.items()},
@@ -107,13 +111,61 @@ def _verdict(sweep: Sweep, best: Point | None) -> str:
         return f"No plan that was measured keeps {limits}." if limits else "Nothing could be measured."
     if best == BASE:
         return "Nothing that was tried beats the base plan by more than the noise: keep it."
-    score, relative = sweep.score(best) or 1.0, sweep.ratios(best) or {}
-    shown = {
-        "throughput": f"{percent(relative['output_throughput'])} output tokens/s",
-        "latency": f"{percent(1 / score)} latency (time to first token and between tokens, 99th percentile)",
-    }[sweep.objective.goal]
-    broken = "" if sweep.score(BASE) is not None else f"; the base plan does not keep {limits}"
-    return f"{shown} against the base plan{broken}."
+    standing = sweep.standings().get(best)
+    if standing is None:
+        score, relative = sweep.score(best) or 1.0, sweep.ratios(best) or {}
+        change = percent(relative["output_throughput"] if sweep.objective.goal == "throughput" else 1 / score)
+        return f"{change} {_GOALS[sweep.objective.goal]} against the base plan; the base plan does not keep {limits}."
+    shown, least = (_gain(sweep.objective, ratio) for ratio in (standing.ratio, standing.low))
+    proof = f"{least} at least; {_launches(standing.launches)} by turns, p = {standing.p:.2g}"
+    return f"{shown} {_GOALS[sweep.objective.goal]} against the base plan ({proof})."
+
+
+_GOALS = {
+    "throughput": "output tokens/s",
+    "latency": "latency (time to first token and between tokens, 99th percentile)",
+}
+
+
+def _gain(objective: Objective, ratio: float) -> str:
+    """A ratio of scores as the change of what the objective is about: latencies fall where scores rise."""
+    return percent(ratio if objective.goal == "throughput" else 1 / ratio)
+
+
+def _launches(counts: tuple[int, int]) -> str:
+    base, point = counts
+    return f"{base} launches each" if base == point else f"{base} launches of the base plan and {point} of it"
+
+
+def _contest(sweep: Sweep, numbers: Mapping[Point, int]) -> list[dict[str, Any]]:
+    return [
+        {
+            "number": numbers[point],
+            "label": label(point),
+            "p": standing.p,
+            "ratio": standing.ratio,
+            "low": standing.low,
+            "high": standing.high,
+            "launches": list(standing.launches),
+            "better": standing.better,
+        }
+        for point, standing in sweep.standings().items()
+    ]
+
+
+def _undecided(sweep: Sweep, best: Point) -> Iterator[str]:
+    """Sentences: what cannot be told apart from the recommendation, and what was launched in the screening alone."""
+    standings = sweep.standings()
+    for point in sweep.equals(best):
+        standing = standings[point]
+        between = f"{_gain(sweep.objective, standing.low)} to {_gain(sweep.objective, standing.high)}"
+        against = f"{between} against the base plan, {_launches(standing.launches)}, p = {standing.p:.2g}"
+        yield f"{label(point)} cannot be told apart from {label(best)}: {against}."
+    contested = set() if sweep.contest is None else set(sweep.contest.points)
+    screened = [point for point in sweep.points() if point and point not in contested]
+    if screened and sweep.score(BASE) is not None:
+        names = "; ".join(label(point) for point in screened)
+        yield f"Screened only, by too few launches to tell a small gain or loss from none: {names}."
 
 
 def percent(value: float) -> str:

@@ -47,10 +47,11 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One launch of a point; ``run`` counts its repetitions from 0."""
+    """One launch of a point; ``run`` counts its repetitions from 0, in the screening or in a ``contest``."""
 
     point: Point
     run: int = 0
+    contest: str = ""
 
 
 def parse_knob(text: str) -> tuple[str, tuple[Value, ...]]:
@@ -210,7 +211,8 @@ class Subject:
 
     def payload(self, trial: Trial) -> dict[str, object]:
         """All that shapes a trial's figures, for its fingerprint: equal trials of other sweeps are found by it."""
-        return self.payload_of(self.plan(trial.point), run=trial.run)
+        contest = {"contest": trial.contest} if trial.contest else {}
+        return self.payload_of(self.plan(trial.point), run=trial.run, **contest)
 
     def payload_of(self, plan: LaunchPlan, **more: object) -> dict[str, object]:
         """The same for any plan. Where a TunableOp file lies is no content: its digest stands for it."""

@@ -1,8 +1,9 @@
-"""A sweep: trial after trial until everything was tried or the budget is used up.
+"""A sweep: which launches it plans, and what their figures come to.
 
-What is done is read from the store: a killed sweep goes on where it was. By default every value is measured against the
-same base plan, then what won is measured together, because effects need not add up. A grid finds what only works in
-combination, at the price of a product.
+What is done is read from the store: a killed sweep goes on where it was. By default every value is screened against the
+same base plan. What won there is put together, because effects need not add up, and the best few are launched again
+beside the base plan, which decides (`contest.py`). A grid finds what only works in combination, at the price of a
+product.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from eval.report.numbers import duration
 from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import ServingError, UserError
-from pipeline.base.progress import Reporter
-from pipeline.serving.tuning.space import BASE, STAGE, Axis, Point, Subject, Trial, label
-from pipeline.serving.tuning.trials import STARTUP_TIMEOUT_S, Budget, Outcome, OutOfTimeError, once
-from pipeline.store.tree import Store
+from pipeline.serving.tuning.contest import (
+    MOST_FINALISTS,
+    Contest,
+    Standing,
+    apart,
+    simplest,
+    standings,
+)
+from pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial
+from pipeline.serving.tuning.trials import Outcome
 
 FIGURES = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "tpot_p50", "tpot_p99")
 """Fields of `CellResult` that a sweep looks at: tokens/s, and milliseconds."""
@@ -97,15 +101,20 @@ Mode: TypeAlias = Literal["one-at-a-time", "grid"]
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """The shape of a sweep: ``repeat`` launches a point, interleaved, so that a drift meets all of them alike."""
+    """The shape of a sweep: ``repeat`` launches a point, interleaved, so that a drift meets all of them alike.
+
+    ``launches`` is how often each finalist and the base plan are launched to decide; None for as few as can prove a
+    gain.
+    """
 
     axes: tuple[Axis, ...]
     mode: Mode = "one-at-a-time"
     repeat: int = 1
+    launches: int | None = None
 
 
 def planned(design: Design) -> list[Trial]:
-    """Every trial known beforehand. The base plan comes again at the end: its spread is the noise, drift included."""
+    """Every trial of the screening. The base plan comes again at its end: its spread is the noise, drift included."""
     points = [BASE, *(combinations(design.axes) if design.mode == "grid" else singles(design.axes))]
     return [*(Trial(point, run) for run in range(design.repeat) for point in points), Trial(BASE, design.repeat)]
 
@@ -139,10 +148,11 @@ class Sweep:
     refused: dict[Point, str] = field(default_factory=dict)
     not_tried: list[Point] = field(default_factory=list)
     out_of_time: bool = False
+    contest: Contest | None = None
 
     @property
     def id(self) -> str:
-        """What makes two runs the same sweep: all but its budget and its objective."""
+        """What makes two runs the same sweep: all but its budget, its objective and the launches that decide."""
         return fingerprint(
             {
                 "base": self.subject.payload(Trial(BASE)),
@@ -206,10 +216,67 @@ class Sweep:
         near = [(point, score) for point, score in scored if score >= enough]
         return min(near, key=lambda item: (len(item[0]), -item[1]))[0]
 
-    def best(self) -> Point | None:
-        """The point to recommend; None where no measured point keeps the limits."""
+    def favourite(self) -> Point | None:
+        """The point that the measurements favour, proven or not; None where none that was measured keeps the limits."""
         points = [point for point in self.points() if self.score(point) is not None]
         return self.choose(points) if points else None
+
+    def best(self) -> Point | None:
+        """The point to recommend; None where no measured point keeps the limits.
+
+        It is the base plan unless the contest shows that a finalist is better. Where the base plan breaks a limit, it
+        is no choice, and the favourite of the others is recommended.
+        """
+        if self.score(BASE) is None:
+            return self.favourite()
+        proven = [point for point, standing in self.standings().items() if standing.better]
+        proven = [point for point in proven if self.score(point) is not None]
+        return simplest(proven, self.contest_scores()) if proven else BASE
+
+    def contest_scores(self) -> dict[Point, list[float]]:
+        """The score of each sound launch of the contest, relative to the base plan's medians there."""
+        runs = [
+            (trial.point, medians)
+            for trial, outcome in self.outcomes.items()
+            if self.contest is not None and trial.contest == self.contest.id
+            if (medians := figures([outcome])) is not None
+        ]
+        base = figures(outcome for trial, outcome in self.outcomes.items() if trial.contest and trial.point == BASE)
+        scores: dict[Point, list[float]] = {}
+        for point, medians in runs if base is not None else ():
+            scores.setdefault(point, []).append(self.objective.score(relative(medians, base or {})))
+        return scores
+
+    def standings(self) -> dict[Point, Standing]:
+        """How each finalist compares with the base plan; empty where nothing was launched again."""
+        return {} if self.contest is None else standings(self.contest, self.contest_scores())
+
+    def equals(self, best: Point) -> list[Point]:
+        """The finalists, and the base plan, that the contest cannot tell apart from ``best``."""
+        scores = self.contest_scores()
+        if best not in scores or self.contest is None:
+            return []
+        if best == BASE:
+            return [point for point, standing in self.standings().items() if not standing.better]
+        others = [point for point in self.contest.points if point != best and point in scores]
+        return [
+            point
+            for point in others
+            if not apart(best, point, scores, len(others)) and not apart(point, best, scores, len(others))
+        ]
+
+    def finalists(self) -> list[Point]:
+        """The points that the screening nominates, at most `MOST_FINALISTS`, by falling promise.
+
+        Each scores more than the base plan by `LEAST` or more. With one knob at a time, the winners of all knobs
+        together come first, although nobody has measured them yet.
+        """
+        points = [(point, score) for point in self.points() if point and (score := self.score(point)) is not None]
+        promising = sorted((item for item in points if item[1] >= LEAST), key=lambda item: (-item[1], len(item[0])))
+        ranked = [point for point, _ in promising]
+        winners = self.winners() if self.design.mode == "one-at-a-time" else BASE
+        together = [winners] if len(winners) > 1 and winners not in self.refused else []
+        return list(dict.fromkeys([*together, *ranked]))[:MOST_FINALISTS]
 
     def winners(self) -> Point:
         """The best value of each knob, where it beats the base plan by more than noise."""
@@ -217,106 +284,3 @@ class Sweep:
         return tuple(
             change for axis in axes for change in self.choose([BASE, *(((axis.knob, value),) for value in axis.values)])
         )
-
-
-def run_sweep(sweep: Sweep, store: Store, budget: Budget, reporter: Reporter, *, redo: bool = False) -> None:
-    """Fill ``sweep``; ``redo`` measures what the store has again. ServingError where the base plan does not serve."""
-    runner = _Runner(sweep, store, budget, reporter, redo)
-    *wanted, closing = planned(sweep.design)
-    complete = runner.through(wanted, reserve=1)
-    runner.through([closing], reserve=0)
-    points = [trial.point for trial in wanted]
-    if complete and sweep.design.mode == "one-at-a-time" and len(winner := sweep.winners()) > 1:
-        points.append(winner)
-        runner.through([Trial(winner, run) for run in range(sweep.design.repeat)], reserve=0)
-    met = {trial.point for trial in sweep.outcomes} | set(sweep.refused)
-    sweep.not_tried += [point for point in dict.fromkeys(points) if point not in met]
-
-
-class _Runner:
-    def __init__(self, sweep: Sweep, store: Store, budget: Budget, reporter: Reporter, redo: bool) -> None:
-        self.sweep, self.store, self.budget, self.reporter, self.redo = sweep, store, budget, reporter, redo
-        self.id = sweep.id
-        self.total = len(planned(sweep.design))
-        self.number = 0
-
-    def through(self, wanted: Iterable[Trial], *, reserve: int) -> bool:
-        """Run trials until one is not affordable with ``reserve`` more after it; whether all were run."""
-        return all(
-            trial in self.sweep.outcomes or trial.point in self.sweep.refused or self._one(trial, reserve)
-            for trial in wanted
-        )
-
-    def _one(self, trial: Trial, reserve: int) -> bool:
-        name = label(trial.point) + (f", run {trial.run + 1}" if trial.run else "")
-        try:
-            plan = self.sweep.subject.plan(trial.point)
-        except UserError as error:
-            if trial.point == BASE:
-                raise
-            self.sweep.refused[trial.point] = error.message
-            self.reporter.warn(f"{name}: {error.message}")
-            return True
-        self.number += 1
-        self.total = max(self.total, self.number)
-        payload = self.sweep.subject.payload(trial)
-        entry = self.store.find(STAGE, fingerprint(payload))
-        if entry is not None and not self.redo:
-            known = Outcome.from_json(entry.record.result)
-            if known.sweep == self.id:
-                self.budget.earlier += known.seconds
-            self._keep(trial, known)
-            self.reporter.cached(name, self.number, self.total, summary(known))
-            return True
-        if not self.budget.affords(1 + reserve):
-            self._stop()
-            return False
-        if entry is not None:
-            self.store.retire(entry)
-        self.reporter.started(name, self.number, self.total)
-        outcomes = self.sweep.outcomes.items()
-        base_start = next((done.started_seconds for one, done in outcomes if one.point == BASE), None)
-
-        def check(outcome: Outcome, _: Path) -> None:
-            if trial.point == BASE and outcome.status != "ok":
-                why = f"the base plan cannot be measured, and everything is compared with it: {outcome.why}"
-                raise ServingError(why, hint=outcome.fix)
-
-        timeout = STARTUP_TIMEOUT_S if base_start is None else 300 + 4 * base_start
-        how: dict[str, Any] = {"sweep": self.id, "budget": self.budget, "startup_timeout": timeout}
-        try:
-            subject, reporter = self.sweep.subject, self.reporter
-            told, _ = once(subject, self.store, payload, lambda _: plan, check, progress=reporter, **how)
-            outcome = Outcome.from_json(told)
-        except OutOfTimeError:
-            self._stop(f"the budget ended during {name}, which does not count")
-            return False
-        self._keep(trial, outcome)
-        if outcome.status != "ok":
-            self.reporter.warn(f"{name}: {outcome.why}")
-        self.reporter.finished(name, self.number, self.total, outcome.seconds, summary(outcome))
-        return True
-
-    def _keep(self, trial: Trial, outcome: Outcome) -> None:
-        self.sweep.outcomes[trial] = outcome
-        if outcome.status != "failed":
-            self.budget.longest = max(self.budget.longest, outcome.seconds)
-
-    def _stop(self, why: str | None = None) -> None:
-        if not self.sweep.out_of_time:
-            spent, whole = duration(self.budget.spent), duration(self.budget.seconds or 0)
-            expected = duration(self.budget.expected)
-            self.reporter.warn(
-                why or f"{spent} of {whole} are spent, a trial takes about {expected}: the budget is used up"
-            )
-        self.sweep.out_of_time = True
-
-
-def summary(outcome: Outcome) -> str:
-    """One line about a trial."""
-    if outcome.status != "ok":
-        return f"{outcome.status}: {outcome.why}"
-    parts = [
-        f"{cell.output_throughput:,.0f} tok/s, TTFT p99 {cell.ttft_p99:,.0f} ms" for cell in outcome.cells.values()
-    ]
-    return "; ".join(parts)

@@ -13,6 +13,7 @@ from eval.measurements import CellResult
 from eval.workloads import Cell, Workload
 from pipeline.recipe.load import load_recipe
 from pipeline.serving.tuning import report as page
+from pipeline.serving.tuning.contest import contest_of
 from pipeline.serving.tuning.report import Report, report, serve_section, serve_yaml
 from pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial
 from pipeline.serving.tuning.sweep import Design, Objective, Sweep
@@ -62,6 +63,14 @@ def make(tmp_path: Path) -> Callable[..., Report]:
         )  # fmt: skip
         sweep = Sweep(subject, Design(AXES), Objective(**more), outcomes=points)
         sweep.not_tried = [(("--max-num-batched-tokens", "32768"),)]
+        finalists = [point for point in sweep.finalists() if sweep.score(BASE) is not None]
+        if finalists:
+            sweep.contest = contest_of(finalists, None)
+            for trial in sweep.contest.trials():
+                (screened,) = [points[one] for one in points if one == Trial(trial.point)] or [outcome(best + 1, 97)]
+                # Turns differ by what the base plan's two launches of the screening differ.
+                (cell, *_) = screened.cells.values()
+                sweep.outcomes[trial] = outcome(cell.output_throughput + 3 * trial.run, cell.ttft_p50)
         return report(sweep, Budget(7200.0), created="2026-01-02T03:04:05+00:00", existing={}, tunableop=None)
 
     return report_of
@@ -115,6 +124,15 @@ def test_a_page_without_a_recommendation(make: Callable[..., Report]) -> None:
     assert "Keep the base plan" in page.render(kept)
     assert "For the recipe" not in page.render(kept)
     assert kept["serve"] == {"knobs": {}}
+
+
+def test_finalists_and_what_they_could_not_tell_apart_are_on_the_page(make: Callable[..., Report]) -> None:
+    found = make(full=1190)
+    assert [row["better"] for row in found["contest"]]
+    text = page.render(found)
+    assert "Could not be told apart" in text
+    assert "cudagraph_mode FULL" in " ".join(found["undecided"])
+    assert "by turns, p = " in text
 
 
 @pytest.mark.parametrize(

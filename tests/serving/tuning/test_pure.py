@@ -150,10 +150,10 @@ def test_of_points_that_noise_cannot_tell_apart_the_one_with_fewer_changes_is_ch
     }
     judge = Sweep(None, Design(()), Objective(), outcomes)  # type: ignore[arg-type]
     assert judge.score_noise() == pytest.approx(1.04)
-    assert judge.best() == b
+    assert judge.favourite() == b
     outcomes[Trial(c)] = outcome(130, 50)
-    assert judge.best() == c
-    assert replace(judge, objective=Objective("latency")).best() == BASE
+    assert judge.favourite() == c
+    assert replace(judge, objective=Objective("latency")).favourite() == BASE
 
 
 @pytest.mark.parametrize(("goal", "best"), [("throughput", "--fast"), ("latency", "--quick")])
@@ -166,4 +166,4 @@ def test_objectives_weigh_speed_against_waiting(goal: object, best: str) -> None
         Trial((("--both", "1"),)): outcome(160, 70),
     }
     sweep = Sweep(None, Design(()), Objective(goal), outcomes)  # type: ignore[arg-type]
-    assert sweep.best() == ((best, "1"),)
+    assert sweep.favourite() == ((best, "1"),)

@@ -38,7 +38,8 @@ def test_one_at_a_time_finds_the_optimum_and_measures_it_before_it_recommends_it
     ]
     assert found["best"] == 5
     assert found["serve"] == {"knobs": {"--max-num-batched-tokens": 4096, "--max-num-seqs": 32}}
-    assert len(starts(folder)) == 7  # the base plan twice
+    assert len(starts(folder)) == 6 + 4 * 4  # the base plan twice; then three finalists and it by turns
+    assert [row["better"] for row in found["contest"]] == [True, True, True]
     assert found["noise"] is not None
     assert found["noise"]["output_throughput"] > 1
 
@@ -47,7 +48,7 @@ def test_a_grid_finds_it_too(surface: Surface) -> None:
     folder = surface(throughput=FACTORS, noise=0.01)
     found = run(folder, sweep_of(folder, TWO, mode="grid"))
     assert found["serve"] == {"knobs": {"--max-num-batched-tokens": 4096, "--max-num-seqs": 32}}
-    assert len(starts(folder)) == 10
+    assert len(starts(folder)) == 10 + 4 * 4
 
 
 def test_limits_come_before_speed(surface: Surface) -> None:
@@ -62,7 +63,7 @@ def test_limits_come_before_speed(surface: Surface) -> None:
     assert "the base plan does not keep a time to first token of 60 ms" in limited["verdict"]
     nothing = run(folder, sweep_of(folder, axes, objective=Objective(max_itl=0.1)))
     assert (nothing["best"], nothing["serve"]) == (None, None)
-    assert len(starts(folder)) == 4  # another objective looks at the same trials
+    assert len(starts(folder)) == 4 + 3 * 2  # another objective looks at the same trials
 
 
 def test_what_does_not_start_or_must_not_be_judged_is_recorded_and_not_tried_again(surface: Surface) -> None:
@@ -97,11 +98,11 @@ def test_a_base_plan_that_does_not_serve_ends_the_sweep(surface: Surface) -> Non
 def test_other_knobs_take_over_the_trials_that_are_the_same(surface: Surface) -> None:
     folder = surface(throughput=FACTORS)
     run(folder, sweep_of(folder, {"--max-num-seqs": ["32"]}))
-    assert len(starts(folder)) == 3
+    assert len(starts(folder)) == 3 + 3 * 2
     run(folder, sweep_of(folder, TWO))
-    assert len(starts(folder)) == 3 + 3 + 1  # the new values, and the winners together
+    assert len(starts(folder)) == 9 + 3 + 4 * 4  # the new values, and their finalists with the winners together
     run(folder, sweep_of(folder, TWO), redo=True)
-    assert len(starts(folder)) == 7 + 7
+    assert len(starts(folder)) == 28 + 6 + 4 * 4
 
 
 def test_the_budget_is_kept_and_what_it_cut_off_is_named(surface: Surface) -> None:
