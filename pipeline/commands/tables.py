@@ -20,7 +20,8 @@ _WIDE = 140
 _READABLE = 120
 _ORIGINS = {
     "table": "by the rates of such machines",
-    "borrowed": "by that machine's rates, for nothing is known of this one",
+    "measured": "copying, hashing, products and rounding were measured for a second; no more is known of this one",
+    "borrowed": "that is ANOTHER machine, this one may be many times faster or slower; no rate of it is known",
 }
 
 

@@ -12,12 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 from calibration.errors import CalibrationError
-from calibration.lazy import torch
 from calibration.room import Mode, Need, decide, forward_bytes
-from pipeline.base.data import beside
 from pipeline.base.machine import cores
 from pipeline.quantize.device import device_memory, resolve_devices
 from pipeline.quantize.engines.stream.layerwise import gptq_bytes
@@ -29,12 +27,16 @@ from pipeline.quantize.model.structure import Structure
 from pipeline.recipe.modules import expert_count
 from pipeline.recipe.schema import Calibration, Recipe
 from pipeline.stages.quantize import needs_ranges
+from pipeline.stages.rates import Rates, rates_here
 
 
 def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: str) -> dict[str, Any]:
-    """Rates of such a machine and costs by stage, from headers real or imagined, as JSON; a library's has no stages."""
+    """Rates of such a machine and costs by stage, from headers real or imagined, as JSON; a library's has no stages.
+
+    Where the table knows no such machine, a second is spent to measure this one.
+    """
     devices, count = resolve_devices(device), cores()  # several GPUs are taken to be of a kind
-    rates, origin = rates_for("cpu" if devices[0] == "cpu" else torch.cuda.get_device_name(devices[0]), count)
+    rates, origin = rates_here(devices[0], count)
     machine = Machine(rates, count, device_memory("cpu"), devices, device_memory(devices[0]))
     stages: dict[str, Cost] = {}
     quantization = recipe.quantization
@@ -205,54 +207,6 @@ def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
         parts=parts,
         mode=mode,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Bytes or operations a second, of all cores together; sizes in bytes.
-
-    ``read``: from the page cache into memory. ``disk``: from the disk. ``write``: into the page cache. ``sync``: from
-    there to the disk. ``hash``: SHA-256 of one thread, because a file's bytes are hashed one after the other. ``load``:
-    from a mapped file to the device, by one thread. ``kernels``: bytes of 16-bit weight, by kernel. ``link``: between
-    memory and device, one way while the other is busy too; None where they are one. ``flops``: operations of bfloat16
-    products on the device. ``scores``: attention weights through a softmax there. ``resident``: memory of an
-    interpreter that has imported what the stages need, ``start``: the seconds until it has, and has asked a model that
-    it never saw for its structure.
-    """
-
-    machine: str
-    device_kind: str
-    read: float
-    disk: float
-    write: float
-    sync: float
-    hash: float
-    load: float
-    kernels: Mapping[str, float]
-    link: float | None
-    flops: float
-    scores: float
-    resident: int
-    start: float
-
-    def kernel(self, name: str) -> float:
-        """The rate of a kernel; the slowest that is known, for one that nobody has measured."""
-        return self.kernels.get(name) or min(self.kernels.values())
-
-
-def rates_for(device: str, cores: int) -> tuple[Rates, Literal["table", "borrowed"]]:
-    """The row of a device by its name ("cpu", "NVIDIA H100 80GB HBM3"), else that of a machine with a like device."""
-    for name, row in beside(__file__, "machines.yaml").items():
-        when = row["when"]
-        if str(when["device"]) in device and when.get("cores", cores) == cores:
-            return known(name), "table"
-    return known("two-cores" if device == "cpu" else "h100"), "borrowed"
-
-
-def known(name: str) -> Rates:
-    """A row of the table `machines.yaml`."""
-    row = beside(__file__, "machines.yaml")[name]
-    return Rates(machine=row["machine"], **row["rates"])
 
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

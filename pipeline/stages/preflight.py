@@ -6,6 +6,8 @@ How large things will be is exact where the layout decides (the checkpoint), an 
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,6 +19,7 @@ from calibration.room import require_rounding_room
 from calibration.sets import load_set
 from eval.report.numbers import size
 from pipeline.base.errors import UserError
+from pipeline.base.hardware import needs
 from pipeline.publish.places import published_folder
 from pipeline.quantize.device import device_memory, resolve_devices
 from pipeline.quantize.engines.algorithms import algorithm
@@ -29,6 +32,7 @@ from pipeline.quantize.model.selection import kept_because, select
 from pipeline.quantize.model.structure import Structure, imagine, read_structure
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.schema import Recipe
+from pipeline.serving.environment import VllmEnvironment
 from pipeline.stages.by_library import calibrated
 from pipeline.stages.calibrate import pinned_set, read_tokens
 from pipeline.stages.cost import gptq_volume
@@ -42,16 +46,23 @@ from pipeline.store.disk import free_bytes
 
 _TOKEN_BYTES = 8  # a token of prose has four
 _OVERHEAD = 64 << 20  # bytes beside the weights: tokenizer, logs, samples, report
-_PACKAGES = {  # of a stage, an engine and a runtime
-    **dict.fromkeys(("calibrate", "sensitivity", "quantize", "reference"), ("torch", "transformers")),
-    "llmcompressor": ("llmcompressor",),
-    "quark": ("quark", "ninja"),
-    "canary": ("transformers",),
-    **dict.fromkeys(("evaluate", "control"), ("lm_eval",)),
-    "report": ("jinja2", "matplotlib"),
-    "package": ("jinja2", "detect_secrets", "cyclonedx"),
-    "sign": ("model_signing", "OpenSSL", "sigstore"),
+_LM_EVAL = ("lm_eval", "tenacity", "aiohttp", "requests")  # with what its client of an API imports
+_PACKAGES = {  # of a stage, an engine and a runtime: our extra that brings them, and what is imported
+    **dict.fromkeys(("calibrate", "sensitivity", "quantize", "reference"), ("quantize", ("torch", "transformers"))),
+    "llmcompressor": ("llmcompressor", ("llmcompressor",)),
+    "quark": ("quark", ("quark", "ninja")),
+    "canary": ("evaluate", ("transformers",)),
+    **dict.fromkeys(("evaluate", "control"), ("evaluate", _LM_EVAL)),
+    "report": ("report", ("jinja2", "matplotlib")),
+    "package": ("publish", ("jinja2", "detect_secrets", "cyclonedx")),
+    "sign": ("publish", ("model_signing", "OpenSSL", "sigstore")),
 }
+_TASK_PACKAGES = {"ifeval": ("langdetect", "immutabledict", "nltk")}
+"""What lm-eval's own tasks import when they are loaded, by a part of their names."""
+_EMULATION = {"amd-quark": "quark"}
+"""What a distribution that vLLM needs beside it is imported as."""
+_ABSENT = "import importlib.util as u, json, sys; print(json.dumps([n for n in sys.argv[1:] if not u.find_spec(n)]))"
+_ANSWER_S = 60
 _SERVED = ("serve", "canary", "evaluate", "control", "bench")  # what asks a server
 
 
@@ -171,13 +182,11 @@ def require_means(
 ) -> None:
     """Raise `UserError` where a run could not come to its end; ``prediction`` is what was predicted already.
 
-    `ModuleNotFoundError` for a package that is not installed: hours must not end at one that draws the page.
+    Packages count too, those of this environment and of vLLM's: hours must not end at one that draws the page.
     """
     plan = foreseen(plan, setting, redo)
     missing = missing_stages(plan, setting, redo)
-    for name in _packages(plan, setting, missing):
-        if find_spec(name) is None:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    _require_packages(plan, setting, missing)
     if "sign" in missing:
         require_signer(setting)
     if "publish" in missing:
@@ -185,7 +194,7 @@ def require_means(
     if {"calibrate", "sensitivity"} & set(missing) and setting.recipe.calibration is not None:
         pinned_set(setting.recipe.calibration)
     if any(key.startswith(_SERVED) for key in missing):
-        _require_server(setting)
+        _require_server(setting, missing)
     if "quantize" in missing:
         prediction = prediction or predict(*model_for(setting, config_folder(setting.source)), setting.recipe)
         where = setting.store.root.absolute()
@@ -211,7 +220,7 @@ def _require_gptq_memory(setting: Setting, device: str) -> None:
         raise UserError(f"quantization.algorithm: {error}.") from None
 
 
-def _require_server(setting: Setting) -> None:
+def _require_server(setting: Setting, missing: Collection[str]) -> None:
     if setting.recipe.evaluation.runtime == "reference":
         return
     if setting.vllm is None:
@@ -219,23 +228,63 @@ def _require_server(setting: Setting) -> None:
             "no vLLM was found to serve with, which this recipe needs.",
             hint="`make serving` builds one for a CPU; else set QUANTMINT_VLLM, or stop earlier with --until inspect.",
         )
+    _require_vllms_packages(setting, setting.vllm, missing)
     launch = launch_plan(setting, "baseline", Path("MODEL"))
     if launch.layout.nodes > 1:
         over_nodes(setting, setting.vllm, launch).require(launch)
 
 
-def _packages(plan: Sequence[Planned], setting: Setting, missing: Collection[str]) -> Iterator[str]:
-    """What is imported on the way of the stages that would run."""
+def _require_packages(plan: Sequence[Planned], setting: Setting, missing: Collection[str]) -> None:
+    """Raise `UserError`, with our extra that has it, for what is not installed here, where stages and lm-eval run."""
+    for extra, name in _packages(plan, setting, missing):
+        if find_spec(name) is None:
+            raise UserError(f"this needs {name}, which is not installed.", hint=f"pip install 'quantmint[{extra}]'")
+
+
+def _packages(plan: Sequence[Planned], setting: Setting, missing: Collection[str]) -> Iterator[tuple[str, str]]:
+    """What is imported on the way of the stages that would run, each with our extra that brings it."""
     quantization, runtime = setting.recipe.quantization, setting.recipe.evaluation.runtime
-    for planned in plan:
-        if planned.key in missing:
-            yield from _PACKAGES.get(planned.family, ())
-            yield from _PACKAGES.get(runtime, ()) if planned.family in _SERVED else ()
+    users = [planned.family for planned in plan if planned.key in missing]
+    if any(family in _SERVED for family in users):
+        users.append(runtime)
     if "quantize" in missing:
-        yield from _PACKAGES.get(quantization.engine, ())
+        users.append(quantization.engine)
+    for user in dict.fromkeys(users):
+        extra, names = _PACKAGES.get(user, ("", ()))
+        yield from ((extra, name) for name in names)
+    if "evaluate" in users:
+        for task in setting.suite.tasks:
+            names = (name for part, names in _TASK_PACKAGES.items() if part in task.task for name in names)
+            yield from (("evaluate", name) for name in names)
+    if "quantize" in missing:
         support = algorithm(quantization.algorithm).engines.get(quantization.engine)
         if support is not None and support.package is not None:
-            yield support.package.replace("-", "_")
+            yield quantization.engine, support.package.replace("-", "_")
+
+
+def _require_vllms_packages(setting: Setting, vllm: VllmEnvironment, missing: Collection[str]) -> None:
+    """Raise `UserError` for what vLLM would import in its own environment, and does not find there."""
+    quantization = setting.recipe.quantization
+    if "serve-candidate" not in missing:
+        return
+    made = (quantization.scheme, quantization.kv_cache, quantization.format)
+    needed = {_EMULATION.get(name, name): name for name in needs(setting.recipe.target.hardware, *made)}
+    if not needed:
+        return
+    absent = [needed[name] for name in _absent_in(vllm.python, needed)]
+    if absent:
+        install = f"{vllm.python} -m pip install {' '.join(absent)}"
+        raise UserError(f"vLLM's environment lacks {', '.join(absent)}, which this run needs there.", hint=install)
+
+
+def _absent_in(python: Path, names: Collection[str]) -> list[str]:
+    """The modules that an interpreter does not find; none where it gives no answer, which its server will."""
+    command = [str(python), "-P", "-c", _ABSENT, *names]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+        return [str(name) for name in json.loads(done.stdout)]
+    except (OSError, subprocess.TimeoutExpired, ValueError, TypeError):
+        return []
 
 
 def model_for(setting: Setting, folder: Path) -> tuple[Checkpoint, Structure]:

@@ -316,3 +316,19 @@ def test_a_config_that_is_none(quantmint: Quantmint, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "none-such", **sizes}))
     ended = quantmint("plan", "llama8b-ptpc", "--config", tmp_path)
     assert (ended.code, "transformers cannot build this model" in ended.err) == (2, True)
+
+
+def test_a_plan_says_whose_rates_it_has(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.stages.cost.cores", lambda: 64)
+    ended = quantmint("plan", "tiny-ptpc")
+    assert ended.code == 0, ended.err
+    said = " ".join(ended.out.split())
+    assert "times on this machine (" in said
+    assert "measured for a second" in said
+    monkeypatch.setattr("pipeline.stages.rates.measured", _fails)
+    said = " ".join(quantmint("plan", "tiny-ptpc").out.split())
+    assert "that is ANOTHER machine" in said
+
+
+def _fails(*_: object) -> None:
+    raise RuntimeError("out of memory")

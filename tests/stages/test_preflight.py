@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,16 @@ def test_a_vllm_that_is_named_wrongly_is_an_error_at_once(
         assert "/nowhere/vllm" in ended.err
 
 
-@pytest.mark.parametrize(("package", "engine", "extra"), [("lm_eval", "stream", "evaluate"), ("llmcompressor",) * 3])
+@pytest.mark.parametrize(
+    ("package", "engine", "extra"),
+    [
+        ("lm_eval", "stream", "evaluate"),
+        ("tenacity", "stream", "evaluate"),  # of lm-eval[api], which lm-eval alone does not bring
+        ("aiohttp", "stream", "evaluate"),
+        ("matplotlib", "stream", "report"),
+        ("llmcompressor",) * 3,
+    ],
+)
 def test_a_package_that_a_later_stage_needs_is_missed_before_the_first(
     package: str, engine: str, extra: str, quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,3 +95,37 @@ def test_a_device_that_is_too_small_for_gptq_is_told_before_any_work(
     assert ended.code == 2
     assert "quantization.algorithm: GPTQ takes" in ended.err
     assert not list((project / "store").glob("calibrate/*"))
+
+
+def test_a_package_of_a_task_is_missed_before_the_first_stage(
+    quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # IFEval's row, for a task of the suite that this small model can be asked.
+    monkeypatch.setattr(preflight, "_TASK_PACKAGES", {"tiny_facts": preflight._TASK_PACKAGES["ifeval"]})
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "langdetect" else object())
+    ended = quantmint("run", "r.yaml")
+    assert (ended.code, "this needs langdetect, which is not installed" in ended.err) == (2, True), ended.err
+
+
+def test_a_package_that_vllm_would_import_is_missed_in_its_own_environment(
+    quantmint: Quantmint, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.serving.environment import find_vllm
+
+    monkeypatch.setattr("pipeline.stages.session.find_vllm", find_vllm)
+    bin_ = tmp_path / "serving" / "bin"
+    bin_.mkdir(parents=True)
+    # An interpreter without site-packages, beside ours, which may have everything.
+    python = f'#!/bin/sh\ncase "$*" in *metadata*) echo 0.32.0;; *) exec {sys.executable} -S "$@";; esac\n'
+    for name, text in (("python", python), ("vllm", "#!/bin/sh\nexit 1\n")):
+        (bin_ / name).write_text(text)
+        (bin_ / name).chmod(0o755)
+    monkeypatch.setenv("QUANTMINT_VLLM", str(bin_ / "vllm"))
+    recipe = project / "r.yaml"
+    recipe.write_text(recipe.read_text().replace("ptpc_fp8", "mxfp4_weight_only"))
+    ended = quantmint("run", "r.yaml")
+    assert ended.code == 2, ended.err
+    assert "vLLM's environment lacks" in ended.err
+    assert "amd-quark" in ended.err
+    assert f"{bin_ / 'python'} -m pip install" in ended.err
+    assert list((project / "store").rglob("record.json")) == []

@@ -12,6 +12,7 @@ import pytest
 
 from eval.report.model import PAGE
 from eval.verdict import Verdict
+from pipeline.base.errors import UserError
 from pipeline.base.progress import PlainReporter
 from pipeline.stages import planning
 from pipeline.stages.preflight import require_means
@@ -113,7 +114,7 @@ def test_the_reference_runtime_needs_no_vllm_but_its_packages(
     require_means(asked, without)
     real = importlib.util.find_spec
     monkeypatch.setattr("pipeline.stages.preflight.find_spec", lambda name: None if name == "torch" else real(name))
-    with pytest.raises(ModuleNotFoundError, match="torch"):
+    with pytest.raises(UserError, match="this needs torch, which is not installed"):
         require_means(asked, without)
 
 

@@ -50,8 +50,8 @@ _AGAIN = (
     f'again() {{ [ "${{SLURM_RESTART_COUNT:-0}}" -ge {ROUNDS} ] || scontrol requeue "$SLURM_JOB_ID"; }}',
     "trap again USR1",
 )
-# It outlives the SIGTERM that the run gets as well.
-_NOTED = 'trap : TERM; "$@"; code=$?; echo "$code" > "$0"; exit "$code"'
+# It outlives the SIGTERM that the run gets as well. Who asks meanwhile sees no half of the code: it comes by a rename.
+_NOTED = 'trap : TERM; "$@"; code=$?; echo "$code" > "$0.new" && mv -f "$0.new" "$0"; exit "$code"'
 # A trapped signal ends the first wait, and not the run.
 _WAIT = "\n".join(
     (
@@ -275,9 +275,9 @@ class Slurm:
             return self._of_the_run(state, job)
         if _UNREACHABLE.search(told.stderr):
             raise _failure("scontrol", told.stderr)
-        noted = self._logs / f"{job}.code"
-        if noted.is_file():
-            return State("ENDED", int(noted.read_text(encoding="ascii")))
+        code = self._noted(job)
+        if code is not None:
+            return State("ENDED", code)
         raise UserError(
             f"Slurm knows no job {job}: {told.stderr.strip()}",
             hint=f"The controller forgets finished jobs after some minutes. Its log is {self._log(job)}.",
@@ -295,8 +295,17 @@ class Slurm:
 
     def _of_the_run(self, state: State, job: str) -> State:
         """A job that ended with a status before its run did (see `script`) has said nothing of a checkpoint."""
-        silent = state.word == "FAILED" and self._logs.is_dir() and not (self._logs / f"{job}.code").is_file()
+        silent = state.word == "FAILED" and self._logs.is_dir() and self._noted(job) is None
         return State(state.word, BROKEN) if silent else state
+
+    def _noted(self, job: str) -> int | None:
+        """The exit code that the run noted; None where there is none, or not the whole of it (a disk that was full)."""
+        try:
+            text = (self._logs / f"{job}.code").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return None
+        # Without the newline at its end a 1 may be the beginning of 143.
+        return int(text) if text.endswith("\n") and text.strip().isdecimal() else None
 
     def _log(self, job: str) -> Path:
         from submitit.core.utils import JobPaths

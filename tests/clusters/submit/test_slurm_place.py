@@ -16,7 +16,7 @@ import pytest
 from pipeline.base.errors import UserError
 from pipeline.clusters.submit import place as places
 from pipeline.clusters.submit.place import Task, follow
-from pipeline.clusters.submit.slurm import Options, Slurm, _state
+from pipeline.clusters.submit.slurm import _NOTED, Options, Slurm, _state
 from tests.clusters.submit import slurm
 from tests.clusters.submit.cases import task
 from tests.clusters.submit.test_command import ended
@@ -183,3 +183,26 @@ def test_what_the_controller_has_forgotten_the_run_has_noted(tmp_path: Path, mon
         there.state("4711")
     (tmp_path / "4711.code").write_text("3\n", encoding="ascii")
     assert there.state("4711").exit_code == 3
+
+
+@pytest.mark.parametrize("begun", ["", "14", "\n"])
+def test_a_code_that_is_being_written_is_none_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: str) -> None:
+    told = "JobId=4711 JobName=x JobState=FAILED Reason=NonZeroExitCode ExitCode=3:0"
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho '{told}'\n", encoding="utf-8")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    there = Slurm(Options(), folder=tmp_path, logs=tmp_path)
+    (tmp_path / "4711.code").write_text(begun, encoding="ascii")
+    assert there.state("4711").exit_code == 5
+    scontrol.write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n", encoding="utf-8")
+    with pytest.raises(UserError, match="Slurm knows no job 4711"):
+        there.state("4711")
+
+
+def test_the_run_notes_its_code_in_one_step(tmp_path: Path) -> None:
+    noted = tmp_path / "4711.code"
+    run = ["sh", "-c", _NOTED, str(noted), "sh", "-c", f'ls "{tmp_path}"; exit 143']
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, noted.read_text()) == (143, "", "143\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["4711.code"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from pipeline.quantize.engines.stream.kernels import KERNELS
-from pipeline.stages.cost import CARRIED, known, rates_for
+from pipeline.stages.cost import CARRIED
+from pipeline.stages.rates import known, measured, rates_for, rates_here
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,34 @@ def test_the_table_knows_every_kernel(name: str) -> None:
     assert set(rates.kernels) == {*KERNELS, CARRIED}
     assert rates.kernel("nobody has measured this") == min(rates.kernels.values())
     assert (rates.link is None) == (rates.device_kind == "cpu")
+
+
+def test_a_machine_that_the_table_does_not_know_is_measured_in_a_second() -> None:
+    start = time.perf_counter()
+    rates, origin = rates_here("cpu", 64)
+    assert origin == "measured"
+    assert time.perf_counter() - start < 10  # of a machine that others use as well
+    like = known("two-cores")
+    assert rates.machine.startswith("this machine (")
+    assert like.machine in rates.machine
+    assert (rates.hash, rates.flops) != (like.hash, like.flops)
+    assert rates.write / like.write == pytest.approx(rates.read / like.read)
+    assert rates.kernel("mxfp4") / rates.kernel("fp8") == pytest.approx(like.kernel("mxfp4") / like.kernel("fp8"))
+    assert (rates.disk, rates.sync, rates.start) == (like.disk, like.sync, like.start)
+    assert rates_here("cpu", 2) == (like, "table")
+
+
+def test_where_nothing_can_be_measured_the_rates_stay_another_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("pipeline.stages.rates.measured", fail)
+    assert rates_here("cpu", 64) == (known("two-cores"), "borrowed")
+
+
+def test_measuring_leaves_no_switch_behind() -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    measured(known("two-cores"), "cpu", "it")
+    assert torch.get_num_threads() == before

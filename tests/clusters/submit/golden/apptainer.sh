@@ -19,7 +19,7 @@ ended=/shared/models/store/logs/slurm/"$SLURM_JOB_ID".code; rm -f "$ended"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 apptainer exec --rocm --bind /hf:/hf,/shared/models:/shared/models,/nvme:/shared/models/scratch --pwd /shared/models /images/quantmint.sif sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0"; exit "$code"' "$ended" env HF_HOME=/hf quantmint run llama70b-ptpc --json --store store &
+srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 apptainer exec --rocm --bind /hf:/hf,/shared/models:/shared/models,/nvme:/shared/models/scratch --pwd /shared/models /images/quantmint.sif sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0.new" && mv -f "$0.new" "$0"; exit "$code"' "$ended" env HF_HOME=/hf quantmint run llama70b-ptpc --json --store store &
 run=$!
 wait "$run"
 code=$?

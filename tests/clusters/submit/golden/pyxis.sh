@@ -19,7 +19,7 @@ ended=/shared/models/store/logs/slurm/"$SLURM_JOB_ID".code; rm -f "$ended"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 --container-image=registry.example/quantmint@sha256:5555555555555555555555555555555555555555555555555555555555555555 --container-mounts=/shared/models:/shared/models,/big/store:/big/store --container-workdir=/shared/models sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0"; exit "$code"' "$ended" quantmint run llama70b-fp8kv --json --store /big/store &
+srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 --container-image=registry.example/quantmint@sha256:5555555555555555555555555555555555555555555555555555555555555555 --container-mounts=/shared/models:/shared/models,/big/store:/big/store --container-workdir=/shared/models sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0.new" && mv -f "$0.new" "$0"; exit "$code"' "$ended" quantmint run llama70b-fp8kv --json --store /big/store &
 run=$!
 wait "$run"
 code=$?

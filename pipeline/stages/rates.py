@@ -1,0 +1,151 @@
+"""Rates of a machine: those of the table, or of a like machine with what a second's measurement says of this one."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, TypeAlias
+
+from calibration.lazy import torch
+from pipeline.base.data import beside
+from pipeline.base.machine import Machine as Host
+from pipeline.base.machine import cpu_name
+from pipeline.quantize.engines.stream.kernels import KERNELS
+from pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE
+
+Origin: TypeAlias = Literal["table", "measured", "borrowed"]
+_MEASURED_S = 0.2
+"""Seconds of a measurement, after a first round that does not count."""
+_COPIED = 64 << 20  # bytes, more than a cache holds
+_HASHED = 8 << 20
+_WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+"""Of the square matrices that are multiplied: the first that keeps a device busy for `_BUSY_S`, or the last."""
+_BUSY_S = 0.005
+_COLUMNS = 4096
+_KERNEL = "ptpc_fp8"
+"""The kernel that is measured; others are taken to be faster or slower than on the like machine by its ratio."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes or operations a second, of all cores together; sizes in bytes.
+
+    ``read``: from the page cache into memory. ``disk``: from the disk. ``write``: into the page cache. ``sync``: from
+    there to the disk. ``hash``: SHA-256 of one thread, because a file's bytes are hashed one after the other. ``load``:
+    from a mapped file to the device, by one thread. ``kernels``: bytes of 16-bit weight, by kernel. ``link``: between
+    memory and device, one way while the other is busy too; None where they are one. ``flops``: operations of bfloat16
+    products on the device. ``scores``: attention weights through a softmax there. ``resident``: memory of an
+    interpreter that has imported what the stages need, ``start``: the seconds until it has, and has asked a model that
+    it never saw for its structure.
+    """
+
+    machine: str
+    device_kind: str
+    read: float
+    disk: float
+    write: float
+    sync: float
+    hash: float
+    load: float
+    kernels: Mapping[str, float]
+    link: float | None
+    flops: float
+    scores: float
+    resident: int
+    start: float
+
+    def kernel(self, name: str) -> float:
+        """The rate of a kernel; the slowest that is known, for one that nobody has measured."""
+        return self.kernels.get(name) or min(self.kernels.values())
+
+
+def rates_here(device: str, cores: int) -> tuple[Rates, Origin]:
+    """Return the rates of the table for PyTorch's ``device``; where it has none, those that are measured here.
+
+    What cannot be measured in a second, such as the disk, stays a like machine's. "borrowed" are rates that are all
+    another machine's, because the measurement failed.
+    """
+    title = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
+    rates, origin = rates_for(title, cores)
+    if origin == "table":
+        return rates, origin
+    name = f"{cpu_name(Host()) if device == 'cpu' else title}, {cores} cores"
+    try:
+        return measured(rates, device, name), "measured"
+    except RuntimeError:  # PyTorch's: no memory left on the device, no such product there
+        return rates, "borrowed"
+
+
+def measured(like: Rates, device: str, name: str) -> Rates:
+    """Return the rates of ``like`` with what a second on ``device`` shows: copies, hashing, products, one kernel.
+
+    Rates that hang on one of these, such as writing on copying, change with it.
+    """
+    on_cpu = device == "cpu"
+    source = torch.zeros(_COPIED, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    copied = _rate(lambda: target.copy_(source), _COPIED, "cpu") / like.read
+    content = bytes(_HASHED)
+    hashed = _rate(lambda: hashlib.sha256(content).digest(), _HASHED, "cpu")
+    flops = _products(device)
+    # A worker of the engine computes with one thread of its own, and all cores have one: so do PyTorch's threads here.
+    piece = CPU_PIECE * torch.get_num_threads() if on_cpu else GPU_PIECE
+    weight = torch.ones((max(piece // (2 * _COLUMNS), 1), _COLUMNS), dtype=torch.bfloat16, device=device)
+    kernel = _rate(lambda: KERNELS[_KERNEL].compute(weight, None), weight.nbytes, device) / like.kernel(_KERNEL)
+    return replace(
+        like,
+        machine=f"this machine ({name}), and for its disk {like.machine}",
+        read=like.read * copied,
+        write=like.write * copied,
+        load=like.load * copied,
+        hash=hashed,
+        flops=flops,
+        scores=like.scores * flops / like.flops,
+        kernels={name: rate * kernel for name, rate in like.kernels.items()},
+    )
+
+
+def _products(device: str) -> float:
+    """Operations of bfloat16 products a second; some CPUs need a second for a product that others do in 5 ms."""
+    rate = 0.0
+    for width in _WIDTHS:
+        matrix = torch.ones((width, width), dtype=torch.bfloat16, device=device)
+        rate = _rate(partial(torch.mm, matrix, matrix), 2 * width**3, device, seconds=_BUSY_S)
+        if 2 * width**3 / rate > _BUSY_S:
+            return rate
+    return rate
+
+
+def _rate(work: Callable[[], object], amount: int, device: str, *, seconds: float = _MEASURED_S) -> float:
+    """How much a second does, when each call of ``work`` does ``amount``; measured for so many ``seconds``."""
+
+    def settle() -> None:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+
+    work()
+    settle()
+    start, rounds = time.perf_counter(), 0
+    while (spent := time.perf_counter() - start) < seconds or not rounds:
+        work()
+        settle()
+        rounds += 1
+    return amount * rounds / spent
+
+
+def rates_for(device: str, cores: int) -> tuple[Rates, Literal["table", "borrowed"]]:
+    """The row of a device by its name ("cpu", "NVIDIA H100 80GB HBM3"), else that of a machine with a like device."""
+    for name, row in beside(__file__, "machines.yaml").items():
+        when = row["when"]
+        if str(when["device"]) in device and when.get("cores", cores) == cores:
+            return known(name), "table"
+    return known("two-cores" if device == "cpu" else "h100"), "borrowed"
+
+
+def known(name: str) -> Rates:
+    """A row of the table `machines.yaml`."""
+    row = beside(__file__, "machines.yaml")[name]
+    return Rates(machine=row["machine"], **row["rates"])
