@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from glob import escape
 from pathlib import Path
 
 from calibration.batches import hub_errors
@@ -15,7 +18,7 @@ from pipeline.base.progress import Progress
 from pipeline.base.transience import is_transient
 from pipeline.publish.release import CARD
 from pipeline.quantize.digest import MODEL_FILES, file_digests, folder_digest, model_files
-from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json
+from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint, read_json
 from pipeline.quantize.model.structure import Structure, read_structure
 from pipeline.recipe.schema import Source as SourceSection
 from pipeline.stages.stage import Job, Output, Setting, SourceIdentity, Stage, write_json
@@ -26,6 +29,7 @@ LOCATION = "location.json"
 CHECKPOINT = "checkpoint"
 """Folder of an entry of `quantize`."""
 _TOKENIZER = re.compile(r"^(tokenizer|vocab|spiece|tekken)|\.(model|tiktoken)$")
+_WEIGHTS, _SECOND_COPY = "*.safetensors", "consolidated*.safetensors"
 
 
 class SourceStage(Stage):
@@ -147,22 +151,40 @@ def read_source(job: Job) -> tuple[Checkpoint, Structure]:
 
 
 def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> Path:
-    """The folder of a repository's files at its commit, fetched where the cache lacks them, and kept. `StageError`."""
+    """The folder of a repository's files at its commit, fetched where the cache lacks them, and kept. `StageError`.
+
+    Of the weights only the files that the index names are fetched: some repositories hold the model a second time, as
+    consolidated.safetensors.
+    """
     from huggingface_hub import constants, snapshot_download
 
-    patterns = [pattern for pattern in MODEL_FILES if with_code or pattern != "*.py"]
-    patterns.append(CARD)  # for what it states of the licence; it is no part of the model
+    small = [pattern for pattern in MODEL_FILES if pattern != _WEIGHTS and (with_code or pattern != "*.py")]
+    small.append(CARD)  # for what it states of the licence; it is no part of the model
     named = f"{identity.repo}@{identity.digest[:12]}"
     progress.say(f"fetching {named}")
     with _asking(StageError, f"{named}: the download failed", "What was fetched is kept: the same command goes on."):
-        return Path(
-            snapshot_download(
-                str(identity.repo),
-                revision=identity.digest,
-                allow_patterns=patterns,
-                local_files_only=constants.HF_HUB_OFFLINE,  # whether all shards are there is seen when they are opened
-            )
+        get = partial(
+            snapshot_download,
+            str(identity.repo),
+            revision=identity.digest,
+            local_files_only=constants.HF_HUB_OFFLINE,  # whether all shards are there is seen when they are opened
         )
+        folder = Path(get(allow_patterns=small))
+        shards = _indexed(folder)
+        if shards is None:
+            get(allow_patterns=[_WEIGHTS], ignore_patterns=[_SECOND_COPY])
+        else:
+            get(allow_patterns=[escape(name) for name in shards])
+        return folder
+
+
+def _indexed(folder: Path) -> list[str] | None:
+    """The files that a folder's index names; None without an index, or with one that is none, which is said later."""
+    try:
+        index = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
+        return sorted({str(name) for name in index["weight_map"].values()}) or None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 @contextmanager

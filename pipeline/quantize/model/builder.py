@@ -61,7 +61,10 @@ def _require_matrices(folder: Path, model: Any) -> None:
 
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """Import without `_HEAVY` and without garbage collection, which imports do not need and which takes a sixth."""
+    """Import without `_HEAVY` and without garbage collection, which imports do not need and which takes a sixth.
+
+    Both are put back, whatever ends the block: afterwards these packages can be imported as before.
+    """
     absent = [name for name in _HEAVY if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # Python's own sign for "cannot be imported"
     collecting = gc.isenabled()
@@ -70,7 +73,8 @@ def light_imports() -> Iterator[None]:
         yield
     finally:
         for name in absent:
-            sys.modules.pop(name)
+            if sys.modules.get(name, sys) is None:  # still ours: meanwhile somebody may have put a module there
+                del sys.modules[name]
         if collecting:
             gc.freeze()  # modules stay for good: the collector need not look through them again
             gc.enable()

@@ -6,6 +6,7 @@ the less they wait for each other. A worker goes where the fewest are; so none i
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,9 @@ GPU_PIECE = 32 << 20  # bytes: the bus at its full speed
 _GPU_WORKERS = 8  # of each GPU: more wait for the interpreter, fewer leave the bus or the disk idle
 _OPEN_FILES = 8  # at a time; more would only be more places on the disk
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_DEFAULTS = {_M_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_", _M_TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_"}
+"""The variables that set each option for a whole process (mallopt(3))."""
+_GLIBC_THRESHOLD = 128 << 10
 _KEPT = 32 << 20  # bytes; several times a piece, and the most that glibc before 2.35 takes for a threshold
 
 
@@ -211,25 +215,63 @@ def _is_cpu(device: str) -> bool:
     return device.startswith("cpu")
 
 
+class _Switches:
+    """PyTorch's threads and the C library's thresholds, set by the first of overlapping users, put back by the last."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._users = 0
+        self._threads = 1
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            _keep(dict.fromkeys(_DEFAULTS, _KEPT))
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            torch.set_num_threads(self._threads)
+            _keep({option: _as_started(option) for option in _DEFAULTS}, trim=True)
+
+
+_SWITCHES = _Switches()
+
+
 @contextmanager
 def many_small_workers() -> Iterator[None]:
-    """Set PyTorch up for threads that each compute little at a time, over and over.
+    """Set PyTorch up for threads that each compute little at a time, over and over; put all of it back afterwards.
 
     Workers are threads already: PyTorch starts none of its own below them. And the C library keeps what intermediate
     results gave back: by default it returns such sizes to the system, and taking them again costs a page fault every
     4 KiB, which is twice the time of MXFP4.
     """
-    import ctypes
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):  # glibc
-        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            library.mallopt(option, _KEPT)
+    _SWITCHES.enter()
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
-        if hasattr(library, "malloc_trim"):
-            library.malloc_trim(0)
+        _SWITCHES.leave()
+
+
+def _keep(thresholds: Mapping[int, int], *, trim: bool = False) -> None:
+    """Set thresholds of glibc's malloc by option, and give back free memory; nothing where there is another library."""
+    import ctypes
+
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):  # glibc
+        for option, count in thresholds.items():
+            library.mallopt(option, count)
+    if trim and hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
+def _as_started(option: int) -> int:
+    """The threshold that the process began with, in bytes: its variable's or glibc's own, for nothing can be asked."""
+    value = os.environ.get(_DEFAULTS[option], "")
+    return int(value) if value.isdigit() else _GLIBC_THRESHOLD
