@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from calibration.lazy import torch
 from pipeline.base.errors import UserError
-from pipeline.base.machine import Machine, cpu_name
+from pipeline.base.machine import Machine, cpu_name, memory_limit
 
 
 def resolve_device(wanted: str) -> str:
@@ -42,10 +42,11 @@ def resolve_devices(wanted: str) -> tuple[str, ...]:
 
 
 def device_memory(device: str) -> int:
-    """Bytes of memory that a device has in all; of the machine where the device is its CPU."""
+    """Bytes of memory that a device has in all; a CPU's are the machine's, as far as the container's limits let us."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whole, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit()
+    return whole if limit is None else min(whole, limit)
 
 
 def device_title(devices: Iterable[str]) -> str:

@@ -254,8 +254,8 @@ def _packages(plan: Sequence[Planned], setting: Setting, missing: Collection[str
         yield from ((extra, name) for name in names)
     if "evaluate" in users:
         for task in setting.suite.tasks:
-            names = (name for part, names in _TASK_PACKAGES.items() if part in task.task for name in names)
-            yield from (("evaluate", name) for name in names)
+            for part, names in _TASK_PACKAGES.items():
+                yield from (("evaluate", name) for name in names if part in task.task)
     if "quantize" in missing:
         support = algorithm(quantization.algorithm).engines.get(quantization.engine)
         if support is not None and support.package is not None:

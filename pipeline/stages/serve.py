@@ -22,7 +22,7 @@ from eval.measurements import Side
 from eval.workloads import Workload
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import hardware
-from pipeline.base.machine import Device, versions
+from pipeline.base.machine import Device, memory_left, versions
 from pipeline.base.processes import Conversation, conversation
 from pipeline.base.progress import Progress
 from pipeline.quantize.device import give_back_memory
@@ -99,7 +99,9 @@ class Servers:
         """Whether this launch fits beside the one that is there, which may not have taken its own share yet."""
         if hardware(self._setting.recipe.target.hardware).kind != "cpu" or plan.memory is None:
             return False
-        return 2 * (plan.memory.total + _PROGRAM) <= free_bytes("cpu")
+        left = memory_left()
+        free = free_bytes("cpu") if left is None else min(free_bytes("cpu"), left)
+        return 2 * (plan.memory.total + _PROGRAM) <= free
 
     @contextmanager
     def fresh(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Server]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.machine import cores
+from pipeline.base.machine import cores, memory_left, memory_limit
+from pipeline.quantize.device import device_memory
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,40 @@ def test_cores_are_the_least_of_affinity_quota_and_what_was_asked_for(
     (tmp_path / "sys/fs/cgroup/jobs/mine").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/jobs/cpu.max").write_text(f"{quota}\n")  # of the group above ours
     assert cores(tmp_path) == expected
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Path:
+    """A machine whose root group has no limit, as everywhere but in a container, and whose others have one each."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/jobs/mine\n")
+    for name, limit, used in (("jobs", str(8 << 30), 5 << 30), ("jobs/mine", str(4 << 30), 1 << 30)):
+        folder = tmp_path / "sys/fs/cgroup" / name
+        folder.mkdir(parents=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {1 << 30}\n")
+    return tmp_path
+
+
+def test_memory_is_the_least_that_a_control_group_on_the_way_leaves(groups: Path) -> None:
+    assert memory_limit(groups) == 4 << 30
+    assert memory_left(groups) == 4 << 30  # each of the two leaves that: 8 - 5 + 1 above, 4 - 1 + 1 in ours
+    (groups / "sys/fs/cgroup/jobs/memory.current").write_text(f"{7 << 30}\n")
+    assert memory_left(groups) == 2 << 30
+    (groups / "sys/fs/cgroup/jobs/mine/memory.max").write_text("max\n")
+    assert memory_limit(groups) == 8 << 30
+    (groups / "sys/fs/cgroup/jobs/memory.max").write_text("max\n")
+    assert (memory_limit(groups), memory_left(groups)) == (None, None)
+    assert memory_limit(groups / "elsewhere") is None
+
+
+def test_a_plans_memory_ends_at_the_containers_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = device_memory("cpu")
+    monkeypatch.setattr("pipeline.quantize.device.memory_limit", lambda: 1 << 30)
+    assert device_memory("cpu") == 1 << 30
+    monkeypatch.setattr("pipeline.quantize.device.memory_limit", lambda: whole + 1)
+    assert device_memory("cpu") <= whole + 1
 
 
 def test_the_age_of_a_process_counts_its_imports() -> None:
