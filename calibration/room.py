@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from calibration.activations import Activations
+from calibration.container import memory_left
 from calibration.errors import CalibrationError, NotReplayableError
 from calibration.lazy import torch
 from calibration.replica import Replica
@@ -23,7 +24,6 @@ Mode = Literal["auto", "resident", "layer"]
 _SHARE = 0.85  # of the free memory that is planned with; the rest is for fragments, and for others
 _STATES = 4  # hidden states lie in a quarter of the memory, beyond which they would go to the disk and back
 ROUNDED_AT_A_TIME = 1 << 28  # numbers of a weight that a GPU rounds at a time: what is in between is 15 GB at most
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +134,13 @@ def decide(
 
 
 def free_bytes(device: str) -> int:
-    """Memory that can be had on a device, bytes; on a CPU as far as the container's limit lets it."""
+    """Return the bytes of memory that can be had on a device, on a CPU as far as the control groups let it."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    found = [next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))]
-    try:
-        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        # The container's page cache is given back when it is needed.
-        counts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
-        found.append(limit - used + int(counts.get("inactive_file", 0)))
-    except (OSError, ValueError):  # no such control, or no limit
-        pass
-    return max(min(found), 0)
+    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    left = memory_left()
+    return available if left is None else min(available, left)
 
 
 def _gb(count: int) -> str:

@@ -21,6 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from calibration.container import control_groups
+
 _TIMEOUT = 60
 
 
@@ -35,43 +37,6 @@ def cores(root: Path = Path("/")) -> int:
             found = min(found, max(round(int(quota) / int(period)), 1))  # "max" is none
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return max(min(found, int(asked)), 1) if asked.isdigit() else found
-
-
-def control_groups(root: Path = Path("/")) -> list[Path]:
-    """The folders of this process's control group and of those above it, each of which may have a limit; innermost
-    first, empty where there are none.
-    """
-    try:
-        group = (root / "proc/self/cgroup").read_text().strip().rpartition("::/")[2]
-    except OSError:
-        return []
-    # In a container its own group is the root of what it sees.
-    top = root / "sys/fs/cgroup"
-    inner = top / group
-    return [inner, *(parent for parent in inner.parents if parent.is_relative_to(top))]
-
-
-def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes of memory that the control groups let this process have, the least of all limits; None without any."""
-    limits = []
-    for folder in control_groups(root):
-        with suppress(OSError, ValueError):
-            limits.append(int((folder / "memory.max").read_text()))  # "max" is none
-    return min(limits, default=None)
-
-
-def memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes that the control groups still leave, the least of all; None where none has a limit.
-
-    Page cache that a group may give back counts as free.
-    """
-    left = []
-    for folder in control_groups(root):
-        with suppress(OSError, ValueError):
-            limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
-            counts = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-            left.append(max(limit - used + int(counts.get("inactive_file", 0)), 0))
-    return min(left, default=None)
 
 
 def process_age() -> float:

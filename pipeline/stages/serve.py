@@ -17,12 +17,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from calibration.container import memory_left
 from calibration.room import free_bytes
 from eval.measurements import Side
 from eval.workloads import Workload
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import hardware
-from pipeline.base.machine import Device, memory_left, versions
+from pipeline.base.machine import Device, versions
 from pipeline.base.processes import Conversation, conversation
 from pipeline.base.progress import Progress
 from pipeline.quantize.device import give_back_memory

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.machine import cores, memory_left, memory_limit
+from calibration.container import memory_left, memory_limit
+from pipeline.base.machine import cores
 from pipeline.quantize.device import device_memory
 
 

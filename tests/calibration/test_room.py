@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from calibration import room
+from calibration.container import memory_left
 from calibration.errors import CalibrationError
 from calibration.room import Need, decide, forward_bytes, free_bytes
 
@@ -93,15 +95,20 @@ def test_a_forward_without_attention_has_the_states_of_its_channels() -> None:
     assert 2048 * 3 * 4 * 10240 * 128 < forward_bytes(config, 1, 2048) < 2048 * 4 * 4 * 10240 * 128
 
 
-def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_limits_of_all_control_groups_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That of a group above ours is the least, as where a job's step has no limit of its own."""
     available = free_bytes("cpu")
     assert available > 0
-    (tmp_path / "memory.max").write_text("3000000\n")
-    (tmp_path / "memory.current").write_text("2500000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 200000\n")
-    monkeypatch.setattr(room, "_CGROUP", tmp_path)
+    inner = tmp_path / "sys/fs/cgroup/job/step"
+    inner.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
+    (inner / "memory.max").write_text("max\n")
+    for name, text in (("max", "3000000"), ("current", "2500000"), ("stat", "anon 1\ninactive_file 200000")):
+        (inner.parent / f"memory.{name}").write_text(f"{text}\n")
+    monkeypatch.setattr(room, "memory_left", partial(memory_left, tmp_path))
     assert free_bytes("cpu") == 700_000
-    (tmp_path / "memory.max").write_text("max\n")
+    (inner.parent / "memory.max").write_text("max\n")
     assert free_bytes("cpu") > 700_000
 
 
