@@ -1,6 +1,6 @@
 """The gate's record on disk: enough to judge again, without the models.
 
-folder/gate.json                          verdict, findings, policy, servers, launches, canary
+folder/gate.json                          version of the judgement, verdict, findings, policy, servers, launches, canary
 folder/samples/<task>.<side>.json.gz      scores per item, named with their SHA-256 in gate.json; the sides are
                                           baseline and candidate, and again of a control
 """
@@ -22,6 +22,8 @@ from eval.samples import SampleSet
 
 NAME = "gate.json"
 SCHEMA = 2
+_UNNAMED = 1
+"""Version of the judgement in records that name none."""
 LARGEST = 1 << 30
 """Bytes that a sample file may unpack to: MMLU takes four million, and a record may come from anywhere."""
 
@@ -44,7 +46,12 @@ def write(folder: Path, measurements: Measurements, report: GateReport) -> Path:
         "control": {task: _write_samples(folder, task, "again", again) for task, again in measurements.control.items()},
     }
     path = folder / NAME
-    content = {"schema": SCHEMA, **report.to_json(), "measurements": {**measurements.to_json(), **files}}
+    content = {
+        "schema": SCHEMA,
+        "judgement": report.judgement,
+        **report.to_json(),
+        "measurements": {**measurements.to_json(), **files},
+    }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path
 
@@ -65,6 +72,7 @@ def read(path: Path) -> tuple[Measurements, GateReport]:
         }
         control = {task: _samples(path, entry) for task, entry in recorded["control"].items()}
         judgement = {name: value for name, value in data.items() if name not in ("schema", "measurements")}
+        judgement.setdefault("judgement", _UNNAMED)
         return Measurements.read(recorded, samples, control), GateReport.from_json(judgement)
     except OSError as error:
         raise MeasurementError(f"{error.filename}: cannot be read: {error.strerror}") from error

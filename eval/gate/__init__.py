@@ -8,6 +8,17 @@ both into files from which anyone judges again.
 """
 
 from eval.gate.judgement import judge
-from eval.gate.report import ANOMALOUS, Control, Finding, GateReport, Headline, Kind, Policy, changes
+from eval.gate.report import ANOMALOUS, JUDGEMENT, Control, Finding, GateReport, Headline, Kind, Policy, changes
 
-__all__ = ["ANOMALOUS", "Control", "Finding", "GateReport", "Headline", "Kind", "Policy", "changes", "judge"]
+__all__ = [
+    "ANOMALOUS",
+    "JUDGEMENT",
+    "Control",
+    "Finding",
+    "GateReport",
+    "Headline",
+    "Kind",
+    "Policy",
+    "changes",
+    "judge",
+]

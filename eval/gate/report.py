@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -57,6 +58,12 @@ class Policy(Record):
         limits.setdefault("expected_flip_rate", max(task.expected_flip_rate for task in gated))
         return cls(margins={task.task: task.margin or margin for task in gated}, **limits)
 
+
+JUDGEMENT: Final = 1
+"""Version of the judgement, raised whenever the same measurements and limits may get another verdict or other figures.
+
+A new wording of a reason or a headline is no new version: sentences are not compared.
+"""
 
 Kind = Literal["validity", "accuracy", "canary", "throughput", "structure"]
 ANOMALOUS = "ANOMALOUS"
@@ -121,6 +128,7 @@ class GateReport(Record):
     `runtime` and `hardware` are part of the verdict: a figure belongs to what it was measured on. `hardware` is a name
     of the table of targets, `device` what the accelerator calls itself. `looks` maps a task to the looks up to the one
     that decided (none where it is shown only), `control` to how often the baseline disagrees with itself on it.
+    `judgement` is the version of the judgement, which `eval.record` keeps beside the rest.
     """
 
     artefact: str
@@ -136,6 +144,11 @@ class GateReport(Record):
     throughput: tuple[Throughput, ...]
     headlines: tuple[Headline, ...] = ()
     policy: Policy
+    judgement: int = field(default=JUDGEMENT, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """A mapping of the fields, without the version of the judgement."""
+        return {name: value for name, value in Record.to_json(self).items() if name != "judgement"}
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -167,24 +180,42 @@ def sentence(text: str) -> str:
 
 
 def changes(recorded: GateReport, found: GateReport) -> tuple[str, ...]:
-    """Every difference that a reader must know; empty where both say the same, to the last figure.
+    """Return a sentence for each difference in verdict, limits or figures; empty where both agree to the last figure.
 
-    A record whose verdict does not follow from its own numbers was edited, or judged by another version of the gate.
+    Reasons and headlines are sentences of the version that wrote them. Of a finding its kind, subject, verdict and
+    label are compared, of a headline that both have its factors. A record of this version of the judgement whose
+    verdict does not follow from its own numbers was edited.
     """
-    if recorded == found:
-        return ()
     sentences = []
     if recorded.artefact != found.artefact:
         sentences.append(f"The artefact is {found.artefact}, the record says {recorded.artefact}.")
     if recorded.verdict is not found.verdict:
         sentences.append(f"The numbers lead to {found.verdict.value}, the record says {recorded.verdict.value}.")
-    sentences += [f"Only the record says: {_told(f)}" for f in recorded.findings if f not in found.findings]
-    sentences += [f"The record does not say: {_told(f)}" for f in found.findings if f not in recorded.findings]
-    old, new = recorded.to_json(), found.to_json()
-    fields = [name for name in new if name not in ("artefact", "verdict", "findings") and old.get(name) != new[name]]
-    if fields:
-        sentences.append(f"Other figures than recorded: {', '.join(fields)}.")
+    old, new = Counter(map(_outcome, recorded.findings)), Counter(map(_outcome, found.findings))
+    sentences += [f"Only the record says: {_told(f)}" for f in recorded.findings if _outcome(f) in old - new]
+    sentences += [f"The record does not say: {_told(f)}" for f in found.findings if _outcome(f) in new - old]
+    figures = _figures(found)
+    others = [name for name, value in _figures(recorded).items() if value != figures[name]]
+    shared = {row.name: row for row in recorded.headlines}
+    if any(_factors(shared[row.name]) != _factors(row) for row in found.headlines if row.name in shared):
+        others.append("headlines")
+    if others:
+        sentences.append(f"Other figures than recorded: {', '.join(others)}.")
     return tuple(sentences)
+
+
+def _outcome(finding: Finding) -> tuple[Kind, str, Verdict, str | None]:
+    return finding.kind, finding.subject, finding.verdict, finding.label
+
+
+def _factors(row: Headline) -> tuple[float, float | None]:
+    return row.promised, row.measured
+
+
+def _figures(report: GateReport) -> dict[str, Any]:
+    """The fields that hold figures, or name what they were measured on."""
+    texts = ("artefact", "verdict", "findings", "headlines")
+    return {name: value for name, value in report.to_json().items() if name not in texts}
 
 
 def _told(finding: Finding) -> str:

@@ -118,7 +118,10 @@ def require_proof(quantize: Entry, gate: Entry) -> None:
         raise StageError("the gate judged another checkpoint than the one that would be published.")
     edited = changes(recorded, report)
     if edited:
-        raise StageError(f"the gate's record is not what its numbers say. {edited[0]}")
+        raise StageError(
+            f"the gate's record is not what its numbers say. {edited[0]}",
+            hint="`quantmint run --redo gate` judges them again.",
+        )
 
 
 def require_admission(setting: Setting) -> None:
