@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from eval import suites
-from eval.gate import GateReport, Policy, changes
+from eval.gate import GateReport, changes
 from eval.measurements import Launch, Measurements
-from eval.records import is_path
 from eval.report.model import DATA
 from eval.report.numbers import level
 from eval.verdict import Verdict
 from pipeline import __version__
-from pipeline.base.canonical import Change, difference, plain
+from pipeline.base.canonical import difference, plain
 from pipeline.base.errors import UserError
 from pipeline.publish.allowed import SCORES
 from pipeline.publish.release import CARD, EVIDENCE, RECIPE
+from pipeline.publish.verify import limits
 from pipeline.publish.verify.subject import Check, Subject, fails, first, judged, not_checked
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.quantize.formats.layout import layout_of
@@ -34,24 +32,57 @@ from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.quantize.model.builder import meta_model
 from pipeline.quantize.model.structure import read_structure
 from pipeline.recipe.json_schema import faults_of
-from pipeline.recipe.load import PROVEN_SUITE
-from pipeline.recipe.schema import Recipe
+from pipeline.recipe.schema import Quantization, Recipe
 from pipeline.recipe.yaml_positions import parse
 
 
 def check_recipe(subject: Subject) -> Check:
-    """Read the recipe as a run would, and hold it against the manifest."""
-    try:
-        document = parse(subject.text(RECIPE), RECIPE)
-        recipe = Recipe.model_validate(document.data)
-    except ValidationError as error:
-        return fails("recipe", *(str(fault) for fault in faults_of(error, document)))
+    """Read the recipe as a run would, and compare it with the manifest, the stage quantize and config.json."""
+    document = parse(subject.text(RECIPE), RECIPE)
     faults = [
         f"{RECIPE}: {change.path[2:]} is {change.new!r}, quantmint.json says {change.old!r}"
         for change in difference(subject.manifest.recipe, document.data)
     ]
-    said = recipe.quantization
-    return judged("recipe", faults, f"{said.scheme}, KV cache {said.kv_cache}, {said.format}: what quantmint.json says")
+    try:
+        recipe = Recipe.model_validate(document.data)
+    except ValidationError as error:
+        reasons = [str(fault) for fault in faults_of(error, document)]
+        if faults or subject.manifest.quantmint == __version__:
+            return fails("recipe", *reasons, *faults)
+        return not_checked("recipe", f"quantmint {subject.manifest.quantmint} wrote it, and here {reasons[0]}")
+    asked = recipe.quantization
+    faults += [*_given(subject), *_declared(subject, asked)]
+    return judged(
+        "recipe", faults, f"{asked.scheme}, KV cache {asked.kv_cache}, {asked.format}: what quantmint.json says"
+    )
+
+
+def _given(subject: Subject) -> Iterator[str]:
+    """Settings of the recipe's section that are not those which the manifest says the stage quantize was given."""
+    settings: Any = subject.manifest.stages["quantize"].payload["settings"]
+    section: Any = subject.manifest.recipe["quantization"]
+    if "scheme" not in settings:
+        yield "quantmint.json does not say in which scheme the stage quantize worked"
+    for name in sorted(section.keys() & settings.keys()):
+        if difference(section[name], settings[name]):
+            yield f"quantization.{name} is {section[name]!r}, the stage quantize was given {settings[name]!r:.60}"
+
+
+def _declared(subject: Subject, asked: Quantization) -> Iterator[str]:
+    """Promises of the checkpoint's own config.json that are not the recipe's."""
+    subject.object("config.json")
+    checkpoint = open_checkpoint(subject.folder)
+    layout = layout_of(checkpoint.config)
+    if layout.name != asked.format:
+        yield f"the recipe asks for the layout {asked.format}, config.json has {layout.name}"
+    modules = {name.rpartition(".")[0] for name in checkpoint.tensors if name.endswith((".weight_scale", "_packed"))}
+    claims = layout.claims(checkpoint.config["quantization_config"], sorted(modules))
+    schemes = {scheme for scheme in claims.schemes.values() if scheme is not None}
+    for scheme in sorted(schemes - asked.schemes):
+        yield f"the recipe asks for {', '.join(sorted(asked.schemes))}, config.json declares {scheme}"
+    if claims.kv_cache != (asked.kv_cache == "fp8"):
+        declared = "an FP8 KV cache" if claims.kv_cache else "a KV cache in 16 bit"
+        yield f"the recipe asks for the KV cache {asked.kv_cache}, config.json declares {declared}"
 
 
 def check_structure(subject: Subject) -> Check:
@@ -73,12 +104,27 @@ def check_structure(subject: Subject) -> Check:
 
 
 def check_gate(subject: Subject) -> Check:
-    """Judge again from the samples and launches; nothing of the recorded verdict is used."""
+    """Judge again from the samples and launches, by limits that are the recipe's in every version of quantmint.
+
+    Verdict, limits and figures are compared, never sentences. Where the record is of another version of the judgement
+    and this one's comes to something else, the check is NOT CHECKED.
+    """
     measurements, recorded, found = subject.record
-    faults = []
-    if found.verdict is not Verdict.PASS:
-        faults.append(f"the numbers lead to {found.verdict.value}, only a PASS is published: {found.reasons[0]}")
-    faults += [f"gate.json does not follow from its own numbers: {sentence}" for sentence in changes(recorded, found)]
+    edited = changes(recorded, found)
+    faults: list[str] = []
+    unknown: list[str] = []
+    if recorded.verdict is not Verdict.PASS:
+        faults.append(f"gate.json says {recorded.verdict.value}, only a PASS is published")
+    if recorded.judgement == found.judgement:
+        if found.verdict is not Verdict.PASS:
+            reason = found.reasons[0]
+            faults.append(f"the numbers lead to {found.verdict.value}, only a PASS is published: {reason}")
+        faults += [f"gate.json does not follow from its own numbers: {sentence}" for sentence in edited]
+    elif edited:
+        unknown.append(
+            f"version {recorded.judgement} of the judgement made this record, and version {found.judgement} here "
+            f"comes to something else: {edited[0]}"
+        )
     for who, artefact in (
         ("quantmint.json says", subject.manifest.artefact),
         ("the checkpoint here is", subject.artefact),
@@ -86,36 +132,19 @@ def check_gate(subject: Subject) -> Check:
         if artefact != recorded.artefact:
             faults.append(f"gate.json judged {recorded.artefact[:16]}…, {who} {artefact[:16]}…")
     faults += [
-        f"gate.json was judged by other limits than the recipe's: {change.path[2:]} is {change.new}, not {change.old}"
-        for change in _promises(subject, recorded)
+        f"gate.json has the headline {row.name}, which nothing claims of this checkpoint"
+        for row in recorded.headlines
+        if measurements.claims.get(row.name) != row.promised
     ]
+    holding = limits.held_by_recipe(subject, measurements, recorded)
+    faults += holding.faults
+    unknown += holding.unknown
+    if unknown and not faults:
+        return not_checked("gate", *unknown)
     items = sum(len(candidate.samples) for _, candidate in measurements.samples.values())
     said = f"PASS again, from {items:,} items of {len(measurements.samples)} tasks"
     launches = f" and {len(measurements.launches)} launches" if measurements.launches else ""
     return judged("gate", faults, f"{said}{launches}, for this checkpoint")
-
-
-def _promises(subject: Subject, recorded: GateReport) -> tuple[Change, ...]:
-    """Limits that are not those of the recipe, which readers are shown.
-
-    Where they depend on a suite of another version of quantmint, those that the stage was given stand in for them.
-    """
-    manifest, recipe = subject.manifest, Recipe.model_validate(dict(subject.manifest.recipe))
-    named = recipe.evaluation.suite
-    if is_path(named):
-        subject.text(name := f"{PROVEN_SUITE}/{PurePosixPath(named).name}")
-        named = str(subject.folder / name)
-    elif manifest.quantmint != __version__:
-        given: Any = manifest.stages["gate"].payload["settings"]
-        return _differing(given["policy"], recorded.policy)
-    suite = suites.load(named).judged_by(recipe.gate.accuracy.margins)
-    policy = recipe.gate.policy(suite, recipe.target.hardware, recipe.quantization.schemes)
-    return _differing(policy.to_json(), recorded.policy)
-
-
-def _differing(asked: Mapping[str, Any], found: Policy) -> tuple[Change, ...]:
-    # By way of the same reader: a number that JSON writes as 0 or 0.0 is one number.
-    return tuple(difference(plain(Policy.from_json(asked).to_json()), plain(found.to_json())))
 
 
 _LARGEST = 1 << 27  # bytes of report.json, which quotes answers, and models that reason write long ones

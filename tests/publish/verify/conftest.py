@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def made(models: Models, quantize: Quantize, tmp_path_factory: pytest.TempPathFa
 def release(made: Path, tmp_path: Path) -> Path:
     """A copy of the honest release, unsigned."""
     return Path(shutil.copytree(made, tmp_path / "llama-ptpc"))
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """A copy of the release that quantmint 0.1.0 published of a random model of one layer, by all of its stages."""
+    with tarfile.open(Path(__file__).parents[2] / "assets/release/pages-fp8.tar.xz") as packed:
+        packed.extractall(tmp_path, filter="data")
+    return tmp_path / "pages-fp8"
 
 
 @pytest.fixture(scope="session")

@@ -65,6 +65,13 @@ def remanifest(folder: Path, **changes: Any) -> None:
     (folder / MANIFEST).write_bytes(manifests.encode(replace(manifest, files=listed(folder), **changes)))
 
 
+def forge(folder: Path, **changes: Any) -> None:
+    """What a thorough forger does: provenance and quantmint.json agree with the files as they are now."""
+    manifest = replace(manifests.read(folder / MANIFEST), **changes)
+    (folder / PROVENANCE).write_bytes(encode(statement(manifest, held(folder))))
+    remanifest(folder, **changes)
+
+
 def _inspect(folder: Path, source: Path) -> Inspection:
     from pipeline.quantize.formats.checkpoint import open_checkpoint
     from pipeline.quantize.inspection.inspect import inspect_checkpoint

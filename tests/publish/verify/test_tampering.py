@@ -73,7 +73,7 @@ def looser_gate(folder: Path) -> None:
     edit(folder / GATE, lambda data: data["policy"]["margins"].update(facts=0.2))
 
 
-def _given_to_the_gate(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def given_to_the_gate(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """What the gate's stage was given is other, with its own fingerprint and those that follow from it."""
 
     def changed(data: Any) -> None:
@@ -87,19 +87,19 @@ def _given_to_the_gate(folder: Path, change: Callable[[dict[str, Any]], Any]) ->
 
 def looser_gate_and_stage(folder: Path) -> None:
     looser_gate(folder)
-    _given_to_the_gate(folder, lambda settings: settings["policy"]["margins"].update(facts=0.2))
+    given_to_the_gate(folder, lambda settings: settings["policy"]["margins"].update(facts=0.2))
 
 
 def looser_gate_of_another_version(folder: Path) -> None:
     """Another version may have other margins of a suite, but not another confidence than its recipe."""
     edit(folder / GATE, lambda data: data["policy"].update(confidence=0.5))
-    _given_to_the_gate(folder, lambda settings: settings["policy"].update(confidence=0.5))
+    given_to_the_gate(folder, lambda settings: settings["policy"].update(confidence=0.5))
     edit(folder / MANIFEST, lambda data: data.update(quantmint="99.0"))
 
 
 def gate_without_a_policy(folder: Path) -> None:
     looser_gate(folder)
-    _given_to_the_gate(folder, lambda settings: settings.pop("policy"))
+    given_to_the_gate(folder, lambda settings: settings.pop("policy"))
 
 
 def better_samples(folder: Path) -> None:

@@ -1,0 +1,140 @@
+"""The limits and item counts of a judgement against those that the recipe and its suite ask for.
+
+Shipped suites keep the limits that releases were judged by (a test pins them), so they hold in every
+version of quantmint. Of the limits only the defaults of the canary follow from a table that another version may have
+had otherwise: where a recipe leaves them open, a release of another version cannot be held against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from eval import suites
+from eval.errors import DefinitionError
+from eval.gate import GateReport, Policy
+from eval.measurements import Measurements
+from eval.records import is_path
+from eval.samples import SampleSet
+from eval.suites import Suite, SuiteTask
+from pipeline import __version__
+from pipeline.base.canonical import Change, difference, plain
+from pipeline.publish.verify.subject import Subject, UnreadableError
+from pipeline.recipe.load import PROVEN_SUITE
+from pipeline.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Contradictions between a judgement and its recipe, and limits that could not be compared, a sentence each."""
+
+    faults: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
+
+
+def held_by_recipe(subject: Subject, measurements: Measurements, recorded: GateReport) -> Holding:
+    """Compare limits, tasks and item counts with the recipe, whichever version of quantmint made the release.
+
+    Raises `UnreadableError` where the release's own suite is not a plain file of the release.
+    """
+    recipe = Recipe.model_validate(dict(subject.manifest.recipe))
+    faults = list(_given(subject, recorded))
+    try:
+        suite = _suite(subject, recipe.evaluation.suite)
+    except DefinitionError as error:
+        reason = f"the suite {recipe.evaluation.suite} cannot be read here: {error}".replace(f"{subject.folder}/", "")
+        if subject.manifest.quantmint == __version__:
+            return Holding((*faults, reason))
+        return Holding((*faults, *_stated(recipe, recorded)), (reason,))
+    faults += _counts(recipe, suite, measurements)
+    judged_by = suite.judged_by(recipe.gate.accuracy.margins)
+    expected = recipe.gate.policy(judged_by, recipe.target.hardware, recipe.quantization.schemes)
+    unknown: list[str] = []
+    for change in _differing(expected.to_json(), recorded.policy):
+        sentence = f"{change.path[2:]} is {change.new}, not {change.old}"
+        if subject.manifest.quantmint != __version__ and _is_default(change, recipe):
+            unknown.append(f"the canary's limits were another version's defaults: {sentence}")
+        else:
+            faults.append(f"gate.json was judged by other limits than the recipe's: {sentence}")
+    return Holding(tuple(faults), tuple(unknown))
+
+
+def _suite(subject: Subject, named: str) -> Suite:
+    if not is_path(named):
+        return suites.load(named)
+    strange = [line for line in subject.listing.strange if line.startswith(f"{PROVEN_SUITE}/")]
+    if strange:
+        raise UnreadableError(strange[0])
+    subject.text(name := f"{PROVEN_SUITE}/{PurePosixPath(named).name}")
+    return suites.load(str(subject.folder / name))
+
+
+def _given(subject: Subject, recorded: GateReport) -> Iterator[str]:
+    """Limits that are not those which the manifest says the gate's stage was given."""
+    settings: Any = subject.manifest.stages["gate"].payload["settings"]
+    if "policy" not in settings:
+        yield "quantmint.json does not say by which limits the stage gate judged"
+        return
+    for change in _differing(settings["policy"], recorded.policy):
+        yield f"the stage gate was given other limits: {change.path[2:]} was {change.old}, gate.json says {change.new}"
+
+
+def _stated(recipe: Recipe, recorded: GateReport) -> Iterator[str]:
+    """Limits that the recipe states itself and that were not judged by, where its suite is unknown here."""
+    gate, policy = recipe.gate, recorded.policy
+    stated = {
+        "confidence": (gate.accuracy.confidence, policy.confidence),
+        "throughput_confidence": (gate.throughput.confidence, policy.throughput_confidence),
+        "min_ratio": (gate.throughput.min_ratio, policy.min_ratio),
+        "hardware": (recipe.target.hardware, policy.hardware),
+        "canary": (gate.canary is None, policy.canary is None),
+    } | {f"margins.{task}": (margin, policy.margins.get(task)) for task, margin in gate.accuracy.margins.items()}
+    for name, (expected, found) in stated.items():
+        if expected != found:
+            yield f"gate.json was judged by other limits than the recipe's: {name} is {found}, not {expected}"
+
+
+def _is_default(change: Change, recipe: Recipe) -> bool:
+    """Whether a limit of the canary differs that the recipe leaves to the table."""
+    canary = recipe.gate.canary
+    if canary is None or not change.path.startswith("$.canary."):
+        return False
+    side = canary.min_agreement if change.path.endswith("agreement") else canary.max_kl
+    return side is None
+
+
+def _counts(recipe: Recipe, suite: Suite, measurements: Measurements) -> Iterator[str]:
+    """Tasks that the suite lacks, and tasks of the suite that were asked otherwise than it says."""
+    known = {task.task: task for task in suite.tasks}
+    for name in measurements.samples:
+        if name not in known:
+            yield f"{name} was measured, and the suite {suite.name} has no such task"
+    for name, task in known.items():
+        if name in measurements.samples:
+            for side, samples in zip(("baseline", "candidate"), measurements.samples[name], strict=True):
+                yield from _asked(recipe, task, side, samples)
+        elif measurements.stopped is None:
+            yield f"{name} is a task of the suite {suite.name}, and was not measured"
+
+
+def _asked(recipe: Recipe, task: SuiteTask, side: str, samples: SampleSet) -> Iterator[str]:
+    limit = recipe.evaluation.limit
+    # A task that is shown only may lack items; a task may have more than its suite counts, but not with a limit.
+    least = min(task.items, limit or task.items) if task.gated else 1
+    if samples.planned < least or (limit is not None and samples.planned > limit):
+        expected = f"{least:,}" if limit is None or task.gated else f"at most {limit:,}"
+        yield f"{task.task}: {samples.planned:,} items of the {side} were planned, the suite has {expected}"
+    if (samples.task, samples.metric, samples.kind) != (task.task, task.metric, task.kind):
+        yield f"{task.task}: the {side} was scored by {samples.metric}, the suite asks for {task.metric}"
+    filters = {sample.filter for sample in samples.samples} - {task.filter}
+    if filters:
+        yield f"{task.task}: the {side}'s answers were read by the filter {min(filters)}, not {task.filter}"
+    if samples.looks > recipe.evaluation.looks:
+        yield f"{task.task}: judged in {samples.looks} looks, the recipe asks for at most {recipe.evaluation.looks}"
+
+
+def _differing(expected: Mapping[str, Any], found: Policy) -> tuple[Change, ...]:
+    """Differences of limits. Both come from one reader: a number that JSON writes as 0 or 0.0 is one number."""
+    return tuple(difference(plain(Policy.from_json(expected).to_json()), plain(found.to_json())))
