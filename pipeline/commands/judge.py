@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -22,8 +23,12 @@ from pipeline.base.errors import UserError
 from pipeline.base.progress import reporter_for
 from pipeline.commands.options import PATH, emit, json_option, store_option
 from pipeline.commands.tables import paragraph, printable, table, terminal
-from pipeline.publish.verify.subject import Check, Outcome, exit_code, fails
+from pipeline.publish.verify.subject import UNSIGNED, Check, Outcome, Wanted, conclusion, exit_code, fails
 from pipeline.store.tree import Store
+
+if TYPE_CHECKING:
+    from pipeline.publish.card import CardFacts, Launch
+    from pipeline.recipe.schema import Recipe
 
 _SHOWN = 8  # details of a check that are printed
 
@@ -218,7 +223,8 @@ def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
 @click.option("--key", type=PATH, help="PEM file with the public key of whom you trust to publish it.")
 @click.option("--identity", help="Whom you trust, where it was signed without a key: an address or a workflow's URL.")
 @click.option("--issuer", help="Who vouches for that identity: the OpenID provider's URL.")
-@click.option("--unsigned", is_flag=True, help="Accept a release that nobody vouches for.")
+@click.option("--unsigned", is_flag=True, help="Accept a release without a signature; none by a stranger is accepted.")
+@click.option("--name", help="Name of the release that you expect, where the place's own name does not say it.")
 @json_option
 def verify_release(
     subject: str,
@@ -226,13 +232,18 @@ def verify_release(
     identity: str | None,
     issuer: str | None,
     unsigned: bool,
+    name: str | None,
     as_json: bool,
 ) -> int:
     """Check everything that can be checked of a release, with nothing but what was published.
 
     REPO_OR_PATH is a folder, a repository (org/name), or a bucket (s3://bucket/prefix/name); @TAG behind it names
     another release than the current one. Every file is hashed, the signature and the provenance are followed, the
-    checkpoint is inspected and the gate judges again.
+    checkpoint is inspected and the gate judges again, by the recipe's limits. Report and card are rendered again where
+    this version of quantmint made them. VERIFIED says that a signer whom you name vouches for all of it; a release
+    without a signature is CONSISTENT, UNSIGNED at best.
+
+    Example: quantmint verify my-org/NAME --key signing.pub
 
     Ends with 0 when everything holds, with 1 when something does not, with 3 when nothing fails but something could
     not be checked (a release without a signature, or no key to check one with), with 2 when there is no release.
@@ -250,22 +261,37 @@ def verify_release(
         public_fingerprint(key)  # before a large model is fetched
     progress = reporter_for(json=as_json)
     try:
-        folder, tag = opened(subject, progress)
-        checks = verify(folder, Trust(key, identity, issuer, unsigned), progress, tag=tag)
+        folder, tag, wanted = opened(subject, progress)
+        wanted = wanted if name is None else Wanted(name)
+        trust = Trust(key, identity, issuer, unsigned)
+        checks = verify(folder, trust, progress, tag=tag, wanted=wanted, relaunch=_launches)
     except OtherBytesError as error:  # what fails already on the way here needs no further check to be false
         checks = (fails("digests", error.message, "it was not fetched; nothing else was checked"),)
     if as_json:
-        emit({"place": subject, "exit_code": exit_code(checks), "checks": [check.to_json() for check in checks]})
+        facts = {"place": subject, "exit_code": exit_code(checks), "conclusion": conclusion(checks)}
+        emit({**facts, "checks": [check.to_json() for check in checks]})
     else:
         _print_checks(subject, checks)
     return exit_code(checks)
 
 
+def _launches(folder: Path, recipe: Recipe, facts: CardFacts) -> tuple[Launch, ...]:
+    """Plan the launches that a card shows, as the stage that writes cards does."""
+    from eval import workloads
+    from pipeline.serving.model.facts import model_facts
+    from pipeline.stages.card import launches, vllm_of
+
+    workload = workloads.load(recipe.target.workload)
+    model = facts.repo or facts.name
+    return launches(recipe, workload, model_facts(folder), model, vllm=vllm_of(facts.report))
+
+
 def _print_checks(place: str, checks: Sequence[Check]) -> None:
     marks = {Outcome.OK: ("✓", "green"), Outcome.FAILS: ("✗", "red"), Outcome.NOT_CHECKED: ("?", "yellow")}
-    ends = {0: ("VERIFIED", "green"), 1: ("FAILS", "red"), 3: ("NOT ALL CHECKED", "yellow")}
+    colours = {0: "green", 1: "red", 3: "yellow"}
     console = terminal()
-    word, colour = ends[exit_code(checks)]
+    word = conclusion(checks)
+    colour = "yellow" if word == UNSIGNED else colours[exit_code(checks)]
     click.echo(f"{click.style(word, fg=colour, bold=True)}  {printable(place)}")
     click.echo()
     width = max(len(check.name) for check in checks)

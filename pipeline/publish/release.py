@@ -29,6 +29,8 @@ CARD: Final = "README.md"
 PROVENANCE: Final = f"{EVIDENCE}/provenance.intoto.json"
 SBOM: Final = f"{EVIDENCE}/sbom.cdx.json"
 RECIPE: Final = f"{EVIDENCE}/recipe.yaml"
+CARD_FACTS: Final = f"{EVIDENCE}/card.json"
+"""What the card says beside the facts of the other files; with it the card is rendered again."""
 NOTICE: Final = f"{EVIDENCE}/NOTICE"
 """What the licence of the base asks to go with the files, where it asks for it."""
 UNLISTED: Final = (MANIFEST, SIGNATURE)

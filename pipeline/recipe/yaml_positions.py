@@ -89,13 +89,23 @@ def parse(text: str, file: str) -> Document:
 
     Raises `RecipeError` for anything but one mapping with unique text keys and scalars of YAML 1.2's core schema.
     """
+    data, reader = _read(text, file, mapping=True)
+    return Document(data, reader.keys, reader.values)
+
+
+def plain_value(text: str, file: str) -> Any:
+    """Parse text that may be a list or a scalar too; everything else is refused as in `parse`."""
+    return _read(text, file, mapping=False)[0]
+
+
+def _read(text: str, file: str, *, mapping: bool) -> tuple[Any, _Reader]:
     start = Place(file, 1, 1)
     reader = _Reader(file)
     try:
         node = yaml.compose(text, _Loader)
-        if not isinstance(node, yaml.MappingNode):
-            raise _refused(start, f"found {_kind(node)}, expected a mapping")
-        data: dict[str, Any] = reader.value(node, ())
+        if node is None or (mapping and not isinstance(node, yaml.MappingNode)):
+            raise _refused(start, f"found {_kind(node)}, expected a {'mapping' if mapping else 'value'}")
+        return reader.value(node, ()), reader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise _refused(_place(file, mark) if mark else start, f"not valid YAML: {error.problem}") from error
@@ -103,7 +113,6 @@ def parse(text: str, file: str) -> Document:
         raise _refused(start, "found values nested too deep, or in themselves, expected a recipe") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # characters, escapes or numbers without a place
         raise _refused(start, f"not valid YAML: {error}") from error
-    return Document(data, reader.keys, reader.values)
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -16,7 +15,8 @@ from calibration.batches import hub_errors
 from eval.report.model import DATA, Report
 from eval.workloads import Workload
 from pipeline.base.errors import UserError
-from pipeline.publish.card import Base, Calibrated, CardFacts, Launch, Made
+from pipeline.publish.card import Base, Calibrated, CardFacts, Launch
+from pipeline.publish.facts import base_of, made_of
 from pipeline.publish.licences import TEXTS, terms
 from pipeline.publish.release import CARD
 from pipeline.quantize.formats.checkpoint import read_json
@@ -137,7 +137,8 @@ def gather(job: Job) -> CardFacts:
     report = cast(Report, read_json(inputs["report"].file(DATA)))
     config = read_json(checkpoint / "config.json")
     metadata = base_metadata(setting.source, model_folder(inputs["source"]), warn=job.progress.warn)
-    texts = [path.name for pattern in TEXTS for path in checkpoint.glob(pattern) if path.is_file()]
+    metadata = json.loads(json.dumps(metadata, default=str))  # as card.json has it
+    inspection = read_json(inputs["inspect"].file(INSPECTION))
     repo = _repo(recipe)
     return CardFacts(
         name=recipe.name,
@@ -145,9 +146,9 @@ def gather(job: Job) -> CardFacts:
         artefact=checkpoint_digest(inputs["quantize"]),
         judged=inputs["gate"].record.finished,
         base=_base(setting, config, metadata),
-        made=_made(recipe, inputs, config),
-        terms=terms(metadata, texts, recipe.publish.licence),
-        launches=launches(recipe, setting.workload, model_facts(checkpoint), repo or recipe.name, vllm=_vllm(report)),
+        made=made_of(recipe.quantization, config, inspection, _calibrated(recipe, inputs)),
+        terms=terms(metadata, texts_beside(checkpoint), recipe.publish.licence),
+        launches=launches(recipe, setting.workload, model_facts(checkpoint), repo or recipe.name, vllm=vllm_of(report)),
         report=report,
         signed=_signed(recipe),
     )
@@ -162,31 +163,16 @@ def _signed(recipe: Recipe) -> Literal["key", "keyless"] | None:
     return None if section is None else "keyless" if section.keyless else "key"
 
 
+def texts_beside(checkpoint: Path) -> tuple[str, ...]:
+    """Names of the files of a checkpoint's folder that hold a licence, sorted."""
+    return tuple(sorted({path.name for pattern in TEXTS for path in checkpoint.glob(pattern) if path.is_file()}))
+
+
 def _base(setting: Setting, config: Mapping[str, Any], metadata: Mapping[str, Any]) -> Base:
     identity, folder = setting.source, Path(setting.recipe.source.folder or "")
-    return Base(
-        name=identity.repo or (folder.name if folder.is_absolute() else folder.as_posix()),
-        repo=identity.repo,
-        commit=None if identity.repo is None else identity.digest,
-        digest=identity.digest if identity.repo is None else None,
-        architecture=str((config.get("architectures") or [""])[0]),
-        pictures=isinstance(config.get("vision_config"), Mapping),
-        metadata=metadata,
-    )
-
-
-def _made(recipe: Recipe, inputs: Mapping[str, Entry], config: Mapping[str, Any]) -> Made:
-    quantization = recipe.quantization
-    inspection = read_json(inputs["inspect"].file(INSPECTION))
-    counted = Counter(str(layer["scheme"]) for layer in inspection["layers"])
-    declared = config.get("quantization_config") or {}
-    kept: list[str] = declared.get("ignore") or declared.get("exclude") or []  # compressed-tensors, Quark
-    return Made(
-        section=quantization,
-        schemes=dict(sorted(counted.items(), key=lambda item: (item[0] != quantization.scheme, item[0]))),
-        kept=tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".N", name) for name in kept)),
-        calibration=_calibrated(recipe, inputs),
-    )
+    name = identity.repo or (folder.name if folder.is_absolute() else folder.as_posix())
+    commit, digest = (None, identity.digest) if identity.repo is None else (identity.digest, None)
+    return base_of(name, identity.repo, commit, digest, config, metadata)
 
 
 def _calibrated(recipe: Recipe, inputs: Mapping[str, Entry]) -> Calibrated | None:
@@ -205,7 +191,7 @@ def _calibrated(recipe: Recipe, inputs: Mapping[str, Entry]) -> Calibrated | Non
     )
 
 
-def _vllm(report: Report) -> str:
+def vllm_of(report: Report) -> str:
     """The version that was measured, where it was vLLM; else the newest that the plan's tables know."""
     for server in report["servers"]:
         found = re.search(r"\d+\.\d+(\.\d+)?", server["version"])

@@ -29,12 +29,14 @@ from pipeline.base.progress import Progress
 from pipeline.publish import allowed
 from pipeline.publish import manifest as manifests
 from pipeline.publish.card import eval_results, notice, render, sentence
+from pipeline.publish.facts import encode as encode_facts
 from pipeline.publish.licences import refusal
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
 from pipeline.publish.places import public_names
 from pipeline.publish.provenance import ABSENT, encode, sbom, statement
 from pipeline.publish.release import (
     CARD,
+    CARD_FACTS,
     EVIDENCE,
     MANIFEST,
     NOTICE,
@@ -53,7 +55,7 @@ from pipeline.stages.calibrate import set_name, texts_of
 from pipeline.stages.gate import GATE, checkpoint_digest
 from pipeline.stages.quantize import CHECKPOINT, checkpoint_files
 from pipeline.stages.report import ReportStage
-from pipeline.stages.source import LOCATION
+from pipeline.stages.source import LOCATION, model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage
 from pipeline.store.disk import disk_errors
 from pipeline.store.entries import Entry
@@ -68,7 +70,7 @@ class PackageStage(Stage):
     """Runs after a PASS only; whether anything of it goes anywhere is the business of the stage `publish`."""
 
     family = "package"
-    version = 1
+    version = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """Everything that the report shows, and the report: all of it is in the manifest."""
@@ -244,6 +246,8 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
     for name, text in texts.items():
         if text is not None:
             _write(job.path, files, name, text.encode())
+    texts_of_licence = card.texts_beside(model_folder(job.inputs["quantize"]))
+    _write(job.path, files, CARD_FACTS, encode_facts(facts, job.setting.recipe.publish.licence, texts_of_licence))
     suite = job.setting.suite
     if suite.own_tasks == suite.path.parent:  # its own: nobody else has it
         own = {path for task in suite.tasks for path in suite.files(task)}

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from pipeline.base.canonical import difference
 from pipeline.base.errors import StageError
 from pipeline.publish import signing
 from pipeline.publish.allowed import misnamed, refused
 from pipeline.publish.manifest import contradictions
-from pipeline.publish.provenance import statement
-from pipeline.publish.release import MANIFEST, PROVENANCE, SIGNATURE, UNLISTED, identity_in, tag_of
+from pipeline.publish.provenance import ABSENT, statement
+from pipeline.publish.release import CARD, MANIFEST, PROVENANCE, SBOM, SIGNATURE, UNLISTED, identity_in, tag_of
 from pipeline.publish.signing import SignatureError, Signed, read_signature
-from pipeline.publish.verify.subject import Check, Outcome, Subject, fails, first, judged, not_checked
+from pipeline.publish.verify.subject import Check, Outcome, Subject, UnreadableError, fails, first, judged, not_checked
 from pipeline.store.files import File
 
 
@@ -24,9 +27,26 @@ def check_manifest(subject: Subject) -> Check:
     faults = [f"quantmint.json: {sentence}" for sentence in contradictions(manifest)]
     if subject.tag is not None and not subject.digests[MANIFEST].startswith(identity_in(subject.tag)):
         faults.append(f"another release lies under {subject.tag}: its identity is {subject.digests[MANIFEST][:16]}…")
+    faults += _misplaced(subject)
     tag = tag_of(datetime.fromisoformat(manifest.created), subject.digests[MANIFEST])
     said = f"{manifest.title or manifest.name}; {tag}; {len(manifest.stages)} stages, every fingerprint recomputes"
     return judged("manifest", faults, said)
+
+
+def _misplaced(subject: Subject) -> Iterator[str]:
+    """That the release is not the one that was asked for by its name, though the same signer may vouch for both.
+
+    A repository of the Hub has another name than its recipe: the stage report records what readers call the release.
+    """
+    manifest, wanted = subject.manifest, subject.wanted
+    if wanted is None:
+        return
+    name = manifest.name
+    if wanted.repository:
+        settings: Any = manifest.stages["report"].payload["settings"]
+        name = settings.get("published", wanted.name)
+    if name != wanted.name:
+        yield f"this is the release {name}, not {wanted.name}, which was asked for (--name says which is expected)"
 
 
 _LARGEST = 1 << 26  # bytes of a file that is read whole; large tokenizers have half of that
@@ -71,11 +91,13 @@ _UNSIGNED = (
     "the other checks prove that what lies here agrees with itself; whoever can write here could have made all of it "
     "anew, scores of items included: only a signature says who vouches for it"
 )
+_SAYS_SIGNED = re.compile(r"model_signing verify|quantmint verify \S+ --(key|identity) ")
+"""Commands on the card of a signed release, in every version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whom a reader trusts: a public key (PEM), or an identity with its OpenID issuer; ``unsigned``: even nobody."""
+    """Whom a reader trusts: a public key (PEM), or an identity with its issuer; ``unsigned``: a release without any."""
 
     key: Path | None = None
     identity: str | None = None
@@ -84,11 +106,22 @@ class Trust:
 
 
 def check_signature(subject: Subject, trust: Trust) -> Check:
-    """Verify the signature by the trusted key or identity, and hold what it covers against every file."""
+    """Verify the signature by the trusted key or identity, and compare what it covers with every file.
+
+    ``unsigned`` accepts a release that never was signed: neither one that lost its signature nor one that somebody
+    signed whom the reader does not name.
+    """
     path, trusted = subject.folder / SIGNATURE, trust.key is not None or trust.identity is not None
     if SIGNATURE not in subject.listing.files:
         lost = f"there is no {SIGNATURE}: nobody signed it, or the signature was taken away"
-        return fails("signature", lost, _UNSIGNED) if trusted else _by_nobody(trust, "nobody signed it")
+        if _says_signed(subject):
+            return fails("signature", f"{CARD} says that it is signed, and the signature was taken away", _UNSIGNED)
+        if trusted:
+            return fails("signature", lost, _UNSIGNED)
+        if trust.unsigned:
+            said = "nobody signed it (--unsigned accepts that)"
+            return Check("signature", Outcome.OK, said, (_UNSIGNED,), vouched=False)
+        return not_checked("signature", "nobody signed it (--unsigned accepts that)", _UNSIGNED)
     faults: list[str] = []
     try:
         signed = read_signature(path)
@@ -102,12 +135,15 @@ def check_signature(subject: Subject, trust: Trust) -> Check:
     said = f"signed by {signed.signer}, over {len(signed.digests)} files"
     if trusted or faults:
         return judged("signature", faults, said)
-    return _by_nobody(trust, f"{said}; no --key or --identity says who it should be")
+    accepted = "; --unsigned accepts no signature, it is for releases without one" if trust.unsigned else ""
+    return not_checked("signature", f"{said}; no --key or --identity says who it should be{accepted}", _UNSIGNED)
 
 
-def _by_nobody(trust: Trust, said: str) -> Check:
-    outcome = Outcome.OK if trust.unsigned else Outcome.NOT_CHECKED
-    return Check("signature", outcome, f"{said} (--unsigned accepts that)", (_UNSIGNED,))
+def _says_signed(subject: Subject) -> bool:
+    try:
+        return _SAYS_SIGNED.search(subject.text(CARD)) is not None
+    except UnreadableError:
+        return False  # the check of the card says so
 
 
 def _differences(subject: Subject, signed: Signed) -> list[str]:
@@ -132,6 +168,29 @@ def check_provenance(subject: Subject) -> Check:
         for change in difference(statement(manifest, files), found)
     ]
     faults = first(other, f"differences of {PROVENANCE} from quantmint.json")
+    faults += first(list(_bill(subject)), f"differences of {SBOM} from quantmint.json")
     base = manifest.base
     origin = f"{base.repo}@{base.commit}" if base.repo else f"a folder ({str(base.sha256)[:16]}…)"
     return judged("provenance", faults, f"from {origin} by {len(manifest.stages)} stages, as quantmint.json says")
+
+
+def _bill(subject: Subject) -> Iterator[str]:
+    """Where the bill of materials does not name the model, its files and the tools as the manifest does."""
+    manifest = subject.manifest
+    bill = subject.object(SBOM)
+    model = bill["metadata"]["component"]
+    expected = (manifest.name, manifest.artefact[:16])
+    if bill.get("bomFormat") != "CycloneDX" or (model["name"], model["version"]) != expected:
+        yield f"{SBOM} is not about this checkpoint"
+    hashes = {file["name"]: [digest["content"] for digest in file["hashes"]] for file in model["components"]}
+    # What the package adds at the top is not there yet when the bill is written.
+    made = {name: said.sha256 for name, said in manifest.files.items() if "/" not in name and name != CARD}
+    for name in sorted(made.keys() | hashes.keys() - {CARD}):
+        listed = hashes.get(name, [])
+        if name not in manifest.files or listed != [manifest.files[name].sha256]:
+            yield f"{SBOM} has another digest of {name} than quantmint.json"
+    named = {(component["name"], component["version"]) for component in bill.get("components", ())}
+    for key, stage in manifest.stages.items():
+        for name, version in stage.tools.items():
+            if version != ABSENT and (name.lower().replace("_", "-"), version) not in named:
+                yield f"{SBOM} lacks {name} {version}, which the stage {key} used"

@@ -6,22 +6,33 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from pipeline.base.argument import classify
+from pipeline.base.argument import HUB_SCHEME, classify
 from pipeline.base.errors import QuantmintError, UserError
 from pipeline.base.progress import Progress
 from pipeline.publish import manifest as manifests
+from pipeline.publish.folder import RELEASES
 from pipeline.publish.places import open_place
 from pipeline.publish.release import EVIDENCE, MANIFEST
 from pipeline.publish.signing import hashed
-from pipeline.publish.verify import checkpoint, files
+from pipeline.publish.verify import checkpoint, files, shown
 from pipeline.publish.verify.files import Trust
-from pipeline.publish.verify.subject import Check, Outcome, Subject, fails, listing, not_checked
+from pipeline.publish.verify.shown import Relaunch
+from pipeline.publish.verify.subject import Check, Outcome, Subject, Wanted, fails, listing, not_checked
 
 
-def verify(folder: Path, trust: Trust, progress: Progress, *, tag: str | None = None) -> tuple[Check, ...]:
+def verify(
+    folder: Path,
+    trust: Trust,
+    progress: Progress,
+    *,
+    tag: str | None = None,
+    wanted: Wanted | None = None,
+    relaunch: Relaunch | None = None,
+) -> tuple[Check, ...]:
     """Check a release that lies in ``folder``; nothing is written, no code of it is run, nothing of it is shown.
 
-    ``tag`` is that of the release which should be there. Raises `UserError` where there is no release.
+    ``tag`` and ``wanted`` say which release should be there. ``relaunch`` plans the launches that its card shows; None
+    leaves them unchecked. Raises `UserError` where there is no release.
     """
     root = folder.resolve()
     there = listing(root)
@@ -39,8 +50,8 @@ def verify(folder: Path, trust: Trust, progress: Progress, *, tag: str | None = 
         "recipe": checkpoint.check_recipe,
         "structure": checkpoint.check_structure,
         "gate": checkpoint.check_gate,
-        "report": checkpoint.check_report,
-        "card": checkpoint.check_card,
+        "report": shown.check_report,
+        "card": partial(shown.check_card, relaunch=relaunch),
     }
     try:
         manifest = manifests.read(root / MANIFEST)
@@ -53,7 +64,7 @@ def verify(folder: Path, trust: Trust, progress: Progress, *, tag: str | None = 
             found = hashed({name: root / name for name in there.files}, advance)
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    subject = Subject(root, there, found, manifest, progress, tag)
+    subject = Subject(root, there, found, manifest, progress, tag, wanted)
     return tuple(_made(name, check, subject) for name, check in steps.items())
 
 
@@ -72,15 +83,21 @@ def _made(name: str, check: Callable[[Subject], Check], subject: Subject) -> Che
 # From what a person names to a folder with a release's files: one that lies here, or what was fetched.
 
 
-def opened(subject: str, progress: Progress) -> tuple[Path, str | None]:
-    """What a person named: a folder, or PLACE or PLACE@TAG of releases, which may be a repository or a bucket.
+def opened(subject: str, progress: Progress) -> tuple[Path, str | None, Wanted | None]:
+    """Fetch what a person named: a folder, or PLACE or PLACE@TAG of releases, which may be a repository or a bucket.
 
-    The release's folder, and the tag that was asked for. Raises `UserError` for a place that does not exist.
+    Returns the release's folder, the tag that was asked for, and the place's own name, which the release must have
+    (None: a folder that is no place of releases may have any). Raises `UserError` for a place that does not exist.
     """
     named = classify(subject)
     if named.kind == "folder" and named.revision is None:
-        return Path(subject), None
-    return open_place(named.place).fetch(None, tag=named.revision, progress=progress), named.revision
+        path = Path(subject)
+        published = (path.absolute().parent / RELEASES / path.absolute().name).is_dir()
+        return path, None, Wanted(path.absolute().name) if published else None
+    place = open_place(named.place)
+    name = named.place.removeprefix(HUB_SCHEME).rstrip("/")
+    wanted = Wanted(name, True) if named.kind == "repository" else Wanted(name.rpartition("/")[2])
+    return place.fetch(None, tag=named.revision, progress=progress), named.revision, wanted
 
 
 def record_of(subject: str, progress: Progress) -> Path | None:

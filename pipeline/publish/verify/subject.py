@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 LARGEST: Final = 1 << 25
 """Bytes of a text that is read whole. Parsed, they take about twenty times as much memory."""
+UNSIGNED: Final = "CONSISTENT, UNSIGNED"
+"""Conclusion about a release that agrees with itself and that nobody signed."""
 _ASIDE = (".git/", ".cache/huggingface/")
 """What the Hub and its clients put beside a release: no part of it, and read by nothing that serves it."""
 
@@ -43,12 +45,16 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: ``reason`` is a sentence, ``details`` are further ones; both may quote what a stranger wrote."""
+    """One check: ``reason`` is a sentence, ``details`` are further ones; both may quote what a stranger wrote.
+
+    ``vouched`` is False for the check of a signature that is OK because the reader accepts that there is none.
+    """
 
     name: str
     outcome: Outcome
     reason: str
     details: tuple[str, ...] = ()
+    vouched: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping of the fields."""
@@ -82,6 +88,14 @@ def exit_code(checks: Sequence[Check]) -> int:
     """1 where something fails, 3 where nothing does but something could not be checked, else 0."""
     outcomes = {check.outcome for check in checks}
     return 1 if Outcome.FAILS in outcomes else 3 if Outcome.NOT_CHECKED in outcomes else 0
+
+
+def conclusion(checks: Sequence[Check]) -> str:
+    """VERIFIED, FAILS or NOT ALL CHECKED; CONSISTENT, UNSIGNED where all holds and nobody vouches for it."""
+    code = exit_code(checks)
+    if code == 0 and not all(check.vouched for check in checks):
+        return UNSIGNED
+    return {0: "VERIFIED", 1: "FAILS", 3: "NOT ALL CHECKED"}[code]
 
 
 class UnreadableError(UserError):
@@ -137,11 +151,20 @@ def _unread(error: OSError) -> NoReturn:
     raise UnreadableError(f"{error.filename} cannot be listed: {error.strerror}")
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The name of the release that a person asked for: a recipe's, or with ``repository`` the Hub's org/name."""
+
+    name: str
+    repository: bool = False
+
+
 @dataclass(frozen=True)
 class Subject:
     """What the checks look at.
 
-    ``digests`` are the SHA-256 of all files by name. ``tag`` is the release that a person asked for.
+    ``digests`` are the SHA-256 of all files by name. ``tag`` and ``wanted`` are tag and name of the release that a
+    person asked for.
     """
 
     folder: Path
@@ -150,11 +173,12 @@ class Subject:
     manifest: Manifest
     progress: Progress
     tag: str | None = None
+    wanted: Wanted | None = None
 
-    def text(self, name: str) -> str:
+    def text(self, name: str, *, largest: int = LARGEST) -> str:
         """A file as UTF-8 text; `UnreadableError` where it is none, is not there, or is too large."""
         try:
-            return self._bytes(name, LARGEST).decode()
+            return self._bytes(name, largest).decode()
         except UnicodeDecodeError as error:
             raise UnreadableError(f"{name} is not UTF-8 at byte {error.start}") from None
 

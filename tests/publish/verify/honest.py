@@ -11,24 +11,27 @@ from typing import Any
 
 import yaml
 
-from eval import record, suites
+from eval import record, suites, workloads
 from eval.gate import Policy, judge
 from eval.measurements import Measurements
 from eval.report import page as report_files
 from eval.report.model import DATA, Report
 from pipeline import __version__
 from pipeline.base.canonical import fingerprint
-from pipeline.publish import card
+from pipeline.publish import facts as card_facts
 from pipeline.publish import manifest as manifests
 from pipeline.publish.card import CardFacts, render
 from pipeline.publish.licences import terms
 from pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
 from pipeline.publish.provenance import encode, sbom, statement
-from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED
+from pipeline.publish.release import CARD, CARD_FACTS, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED
 from pipeline.quantize.digest import folder_digest
 from pipeline.quantize.inspection.findings import INSPECTION, Inspection
 from pipeline.recipe.load import PROVEN_SUITE
 from pipeline.recipe.schema import Recipe
+from pipeline.recipe.sections import Licence
+from pipeline.serving.model.facts import model_facts
+from pipeline.stages.card import launches, vllm_of
 from pipeline.store.files import File
 from tests.checkpoints import Checkpoint, answers
 
@@ -41,6 +44,7 @@ tasks:
   - {task: facts, metric: acc, items: 400, gated: true, margin: 0.05}
   - {task: sums, metric: acc, items: 200, gated: true, margin: 0.08}
 """
+INSPECTED = f"{EVIDENCE}/{INSPECTION}"
 TOOLS = {"torch": "2.13.0", "transformers": "5.17.0"}
 
 
@@ -136,17 +140,28 @@ def report_of(folder: Path, measured: Measurements, gate: Mapping[str, Any], sta
     )  # fmt: skip
 
 
-def _facts(folder: Path, manifest: Manifest) -> CardFacts:
+def facts_of(folder: Path, manifest: Manifest) -> CardFacts:
     """What the card is written from."""
+    recipe = Recipe.model_validate(dict(manifest.recipe))
+    config, inspection = (json.loads((folder / name).read_text()) for name in ("config.json", INSPECTED))
+    report = json.loads((folder / EVIDENCE / DATA).read_text())
+    repo = "my-org/llama-ptpc"
     return CardFacts(
-        name="llama-ptpc", repo="my-org/llama-ptpc", artefact=manifest.artefact, judged=manifest.created,
-        base=card.Base("org/llama", "org/llama", "c0" * 20, architecture="LlamaForCausalLM"),
-        made=card.Made(
-            Recipe.model_validate(dict(manifest.recipe)).quantization, schemes={"ptpc_fp8": 14},
+        name="llama-ptpc", repo=repo, artefact=manifest.artefact, judged=manifest.created,
+        base=card_facts.base_of("org/llama", "org/llama", "c0" * 20, None, config, {"license": "apache-2.0"}),
+        made=card_facts.made_of(recipe.quantization, config, inspection, None),
+        terms=terms({"license": "apache-2.0"}, ()),
+        launches=launches(
+            recipe, workloads.load(recipe.target.workload), model_facts(folder), repo, vllm=vllm_of(report)
         ),
-        terms=terms({"license": "apache-2.0"}, ()), launches=(),
-        report=json.loads((folder / EVIDENCE / DATA).read_text()),
+        report=report,
     )  # fmt: skip
+
+
+def write_card(folder: Path, facts: CardFacts) -> None:
+    """The card, and the facts that it is rendered from."""
+    (folder / CARD).write_text(render(facts))
+    (folder / CARD_FACTS).write_bytes(card_facts.encode(facts, Licence(), ()))
 
 
 def write_recipe(folder: Path) -> dict[str, Any]:
@@ -196,8 +211,10 @@ def make(folder: Path, source: Path) -> Path:
         serving=Serving("vllm 0.32.0", None), hardware=Hardware("cpu", "AMD Instinct MI300X", "mi300x"), files={},
         quantmint=__version__,
     )  # fmt: skip
-    (folder / CARD).write_text(render(_facts(folder, manifest)))
-    (folder / SBOM).write_bytes(sbom(manifest, {}, held(folder)))
+    top = {name: file for name, file in held(folder).items() if "/" not in name}
+    facts = facts_of(folder, manifest)
+    write_card(folder, facts)
+    (folder / SBOM).write_bytes(sbom(manifest, {}, top))
     (folder / PROVENANCE).write_bytes(encode(statement(manifest, held(folder))))
     (folder / MANIFEST).write_bytes(manifests.encode(replace(manifest, files=listed(folder))))
     return folder

@@ -1,0 +1,134 @@
+"""``quantmint/card.json``: the facts of a card that follow from no other file of its release.
+
+With it anyone renders the card again, from the manifest, the checkpoint's configuration, the inspection and the report.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from eval.report.model import Report
+from pipeline import __version__
+from pipeline.base.errors import UserError
+from pipeline.base.machine import versions
+from pipeline.publish.card import Base, Calibrated, CardFacts, Launch, Made
+from pipeline.publish.licences import terms
+from pipeline.publish.manifest import Manifest, first_fault, strict_object
+from pipeline.recipe.schema import Quantization, Recipe
+from pipeline.recipe.sections import Licence
+
+
+@dataclass(frozen=True, slots=True)
+class CardRecord:
+    """The content of ``quantmint/card.json``.
+
+    ``quantmint`` and ``tools`` are the versions that rendered the card, ``base`` is the name of the 16-bit model and
+    ``metadata`` the front matter of its own card, ``licence`` the recipe's section of that name, and ``texts`` are the
+    names of the files with licences.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    quantmint: str
+    tools: Mapping[str, str]
+    base: str
+    metadata: Mapping[str, Any]
+    repo: str | None
+    signed: Literal["key", "keyless"] | None
+    licence: Mapping[str, Any]
+    texts: tuple[str, ...]
+    calibration: Calibrated | None
+    launches: tuple[Launch, ...]
+
+
+def rendering_tools() -> dict[str, str]:
+    """Versions of the libraries that shape the text of a card."""
+    return versions("jinja2", "huggingface_hub")
+
+
+def encode(facts: CardFacts, licence: Licence, texts: tuple[str, ...]) -> bytes:
+    """Return the bytes of ``quantmint/card.json``, the same for the same facts and versions."""
+    record = CardRecord(
+        quantmint=__version__,
+        tools=rendering_tools(),
+        base=facts.base.name,
+        metadata=facts.base.metadata,
+        repo=facts.repo,
+        signed=facts.signed,
+        licence=licence.model_dump(mode="json"),
+        texts=texts,
+        calibration=facts.made.calibration,
+        launches=facts.launches,
+    )
+    text = json.dumps(asdict(record), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return f"{text}\n".encode()
+
+
+def decode(raw: bytes) -> CardRecord:
+    """Read what `encode` wrote. Raises `UserError` for anything else."""
+    try:
+        strict_object(raw)  # no key twice
+        record: CardRecord = TypeAdapter(CardRecord).validate_json(raw)
+    except ValidationError as error:
+        raise UserError(f"card.json: {first_fault(error)}") from None
+    except ValueError as error:
+        raise UserError(f"card.json: {error}") from None
+    return record
+
+
+def facts_of(
+    record: CardRecord, manifest: Manifest, config: Mapping[str, Any], inspection: Mapping[str, Any], report: Report
+) -> CardFacts:
+    """Return the facts of a release's card, from its record and the other files of the release."""
+    base = manifest.base
+    metadata = record.metadata
+    section = Recipe.model_validate(dict(manifest.recipe)).quantization
+    return CardFacts(
+        name=manifest.name,
+        repo=record.repo,
+        artefact=manifest.artefact,
+        judged=manifest.created,
+        base=base_of(record.base, base.repo, base.commit, base.sha256 if base.repo is None else None, config, metadata),
+        made=made_of(section, config, inspection, record.calibration),
+        terms=terms(metadata, record.texts, Licence.model_validate(dict(record.licence))),
+        launches=record.launches,
+        report=report,
+        signed=record.signed,
+    )
+
+
+def base_of(
+    name: str,
+    repo: str | None,
+    commit: str | None,
+    digest: str | None,
+    config: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+) -> Base:
+    """The 16-bit model, with what ``config`` (the checkpoint's config.json) says of it."""
+    architecture = str((config.get("architectures") or [""])[0])
+    return Base(name, repo, commit, digest, architecture, isinstance(config.get("vision_config"), Mapping), metadata)
+
+
+def made_of(
+    section: Quantization,
+    config: Mapping[str, Any],
+    inspection: Mapping[str, Any],
+    calibration: Calibrated | None,
+) -> Made:
+    """How the checkpoint was made, with its modules as config.json and the ``inspection`` count them."""
+    counted = Counter(str(layer["scheme"]) for layer in inspection["layers"])
+    declared = config.get("quantization_config") or {}
+    kept: list[str] = declared.get("ignore") or declared.get("exclude") or []  # compressed-tensors, Quark
+    return Made(
+        section=section,
+        schemes=dict(sorted(counted.items(), key=lambda item: (item[0] != section.scheme, item[0]))),
+        kept=tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".N", name) for name in kept)),
+        calibration=calibration,
+    )

@@ -1,0 +1,279 @@
+"""Whether the report and the card show what the evidence says: their figures, and their whole text rendered again.
+
+Text is only comparable where the same version of quantmint and of its libraries renders it; elsewhere the figures are
+compared and the rest is NOT CHECKED. A page that could run a script or load something fails in every version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, Final, cast
+from xml.etree import ElementTree
+
+from eval.gate import GateReport
+from eval.measurements import Launch as MeasuredLaunch
+from eval.measurements import Measurements
+from eval.report import junit, markdown, page
+from eval.report.model import CARD as REPORT_CARD
+from eval.report.model import DATA, JUNIT, PAGE, Report
+from eval.report.numbers import level
+from pipeline import __version__
+from pipeline.base.canonical import difference, plain
+from pipeline.base.machine import versions
+from pipeline.publish.allowed import SCORES
+from pipeline.publish.card import CardFacts, Launch, eval_results, notice, render
+from pipeline.publish.facts import CardRecord, decode, facts_of
+from pipeline.publish.licences import TEXTS
+from pipeline.publish.release import CARD, CARD_FACTS, EVIDENCE, NOTICE, RECIPE
+from pipeline.publish.verify.subject import Check, Subject, first, judged, not_checked
+from pipeline.quantize.inspection.findings import INSPECTION
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.yaml_positions import parse, plain_value
+
+Relaunch = Callable[[Path, Recipe, CardFacts], tuple[Launch, ...]]
+"""Plans the launches that a card shows, from the checkpoint's folder, its recipe and the card's other facts."""
+
+_LARGEST: Final = 1 << 27  # bytes of a report, which quotes answers, and models that reason write long ones
+_ESCAPED = re.compile(r"\\(.)")
+
+
+def check_report(subject: Subject) -> Check:
+    """Compare the report's data with the evidence, number by number, and its files with those rendered again."""
+    measurements, gate, _ = subject.record
+    data = subject.object(f"{EVIDENCE}/{DATA}", largest=_LARGEST)
+    texts = {name: subject.text(f"{EVIDENCE}/{name}", largest=_LARGEST) for name in (PAGE, REPORT_CARD, JUNIT)}
+    faults = [*_data(subject, data, measurements, gate), *_harmless(texts[PAGE]), *_figures(texts, gate)]
+    if faults:
+        return judged("report", faults, "")
+    recorded = dict(subject.manifest.stages["report"].tools)
+    quantmint = recorded.pop("quantmint", subject.manifest.quantmint)
+    if quantmint != __version__:
+        return not_checked("report", _elsewhere("the report", quantmint))
+    report = cast(Report, data)
+    rendered = {PAGE: page.render(report), REPORT_CARD: markdown.render(report), JUNIT: junit.render(report)}
+    other = [name for name, text in rendered.items() if text != texts[name]]
+    if other and (changed := _changed(recorded)):
+        return not_checked("report", f"{', '.join(other)} cannot be compared: {changed}")
+    faults = [f"{EVIDENCE}/{name} is not what {DATA} is rendered as" for name in other]
+    return judged("report", faults, "its figures are the gate's, and its files are rendered from them")
+
+
+def check_card(subject: Subject, relaunch: Relaunch | None) -> Check:
+    """Compare the card's figures, metadata and scores with the evidence, and its text with one rendered again."""
+    _, gate, _ = subject.record
+    text = subject.text(CARD)
+    faults = [*_tables(CARD, text, gate), *_metadata(subject), *_scores(subject, gate)]
+    manifest = subject.manifest
+    for what, wanted in (("checkpoint", manifest.artefact), ("commit of the base", manifest.base.commit)):
+        if wanted is not None and wanted not in text:
+            faults.append(f"{CARD} does not name the {what}, {wanted[:16]}…")
+    if faults:
+        return judged("card", faults, "")
+    if CARD_FACTS not in subject.listing.files:
+        return not_checked(
+            "card", f"its figures are the gate's; the rest cannot be rendered again without {CARD_FACTS}"
+        )
+    record = decode(subject.text(CARD_FACTS).encode())
+    if record.quantmint != __version__:
+        return not_checked("card", _elsewhere("the card", record.quantmint))
+    facts = _facts(subject, record)
+    faults = list(_contradictions(subject, record, facts, relaunch))
+    other = [name for name, expected in _rendered(facts).items() if _text_of(subject, name) != expected]
+    if other and not faults and (changed := _changed(record.tools)):
+        return not_checked("card", f"{', '.join(other)} cannot be compared: {changed}")
+    faults += [f"{name} is not what {CARD_FACTS} and the evidence are rendered as" for name in other]
+    return judged("card", faults, f"its figures are the gate's, for {len(gate.accuracy)} tasks, and all else its facts")
+
+
+def _elsewhere(what: str, version: str) -> str:
+    return f"its figures are the gate's; quantmint {version} rendered {what}, and this is {__version__}"
+
+
+def _changed(tools: Mapping[str, str]) -> str:
+    """Libraries that have other versions here than when a text was rendered; "" where all are the same."""
+    here = versions(*tools) if tools else {}
+    return ", ".join(f"{name} was {tools[name]}, here {here[name]}" for name in tools if here[name] != tools[name])
+
+
+def _facts(subject: Subject, record: CardRecord) -> CardFacts:
+    report = cast(Report, subject.object(f"{EVIDENCE}/{DATA}", largest=_LARGEST))
+    inspection = subject.object(f"{EVIDENCE}/{INSPECTION}")
+    return facts_of(record, subject.manifest, subject.object("config.json"), inspection, report)
+
+
+def _rendered(facts: CardFacts) -> dict[str, str | None]:
+    return {CARD: render(facts), NOTICE: notice(facts), **eval_results(facts)}
+
+
+def _text_of(subject: Subject, name: str) -> str | None:
+    return subject.text(name) if name in subject.listing.files else None
+
+
+def _contradictions(subject: Subject, record: CardRecord, facts: CardFacts, relaunch: Relaunch | None) -> Iterator[str]:
+    """Facts of the card that the rest of the release says otherwise."""
+    manifest = subject.manifest
+    recipe = Recipe.model_validate(dict(manifest.recipe))
+    if manifest.base.repo is not None and record.base != manifest.base.repo:
+        yield f"{CARD_FACTS}: the base is {record.base}, quantmint.json says {manifest.base.repo}"
+    texts = {name for name in subject.listing.files if any(fnmatchcase(name, pattern) for pattern in TEXTS)}
+    if texts != set(record.texts):
+        yield f"{CARD_FACTS} names other licence texts than there are"
+    calibrated = facts.made.calibration
+    if calibrated is not None and recipe.calibration is not None:
+        asked = (recipe.calibration.samples, recipe.calibration.sequence_length)
+        if (calibrated.samples, calibrated.sequence_length) != asked:
+            yield f"{CARD_FACTS}: calibrated on other samples than the recipe asks for"
+    known = {(data.revision, data.sha256) for data in manifest.datasets if data.role == "calibration"}
+    if calibrated is not None and known and (calibrated.revision, calibrated.sha256) not in known:
+        yield f"{CARD_FACTS}: calibrated on other texts than quantmint.json says"
+    settings: Any = manifest.stages["report"].payload["settings"]
+    if record.repo is not None and settings.get("published", record.repo) != record.repo:
+        yield f"{CARD_FACTS}: it goes to {record.repo}, the report says {settings['published']}"
+    planned = None if relaunch is None else relaunch(subject.folder, recipe, facts)
+    if planned is not None and planned != record.launches:
+        yield f"{CARD_FACTS}: the commands to serve it are not those that quantmint plans for its recipe"
+
+
+_ACTIVE: Final = frozenset(
+    ("script", "iframe", "frame", "object", "embed", "applet", "link", "base", "form", "portal", "animate", "set")
+)
+"""Elements that run something, load something, or change where links lead."""
+_ADDRESSES: Final = frozenset(("src", "srcset", "href", "xlink:href", "data", "action", "formaction", "poster"))
+
+
+class _Active(HTMLParser):
+    """Collects what a page could run or load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "link" and dict(attrs) == {"rel": "icon", "href": "data:,"}:
+            return  # no icon: a browser asks for none
+        if tag in _ACTIVE:
+            self.faults.append(f"{PAGE} has an element {tag}")
+        for name, value in attrs:
+            address = (value or "").strip().casefold()
+            inside = address.startswith("#") or (
+                name in ("src", "xlink:href", "href") and address.startswith("data:image/")
+            )
+            leads = tag == "a" and name == "href" and address.startswith("https://")
+            if name.startswith("on") or (name == "http-equiv" and address == "refresh"):
+                self.faults.append(f"{PAGE} has the attribute {name}")
+            elif name in _ADDRESSES and not (inside or leads):
+                self.faults.append(f"{PAGE} has an address in {name} of an element {tag}: {address[:40]}")
+
+    handle_startendtag = handle_starttag
+
+
+def _harmless(text: str) -> Iterator[str]:
+    """What the page could run or load: it is meant to be opened, by people who trust a check of it."""
+    parser = _Active()
+    parser.feed(text)
+    parser.close()
+    yield from first(parser.faults, "such places")
+    if re.search(r"url\(\s*[\"']?(?!#|data:image/)|@import|expression\(", text, re.IGNORECASE):
+        yield f"{PAGE} has a style that loads something"
+
+
+def _figures(texts: Mapping[str, str], gate: GateReport) -> Iterator[str]:
+    """Figures of the gate that a file of the report does not have, whichever version rendered it."""
+    yield from _tables(f"{EVIDENCE}/{REPORT_CARD}", texts[REPORT_CARD], gate)
+    for result in gate.accuracy:
+        for value in (result.baseline, result.candidate):
+            if escape(level(result, value)) not in texts[PAGE]:
+                yield f"{EVIDENCE}/{PAGE} does not show that {result.task} has {_plain(level(result, value))}"
+    if gate.verdict.value not in texts[PAGE]:
+        yield f"{EVIDENCE}/{PAGE} does not show the verdict {gate.verdict.value}"
+    try:
+        if "<!" in texts[JUNIT]:
+            raise ElementTree.ParseError("found a declaration")
+        cases = len(list(ElementTree.fromstring(texts[JUNIT]).iter("testcase")))  # noqa: S314 - no declarations
+    except ElementTree.ParseError as error:
+        yield f"{EVIDENCE}/{JUNIT} is not XML: {error}"
+        return
+    if cases != len(gate.findings):
+        yield f"{EVIDENCE}/{JUNIT} has {cases} cases, the gate has {len(gate.findings)} findings"
+
+
+def _data(subject: Subject, data: Mapping[str, Any], measurements: Measurements, gate: GateReport) -> Iterator[str]:
+    """Where report.json says otherwise than what it was made from."""
+    # By way of the same readers: a number that JSON writes as 0 or 0.0 is one number.
+    yield from _other("the gate's report", gate.to_json(), GateReport.from_json(data["gate"]).to_json())
+    launches = [MeasuredLaunch.from_json(launch).to_json() for launch in data["launches"]]
+    yield from _other("the launches", [launch.to_json() for launch in measurements.launches], launches)
+    if data["recipe"] != subject.text(RECIPE):
+        yield f"{DATA} shows another recipe than {RECIPE}"
+    for side, count in zip(("baseline", "candidate"), measurements.weights, strict=True):
+        if data["size"][f"{side}_bytes"] != count:
+            yield f"{DATA} says that the {side} takes {data['size'][f'{side}_bytes']} bytes, gate.json says {count}"
+
+
+def _other(what: str, expected: object, found: object) -> Iterator[str]:
+    other = [
+        f"{DATA}: {what}: {change.path[2:]} is {change.new!r:.60}, the evidence says {change.old!r:.60}"
+        for change in difference(plain(expected), plain(found))
+    ]
+    yield from first(other, f"differences of {what}")
+
+
+def _tables(name_of_file: str, text: str, gate: GateReport) -> Iterator[str]:
+    """Tasks whose scores a Markdown file does not give, or gives otherwise in any row of any table."""
+    rows = [_cells(line) for line in text.splitlines() if line.startswith("|")]
+    if f"**{gate.verdict.value}**" not in text:
+        yield f"{name_of_file} does not show the verdict {gate.verdict.value}"
+    for result in gate.accuracy:
+        name = _plain(f"{result.task} ({result.metric})")
+        about = [row for row in rows if row and row[0] == name]
+        wanted = [_plain(level(result, value)) for value in (result.baseline, result.candidate)]
+        if not about:
+            yield f"{name_of_file}: the card has no scores of {result.task}, which the gate judged"
+        for row in about:
+            if row[1:3] != wanted:
+                found, expected = " and ".join(row[1:3]), " and ".join(wanted)
+                wrong = f"{result.task} {found}, the gate says {expected}"
+                yield f"{name_of_file}: the card's numbers are not the gate's: {wrong}"
+
+
+def _cells(line: str) -> list[str]:
+    parts = re.split(r"(?<!\\)\|", line.strip())
+    return [_plain(_ESCAPED.sub(r"\1", cell)) for cell in parts[1:-1]]
+
+
+def _plain(text: str) -> str:
+    """Text whose blanks are all the same: a figure keeps its unit by one that does not break."""
+    return " ".join(text.split())
+
+
+def _metadata(subject: Subject) -> Iterator[str]:
+    found = re.match(r"---\n(.*?\n)---\n", subject.text(CARD), re.DOTALL)
+    data = parse(found[1], CARD).data if found else {}
+    repo = subject.manifest.base.repo
+    base = data.get("base_model")
+    if ([base] if isinstance(base, str) else base) != ([repo] if repo else None):
+        yield f"{CARD}: base_model is {base}, quantmint.json says {repo}"
+    if repo and data.get("base_model_relation") != "quantized":
+        yield f"{CARD}: base_model_relation is {data.get('base_model_relation')}, expected quantized"
+
+
+def _scores(subject: Subject, gate: GateReport) -> Iterator[str]:
+    known = {result.task: result for result in gate.accuracy}
+    for name in subject.listing.files:
+        if not name.startswith(f"{SCORES}/"):
+            continue
+        task = name.removeprefix(f"{SCORES}/").rpartition(".")[0]
+        if task not in known:
+            yield f"{name} is about a task that the gate did not judge"
+            continue
+        entries: Any = plain_value(subject.text(name), name)
+        expected = round(100 * known[task].candidate, 2)
+        for entry in entries if isinstance(entries, list) else [entries]:
+            value = entry.get("value") if isinstance(entry, dict) else None
+            if value != expected:
+                yield f"{name}: the value is {value}, the gate says {expected}"
