@@ -10,7 +10,8 @@ A record may come from anywhere, so reading is strict: no unknown field, no text
 as neither within a limit nor beyond it). `pydantic` checks and converts; making a record in a program checks nothing.
 
 YAML files that define suites or workloads are read as strictly: a misspelt key must not silently fall back to a
-default, so it is refused with the file, the line, the key and the nearest valid spelling.
+default, so it is refused with the file, the line, the key and the nearest valid spelling. Whatever could make a small
+file expensive (aliases that multiply, deep nesting) is refused too.
 """
 
 from __future__ import annotations
@@ -105,6 +106,12 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
+MOST_BYTES = 1 << 20
+MOST_LEVELS = 100
+"""Mappings and lists in each other; the interpreter's own limit may be any that a library set."""
+MOST_VALUES = 20_000
+"""Values of a definition file, each alias counted as often as it is used: `pipeline.recipe` reads as much."""
+
 Place = tuple[str | int, ...]
 """Where a value stands: keys of mappings and numbers of lists, from the outside in."""
 
@@ -153,9 +160,11 @@ class Document:
 def read(path: Path) -> Document:
     """Parse a definition file.
 
-    Raises `DefinitionError` where the file is missing, is not YAML, is not a mapping, or repeats a key.
+    Raises `DefinitionError` where the file is missing, is too large, is not YAML, is not a mapping, or repeats a key.
     """
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise DefinitionError(f"{path}: {path.stat().st_size:,} bytes, expected at most {MOST_BYTES:,}")
         text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode):
@@ -165,12 +174,21 @@ def read(path: Path) -> Document:
         return Document(path, yaml.safe_load(text), lines)
     except OSError as error:
         raise DefinitionError(f"{path}: cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise DefinitionError(f"{path}: values are nested too deep, or in themselves") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise DefinitionError(f"{path}:{line}: not valid YAML: {error.problem}") from error
+    except (yaml.YAMLError, ValueError) as error:  # characters or numbers without a place
+        raise DefinitionError(f"{path}: not valid YAML: {error}") from error
 
 
 def _lines(path: Path, node: yaml.Node, place: Place, lines: dict[Place, int]) -> None:
+    """Add the line of each value below a node, aliases as often as they are used."""
+    if len(place) > MOST_LEVELS:
+        raise DefinitionError(f"{path}: values are nested too deep, or in themselves")
+    if len(lines) > MOST_VALUES:
+        raise DefinitionError(f"{path}: more than {MOST_VALUES:,} values, counting aliases")
     if isinstance(node, yaml.MappingNode):
         for key_node, value in node.value:
             at, line = (*place, str(key_node.value)), key_node.start_mark.line + 1

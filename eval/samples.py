@@ -41,6 +41,8 @@ class Sample(Record):
         return (self.task, self.doc_id, self.filter)
 
 
+MOST_ITEMS = 250_000
+"""Items that a set may have: MMLU has 14,042, and each takes a kilobyte of memory while it is read."""
 _DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(Sample) if f.default is not MISSING}
 
 
@@ -96,7 +98,12 @@ class SampleSet(Record):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SampleSet:
         """Read back what `to_json` wrote; `MeasurementError` for columns missing, of unequal length or wrong type."""
-        found = checked(cls, {**data, "samples": to_rows(data.get("samples"))})
+        columns = data.get("samples")
+        lists = columns.values() if isinstance(columns, Mapping) else ()
+        longest = max((len(column) for column in lists if isinstance(column, list)), default=0)
+        if longest > MOST_ITEMS:
+            raise MeasurementError(f"not a SampleSet: {longest:,} items, expected at most {MOST_ITEMS:,}")
+        found = checked(cls, {**data, "samples": to_rows(columns)})
         items = len(found.samples)
         if found.planned < items or not all(0 <= sample.look < found.looks for sample in found.samples):
             raise MeasurementError(f"not a SampleSet: {items} of {found.planned} planned items in {found.looks} looks")

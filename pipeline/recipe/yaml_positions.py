@@ -25,6 +25,7 @@ from pipeline.recipe.faults import Fault, Place, YamlPath
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
+MAX_LEVELS = 100  # a value in itself ends here, whatever limit of the interpreter a library has set
 
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
@@ -129,6 +130,8 @@ class _Reader:
         self.seen += 1
         if self.seen > MAX_NODES:
             raise _refused(place, f"found more than {MAX_NODES:,} values, counting aliases, expected a recipe")
+        if len(path) > MAX_LEVELS:
+            raise RecursionError
         self.values[path] = place
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return self.mapping(node, path)
