@@ -166,6 +166,7 @@ def read(path: Path) -> Document:
         if path.stat().st_size > MOST_BYTES:
             raise DefinitionError(f"{path}: {path.stat().st_size:,} bytes, expected at most {MOST_BYTES:,}")
         text = path.read_text(encoding="utf-8")
+        _require_shallow(path, text)
         node = yaml.compose(text, yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode):
             raise DefinitionError(f"{path}:1: expected a mapping")
@@ -181,6 +182,18 @@ def read(path: Path) -> Document:
         raise DefinitionError(f"{path}:{line}: not valid YAML: {error.problem}") from error
     except (yaml.YAMLError, ValueError) as error:  # characters or numbers without a place
         raise DefinitionError(f"{path}: not valid YAML: {error}") from error
+
+
+def _require_shallow(path: Path, text: str) -> None:
+    """Raise `DefinitionError` at the first value nested too deep: composing all levels takes their square in time."""
+    levels = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            levels += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            levels -= 1
+        if levels > MOST_LEVELS:
+            raise DefinitionError(f"{path}: values are nested too deep, or in themselves")
 
 
 def _lines(path: Path, node: yaml.Node, place: Place, lines: dict[Place, int]) -> None:
