@@ -25,7 +25,8 @@ from typing import Any
 
 import yaml
 
-from eval.errors import MeasurementError
+from eval.errors import DefinitionError, MeasurementError
+from eval.foreign import untrusted
 from eval.samples import Sample
 from eval.statistics.sequential import plan_looks
 from eval.suites import SuiteTask, data_files, definition
@@ -88,14 +89,20 @@ def asking(task: SuiteTask, documents: Mapping[str, Sequence[int]], destination:
     return {"ask": {"task": task.task, "documents": documents, "destination": str(destination)}}
 
 
-def materialise_tasks(tasks_dir: Path, names: Iterable[str], destination: Path) -> tuple[str, ...]:
+def materialise_tasks(
+    tasks_dir: Path, names: Iterable[str], destination: Path, *, trusted: bool = False
+) -> tuple[str, ...]:
     """Copy our own task files to where lm-eval finds them from any working directory.
 
     `datasets` resolves `data_files` against the working directory, so they become absolute. Names without a file in
-    `tasks_dir` belong to lm-eval itself. Returns the names that were written.
+    `tasks_dir` belong to lm-eval itself. Returns the names that were written. Raises `DefinitionError` for a definition
+    that asks for more than data, unless its author is `trusted`.
     """
     destination.mkdir(parents=True, exist_ok=True)
     ours = {name: own for name in names if (own := definition(tasks_dir, name)) is not None}
+    for own in () if trusted else ours.values():
+        if reasons := untrusted(own):
+            raise DefinitionError(f"{own.path}: {'; '.join(reasons)}, which may run code")
     for name, own in ours.items():
         task = own.data
         if files := data_files(own):

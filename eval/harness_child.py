@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from eval.errors import MeasurementError
+from eval.foreign import sandbox_templates
 from eval.harness import Asked, answer, digest, read_rows, write_asked
 from eval.samples import Sample
 from eval.suites import SuiteTask
@@ -46,6 +47,7 @@ class Harness:
 
         from eval.harness_client import CountingClient
 
+        sandbox_templates()
         # After each batch it would run pip, nvcc and lscpu; what a stage ran on is kept beside its samples, once.
         evaluator.add_env_info = lambda _: None
         self._seed: int = opening["seed"]

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from eval import prompts, records
 from eval.errors import DefinitionError
+from eval.foreign import untrusted
 from eval.power import detectable_margin, detectable_mean, items_needed, mean_items_needed, mean_passes, outcome
 from eval.records import Document, Record, read
 from eval.samples import Kind
@@ -26,6 +27,9 @@ from eval.samples import Kind
 FOLDER = Path(__file__).parent / "suites"
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 Share = Annotated[float, Field(gt=0, lt=1)]
+
+TaskName = Annotated[str, Field(pattern=r"^[^./\\\x00-\x1f][^/\\\x00-\x1f]*$")]
+"""Name of a task, and of the file beside a suite that may define it: no path."""
 
 # Metrics that lm-eval logs as (log likelihood, words or bytes).
 _PERPLEXITIES = ("word_perplexity", "byte_perplexity")
@@ -43,7 +47,7 @@ class SuiteTask(Record):
     of the Hub that the task reads, as org/name, or org/name@revision where another than `main` is meant.
     """
 
-    task: str
+    task: TaskName
     metric: str
     items: Annotated[int, Field(ge=1)]
     expected_flip_rate: Share
@@ -115,6 +119,12 @@ class Suite(Record):
         return replace(self, tasks=tasks)
 
 
+def untrusted_tasks(suite: Suite) -> tuple[str, ...]:
+    """Return a sentence for each part of the suite's own definitions that only a trusted author may write."""
+    own = (definition(suite.own_tasks, task.task) for task in suite.tasks)
+    return tuple(reason for document in own if document is not None for reason in untrusted(document))
+
+
 def strangers(suite: Suite) -> Sequence[str]:
     """Tasks that are neither defined beside the suite nor by lm-eval; none where no lm-eval is installed."""
     others = (task.task for task in suite.tasks if definition(suite.own_tasks, task.task) is None)
@@ -184,6 +194,8 @@ def parse(path: Path) -> Suite:
 def definition(folder: Path, task: str) -> Document | None:
     """The definition of a task of our own in a folder of them; None of lm-eval's."""
     path = folder / f"{task}.yaml"
+    if path.name != f"{task}.yaml" or path.parent != folder:
+        raise DefinitionError(f"{task!r} is no name of a task")
     return read(path) if path.is_file() else None
 
 

@@ -244,6 +244,9 @@ def _definitions(loaded: LoadedRecipe, *, judged: bool) -> Iterator[Fault]:
         if is_path(recipe.evaluation.suite) and (unknown := suites.strangers(suite)):
             at = f"{suite.path}: found task {', '.join(unknown)}, expected one of lm-eval's, or a file beside it"
             yield loaded.fault(("evaluation", "suite"), at)
+        if not recipe.trust_remote_code and (reasons := suites.untrusted_tasks(suite)):
+            at = f"{suite.path}: {'; '.join(reasons)}, which may run code: expected data only, or"
+            yield loaded.fault(("evaluation", "suite"), f"{at} `trust_remote_code: true` where you trust its author")
     except DefinitionError as error:
         yield loaded.fault(("evaluation", "suite"), str(error))
     yield from throughput_faults(loaded, workload)

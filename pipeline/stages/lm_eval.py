@@ -16,7 +16,7 @@ from calibration.errors import CalibrationError
 from eval import harness
 from eval.errors import MeasurementError
 from eval.harness import Asked, read_asked
-from eval.suites import SuiteTask, located
+from eval.suites import TASKS_FOLDER, SuiteTask, definition, located
 from pipeline.base.errors import QuantmintError, StageError
 from pipeline.base.processes import Conversation
 from pipeline.base.transience import says_transient
@@ -34,6 +34,13 @@ def data_commits(setting: Setting, task: SuiteTask) -> dict[str, str]:
         with suppress(CalibrationError, QuantmintError):
             found[repo] = setting.commits.dataset(repo, revision)
     return found
+
+
+def has_own_tasks(setting: Setting) -> bool:
+    """Whether the suite brings definitions of tasks that are neither lm-eval's nor quantmint's."""
+    suite = setting.suite
+    own = suite.own_tasks != TASKS_FOLDER
+    return own and any(definition(suite.own_tasks, task.task) is not None for task in suite.tasks)
 
 
 SAMPLES = "samples"
@@ -87,9 +94,15 @@ class Harness:
 def open_harness(
     job: Job, server: Server, tokenizer: Path, tasks: Sequence[SuiteTask], *, concurrency: int, batch_size: int = 32
 ) -> Iterator[Harness]:
-    """lm-eval, opened for these tasks; it is online, with our token of the Hub, only where their data is there."""
+    """lm-eval, opened for these tasks; it is online only where their data is on the Hub.
+
+    It has our token of the Hub then, but never together with templates that came with a suite of somebody's own.
+    Raises `DefinitionError` where such a suite asks for more than data and the recipe does not trust code.
+    """
     setting = job.setting
-    ours = harness.materialise_tasks(setting.suite.own_tasks, [task.task for task in tasks], job.path / _OURS)
+    trusted = setting.recipe.trust_remote_code
+    names = [task.task for task in tasks]
+    ours = harness.materialise_tasks(setting.suite.own_tasks, names, job.path / _OURS, trusted=trusted)
     local = len(ours) == len(tasks)
     endpoint = harness.Endpoint(
         base_url=server.base_url,
@@ -110,7 +123,7 @@ def open_harness(
         {"HF_HUB_OFFLINE": "1"} if local else {}
     )
     try:
-        talk, log = job.servers.lm_eval(env, () if local else ("HF_TOKEN",))
+        talk, log = job.servers.lm_eval(env, () if local or has_own_tasks(setting) else ("HF_TOKEN",))
         before = log.stat().st_size
         talk.ask(opening)
         yield Harness(job, talk)

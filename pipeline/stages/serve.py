@@ -20,6 +20,7 @@ from typing import Any
 from calibration.container import memory_left
 from calibration.room import free_bytes
 from eval.measurements import Side
+from eval.suites import TASKS_FOLDER
 from eval.workloads import Workload
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import hardware
@@ -171,11 +172,14 @@ def _started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterato
     """The reference runtime with the checkpoint of a `reference_plan`, loaded; it has ended at the exit.
 
     lm-eval runs in it. So it has the Hub, and its token, where a task's data is there, but never together with code of
-    the model's folder. Raises `StageError` with the end of its log where it does not come about.
+    the model's folder or templates of a suite of somebody's own. Raises `StageError` with the end of its log where it
+    does not come about.
     """
     local = all(setting.suite.files(task) for task in setting.suite.tasks)
     env = {**reference_environment(plan), **({"HF_HUB_OFFLINE": "1"} if local else {})}
-    secrets = () if local or setting.recipe.trust_remote_code else ("HF_TOKEN",)
+    suite = setting.suite
+    foreign = suite.own_tasks != TASKS_FOLDER and any(suite.files(task) for task in suite.tasks)
+    secrets = () if local or foreign or setting.recipe.trust_remote_code else ("HF_TOKEN",)
     log.unlink(missing_ok=True)
     began = time.monotonic()
     command = reference_command(plan, setting.device.partition(",")[0])
