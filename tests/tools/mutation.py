@@ -100,12 +100,12 @@ def places(path: Path) -> list[Place]:
     def changes(node: ast.AST) -> Iterator[Place]:
         match node:
             case ast.Compare(left=left, ops=[operator], comparators=[right]) if type(operator) in _COMPARISONS:
-                yield place(node, f"({segment(left)} {_COMPARISONS[type(operator)]} {segment(right)})")
+                yield place(node, f"(({segment(left)}) {_COMPARISONS[type(operator)]} ({segment(right)}))")
             case ast.BoolOp(op=operator, values=values):
                 word = " or " if isinstance(operator, ast.And) else " and "
                 yield place(node, f"({word.join(f'({segment(value)})' for value in values)})")
             case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _SIGNS:
-                yield place(node, f"({segment(left)} {_SIGNS[type(operator)]} {segment(right)})")
+                yield place(node, f"(({segment(left)}) {_SIGNS[type(operator)]} ({segment(right)}))")
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 yield place(node, f"bool({segment(operand)})")
             case ast.Constant(value=bool() as value):

@@ -23,7 +23,7 @@ MODELS = {
     "falcon_h1": ("ptpc_fp8",),  # attention beside a state space
     "idefics3": ("ptpc_fp8",),  # a tower for images
 }
-MISREAD = "scales of q and o exchanged"
+MISREAD = "scales of k and o exchanged"
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ def misread(folder: Path, out: Path) -> Path:
     """Copy a checkpoint into ``out`` with the scales of two modules of one layer exchanged; return ``out``."""
     shutil.copytree(folder, out)
     tensors = read(out)
-    query, output = (f"model.layers.1.self_attn.{module}.weight_scale" for module in ("q_proj", "o_proj"))
-    write(out, {**tensors, query: tensors[output], output: tensors[query]})
+    key, output = (f"model.layers.1.self_attn.{module}.weight_scale" for module in ("k_proj", "o_proj"))
+    write(out, {**tensors, key: tensors[output], output: tensors[key]})
     return out
 
 
