@@ -50,6 +50,7 @@ class FolderPlace(Place):
         self._candidate = self._home / "candidate"
         self._pending = self._home / "pending"
         self._lock = Lock(self._home / "lock")
+        self._dangling: str | None = None  # what the link names although nothing of that name is there
 
     @property
     def address(self) -> str:
@@ -91,6 +92,7 @@ class FolderPlace(Place):
                         size=sum(_sizes(path).values()) if size is None else size,
                     )
                 )
+        self._dangling = None if any(release.current for release in found) else current
         pending = _target(self._pending)
         return State(newest_first(found), frozenset(() if pending is None else (pending,)))
 
@@ -139,7 +141,7 @@ class FolderPlace(Place):
         """One rename of a link; it is undone where a pause just before it let another remove the release."""
         self._lock.check()
         shown, seen = self._current(), None if state.current is None else state.current.tag
-        if not candidate and shown != seen:
+        if not candidate and shown != (seen or self._dangling):
             raise moved(self.address, "the link", shown, release.tag)
         link = self._candidate if candidate else self._link
         before, folder = link.readlink() if link.is_symlink() else None, self._home / release.tag

@@ -104,16 +104,14 @@ def test_findings_and_figures_that_were_edited_are_named(
 ) -> None:
     path = write_gate(tmp_path, "PASS")
     record = json.loads(path.read_text())
-    record["findings"][0]["reason"] = "All is well."
+    record["findings"][0]["reason"] = "All is well."  # a sentence, which another version words otherwise
     record["findings"][1]["verdict"] = "FAIL"
     record["accuracy"][0]["candidate"] = 0.99
     path.write_text(json.dumps(record))
     differences = quantmint("gate", path, "--json").json["differences"]
-    assert differences[0] == "Only the record says: PASS, accuracy: All is well."
-    assert differences[1].startswith("Only the record says: FAIL, canary: ")
-    assert differences[2].startswith("The record does not say: PASS, accuracy: -0.10 points on t")
-    assert differences[3].startswith("The record does not say: PASS, canary: ")
-    assert differences[4:] == ["Other figures than recorded: accuracy."]
+    assert differences[0].startswith("Only the record says: FAIL, canary: ")
+    assert differences[1].startswith("The record does not say: PASS, canary: ")
+    assert differences[2:] == ["Other figures than recorded: accuracy."]
 
 
 @pytest.mark.parametrize(

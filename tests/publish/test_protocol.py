@@ -38,7 +38,7 @@ class _CutOffError(BaseException):
     """A kill, to the code that it meets: nothing catches it."""
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[kind if kind == "folder" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
 def make_place(request: pytest.FixtureRequest, tmp_path: Path) -> MakePlace:
     return maker(request.param, request, tmp_path)
 
