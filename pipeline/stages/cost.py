@@ -61,6 +61,19 @@ _FORWARDS = 3
 """Forwards of each layer that GPTQ takes, the one that channels are scaled by among them, but for its own products."""
 
 
+_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model"),
+}
+"""Fields of a config.json by which families call a size."""
+
+
+def _size(text: Mapping[str, Any], name: str) -> int:
+    """Return a size by any of its names, the largest of one that differs by layer; 0 where there is none."""
+    value = next((text[spelling] for spelling in _SPELLINGS[name] if text.get(spelling)), 0)
+    return int(max(value) if isinstance(value, list) else value)
+
+
 def gptq_volume(source: Checkpoint, structure: Structure, recipe: Recipe) -> CalibrateVolume:
     """Return the volume of one forward of GPTQ, beside whose hidden states those of the 16-bit model are kept."""
     assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
@@ -280,16 +293,17 @@ def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Cali
     products = sum(
         (share if _EXPERT.search(name) else 1.0) * rows * columns for name, (rows, columns) in structure.linear.items()
     )
-    heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+    heads, hidden = (_size(text, name) for name in _SPELLINGS)
     scores = float(tokens * length * heads * len(structure.attention))
-    width = int(text.get("head_dim") or hidden // heads)
+    width = int(text.get("head_dim") or hidden // max(heads, 1))
     layers: Counter[str] = Counter()
     for name, (_, info) in source.tensors.items():
         if found := _LAYER.search(name):
             layers[found.group(1)] += info.nbytes
     body = sum(info.nbytes for name, (_, info) in source.tensors.items() if "lm_head." not in name)
     batch = min(calibration.batch_size, calibration.samples)
-    forward = forward_bytes(SimpleNamespace(**text), batch, length)
+    sizes = {**text, "num_attention_heads": heads, "hidden_size": hidden}
+    forward = forward_bytes(SimpleNamespace(**sizes), batch, length)
     return CalibrateVolume(
         need=Need(body, max(layers.values(), default=body), forward, states=2 * tokens * hidden),
         flops=2.0 * tokens * products + 4.0 * scores * width,
