@@ -351,29 +351,29 @@ class _Layers:
         self, found: Sequence[Inputs], targets: Mapping[str, torch.Tensor], largest: Mapping[str, torch.Tensor]
     ) -> None:
         """Round modules by their inputs; on a GPU experts of one shape side by side, where columns take as long."""
-        together: dict[tuple[str, int, int], list[tuple[Inputs, list[str]]]] = {}
+        together: dict[tuple[str, int, int], list[tuple[Inputs, list[str], list[torch.Tensor]]]] = {}
         for inputs in found:
             factor = cache(lambda kernel, hessian=inputs.hessian: self._factored(hessian, kernel))
             for names in self._alike(inputs.modules):
-                step, weights = self._steps[names[0]], [self._own(name) for name in names]
+                step = self._steps[names[0]]
+                weights = [self._own(name) if inputs.is_beside else targets[name] for name in names]
                 kernel, shared = str(step.kernel), largest.get(step.name)
                 if shared is None and not inputs.is_beside and not self._replica.device.startswith("cpu"):
                     shape = kernel, sum(map(len, weights)), inputs.hessian.shape[0]
-                    together.setdefault(shape, []).append((inputs, names))
+                    together.setdefault(shape, []).append((inputs, names, weights))
                     continue
                 target = torch.cat([targets[name] for name in names]) if inputs.is_beside else None
-                self._take(inputs, names, gptq(torch.cat(weights), factor(kernel), kernel, shared, target))
+                self._take(inputs, names, weights, gptq(torch.cat(weights), factor(kernel), kernel, shared, target))
         for (kernel, rows, columns), members in together.items():
             count = max(1, _STACK // (4 * columns * max(rows, columns)))
             for stack in (members[first : first + count] for first in range(0, len(members), count)):
-                factors = [self._factored(inputs.hessian, kernel) for inputs, _ in stack]
-                wholes = [torch.cat([self._own(name) for name in names]) for _, names in stack]
-                for (inputs, names), made in zip(stack, gptq_stack(wholes, factors, kernel), strict=True):
-                    self._take(inputs, names, made)
+                factors = [self._factored(inputs.hessian, kernel) for inputs, _, _ in stack]
+                wholes = [torch.cat(weights) for _, _, weights in stack]
+                for (inputs, names, weights), made in zip(stack, gptq_stack(wholes, factors, kernel), strict=True):
+                    self._take(inputs, names, weights, made)
 
-    def _take(self, inputs: Inputs, names: Sequence[str], whole: Made) -> None:
+    def _take(self, inputs: Inputs, names: Sequence[str], weights: Sequence[torch.Tensor], whole: Made) -> None:
         """Keep what was made of modules, whose rows lay one below the other, and give the model their weights."""
-        weights = [self._own(name) for name in names]
         for name, weight, made in zip(names, weights, whole.split(list(map(len, weights))), strict=True):
             step = self._steps[name]
             self._put(name, dequantize(self._choice.schemes[step.name], made.parts).to(weight.dtype))
