@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.zoo import models
-from tests.zoo.matrix import COLUMNS, outcome
+from tests.zoo.matrix import COLUMNS, decoder_parameters, outcome
 from tests.zoo.models import INDEX, SINGLE, add_predictor, build, encode_blocks, read, read_config, table, variant
+from tests.zoo.served import sized
 
 NAMES = {
     "mixtral": ["model.layers.1.block_sparse_moe.experts.3.w1.weight"],
@@ -118,6 +119,12 @@ def test_variants(mixture: Path, tmp_path: Path) -> None:
     assert not (made["shards"] / SINGLE).exists()
     assert len(set(json.loads((made["stale"] / INDEX).read_text())["weight_map"].values())) == 2
     assert len(read(made["unknown"]).keys() - whole) == 1
+
+
+def test_a_model_that_was_built_in_other_sizes_is_counted_anew() -> None:
+    with sized("deepseek_v2"):
+        larger = decoder_parameters("deepseek_v2")
+    assert decoder_parameters("deepseek_v2") == 824_704 < larger
 
 
 def test_an_outcome(tmp_path: Path) -> None:
