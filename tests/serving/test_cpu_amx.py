@@ -1,4 +1,4 @@
-"""The plugin that multiplies FP8 on processors for which oneDNN has no kernel: the same products as PyTorch's own."""
+"""The plugin for processors with AMX: the kernel lets the process use tiles, and products in FP8 are PyTorch's own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.serving import cpu_fp8
+from pipeline.serving import cpu_amx
 
 _PROGRAM = """
 import torch
-from pipeline.serving import cpu_fp8
+from pipeline.serving import cpu_amx
 
 torch.manual_seed(0)
 a = torch.randn(48, 64).to(torch.float8_e4m3fn)
@@ -28,7 +28,7 @@ exact = [
     torch.mm(a.double() * x.double(), b.double() * y.double()) + (0 if z is None else z.double())
     for x, y, _, z in cases
 ]
-cpu_fp8.replace_kernels()
+cpu_amx.replace_kernels()
 for (x, y, dtype, z), expected in zip(cases, exact):
     given = dict(scale_a=x, scale_b=y, out_dtype=dtype, bias=z)
     product = torch._scaled_mm(a, b, **given)
@@ -62,5 +62,28 @@ def test_products_are_those_of_the_formula():
 def test_it_is_for_processors_with_amx_but_without_its_fp16_tiles(tmp_path: Path, flags: str, needed: bool):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"model name\t: a processor\nflags\t\t: {flags}\n")
-    assert cpu_fp8.is_needed(cpuinfo) is needed
-    assert not cpu_fp8.is_needed(tmp_path / "none")
+    assert cpu_amx.lacks_fp8(cpu_amx.flags(cpuinfo)) is needed
+    assert not cpu_amx.flags(tmp_path / "none")
+
+
+_TILES = """
+import ctypes
+from pathlib import Path
+from pipeline.serving import cpu_amx
+
+def may_use_tiles():
+    granted = ctypes.c_ulong()
+    assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(granted)) == 0  # arch_prctl, ARCH_GET_XCOMP_PERM
+    return bool(granted.value >> 18 & 1)  # XTILEDATA
+
+before = may_use_tiles()
+cpu_amx.register()
+print(before, may_use_tiles())
+"""
+
+
+@pytest.mark.skipif("amx_tile" not in cpu_amx.flags(Path("/proc/cpuinfo")), reason="this processor has no AMX")
+def test_the_process_may_use_tiles():
+    root = Path(__file__).resolve().parents[2]
+    ended = subprocess.run([sys.executable, "-c", _TILES], cwd=root, capture_output=True, text=True, check=False)
+    assert ended.stdout == "False True\n", ended.stderr
