@@ -109,7 +109,7 @@ distclean: clean  ## ... and the environments
 # The serving environment: vLLM's pins clash with ours, so it lives apart. Returns at once when it is there.
 # Only after our own has its PyTorch, which pip then finds in its cache: nothing large is fetched twice.
 serving: | $(TORCH_ENV)
-	@[ -n "$$QUANTMINT_VLLM" ] || $(BIN)/python -m pipeline.serving.install --venv .venv-vllm --backend $(BACKEND)
+	@[ -n "$$QUANTMINT_VLLM" ] || $(BIN)/python -m quantmint.pipeline.serving.install --venv .venv-vllm --backend $(BACKEND)
 
 browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \

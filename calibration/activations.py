@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from calibration.durable import fsync, whole
-from calibration.errors import CalibrationError
-from calibration.lazy import torch
+from quantmint.calibration.durable import fsync, whole
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.lazy import torch
 
 _COMMITTED = re.compile(r"layer-(\d{5})")
 _STATE = "state.pt"

@@ -16,9 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from calibration.errors import CalibrationError
-from calibration.lazy import torch
-from calibration.sets import CalibrationSet
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.sets import CalibrationSet
 
 Row = tuple[str, Mapping[str, Any]]
 """Where a row stands, for messages, and its columns."""

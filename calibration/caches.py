@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from calibration.errors import CalibrationError
-from calibration.lazy import torch
-from calibration.measurement import Measurement
-from calibration.parts import language_model, trunk_of
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.measurement import Measurement
+from quantmint.calibration.parts import language_model, trunk_of
 
 
 def empty_cache(model: Any) -> Any:

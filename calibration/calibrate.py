@@ -22,16 +22,25 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Protocol
 
-from calibration.activations import digest_of, save_whole, storing
-from calibration.errors import CalibrationError
-from calibration.layers import run_layers
-from calibration.lazy import torch
-from calibration.measurement import Measurement
-from calibration.observers import Observation
-from calibration.parts import text_obstacle
-from calibration.ranges import Ranges, ranges_of, require_sound, run_resident
-from calibration.replica import Replica, load_resident, replica
-from calibration.room import Decision, Mode, activations_for, decide, free_bytes, host_bytes, measuring, need_of
+from quantmint.calibration.activations import digest_of, save_whole, storing
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.layers import run_layers
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.measurement import Measurement
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.parts import text_obstacle
+from quantmint.calibration.ranges import Ranges, ranges_of, require_sound, run_resident
+from quantmint.calibration.replica import Replica, load_resident, replica
+from quantmint.calibration.room import (
+    Decision,
+    Mode,
+    activations_for,
+    decide,
+    free_bytes,
+    host_bytes,
+    measuring,
+    need_of,
+)
 
 
 class Watcher(Protocol):

@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from calibration.activations import States
-from calibration.caches import empty_cache
-from calibration.errors import CalibrationError, NotReplayableError
-from calibration.lazy import torch
-from calibration.parts import layer_names, run_trunk, running
+from quantmint.calibration.activations import States
+from quantmint.calibration.caches import empty_cache
+from quantmint.calibration.errors import CalibrationError, NotReplayableError
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.parts import layer_names, run_trunk, running
 
 if TYPE_CHECKING:
-    from calibration.replica import Replica
+    from quantmint.calibration.replica import Replica
 
 _HIDDEN = object()
 _CACHE = object()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from calibration.lazy import torch
+from quantmint.calibration.lazy import torch
 
 BLOCK = 128
 """Rows and columns of a block that shares one scale."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from calibration.hessians import Inputs, Rounding, add_square, mirrored
-from calibration.hooks import hooked, taking_inputs
-from calibration.lazy import torch
+from quantmint.calibration.hessians import Inputs, Rounding, add_square, mirrored
+from quantmint.calibration.hooks import hooked, taking_inputs
+from quantmint.calibration.lazy import torch
 
 See = Callable[[str, int, "torch.Tensor"], None]
 """Takes a stack's name, an expert's number, and what enters its product, [tokens, I], rounded."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from calibration.activations import States
-from calibration.hooks import entering, following, preceding
-from calibration.lazy import torch
+from quantmint.calibration.activations import States
+from quantmint.calibration.hooks import entering, following, preceding
+from quantmint.calibration.lazy import torch
 
 _BLOCKS = 4  # of rows of X^T X: of each what lies left of the diagonal's block is not computed
 Rounding = Callable[["torch.Tensor"], "torch.Tensor"]

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from calibration.lazy import torch
-from calibration.measurement import Measurement
-from calibration.parts import hands_keys, trunk_of
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.measurement import Measurement
+from quantmint.calibration.parts import hands_keys, trunk_of
 
 
 def watch_stacked(

@@ -13,15 +13,15 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from calibration.activations import Activations, Pace, digest_of
-from calibration.caches import empty_cache, recording_cache
-from calibration.calls import Call, answering, record
-from calibration.hooks import watching, watching_around
-from calibration.lazy import torch
-from calibration.measurement import Measurement
-from calibration.observers import Observation
-from calibration.replica import Replica
-from calibration.weights import held
+from quantmint.calibration.activations import Activations, Pace, digest_of
+from quantmint.calibration.caches import empty_cache, recording_cache
+from quantmint.calibration.calls import Call, answering, record
+from quantmint.calibration.hooks import watching, watching_around
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.measurement import Measurement
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.replica import Replica
+from quantmint.calibration.weights import held
 
 PARTS = 8
 """Parts of the batches, each summed by itself: as many devices at most can share them."""

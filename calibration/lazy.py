@@ -1,6 +1,6 @@
 """PyTorch, imported when it is first used: what only plans, checks or prints starts without those seconds.
 
-from calibration.lazy import torch
+from quantmint.calibration.lazy import torch
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from calibration.activations import storing
-from calibration.durable import whole
-from calibration.lazy import torch
-from calibration.observers import Observation, Observer, Summary, observer
+from quantmint.calibration.activations import storing
+from quantmint.calibration.durable import whole
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.observers import Observation, Observer, Summary, observer
 
 Kind = Literal["input", "k", "v", "latent", "rotary"]
 """Tensor that a magnitude belongs to: the input of a linear module, the keys or values that an attention module caches,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from calibration.lazy import torch
+from quantmint.calibration.lazy import torch
 
 BINS = 1 << 15
 """Patterns of a 16-bit float without its sign."""

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from calibration.errors import CalibrationError, NotReplayableError
-from calibration.lazy import torch
+from quantmint.calibration.errors import CalibrationError, NotReplayableError
+from quantmint.calibration.lazy import torch
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Names by which forwards of transformers take a cache."""

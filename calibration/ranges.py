@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from calibration.activations import Pace, digest_of
-from calibration.caches import recording_cache
-from calibration.errors import CalibrationError
-from calibration.hooks import watching
-from calibration.lazy import torch
-from calibration.measurement import Key, Kind, Measurement
-from calibration.observers import Observation
-from calibration.replica import Replica, on_disk, sources
+from quantmint.calibration.activations import Pace, digest_of
+from quantmint.calibration.caches import recording_cache
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.hooks import watching
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.measurement import Key, Kind, Measurement
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.replica import Replica, on_disk, sources
 
 
 @dataclass(frozen=True, slots=True)

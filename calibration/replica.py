@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from calibration.calls import Loop, loop_of
-from calibration.errors import NotReplayableError
-from calibration.lazy import torch
-from calibration.parts import attention_modules, run_trunk, shared_attention, trunk_of
-from calibration.weights import Shards, Weights, build, held, nbytes, settle_buffers
+from quantmint.calibration.calls import Loop, loop_of
+from quantmint.calibration.errors import NotReplayableError
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.parts import attention_modules, run_trunk, shared_attention, trunk_of
+from quantmint.calibration.weights import Shards, Weights, build, held, nbytes, settle_buffers
 
 
 @dataclass(frozen=True, slots=True)

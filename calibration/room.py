@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from calibration.activations import Activations
-from calibration.container import memory_left
-from calibration.errors import CalibrationError, NotReplayableError
-from calibration.lazy import torch
-from calibration.replica import Replica
-from calibration.weights import held, nbytes
+from quantmint.calibration.activations import Activations
+from quantmint.calibration.container import memory_left
+from quantmint.calibration.errors import CalibrationError, NotReplayableError
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.replica import Replica
+from quantmint.calibration.weights import held, nbytes
 
 Mode = Literal["auto", "resident", "layer"]
 

@@ -18,18 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibration.activations import States, digest_of, storing
-from calibration.caches import empty_cache, recording_cache
-from calibration.calls import Call, answering, record
-from calibration.durable import whole
-from calibration.hooks import entering, following, preceding, watching
-from calibration.lazy import torch
-from calibration.measurement import Measurement
-from calibration.observers import Observation
-from calibration.parts import language_model, running
-from calibration.ranges import ranges_of, require_sound
-from calibration.replica import Replica
-from calibration.weights import held
+from quantmint.calibration.activations import States, digest_of, storing
+from quantmint.calibration.caches import empty_cache, recording_cache
+from quantmint.calibration.calls import Call, answering, record
+from quantmint.calibration.durable import whole
+from quantmint.calibration.hooks import entering, following, preceding, watching
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.measurement import Measurement
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.parts import language_model, running
+from quantmint.calibration.ranges import ranges_of, require_sound
+from quantmint.calibration.replica import Replica
+from quantmint.calibration.weights import held
 
 
 @dataclass(frozen=True, slots=True)

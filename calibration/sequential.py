@@ -26,15 +26,15 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from calibration.activations import Activations, States
-from calibration.caches import empty_cache
-from calibration.experts import ExpertSums, rounding_experts, stacks
-from calibration.hessians import Enough, Inputs, Kept, Rounding, Sums, Way
-from calibration.hooks import entering, following
-from calibration.layers import PARTS, Walk
-from calibration.lazy import torch
-from calibration.replica import Replica
-from calibration.room import free_bytes
+from quantmint.calibration.activations import Activations, States
+from quantmint.calibration.caches import empty_cache
+from quantmint.calibration.experts import ExpertSums, rounding_experts, stacks
+from quantmint.calibration.hessians import Enough, Inputs, Kept, Rounding, Sums, Way
+from quantmint.calibration.hooks import entering, following
+from quantmint.calibration.layers import PARTS, Walk
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.replica import Replica
+from quantmint.calibration.room import free_bytes
 
 _Given = TypeVar("_Given")
 _Found = TypeVar("_Found")

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from calibration.errors import CalibrationError
+from quantmint.calibration.errors import CalibrationError
 
 
 @dataclass(frozen=True, slots=True)

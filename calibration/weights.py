@@ -13,11 +13,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from calibration.classes import build_model
-from calibration.encodings import SCALE_SUFFIX, decode_blocks, is_block_fp8
-from calibration.errors import CalibrationError
-from calibration.index import weight_files
-from calibration.lazy import torch
+from quantmint.calibration.classes import build_model
+from quantmint.calibration.encodings import SCALE_SUFFIX, decode_blocks, is_block_fp8
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.index import weight_files
+from quantmint.calibration.lazy import torch
 
 _PART = 1 << 30  # bytes that are made parameters of at a time
 _PIECE = 16 << 20  # bytes: what a thread reads for a GPU at a time

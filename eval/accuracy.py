@@ -12,11 +12,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import eval.statistics.paired as paired
-from eval.errors import MeasurementError
-from eval.records import Part, Record
-from eval.samples import Pairs, SampleSet, pair
-from eval.statistics.paired import mcnemar
+import quantmint.eval.statistics.paired as paired
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.records import Part, Record
+from quantmint.eval.samples import Pairs, SampleSet, pair
+from quantmint.eval.statistics.paired import mcnemar
 
 Kind = paired.Kind
 

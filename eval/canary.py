@@ -27,10 +27,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from eval.errors import MeasurementError
-from eval.records import Record, checked, to_columns, to_rows
-from eval.statistics.paired import ratio
-from eval.verdict import Verdict
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.records import Record, checked, to_columns, to_rows
+from quantmint.eval.statistics.paired import ratio
+from quantmint.eval.verdict import Verdict
 
 DIGITS = 6
 """Decimals of a log probability that are kept; float32 knows no more of it."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from eval.records import Document
+from quantmint.eval.records import Document
 
 KEYS: Final = frozenset(
     (

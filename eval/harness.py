@@ -25,11 +25,11 @@ from typing import Any
 
 import yaml
 
-from eval.errors import DefinitionError, MeasurementError
-from eval.foreign import untrusted
-from eval.samples import Sample
-from eval.statistics.sequential import plan_looks
-from eval.suites import SuiteTask, data_files, definition
+from quantmint.eval.errors import DefinitionError, MeasurementError
+from quantmint.eval.foreign import untrusted
+from quantmint.eval.samples import Sample
+from quantmint.eval.statistics.sequential import plan_looks
+from quantmint.eval.suites import SuiteTask, data_files, definition
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""lm-eval in a process of its own, told what to ask batch by batch: ``python -m eval.harness_child SOCKET``.
+"""lm-eval in a process of its own, told what to ask batch by batch: ``python -m quantmint.eval.harness_child SOCKET``.
 
 One process for all tasks and batches of a stage: importing lm-eval and reading its index of tasks takes longer than
 many a batch. Messages are JSON lines on a Unix socket (`eval.harness` writes them). Each is answered by one line,
@@ -26,11 +26,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from eval.errors import MeasurementError
-from eval.foreign import sandbox_templates
-from eval.harness import Asked, answer, digest, read_rows, write_asked
-from eval.samples import Sample
-from eval.suites import SuiteTask
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.foreign import sandbox_templates
+from quantmint.eval.harness import Asked, answer, digest, read_rows, write_asked
+from quantmint.eval.samples import Sample
+from quantmint.eval.suites import SuiteTask
 
 _CREDENTIALS = struct.calcsize("3i")
 Tell = Callable[[Mapping[str, Any]], None]
@@ -45,7 +45,7 @@ class Harness:
         from lm_eval import evaluator
         from lm_eval.tasks import TaskManager
 
-        from eval.harness_client import CountingClient
+        from quantmint.eval.harness_client import CountingClient
 
         sandbox_templates()
         # After each batch it would run pip, nvcc and lscpu; what a stage ran on is kept beside its samples, once.

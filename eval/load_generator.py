@@ -9,9 +9,9 @@ import json
 import re
 from pathlib import Path
 
-from eval.errors import MeasurementError
-from eval.measurements import CellResult
-from eval.workloads import SPREAD, Cell
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.measurements import CellResult
+from quantmint.eval.workloads import SPREAD, Cell
 
 WORDS = ("bench", "serve")
 LATENCIES = ("ttft", "tpot", "itl", "e2el")

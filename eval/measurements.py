@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal, get_args
 
-from eval.canary import Canary
-from eval.errors import MeasurementError
-from eval.records import Part, Record
-from eval.samples import SampleSet
-from eval.verdict import Verdict
+from quantmint.eval.canary import Canary
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.records import Part, Record
+from quantmint.eval.samples import SampleSet
+from quantmint.eval.verdict import Verdict
 
 Side = Literal["baseline", "candidate"]
 

@@ -27,9 +27,9 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from eval.accuracy import Accuracy
-from eval.statistics.paired import LOWER_CORRECTION, UPPER_CORRECTION, score_deviation
-from eval.statistics.sequential import crossing, inflation, plan_looks
+from quantmint.eval.accuracy import Accuracy
+from quantmint.eval.statistics.paired import LOWER_CORRECTION, UPPER_CORRECTION, score_deviation
+from quantmint.eval.statistics.sequential import crossing, inflation, plan_looks
 
 _FEWEST = 1.2
 # In standard errors, over the root of the items: found by simulation (62 and 300 documents, t with 5 degrees).

@@ -23,9 +23,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from eval import records
-from eval.errors import DefinitionError, MeasurementError
-from eval.records import Part, Record, T
+from quantmint.eval import records
+from quantmint.eval.errors import DefinitionError, MeasurementError
+from quantmint.eval.records import Part, Record, T
 
 FOLDER = Path(__file__).parent / "prompts"
 

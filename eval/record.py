@@ -16,10 +16,10 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from eval.errors import MeasurementError
-from eval.gate import GateReport, Policy, judge
-from eval.measurements import Measurements
-from eval.samples import SampleSet
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate import GateReport, Policy, judge
+from quantmint.eval.measurements import Measurements
+from quantmint.eval.samples import SampleSet
 
 NAME = "gate.json"
 SCHEMA = 2

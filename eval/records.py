@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import yaml
 
-from eval.errors import DefinitionError, MeasurementError
+from quantmint.eval.errors import DefinitionError, MeasurementError
 
 if TYPE_CHECKING:
     from typing import Self

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from eval.errors import MeasurementError
-from eval.records import Record, checked, to_columns, to_rows
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.records import Record, checked, to_columns, to_rows
 
 Kind = Literal["score", "perplexity"]
 """score: the mean over items counts. perplexity: exp(-sum of log likelihoods / sum of words) counts."""

@@ -17,12 +17,19 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from eval import prompts, records
-from eval.errors import DefinitionError
-from eval.foreign import untrusted
-from eval.power import detectable_margin, detectable_mean, items_needed, mean_items_needed, mean_passes, outcome
-from eval.records import Document, Record, read
-from eval.samples import Kind
+from quantmint.eval import prompts, records
+from quantmint.eval.errors import DefinitionError
+from quantmint.eval.foreign import untrusted
+from quantmint.eval.power import (
+    detectable_margin,
+    detectable_mean,
+    items_needed,
+    mean_items_needed,
+    mean_passes,
+    outcome,
+)
+from quantmint.eval.records import Document, Record, read
+from quantmint.eval.samples import Kind
 
 FOLDER = Path(__file__).parent / "suites"
 TASKS_FOLDER = Path(__file__).parent / "tasks"

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median, stdev
 
-from eval.errors import MeasurementError
-from eval.measurements import CellResult
-from eval.records import Part
-from eval.statistics.ranks import rank_test, ratio_interval
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.measurements import CellResult
+from quantmint.eval.records import Part
+from quantmint.eval.statistics.ranks import rank_test, ratio_interval
 
 LATENCY_FIELDS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99")
 

@@ -32,9 +32,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from eval import records
-from eval.prompts import SHAREGPT_PROMPT, SHAREGPT_TOTAL, Kind, PromptFile, lines_of
-from eval.records import Document, Place, Record, read
+from quantmint.eval import records
+from quantmint.eval.prompts import SHAREGPT_PROMPT, SHAREGPT_TOTAL, Kind, PromptFile, lines_of
+from quantmint.eval.records import Document, Place, Record, read
 
 FOLDER = Path(__file__).parent / "workloads"
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from eval import record
-from eval.canary import Canary
-from eval.gate import GateReport, Policy, judge
-from eval.measurements import CellResult, Launch, Machine, Measurements, Server, Structure
-from eval.samples import Sample, SampleSet
-from eval.verdict import Verdict
-from pipeline.base.canonical import fingerprint
-from pipeline.store.gc import RunLog
-from pipeline.store.tree import Store
+from quantmint.eval import record
+from quantmint.eval.canary import Canary
+from quantmint.eval.gate import GateReport, Policy, judge
+from quantmint.eval.measurements import CellResult, Launch, Machine, Measurements, Server, Structure
+from quantmint.eval.samples import Sample, SampleSet
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.store.gc import RunLog
+from quantmint.pipeline.store.tree import Store
 
 GB = 1_000_000_000
 _JUDGED: dict[str, GateReport] = {}

@@ -23,11 +23,11 @@ from tests.warm.shared import for_all_workers, shared_library
 if TYPE_CHECKING:
     import torch
 
-    from pipeline.quantize.engines.stream.plan import ShardPlan
-    from pipeline.quantize.engines.stream.shard import WrittenShard
-    from pipeline.quantize.formats.checkpoint import Checkpoint
-    from pipeline.quantize.formats.layout import Choice
-    from pipeline.quantize.model.structure import Structure
+    from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
+    from quantmint.pipeline.quantize.engines.stream.shard import WrittenShard
+    from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
+    from quantmint.pipeline.quantize.formats.layout import Choice
+    from quantmint.pipeline.quantize.model.structure import Structure
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -132,7 +132,7 @@ class Made:
     @property
     def checkpoint(self) -> Checkpoint:
         """The result, read anew."""
-        from pipeline.quantize.formats.checkpoint import open_checkpoint
+        from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 
         return open_checkpoint(self.folder)
 
@@ -143,8 +143,8 @@ def quantize(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.Temp
 
     PTPC-FP8 with a calibrated FP8 cache where nothing else is asked for.
     """
-    from calibration.ranges import Ranges
-    from calibration.replica import load_resident
+    from quantmint.calibration.ranges import Ranges
+    from quantmint.calibration.replica import load_resident
     from tests.measuring import observe
 
     known: dict[tuple[object, ...], Made] = {}
@@ -153,7 +153,7 @@ def quantize(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.Temp
     def make(
         name: str, checkpoint_format: str, *, sharded: bool = False, kv_cache: bool = True, scheme: str = "ptpc_fp8"
     ) -> Made:
-        from pipeline.base.schemes import table
+        from quantmint.pipeline.base.schemes import table
 
         key = (name, checkpoint_format, sharded, kv_cache, scheme)
         if key not in known:
@@ -184,12 +184,12 @@ def _make(
     kv_cache: bool | None = None,
 ) -> Made:
 
-    from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
-    from pipeline.quantize.engines.stream.kernels import fp8_scale
-    from pipeline.quantize.engines.stream.plan import plan_shards
-    from pipeline.quantize.formats.checkpoint import open_checkpoint
-    from pipeline.quantize.formats.layout import Choice
-    from pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
+    from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale
+    from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+    from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+    from quantmint.pipeline.quantize.formats.layout import Choice
+    from quantmint.pipeline.quantize.model.structure import read_structure
 
     source = open_checkpoint(folder)
     structure = read_structure(folder, source.tensors)

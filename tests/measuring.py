@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from calibration.observers import Observation
-from calibration.ranges import Ranges, ranges_of, require_sound, run_resident
-from calibration.replica import Replica
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.ranges import Ranges, ranges_of, require_sound, run_resident
+from quantmint.calibration.replica import Replica
 
 if TYPE_CHECKING:
     import torch

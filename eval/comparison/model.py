@@ -17,15 +17,15 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from eval.accuracy import Accuracy, Direct, compare_all
-from eval.errors import MeasurementError
-from eval.gate import GateReport
-from eval.measurements import Launch
-from eval.record import read as read_record
-from eval.records import Part
-from eval.samples import SampleSet
-from eval.throughput import Throughput
-from eval.verdict import Verdict
+from quantmint.eval.accuracy import Accuracy, Direct, compare_all
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate import GateReport
+from quantmint.eval.measurements import Launch
+from quantmint.eval.record import read as read_record
+from quantmint.eval.records import Part
+from quantmint.eval.samples import SampleSet
+from quantmint.eval.throughput import Throughput
+from quantmint.eval.verdict import Verdict
 
 Place = tuple[str, str, str]
 

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.accuracy import better
-from eval.comparison.model import Comparison, Group, Mark, where
-from eval.report.accuracy import changes
-from eval.report.page import environment
-from eval.report.plots import Spot, drawn, plane
+from quantmint.eval.accuracy import better
+from quantmint.eval.comparison.model import Comparison, Group, Mark, where
+from quantmint.eval.report.accuracy import changes
+from quantmint.eval.report.page import environment
+from quantmint.eval.report.plots import Spot, drawn, plane
 
 FOLDER = Path(__file__).parent
 WIDE = 912

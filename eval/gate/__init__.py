@@ -7,8 +7,18 @@ Everything here is pure: measurements and a policy in, a report out, the same on
 both into files from which anyone judges again.
 """
 
-from eval.gate.judgement import judge
-from eval.gate.report import ANOMALOUS, JUDGEMENT, Control, Finding, GateReport, Headline, Kind, Policy, changes
+from quantmint.eval.gate.judgement import judge
+from quantmint.eval.gate.report import (
+    ANOMALOUS,
+    JUDGEMENT,
+    Control,
+    Finding,
+    GateReport,
+    Headline,
+    Kind,
+    Policy,
+    changes,
+)
 
 __all__ = [
     "ANOMALOUS",

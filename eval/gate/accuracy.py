@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from eval import accuracy
-from eval.accuracy import Accuracy, change, margin_in_units
-from eval.errors import MeasurementError
-from eval.gate.report import ANOMALOUS, Control, Finding, Policy, sentence
-from eval.measurements import Both, Measurements
-from eval.power import more_items
-from eval.samples import SampleSet, pair
-from eval.statistics.sequential import Look, decide, until
-from eval.verdict import Verdict
+from quantmint.eval import accuracy
+from quantmint.eval.accuracy import Accuracy, change, margin_in_units
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate.report import ANOMALOUS, Control, Finding, Policy, sentence
+from quantmint.eval.measurements import Both, Measurements
+from quantmint.eval.power import more_items
+from quantmint.eval.samples import SampleSet, pair
+from quantmint.eval.statistics.sequential import Look, decide, until
+from quantmint.eval.verdict import Verdict
 
 
 def compare(task: str, both: Both, policy: Policy) -> tuple[Accuracy, tuple[Look, ...]]:

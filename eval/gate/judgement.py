@@ -23,15 +23,15 @@ from typing import Any
 
 import yaml
 
-from eval import canary
-from eval.accuracy import Accuracy
-from eval.errors import MeasurementError
-from eval.gate import accuracy, throughput, validity
-from eval.gate.report import Control, Finding, GateReport, Headline, Policy, sentence
-from eval.measurements import Measurements
-from eval.statistics.sequential import Look
-from eval.throughput import Throughput
-from eval.verdict import Verdict
+from quantmint.eval import canary
+from quantmint.eval.accuracy import Accuracy
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate import accuracy, throughput, validity
+from quantmint.eval.gate.report import Control, Finding, GateReport, Headline, Policy, sentence
+from quantmint.eval.measurements import Measurements
+from quantmint.eval.statistics.sequential import Look
+from quantmint.eval.throughput import Throughput
+from quantmint.eval.verdict import Verdict
 
 
 def claims(*, weights: str, kv_cache: str) -> dict[str, float]:
@@ -81,7 +81,7 @@ def _measured(what: str, measurements: Measurements, throughput: Sequence[Throug
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    text = resources.files("eval").joinpath("headlines.yaml").read_text(encoding="utf-8")
+    text = resources.files("quantmint.eval").joinpath("headlines.yaml").read_text(encoding="utf-8")
     rows: dict[str, dict[str, Any]] = yaml.safe_load(text)["headlines"]
     return rows
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from eval.gate.report import Policy
-from eval.power import outcome
-from eval.records import Record
-from eval.statistics.ranks import critical_pairs, fewest_launches
-from eval.statistics.sequential import plan_looks
-from eval.suites import Suite, SuiteTask
+from quantmint.eval.gate.report import Policy
+from quantmint.eval.power import outcome
+from quantmint.eval.records import Record
+from quantmint.eval.statistics.ranks import critical_pairs, fewest_launches
+from quantmint.eval.statistics.sequential import plan_looks
+from quantmint.eval.suites import Suite, SuiteTask
 
 NOISE = 0.01
 """Relative: how far launches of a steady state lie apart, where none were seen."""

@@ -9,14 +9,14 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from eval.accuracy import Accuracy
-from eval.canary import Canary, CanaryPolicy
-from eval.measurements import UNKNOWN
-from eval.records import Record
-from eval.statistics.sequential import Look
-from eval.suites import Share, Suite
-from eval.throughput import Throughput
-from eval.verdict import Verdict
+from quantmint.eval.accuracy import Accuracy
+from quantmint.eval.canary import Canary, CanaryPolicy
+from quantmint.eval.measurements import UNKNOWN
+from quantmint.eval.records import Record
+from quantmint.eval.statistics.sequential import Look
+from quantmint.eval.suites import Share, Suite
+from quantmint.eval.throughput import Throughput
+from quantmint.eval.verdict import Verdict
 
 Confidence = Annotated[float, Field(ge=0.5, lt=1)]
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from eval import throughput
-from eval.errors import MeasurementError
-from eval.gate.report import Finding, Policy, sentence
-from eval.measurements import CellResult, Measurements, Side
-from eval.statistics.ranks import fewest_launches
-from eval.throughput import Throughput
-from eval.verdict import Verdict
+from quantmint.eval import throughput
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate.report import Finding, Policy, sentence
+from quantmint.eval.measurements import CellResult, Measurements, Side
+from quantmint.eval.statistics.ranks import fewest_launches
+from quantmint.eval.throughput import Throughput
+from quantmint.eval.verdict import Verdict
 
 
 def compare(measurements: Measurements, policy: Policy) -> tuple[list[Throughput], list[Finding]]:

@@ -23,12 +23,12 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import NormalDist, median
 
-from eval.accuracy import margin_in_units
-from eval.gate.report import Finding, Policy
-from eval.measurements import CellResult, Launch, Measurements, Server, Side, differences, order
-from eval.samples import SampleSet
-from eval.statistics.paired import ratio
-from eval.workloads import WAVES
+from quantmint.eval.accuracy import margin_in_units
+from quantmint.eval.gate.report import Finding, Policy
+from quantmint.eval.measurements import CellResult, Launch, Measurements, Server, Side, differences, order
+from quantmint.eval.samples import SampleSet
+from quantmint.eval.statistics.paired import ratio
+from quantmint.eval.workloads import WAVES
 
 CLOCK_TOLERANCE = 0.05
 """Relative: what clocks of one GPU differ by from launch to launch is below this, what a throttle takes is above."""

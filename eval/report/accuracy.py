@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from eval.accuracy import Accuracy
-from eval.gate import GateReport
-from eval.report.numbers import tone, unit_of
-from eval.report.plots import (
+from quantmint.eval.accuracy import Accuracy
+from quantmint.eval.gate import GateReport
+from quantmint.eval.report.numbers import tone, unit_of
+from quantmint.eval.report.plots import (
     LETTER,
     Grid,
     Row,
@@ -24,7 +24,7 @@ from eval.report.plots import (
     shorten,
     title,
 )  # fmt: skip
-from eval.statistics.sequential import Look
+from quantmint.eval.statistics.sequential import Look
 
 _TONES = {"PASS": "pass", "FAIL": "fail", "GO ON": "baseline"}
 Path = tuple[Accuracy, float, tuple[Look, ...]]

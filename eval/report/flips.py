@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
-from eval.accuracy import Accuracy
-from eval.gate import Control, GateReport
-from eval.report.model import Direction, Flip, Report, TaskFlips
-from eval.report.numbers import percent
-from eval.report.plots import colour, drawn, figure, inline, plain_ticks, row_title
-from eval.samples import SampleSet
+from quantmint.eval.accuracy import Accuracy
+from quantmint.eval.gate import Control, GateReport
+from quantmint.eval.report.model import Direction, Flip, Report, TaskFlips
+from quantmint.eval.report.numbers import percent
+from quantmint.eval.report.plots import colour, drawn, figure, inline, plain_ticks, row_title
+from quantmint.eval.samples import SampleSet
 
 Key = tuple[str, int, str]
 Answers = Mapping[Key, Mapping[str, Any]]

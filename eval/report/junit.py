@@ -14,9 +14,9 @@ from collections import Counter
 from typing import get_args
 from xml.etree import ElementTree as ET
 
-from eval.gate import Finding, GateReport, Kind
-from eval.report.model import Report
-from eval.verdict import Verdict
+from quantmint.eval.gate import Finding, GateReport, Kind
+from quantmint.eval.report.model import Report
+from quantmint.eval.verdict import Verdict
 
 # XML 1.0 has no other control characters, not even escaped.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from eval.report.model import LayerError, Report
-from eval.report.plots import (
+from quantmint.eval.report.model import LayerError, Report
+from quantmint.eval.report.plots import (
     HEATS,
     LETTER,
     colour,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from eval.gate import GateReport
-from eval.report import numbers
-from eval.report.model import Report
-from eval.report.numbers import NO_BREAK, PER_CENT, level, percent, signed, three, unit_of
-from eval.report.summary import meaning, notes, runtime, worst_first
-from eval.verdict import Verdict
+from quantmint.eval.gate import GateReport
+from quantmint.eval.report import numbers
+from quantmint.eval.report.model import Report
+from quantmint.eval.report.numbers import NO_BREAK, PER_CENT, level, percent, signed, three, unit_of
+from quantmint.eval.report.summary import meaning, notes, runtime, worst_first
+from quantmint.eval.verdict import Verdict
 
 _BLANKS = re.compile(r"[^\S\xa0]+")
 _SIGNS = str.maketrans({char: f"\\{char}" for char in "\\`*_[]<>|#$~&"})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from eval.accuracy import Accuracy, change
-from eval.verdict import Verdict
+from quantmint.eval.accuracy import Accuracy, change
+from quantmint.eval.verdict import Verdict
 
 DASH = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"

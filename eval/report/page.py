@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval.gate import GateReport
-from eval.report import accuracy, flips, junit, layers, markdown, run, summary, throughput
-from eval.report.model import CARD, DATA, JUNIT, PAGE, Report
-from eval.report.numbers import FILTERS, level, unit_of
+from quantmint.eval.gate import GateReport
+from quantmint.eval.report import accuracy, flips, junit, layers, markdown, run, summary, throughput
+from quantmint.eval.report.model import CARD, DATA, JUNIT, PAGE, Report
+from quantmint.eval.report.numbers import FILTERS, level, unit_of
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -9,10 +9,10 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from eval.report.model import Report, Stage
-from eval.report.numbers import duration
-from eval.report.plots import LETTER, colour, drawn, figure, inline, plain_ticks
-from eval.report.summary import answered_by
+from quantmint.eval.report.model import Report, Stage
+from quantmint.eval.report.numbers import duration
+from quantmint.eval.report.plots import LETTER, colour, drawn, figure, inline, plain_ticks
+from quantmint.eval.report.summary import answered_by
 
 
 def view(report: Report) -> dict[str, Any]:

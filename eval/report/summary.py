@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from eval.gate import Finding, GateReport, Kind
-from eval.report import numbers
-from eval.report.model import LaunchPlan, Report
-from eval.report.numbers import ARROW, TIMES, unit_of
-from eval.verdict import Verdict
+from quantmint.eval.gate import Finding, GateReport, Kind
+from quantmint.eval.report import numbers
+from quantmint.eval.report.model import LaunchPlan, Report
+from quantmint.eval.report.numbers import ARROW, TIMES, unit_of
+from quantmint.eval.verdict import Verdict
 
 AT_ONCE = 4
 """Reasons that are seen without opening anything."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from eval.gate import GateReport
-from eval.measurements import Launch
-from eval.report.model import Report
-from eval.report.numbers import signed, tone
-from eval.report.plots import (
+from quantmint.eval.gate import GateReport
+from quantmint.eval.measurements import Launch
+from quantmint.eval.report.model import Report
+from quantmint.eval.report.numbers import signed, tone
+from quantmint.eval.report.plots import (
     Grid,
     Row,
     at_values,
@@ -26,7 +26,7 @@ from eval.report.plots import (
     shorten,
     title,
 )  # fmt: skip
-from eval.throughput import Throughput
+from quantmint.eval.throughput import Throughput
 
 _LOAD = re.compile(r"[-_](?:c|r|rate|conc)\d[\d.]*$")
 LATENCIES = {"ttft": "Time to first token", "tpot": "Per further token", "itl": "Between tokens"}

@@ -37,8 +37,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from eval.errors import MeasurementError
-from eval.samples import Pairs
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.samples import Pairs
 
 if TYPE_CHECKING:
     import numpy as np

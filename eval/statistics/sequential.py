@@ -25,10 +25,10 @@ from itertools import accumulate, compress
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
-from eval.errors import MeasurementError
-from eval.records import Record
-from eval.samples import Pairs
-from eval.statistics.paired import change
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.records import Record
+from quantmint.eval.samples import Pairs
+from quantmint.eval.statistics.paired import change
 
 if TYPE_CHECKING:
     import numpy as np

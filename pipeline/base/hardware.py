@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from pipeline.base.data import beside, rows
-from pipeline.base.errors import UserError, did_you_mean
+from quantmint.pipeline.base.data import beside, rows
+from quantmint.pipeline.base.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from calibration.container import control_groups
+from quantmint.calibration.container import control_groups
 
 _TIMEOUT = 60
 

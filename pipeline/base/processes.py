@@ -26,8 +26,8 @@ from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
 
-from pipeline.base import supervisor
-from pipeline.base.errors import SECRET, InvalidMeasurementError, StageError
+from quantmint.pipeline.base import supervisor
+from quantmint.pipeline.base.errors import SECRET, InvalidMeasurementError, StageError
 
 #: Who and where we are; libraries; which devices are ours; where compiled kernels are kept; which network to use.
 _PASSED = re.compile(

@@ -17,7 +17,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
-from pipeline.base.data import beside, rows
+from quantmint.pipeline.base.data import beside, rows
 
 Format = Literal["compressed-tensors", "quark"]
 Engine = Literal["stream", "llmcompressor", "quark"]

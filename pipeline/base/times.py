@@ -21,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 from zoneinfo import ZoneInfo
 
-from pipeline.base.errors import UserError
+from quantmint.pipeline.base.errors import UserError
 
 if TYPE_CHECKING:
     from cronsim import CronSim

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from pipeline import __version__
-from pipeline.base.errors import QuantmintError, did_you_mean
+from quantmint.pipeline import __version__
+from quantmint.pipeline.base.errors import QuantmintError, did_you_mean
 
 # command: (module below pipeline.commands, heading and line of --help); it is imported when it is called
 _COMMANDS = {
@@ -77,7 +77,7 @@ class _Commands(click.Group):
         """Import a command, by the name that it gives itself; None for a name that is none."""
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"pipeline.commands.{_COMMANDS[cmd_name][0]}")
+        module = importlib.import_module(f"quantmint.pipeline.commands.{_COMMANDS[cmd_name][0]}")
         found = [value for value in vars(module).values() if isinstance(value, click.Command)]
         return next(command for command in found if command.name == cmd_name)
 

@@ -11,24 +11,24 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from eval import record
-from eval.accuracy import Accuracy
-from eval.errors import MeasurementError
-from eval.gate import Finding, GateReport, changes, judge
-from eval.report.numbers import figure, level, percent, ratio, unit_of
-from eval.report.summary import worst_first
-from eval.throughput import Throughput
-from eval.verdict import Verdict
-from pipeline.base.errors import UserError
-from pipeline.base.progress import reporter_for
-from pipeline.commands.options import PATH, emit, json_option, store_option
-from pipeline.commands.tables import paragraph, printable, table, terminal
-from pipeline.publish.verify.subject import UNSIGNED, Check, Outcome, Wanted, conclusion, exit_code, fails
-from pipeline.store.tree import Store
+from quantmint.eval import record
+from quantmint.eval.accuracy import Accuracy
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate import Finding, GateReport, changes, judge
+from quantmint.eval.report.numbers import figure, level, percent, ratio, unit_of
+from quantmint.eval.report.summary import worst_first
+from quantmint.eval.throughput import Throughput
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.progress import reporter_for
+from quantmint.pipeline.commands.options import PATH, emit, json_option, store_option
+from quantmint.pipeline.commands.tables import paragraph, printable, table, terminal
+from quantmint.pipeline.publish.verify.subject import UNSIGNED, Check, Outcome, Wanted, conclusion, exit_code, fails
+from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from pipeline.publish.card import CardFacts, Launch
-    from pipeline.recipe.schema import Recipe
+    from quantmint.pipeline.publish.card import CardFacts, Launch
+    from quantmint.pipeline.recipe.schema import Recipe
 
 _SHOWN = 8  # details of a check that are printed
 
@@ -100,11 +100,11 @@ def gate(
 
 
 def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
-    from eval.report.model import DATA
-    from pipeline.publish.release import EVIDENCE
-    from pipeline.publish.verify.run import record_of
-    from pipeline.stages import finished
-    from pipeline.stages.gate import GATE
+    from quantmint.eval.report.model import DATA
+    from quantmint.pipeline.publish.release import EVIDENCE
+    from quantmint.pipeline.publish.verify.run import record_of
+    from quantmint.pipeline.stages import finished
+    from quantmint.pipeline.stages.gate import GATE
 
     path = record_of(subject, reporter_for(json=as_json)) or Path(subject)
     if path.is_file() and path.name != DATA and path.suffix != ".yaml":
@@ -121,9 +121,9 @@ def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
 
 def _unlisted(file: Path, artefact: str) -> Iterator[str]:
     """What a release lists otherwise than the record that is judged; its samples are named in it by their digests."""
-    from pipeline.publish import manifest as manifests
-    from pipeline.publish.release import EVIDENCE, MANIFEST, SIGNATURE
-    from pipeline.store.disk import sha256_of
+    from quantmint.pipeline.publish import manifest as manifests
+    from quantmint.pipeline.publish.release import EVIDENCE, MANIFEST, SIGNATURE
+    from quantmint.pipeline.store.disk import sha256_of
 
     root = file.parent.parent if file.parent.name == EVIDENCE else file.parent
     if not (root / MANIFEST).is_file():
@@ -248,10 +248,10 @@ def verify_release(
     Ends with 0 when everything holds, with 1 when something does not, with 3 when nothing fails but something could
     not be checked (a release without a signature, or no key to check one with), with 2 when there is no release.
     """
-    from pipeline.publish.signing import public_fingerprint
-    from pipeline.publish.verify.files import Trust
-    from pipeline.publish.verify.run import opened, verify
-    from pipeline.store.files import OtherBytesError
+    from quantmint.pipeline.publish.signing import public_fingerprint
+    from quantmint.pipeline.publish.verify.files import Trust
+    from quantmint.pipeline.publish.verify.run import opened, verify
+    from quantmint.pipeline.store.files import OtherBytesError
 
     if key is not None and (identity or issuer):
         raise UserError("found --key as well as --identity or --issuer, expected one of the two ways to name a signer")
@@ -277,9 +277,9 @@ def verify_release(
 
 def _launches(folder: Path, recipe: Recipe, facts: CardFacts) -> tuple[Launch, ...]:
     """Plan the launches that a card shows, as the stage that writes cards does."""
-    from eval import workloads
-    from pipeline.serving.model.facts import model_facts
-    from pipeline.stages.card import launches, vllm_of
+    from quantmint.eval import workloads
+    from quantmint.pipeline.serving.model.facts import model_facts
+    from quantmint.pipeline.stages.card import launches, vllm_of
 
     workload = workloads.load(recipe.target.workload)
     model = facts.repo or facts.name

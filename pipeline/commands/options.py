@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from pipeline.base.progress import Reporter
-    from pipeline.clusters.submit.pod import Pod
-    from pipeline.stages.stage import Setting
+    from quantmint.pipeline.base.progress import Reporter
+    from quantmint.pipeline.clusters.submit.pod import Pod
+    from quantmint.pipeline.stages.stage import Setting
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -106,7 +106,7 @@ pod_options = _together(
 
 def pod_of(given: Mapping[str, Any], **more: Any) -> Pod:
     """The pod that `pod_options` describe; ``more`` are fields of it."""
-    from pipeline.clusters.submit.pod import Pod, parse_claim, parse_reference, read_template
+    from quantmint.pipeline.clusters.submit.pod import Pod, parse_claim, parse_reference, read_template
 
     return Pod(
         image=given["image"],
@@ -130,7 +130,7 @@ def refuse_foreign(context: click.Context, chosen: str, belongs: Mapping[str, Se
 @contextmanager
 def spread(on: str | None, setting: Setting, reporter: Reporter) -> Iterator[Setting]:
     """The setting of a run whose calibration and quantization are spread over the machines that ``--on`` names."""
-    from pipeline.clusters.ray.spread import spread_over
+    from quantmint.pipeline.clusters.ray.spread import spread_over
 
     machines = spread_over(
         on,

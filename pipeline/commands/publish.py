@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from eval.report.numbers import size
-from pipeline.base.errors import UserError, shown_path
-from pipeline.base.progress import Reporter, reporter_for
-from pipeline.commands.options import emit, json_option, store_option, vllm_option
-from pipeline.commands.tables import plain, table, terminal
-from pipeline.publish.place import Operation, Published
-from pipeline.publish.places import elsewhere, open_place, places_of, published_folder
-from pipeline.store.tree import Store
+from quantmint.eval.report.numbers import size
+from quantmint.pipeline.base.errors import UserError, shown_path
+from quantmint.pipeline.base.progress import Reporter, reporter_for
+from quantmint.pipeline.commands.options import emit, json_option, store_option, vllm_option
+from quantmint.pipeline.commands.tables import plain, table, terminal
+from quantmint.pipeline.publish.place import Operation, Published
+from quantmint.pipeline.publish.places import elsewhere, open_place, places_of, published_folder
+from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeline.stages.runner import Outcome
-    from pipeline.stages.stage import Planned, Setting
+    from quantmint.pipeline.stages.runner import Outcome
+    from quantmint.pipeline.stages.stage import Planned, Setting
 
 _MAY_RUN = ("report", "package", "sign", "publish")
 """What names the places, or puts files together; everything before it was proven by a run."""
@@ -54,10 +54,10 @@ def publish(
     To the places of the recipe, or to those that are named here; several may be named. A release that is there is left
     as it is, so that the same command finishes what was interrupted; `quantmint rollback` gives readers an earlier one.
     """
-    from pipeline.stages.planning import build_plan, foreseen, missing_stages
-    from pipeline.stages.preflight import require_means
-    from pipeline.stages.search import stand_in
-    from pipeline.stages.session import open_setting
+    from quantmint.pipeline.stages.planning import build_plan, foreseen, missing_stages
+    from quantmint.pipeline.stages.preflight import require_means
+    from quantmint.pipeline.stages.search import stand_in
+    from quantmint.pipeline.stages.session import open_setting
 
     reporter = reporter_for(json=as_json)
     setting = stand_in(open_setting(recipe, store=Store(store_path, on_warning=reporter.warn), vllm=vllm))
@@ -167,7 +167,7 @@ def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
 
 def published_by(outcome: Outcome) -> Sequence[Published]:
     """Every place that the run's release is in; none where it was not published."""
-    from pipeline.stages.publish import published_in
+    from quantmint.pipeline.stages.publish import published_in
 
     entry = outcome.entry("publish")
     return () if entry is None else published_in(entry)
@@ -175,8 +175,8 @@ def published_by(outcome: Outcome) -> Sequence[Published]:
 
 def report_page(outcome: Outcome, setting: Setting) -> Path | None:
     """The report's page: beside the checkpoint where readers get this very release from a folder, else in the store."""
-    from eval.report.model import PAGE
-    from pipeline.publish.release import EVIDENCE
+    from quantmint.eval.report.model import PAGE
+    from quantmint.pipeline.publish.release import EVIDENCE
 
     report = outcome.entry("report")
     if report is None:
@@ -198,7 +198,7 @@ def show_published(published: Sequence[Published], setting: Setting) -> None:
 
 
 def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:
-    from pipeline.stages.runner import run_plan
+    from quantmint.pipeline.stages.runner import run_plan
 
     outcome = run_plan(plan, setting, reporter, redo=("publish",))
     found, verdict = published_by(outcome), _verdict(outcome)
@@ -214,10 +214,10 @@ def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
 
 def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:
     """Put the release together and ask each place. A keyless signature is public for ever: none is made."""
-    from pipeline.stages.planning import missing_stages
-    from pipeline.stages.publish import release_of, require_proof
-    from pipeline.stages.runner import run_plan
-    from pipeline.store.gc import forget
+    from quantmint.pipeline.stages.planning import missing_stages
+    from quantmint.pipeline.stages.publish import release_of, require_proof
+    from quantmint.pipeline.stages.runner import run_plan
+    from quantmint.pipeline.store.gc import forget
 
     section = setting.recipe.publish
     logged = section.sign is not None and section.sign.keyless and "sign" in missing_stages(plan, setting)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.base.progress import reporter_for
-from pipeline.commands.options import PATH, device_option, emit, json_option, on_option, spread
+from quantmint.pipeline.base.progress import reporter_for
+from quantmint.pipeline.commands.options import PATH, device_option, emit, json_option, on_option, spread
 
 if TYPE_CHECKING:
-    from pipeline.stages.quantization import Outlook, QuantizationJob
+    from quantmint.pipeline.stages.quantization import Outlook, QuantizationJob
 
 _QUANTIZATION = ("scheme", "bits", "kv_cache", "kv_cache_granularity", "engine", "algorithm", "shared_scales")
 _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "observer", "experts")
@@ -68,8 +68,8 @@ def quantize(
     """
     from dataclasses import replace
 
-    from pipeline.recipe.load import recipe_of
-    from pipeline.stages.quantization import look_ahead, make, open_job, source_section
+    from quantmint.pipeline.recipe.load import recipe_of
+    from quantmint.pipeline.stages.quantization import look_ahead, make, open_job, source_section
 
     if threads is not None:  # before PyTorch is there, which reads it too
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -130,8 +130,8 @@ def _overrides(texts: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: bool) -> None:
-    from pipeline.stages.cost import forecast
-    from pipeline.store.disk import free_bytes
+    from quantmint.pipeline.stages.cost import forecast
+    from quantmint.pipeline.store.disk import free_bytes
 
     recipe, source = job.setting.recipe, job.setting.source
     prediction = expected.prediction
@@ -150,7 +150,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
         return
     from rich.markup import escape
 
-    from pipeline.commands.tables import print_outlook, table, terminal
+    from quantmint.pipeline.commands.tables import print_outlook, table, terminal
 
     quantization, console = recipe.quantization, terminal()
     console.print(f"{escape(str(source.repo or source.folder))} -> {escape(str(job.out))} ({state})")
@@ -176,7 +176,7 @@ def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as
     if as_json:
         emit({"checkpoint": str(out.absolute()), "made": made, **facts, "serve": serve})
         return
-    from eval.report.numbers import size
+    from quantmint.eval.report.numbers import size
 
     if not made:
         click.echo("finished before, with the same source and options: nothing to do")
@@ -215,12 +215,12 @@ def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, device:
 
     Ends with 0 when nothing contradicts anything, with 1 when something does.
     """
-    from pipeline.base.errors import UserError
-    from pipeline.quantize.device import resolve_device
-    from pipeline.quantize.formats.checkpoint import open_checkpoint
-    from pipeline.quantize.formats.layout import layout_of
-    from pipeline.quantize.inspection.inspect import inspect_checkpoint
-    from pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.base.errors import UserError
+    from quantmint.pipeline.quantize.device import resolve_device
+    from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+    from quantmint.pipeline.quantize.formats.layout import layout_of
+    from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+    from quantmint.pipeline.quantize.model.structure import read_structure
 
     checkpoint = open_checkpoint(path)
     layout_of(checkpoint.config)

@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 import click
 
-from pipeline.base import hardware
-from pipeline.base.schemes import Format, Scheme, table
-from pipeline.commands.options import FILE, emit, json_option
+from quantmint.pipeline.base import hardware
+from quantmint.pipeline.base.schemes import Format, Scheme, table
+from quantmint.pipeline.commands.options import FILE, emit, json_option
 
 FORMATS: tuple[str, ...] = get_args(Format)
 _COLUMNS = ("scheme", "bits", "weights", "activations", *FORMATS, "calibrated", "native on")
@@ -24,7 +24,7 @@ _GRANULARITY = {"per_tensor": "tensor", "per_channel": "channel", "per_token": "
 @json_option
 def recipes(name: str | None, as_json: bool) -> None:
     """List the recipes by name, or print NAME with everything inherited and every default written out."""
-    from pipeline.recipe.load import load_recipe, recipe_names
+    from quantmint.pipeline.recipe.load import load_recipe, recipe_names
 
     if name is not None:
         loaded = load_recipe(name)
@@ -37,7 +37,7 @@ def recipes(name: str | None, as_json: bool) -> None:
     if as_json:
         emit([{"name": recipe.name, "description": recipe.description} for recipe in found])
         return
-    from pipeline.commands.tables import paragraph, terminal
+    from quantmint.pipeline.commands.tables import paragraph, terminal
 
     console = terminal()
     for recipe in found:
@@ -73,12 +73,12 @@ def init(
 
     A person at a terminal is asked for what no option says. Nothing is written over, fetched or run.
     """
-    from pipeline.base.machine import Machine
-    from pipeline.recipe.draft import Wish, default_name, default_scheme, draft, write
-    from pipeline.recipe.faults import refuse
-    from pipeline.recipe.load import load_recipe
-    from pipeline.serving.host.detect import detect
-    from pipeline.stages.checks import check
+    from quantmint.pipeline.base.machine import Machine
+    from quantmint.pipeline.recipe.draft import Wish, default_name, default_scheme, draft, write
+    from quantmint.pipeline.recipe.faults import refuse
+    from quantmint.pipeline.recipe.load import load_recipe
+    from quantmint.pipeline.serving.host.detect import detect
+    from quantmint.pipeline.stages.checks import check
 
     def asked(given: str | None, question: str, default: str) -> str:
         if given is not None or as_json or not sys.stdin.isatty():
@@ -105,7 +105,7 @@ def init(
 @click.command(name="schema")
 def schema() -> None:
     """Print the JSON Schema of recipes, for editors that complete and check them."""
-    from pipeline.recipe.json_schema import schema_text
+    from quantmint.pipeline.recipe.json_schema import schema_text
 
     click.echo(schema_text(), nl=False)
 
@@ -127,8 +127,8 @@ def schemes(markdown: bool, as_json: bool) -> None:
         for name, *cells in rows:
             click.echo(f"| `{name}` | {' | '.join(cells)} |")
         return
-    from pipeline.commands.tables import table as make
-    from pipeline.commands.tables import terminal
+    from quantmint.pipeline.commands.tables import table as make
+    from quantmint.pipeline.commands.tables import terminal
 
     shown = make(*_COLUMNS, right=("bits",), rows=rows)
     for column in shown.columns[2:]:

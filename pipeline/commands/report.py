@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from eval.report.numbers import count, percent, ratio, size, unit_of
-from pipeline.base.errors import UserError, shown_path
-from pipeline.base.progress import reporter_for
-from pipeline.commands.options import FILE, FOLDER, emit, json_option, store_option
-from pipeline.commands.tables import plain, table, terminal
-from pipeline.store.tree import Store
+from quantmint.eval.report.numbers import count, percent, ratio, size, unit_of
+from quantmint.pipeline.base.errors import UserError, shown_path
+from quantmint.pipeline.base.progress import reporter_for
+from quantmint.pipeline.commands.options import FILE, FOLDER, emit, json_option, store_option
+from quantmint.pipeline.commands.tables import plain, table, terminal
+from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from eval.comparison.model import Comparison, Group
+    from quantmint.eval.comparison.model import Comparison, Group
 
 FORMATS = ("html", "markdown", "junit", "json")
 
@@ -35,8 +35,8 @@ def report(subject: str, form: str, output: Path | None, store_path: Path, as_js
 
     The page is told by its path; the other forms are printed, unless --output says where they go.
     """
-    from pipeline.stages.finished import find
-    from pipeline.stages.report import FILES
+    from quantmint.pipeline.stages.finished import find
+    from quantmint.pipeline.stages.report import FILES
 
     folder = find(subject, Store(store_path)).parent
     file = (folder / FILES[form]).absolute()  # as it was named: a link to the newest release stays one
@@ -58,7 +58,7 @@ def report(subject: str, form: str, output: Path | None, store_path: Path, as_js
 
 
 def _write(output: Path, content: bytes) -> None:
-    from pipeline.store.disk import write_atomic
+    from quantmint.pipeline.store.disk import write_atomic
 
     try:
         write_atomic(output, content, temporary=output.with_name(f".{output.name}.partial"))
@@ -76,10 +76,10 @@ def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as
 
     A, B, ... are published folders, report.json files, reports in the store, or names of recipes that were run.
     """
-    from eval.comparison.model import read, side_by_side, to_json
-    from eval.comparison.page import render
-    from eval.errors import MeasurementError
-    from pipeline.stages.finished import find, gate_of
+    from quantmint.eval.comparison.model import read, side_by_side, to_json
+    from quantmint.eval.comparison.page import render
+    from quantmint.eval.errors import MeasurementError
+    from quantmint.pipeline.stages.finished import find, gate_of
 
     if len(finished) < 2:
         raise UserError(f"found one checkpoint, {finished[0]}, expected at least two to compare")
@@ -163,7 +163,7 @@ def _print_tasks(console: Console, group: Group) -> None:
 
 
 def _print_direct(console: Console, group: Group) -> None:
-    from eval.accuracy import better
+    from quantmint.eval.accuracy import better
 
     if not group.direct:
         return
@@ -197,7 +197,7 @@ def site(output: Path, store_path: Path, as_json: bool) -> None:
 
     Runs that the store has forgotten stay in the index; delete the folder to begin anew.
     """
-    from pipeline.stages.site import INDEX, build
+    from quantmint.pipeline.stages.site import INDEX, build
 
     reporter = reporter_for(json=as_json)
     rows, copied = build(output, Store(store_path, on_warning=reporter.warn))
@@ -221,8 +221,8 @@ def track(finished: str, uri: str, experiment: str, store_path: Path, as_json: b
     PATH_OR_RECIPE is a published folder, a report.json, a report in the store, or the name of a recipe that was run.
     A key is read from MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     """
-    from pipeline.stages.finished import find
-    from pipeline.stages.tracking import content_of, log
+    from quantmint.pipeline.stages.finished import find
+    from quantmint.pipeline.stages.tracking import content_of, log
 
     store = Store(store_path)
     content = content_of(find(finished, store), store)

@@ -10,14 +10,21 @@ from typing import Any, Final
 import click
 from rich.markup import escape
 
-from eval.report.numbers import duration, size
-from pipeline.base.progress import reporter_for
-from pipeline.commands.options import device_option, emit, fleet_options, json_option, store_option, vllm_option
-from pipeline.commands.tables import table, terminal
-from pipeline.store.tree import Store
-from pipeline.upkeep.due.due import Due, all_recipes, look
-from pipeline.upkeep.fleet.events import Event, Summary, line_of, worst
-from pipeline.upkeep.fleet.jobs import Options, Request, devices_needed, foresee
+from quantmint.eval.report.numbers import duration, size
+from quantmint.pipeline.base.progress import reporter_for
+from quantmint.pipeline.commands.options import (
+    device_option,
+    emit,
+    fleet_options,
+    json_option,
+    store_option,
+    vllm_option,
+)
+from quantmint.pipeline.commands.tables import table, terminal
+from quantmint.pipeline.store.tree import Store
+from quantmint.pipeline.upkeep.due.due import Due, all_recipes, look
+from quantmint.pipeline.upkeep.fleet.events import Event, Summary, line_of, worst
+from quantmint.pipeline.upkeep.fleet.jobs import Options, Request, devices_needed, foresee
 
 SOMETHING_DUE: Final = 10
 """Exit code where at least one recipe is due: 1 to 5 are verdicts and errors."""
@@ -38,7 +45,7 @@ def due(recipes: tuple[str, ...], device: str, vllm: str | None, store_path: Pat
     change. Without RECIPES all of ./recipes are looked at. Ends with 10 where something is due, else 5 where a release
     cannot be read, else 2 where a recipe is broken, else 0.
     """
-    from pipeline.serving.environment import serving_image
+    from quantmint.pipeline.serving.environment import serving_image
 
     serving_image()  # a wrong one is one error, and not one of each recipe
     reporter = reporter_for(json=as_json)
@@ -110,7 +117,7 @@ def requantize(
     does not hold up the others; faults of networks and servers are tried again. Stopped at any moment, the same command
     goes on. Ends with the worst of the recipes' exit codes: 5, 2, 4, 1, 3, 0.
     """
-    from pipeline.clusters.ray.nodes import jobs_address_of
+    from quantmint.pipeline.clusters.ray.nodes import jobs_address_of
 
     named = tuple(dict.fromkeys(recipes)) or all_recipes()
     options = Options(
@@ -131,9 +138,9 @@ def requantize(
 
 
 def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> Summary:
-    from pipeline.base.processes import stop_signals
-    from pipeline.upkeep.fleet.rounds import Fleet
-    from pipeline.upkeep.notices import outlets
+    from quantmint.pipeline.base.processes import stop_signals
+    from quantmint.pipeline.upkeep.fleet.rounds import Fleet
+    from quantmint.pipeline.upkeep.notices import outlets
 
     def say(line: str) -> None:
         with suppress(OSError):  # a log on a full disk, or who read it is gone: the recipes are not

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eval.report.numbers import duration, size
-from pipeline.base.canonical import ABSENT, Change
-from pipeline.base.errors import shown_path
-from pipeline.base.progress import reporter_for
-from pipeline.commands.options import (
+from quantmint.eval.report.numbers import duration, size
+from quantmint.pipeline.base.canonical import ABSENT, Change
+from quantmint.pipeline.base.errors import shown_path
+from quantmint.pipeline.base.progress import reporter_for
+from quantmint.pipeline.commands.options import (
     MODEL_FOLDER,
     device_option,
     emit,
@@ -27,11 +27,11 @@ from pipeline.commands.options import (
     store_option,
     vllm_option,
 )
-from pipeline.store.tree import Store
+from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from pipeline.recipe.schema import Recipe
-    from pipeline.store.entries import Entry
+    from quantmint.pipeline.recipe.schema import Recipe
+    from quantmint.pipeline.store.entries import Entry
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -61,14 +61,14 @@ def run(
 
     Finished stages are taken from the store; an interrupted run goes on with the same command.
     """
-    from pipeline.commands.publish import published_by, report_page, show_published
-    from pipeline.publish.places import published_folder
-    from pipeline.serving.host.detect import device_here
-    from pipeline.stages.advice import advise
-    from pipeline.stages.search import known_groups, run_search
-    from pipeline.stages.session import open_setting
-    from pipeline.stages.tracking import log_run
-    from pipeline.store.remote import open_tier
+    from quantmint.pipeline.commands.publish import published_by, report_page, show_published
+    from quantmint.pipeline.publish.places import published_folder
+    from quantmint.pipeline.serving.host.detect import device_here
+    from quantmint.pipeline.stages.advice import advise
+    from quantmint.pipeline.stages.search import known_groups, run_search
+    from quantmint.pipeline.stages.session import open_setting
+    from quantmint.pipeline.stages.tracking import log_run
+    from quantmint.pipeline.store.remote import open_tier
 
     reporter = reporter_for(json=as_json)
     setting = open_setting(
@@ -123,7 +123,7 @@ def run(
         )
         return outcome.exit_code
     if outcome.verdict is not None:
-        from pipeline.commands.tables import paragraph, terminal
+        from quantmint.pipeline.commands.tables import paragraph, terminal
 
         click.echo(f"\n{outcome.verdict.value}  {setting.recipe.name}")
         console = terminal()
@@ -143,7 +143,7 @@ def run(
 
 def _measured(gate: Entry | None) -> dict[str, str] | None:
     """What answered, and on what: a verdict is of that, and of nothing else."""
-    from pipeline.stages.gate import GATE
+    from quantmint.pipeline.stages.gate import GATE
 
     if gate is None or GATE not in gate.record.files:
         return None
@@ -167,17 +167,17 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
 
     Nothing is made. Ends with 2 where the disk is too small or the recipe asks for the impossible.
     """
-    from eval.gate.reach import reach
-    from pipeline.base.hardware import cautions
-    from pipeline.quantize.engines.algorithms import algorithm
-    from pipeline.serving.model.facts import schemes_of_experts
-    from pipeline.stages.ahead import ahead, reckoned, savings
-    from pipeline.stages.bench import outlook
-    from pipeline.stages.checks import as_asked
-    from pipeline.stages.cost import forecast
-    from pipeline.stages.gate import policy_of
-    from pipeline.stages.planning import build_plan, foreseen, missing_stages
-    from pipeline.stages.preflight import (
+    from quantmint.eval.gate.reach import reach
+    from quantmint.pipeline.base.hardware import cautions
+    from quantmint.pipeline.quantize.engines.algorithms import algorithm
+    from quantmint.pipeline.serving.model.facts import schemes_of_experts
+    from quantmint.pipeline.stages.ahead import ahead, reckoned, savings
+    from quantmint.pipeline.stages.bench import outlook
+    from quantmint.pipeline.stages.checks import as_asked
+    from quantmint.pipeline.stages.cost import forecast
+    from quantmint.pipeline.stages.gate import policy_of
+    from quantmint.pipeline.stages.planning import build_plan, foreseen, missing_stages
+    from quantmint.pipeline.stages.preflight import (
         disk_needed,
         model_for,
         predict,
@@ -185,11 +185,11 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
         require_room_to_publish,
         require_tokens,
     )
-    from pipeline.stages.search import stand_in
-    from pipeline.stages.session import open_setting
-    from pipeline.stages.source import config_folder as fetched
-    from pipeline.stages.source import require_tokenizer
-    from pipeline.store.disk import free_bytes
+    from quantmint.pipeline.stages.search import stand_in
+    from quantmint.pipeline.stages.session import open_setting
+    from quantmint.pipeline.stages.source import config_folder as fetched
+    from quantmint.pipeline.stages.source import require_tokenizer
+    from quantmint.pipeline.store.disk import free_bytes
 
     setting = stand_in(open_setting(recipe, store=Store(store_path), vllm=vllm, config=config_folder))
     if setting.source.folder is not None:
@@ -253,7 +253,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
 def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
     from rich.markup import escape
 
-    from pipeline.commands.tables import print_outlook, table, terminal
+    from quantmint.pipeline.commands.tables import print_outlook, table, terminal
 
     console = terminal()
     source = recipe.source.repo or recipe.source.folder
@@ -342,9 +342,9 @@ def _ahead(bench: Mapping[str, Any], speed: Mapping[str, Any] | None) -> str:
 @json_option
 def explain_command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> None:
     """Say which input of which stage changed since RECIPE was last run."""
-    from pipeline.stages.planning import build_plan, explain, foreseen
-    from pipeline.stages.search import stand_in
-    from pipeline.stages.session import open_setting
+    from quantmint.pipeline.stages.planning import build_plan, explain, foreseen
+    from quantmint.pipeline.stages.search import stand_in
+    from quantmint.pipeline.stages.session import open_setting
 
     setting = stand_in(open_setting(recipe, store=Store(store_path), vllm=vllm))
     explained = explain(foreseen(build_plan(setting), setting), setting)
@@ -372,7 +372,7 @@ def _change(change: Change) -> dict[str, object]:
 @json_option
 def runs(recipe: str | None, store_path: Path, as_json: bool) -> None:
     """List past runs, the newest first, with how each ended."""
-    from pipeline.store.gc import list_runs
+    from quantmint.pipeline.store.gc import list_runs
 
     found = [run for run in list_runs(store_path) if recipe in (None, run.recipe)]
     if as_json:
@@ -399,7 +399,7 @@ def runs(recipe: str | None, store_path: Path, as_json: bool) -> None:
 @json_option
 def gc(keep: int, dry_run: bool, store_path: Path, as_json: bool) -> None:
     """Remove what none of the newest runs of any recipe uses. What was published is not touched."""
-    from pipeline.store.gc import apply, plan_gc
+    from quantmint.pipeline.store.gc import apply, plan_gc
 
     plan = plan_gc(Store(store_path), keep=keep)
     freed = plan.freed_bytes if dry_run else apply(plan)

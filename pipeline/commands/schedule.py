@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from pipeline.base.errors import SECRET, UserError
-from pipeline.commands.options import (
+from quantmint.pipeline.base.errors import SECRET, UserError
+from quantmint.pipeline.commands.options import (
     FOLDER,
     emit,
     fleet_options,
@@ -22,8 +22,16 @@ from pipeline.commands.options import (
     pod_options,
     refuse_foreign,
 )
-from pipeline.upkeep.fleet.events import Event, line_of, now_utc
-from pipeline.upkeep.schedule.export import EXAMPLE, Export, Scheduled, cron_job, needed_secrets, scheduled, workflow
+from quantmint.pipeline.upkeep.fleet.events import Event, line_of, now_utc
+from quantmint.pipeline.upkeep.schedule.export import (
+    EXAMPLE,
+    Export,
+    Scheduled,
+    cron_job,
+    needed_secrets,
+    scheduled,
+    workflow,
+)
 
 _SHOWN = 3
 _HERE = ("systemd", "cron")
@@ -60,7 +68,7 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> None:
     """
     from datetime import UTC, datetime
 
-    from pipeline.commands.tables import table, terminal
+    from quantmint.pipeline.commands.tables import table, terminal
 
     found, now = scheduled(recipes), datetime.now(UTC)
     times = {item.name: item.next_times(now, _SHOWN) for item in found}
@@ -113,10 +121,10 @@ def run(
     it goes on from its last commit when a scheduler runs again. Several may run on one store. --json prints a JSON
     object a line. QUANTMINT_WEBHOOK names an address that is told how it goes; docs/notices.md says what it is sent.
     """
-    from pipeline.clusters.ray.nodes import jobs_address_of
-    from pipeline.upkeep.fleet.jobs import Options
-    from pipeline.upkeep.notices import outlets
-    from pipeline.upkeep.schedule.resident import stay
+    from quantmint.pipeline.clusters.ray.nodes import jobs_address_of
+    from quantmint.pipeline.upkeep.fleet.jobs import Options
+    from quantmint.pipeline.upkeep.notices import outlets
+    from quantmint.pipeline.upkeep.schedule.resident import stay
 
     options = Options(store=store_path, on=jobs_address_of(on), **given)
     log = Log(as_json)
@@ -215,9 +223,9 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
 
 
 def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
-    from pipeline.clusters.ray.nodes import jobs_address_of
-    from pipeline.clusters.submit.place import program_here
-    from pipeline.clusters.submit.pod import parse_pairs
+    from quantmint.pipeline.clusters.ray.nodes import jobs_address_of
+    from quantmint.pipeline.clusters.submit.place import program_here
+    from quantmint.pipeline.clusters.submit.pod import parse_pairs
 
     flags = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
     for name, value in given.items():
@@ -252,7 +260,7 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
 
 
 def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[str, Any]) -> dict[str, str]:
-    from pipeline.upkeep.schedule.export import crontab, units, zone_of_machine
+    from quantmint.pipeline.upkeep.schedule.export import crontab, units, zone_of_machine
 
     if form == "cron":
         zone = given["machine_timezone"] or zone_of_machine()

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import device_option, emit, json_option, store_option
+from quantmint.pipeline.commands.options import device_option, emit, json_option, store_option
 
 if TYPE_CHECKING:
-    from pipeline.quantize.budget import Point
-    from pipeline.recipe.schema import Quantization
+    from quantmint.pipeline.quantize.budget import Point
+    from quantmint.pipeline.recipe.schema import Quantization
 
 _ROWS = 16
 
@@ -57,18 +57,18 @@ def search(
     a prediction, of rounding by the recipe's algorithm, until the checkpoint was measured; a speedup is an estimate by
     the target's data sheet, of the linear layers alone, until it was served.
     """
-    from eval.records import is_path
-    from pipeline.base.argument import classify
-    from pipeline.base.progress import reporter_for
-    from pipeline.quantize.budget import frontier, spend
-    from pipeline.recipe.load import choice_yaml, load_recipe, recipe_of
-    from pipeline.recipe.schema import AUTO
-    from pipeline.stages.advice import FROM, Advice, in_eight
-    from pipeline.stages.quantization import source_section
-    from pipeline.stages.search import chosen, measured_groups, opened
-    from pipeline.stages.sensitivity import spendable
-    from pipeline.stages.session import open_setting, recipe_named
-    from pipeline.store.tree import Store
+    from quantmint.eval.records import is_path
+    from quantmint.pipeline.base.argument import classify
+    from quantmint.pipeline.base.progress import reporter_for
+    from quantmint.pipeline.quantize.budget import frontier, spend
+    from quantmint.pipeline.recipe.load import choice_yaml, load_recipe, recipe_of
+    from quantmint.pipeline.recipe.schema import AUTO
+    from quantmint.pipeline.stages.advice import FROM, Advice, in_eight
+    from quantmint.pipeline.stages.quantization import source_section
+    from quantmint.pipeline.stages.search import chosen, measured_groups, opened
+    from quantmint.pipeline.stages.sensitivity import spendable
+    from quantmint.pipeline.stages.session import open_setting, recipe_named
+    from quantmint.pipeline.store.tree import Store
 
     budget = bits if speedup is None else speedup
     if write is not None and budget is None:
@@ -131,7 +131,7 @@ def search(
 
 
 def _show(points: Sequence[Point], point: Point | None) -> None:
-    from pipeline.commands.tables import table, terminal
+    from quantmint.pipeline.commands.tables import table, terminal
 
     shown = {round(index * (len(points) - 1) / max(_ROWS - 1, 1)) for index in range(_ROWS)}
     rows = [*(each for index, each in enumerate(points) if index in shown), *([] if point is None else [point])]
@@ -152,7 +152,7 @@ def _show(points: Sequence[Point], point: Point | None) -> None:
 
 
 def _draw(points: Sequence[Point], point: Point | None, path: Path) -> None:
-    from eval.report.plots import WIDE, figure
+    from quantmint.eval.report.plots import WIDE, figure
 
     with figure(WIDE, WIDE // 2) as (drawing, axis):
         axis.plot([each.speedup or each.bits for each in points], [each.cost for each in points], ".-", color="#1769aa")

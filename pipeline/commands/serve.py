@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.base.progress import reporter_for
-from pipeline.commands.options import MODEL_FOLDER, emit, json_option, store_option, vllm_option
+from quantmint.pipeline.base.progress import reporter_for
+from quantmint.pipeline.commands.options import MODEL_FOLDER, emit, json_option, store_option, vllm_option
 
 if TYPE_CHECKING:
-    from pipeline.serving.host.subject import Finding
-    from pipeline.serving.model.facts import ModelFacts
-    from pipeline.serving.planning.target import Target
-    from pipeline.stages.launch import Request
+    from quantmint.pipeline.serving.host.subject import Finding
+    from quantmint.pipeline.serving.model.facts import ModelFacts
+    from quantmint.pipeline.serving.planning.target import Target
+    from quantmint.pipeline.stages.launch import Request
 
 _MARKS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "dim"}
 _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
@@ -71,7 +71,7 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
     ROCR's variable). To plan, a config.json is enough. ARGUMENTS behind two dashes go to vLLM
     as they are.
     """
-    from pipeline.stages.launch import serve as serve_until_stopped
+    from quantmint.pipeline.stages.launch import serve as serve_until_stopped
 
     forms = [form for form in _FORMS if given[form]]
     if len(forms) > 1:
@@ -86,9 +86,9 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
 
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
-    from pipeline.recipe.schema import Serve
-    from pipeline.serving.planning.planner import plan_serving
-    from pipeline.stages.launch import (
+    from quantmint.pipeline.recipe.schema import Serve
+    from quantmint.pipeline.serving.planning.planner import plan_serving
+    from quantmint.pipeline.stages.launch import (
         Request,
         fetched,
         find_model,
@@ -142,8 +142,8 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
 
 
 def _show(request: Request, form: str, given: dict[str, Any]) -> None:
-    from pipeline.serving.render.containers import compose, manifests
-    from pipeline.serving.render.invocation import explain, script
+    from quantmint.pipeline.serving.render.containers import compose, manifests
+    from quantmint.pipeline.serving.render.invocation import explain, script
 
     plan, processes = request.plan()
     if form == "json":
@@ -193,10 +193,10 @@ def doctor(
 
     Ends with 0 when nothing fails, warnings allowed, with 1 when something does.
     """
-    from pipeline.base.machine import Machine
-    from pipeline.serving.host.checks import examine
-    from pipeline.serving.host.subject import look, script, wanted_of
-    from pipeline.serving.planning.target import parse_target
+    from quantmint.pipeline.base.machine import Machine
+    from quantmint.pipeline.serving.host.checks import examine
+    from quantmint.pipeline.serving.host.subject import look, script, wanted_of
+    from quantmint.pipeline.serving.planning.target import parse_target
 
     if as_json and fix_script:
         raise click.UsageError("--json and --fix-script both print on standard output: give one of them")
@@ -224,7 +224,7 @@ def doctor(
 def _print_findings(target: Target, findings: Sequence[Finding]) -> None:
     from rich.markup import escape
 
-    from pipeline.commands.tables import table, terminal
+    from quantmint.pipeline.commands.tables import table, terminal
 
     console = terminal()
     what = target.hardware if target.accelerator.kind == "cpu" else str(target)

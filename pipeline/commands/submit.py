@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from pipeline.clusters.submit.place import Place, State, Task, follow, task_for
-from pipeline.commands.options import emit, json_option, pod_of, pod_options, refuse_foreign, store_option
+from quantmint.pipeline.clusters.submit.place import Place, State, Task, follow, task_for
+from quantmint.pipeline.commands.options import emit, json_option, pod_of, pod_options, refuse_foreign, store_option
 
 _FOR = {
     **dict.fromkeys(("partition", "sbatch", "setup", "container", "mount"), ("slurm",)),
@@ -79,14 +79,14 @@ def command(context: click.Context, /, **given: Any) -> int:
         raise click.UsageError("missing RECIPE")
     task = _task(given)
     if given["dry_run"]:
-        from pipeline.clusters.submit.kubernetes import Kubernetes
+        from quantmint.pipeline.clusters.submit.kubernetes import Kubernetes
 
         click.echo(place.text(task), nl=False)
         if isinstance(place, Kubernetes) and (away := place.check(task)) is not None:
             click.echo(f"note: no API server has looked at it: {away}", err=True)
         return 0
     if given["attached"]:
-        from pipeline.clusters.submit.ray import RayJobs, run_attached
+        from quantmint.pipeline.clusters.submit.ray import RayJobs, run_attached
 
         assert isinstance(place, RayJobs)  # noqa: S101 - the option is refused elsewhere
         code, printed = run_attached(place, task, lambda piece: click.echo(piece, nl=False, err=True))
@@ -101,13 +101,13 @@ def command(context: click.Context, /, **given: Any) -> int:
 
 
 def _place(name: str, given: dict[str, Any]) -> Place:
-    from pipeline.clusters.submit.pod import parse_pairs
+    from quantmint.pipeline.clusters.submit.pod import parse_pairs
 
     variables = parse_pairs("--env", given["env"])
     if name == "slurm":
         from huggingface_hub import constants
 
-        from pipeline.clusters.submit import slurm
+        from quantmint.pipeline.clusters.submit import slurm
 
         options = slurm.Options(
             **{key: given[key] for key in ("partition", "container")},
@@ -118,22 +118,22 @@ def _place(name: str, given: dict[str, Any]) -> Place:
         )
         return slurm.Slurm(options, folder=Path.cwd(), logs=given["store_path"].absolute() / "logs" / "slurm")
     if name == "kubernetes":
-        from pipeline.clusters.submit.kubernetes import Kubernetes
+        from quantmint.pipeline.clusters.submit.kubernetes import Kubernetes
 
         pod = pod_of(given, folder=given["workdir"], variables=variables)
         return Kubernetes(pod if given["image"] else None, namespace=given["namespace"])
-    from pipeline.clusters.submit import ray
+    from quantmint.pipeline.clusters.submit import ray
 
     return ray.RayJobs(given["ray_address"], Path.cwd(), variables)
 
 
 def _task(given: dict[str, Any]) -> Task:
     """Refuses here what the run would refuse there, after hours in a queue."""
-    from pipeline.base.times import parse_duration
-    from pipeline.commands import run
-    from pipeline.recipe.faults import refuse
-    from pipeline.recipe.load import load_recipe
-    from pipeline.stages.checks import check
+    from quantmint.pipeline.base.times import parse_duration
+    from quantmint.pipeline.commands import run
+    from quantmint.pipeline.recipe.faults import refuse
+    from quantmint.pipeline.recipe.load import load_recipe
+    from quantmint.pipeline.stages.checks import check
 
     loaded = load_recipe(given["recipe"])
     refuse(check(loaded))

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from eval.report.numbers import duration, size
+from quantmint.eval.report.numbers import duration, size
 
 _WIDE = 140
 _READABLE = 120

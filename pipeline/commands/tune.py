@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pipeline.base.errors import UserError
-from pipeline.base.progress import reporter_for
-from pipeline.commands.options import FOLDER, emit, json_option, store_option
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.progress import reporter_for
+from quantmint.pipeline.commands.options import FOLDER, emit, json_option, store_option
+from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from pipeline.serving.tuning.aiter import Gemms
-    from pipeline.serving.tuning.report import Report
-    from pipeline.serving.tuning.sweep import Sweep
+    from quantmint.pipeline.serving.tuning.aiter import Gemms
+    from quantmint.pipeline.serving.tuning.report import Report
+    from quantmint.pipeline.serving.tuning.sweep import Sweep
 
 _LARGEST_GRID = 4096
 
@@ -27,8 +27,8 @@ _LARGEST_GRID = 4096
 @json_option
 def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) -> None:
     """List what a launch of vLLM can set, or say of one NAME when it gets which value, and why."""
-    from pipeline.serving.environment import parse_version
-    from pipeline.serving.knobs.table import Knob, conditions, entry, existence, knob, page, table, versions
+    from quantmint.pipeline.serving.environment import parse_version
+    from quantmint.pipeline.serving.knobs.table import Knob, conditions, entry, existence, knob, page, table, versions
 
     number = None if version is None else parse_version(version)
 
@@ -62,8 +62,8 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
     if as_json:
         emit([plain(item) for item in shown])
         return
-    from pipeline.commands.tables import table as make
-    from pipeline.commands.tables import terminal
+    from quantmint.pipeline.commands.tables import table as make
+    from quantmint.pipeline.commands.tables import terminal
 
     rows = [(item.name, item.kind, existence(item), item.about) for item in shown]
     terminal().print(make("knob", "kind", "vLLM", "what it does", rows=rows))
@@ -107,13 +107,20 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
     whether one is better. Every trial is a fresh server. Finished trials are kept: the same command goes on after an
     interruption, also with other knobs or a larger budget. Ends with 1 where no measured plan keeps the limits.
     """
-    from pipeline.base.times import parse_duration
-    from pipeline.serving.knobs.table import table
-    from pipeline.serving.tuning.aiter import gemms
-    from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, given_axes, parse_knob, without_base_values
-    from pipeline.serving.tuning.sweep import Design, Objective, Sweep, grid_size
-    from pipeline.stages.tuning import open_subject
-    from pipeline.stages.tuning import tune as measure
+    from quantmint.pipeline.base.times import parse_duration
+    from quantmint.pipeline.serving.knobs.table import table
+    from quantmint.pipeline.serving.tuning.aiter import gemms
+    from quantmint.pipeline.serving.tuning.space import (
+        BASE,
+        TUNABLEOP,
+        Axis,
+        given_axes,
+        parse_knob,
+        without_base_values,
+    )
+    from quantmint.pipeline.serving.tuning.sweep import Design, Objective, Sweep, grid_size
+    from quantmint.pipeline.stages.tuning import open_subject
+    from quantmint.pipeline.stages.tuning import tune as measure
 
     as_json, dry_run = given["as_json"], given["dry_run"]
     reporter = reporter_for(json=as_json)
@@ -168,8 +175,8 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
 
 
 def _print(report: Report) -> None:
-    from pipeline.commands.tables import table, terminal
-    from pipeline.serving.tuning.report import SHORT, percent
+    from quantmint.pipeline.commands.tables import table, terminal
+    from quantmint.pipeline.serving.tuning.report import SHORT, percent
 
     noise = report["noise"]
     rows = table("plan", *SHORT.values(), "launches", right=(*SHORT.values(), "launches"))
@@ -194,10 +201,10 @@ def _print(report: Report) -> None:
 
 
 def _show(sweep: Sweep, out: Path, *, as_json: bool, products: Gemms | None) -> int:
-    from pipeline.serving.tuning.contest import MOST_FINALISTS, contest_of
-    from pipeline.serving.tuning.space import BASE, TUNABLEOP, label, with_tunableop
-    from pipeline.serving.tuning.sweep import planned
-    from pipeline.serving.tuning.trials import FOLDER
+    from quantmint.pipeline.serving.tuning.contest import MOST_FINALISTS, contest_of
+    from quantmint.pipeline.serving.tuning.space import BASE, TUNABLEOP, label, with_tunableop
+    from quantmint.pipeline.serving.tuning.sweep import planned
+    from quantmint.pipeline.serving.tuning.trials import FOLDER
 
     kernels = (out / FOLDER).absolute()
     rows: list[dict[str, object]] = []

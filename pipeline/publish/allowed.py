@@ -27,12 +27,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final, Literal
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, NOTICE, PROVENANCE, RECIPE, SBOM, SIGNATURE
-from pipeline.quantize.digest import NAMED_TEMPLATES
-from pipeline.quantize.formats.checkpoint import read_header
-from pipeline.recipe.load import PROVEN_SUITE
-from pipeline.store.files import require_safe
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.publish.release import CARD, EVIDENCE, MANIFEST, NOTICE, PROVENANCE, RECIPE, SBOM, SIGNATURE
+from quantmint.pipeline.quantize.digest import NAMED_TEMPLATES
+from quantmint.pipeline.quantize.formats.checkpoint import read_header
+from quantmint.pipeline.recipe.load import PROVEN_SUITE
+from quantmint.pipeline.store.files import require_safe
 
 SCORES: Final = ".eval_results"
 """Folder of a release that the Hub reads scores from."""

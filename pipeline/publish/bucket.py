@@ -23,16 +23,16 @@ from typing import Annotated, Final
 
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.machine import cache_folder
-from pipeline.base.progress import Progress
-from pipeline.publish import manifest
-from pipeline.publish.place import Difference, Listed, Place, State, moved, named, newest_first, require_same
-from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
-from pipeline.store.disk import disk_errors
-from pipeline.store.files import DamagedError, Wanted, fetch
-from pipeline.store.locks import Lock
-from pipeline.store.objects import Objects
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.machine import cache_folder
+from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.publish import manifest
+from quantmint.pipeline.publish.place import Difference, Listed, Place, State, moved, named, newest_first, require_same
+from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
+from quantmint.pipeline.store.disk import disk_errors
+from quantmint.pipeline.store.files import DamagedError, Wanted, fetch
+from quantmint.pipeline.store.locks import Lock
+from quantmint.pipeline.store.objects import Objects
 
 _CURRENT: Final = "current.json"
 _CANDIDATE: Final = "candidate.json"

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import yaml
 
-from eval.accuracy import Accuracy
-from eval.gate import GateReport
-from eval.report import markdown
-from eval.report.model import Report
-from eval.report.numbers import signed, size, unit_of
-from eval.report.summary import meaning, notes, runtime, tiles
-from pipeline.base.data import beside
-from pipeline.base.schemes import scheme
-from pipeline.publish.licences import Terms
-from pipeline.publish.release import NOTICE, RECIPE
-from pipeline.recipe.schema import Quantization
+from quantmint.eval.accuracy import Accuracy
+from quantmint.eval.gate import GateReport
+from quantmint.eval.report import markdown
+from quantmint.eval.report.model import Report
+from quantmint.eval.report.numbers import signed, size, unit_of
+from quantmint.eval.report.summary import meaning, notes, runtime, tiles
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.publish.licences import Terms
+from quantmint.pipeline.publish.release import NOTICE, RECIPE
+from quantmint.pipeline.recipe.schema import Quantization
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from eval.report.model import Report
-from pipeline import __version__
-from pipeline.base.errors import UserError
-from pipeline.base.machine import versions
-from pipeline.publish.card import Base, Calibrated, CardFacts, Launch, Made
-from pipeline.publish.licences import terms
-from pipeline.publish.manifest import Manifest, first_fault, strict_object
-from pipeline.recipe.schema import Quantization, Recipe
-from pipeline.recipe.sections import Licence
+from quantmint.eval.report.model import Report
+from quantmint.pipeline import __version__
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.machine import versions
+from quantmint.pipeline.publish.card import Base, Calibrated, CardFacts, Launch, Made
+from quantmint.pipeline.publish.licences import terms
+from quantmint.pipeline.publish.manifest import Manifest, first_fault, strict_object
+from quantmint.pipeline.recipe.schema import Quantization, Recipe
+from quantmint.pipeline.recipe.sections import Licence
 
 
 @dataclass(frozen=True, slots=True)

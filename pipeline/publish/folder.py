@@ -25,15 +25,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from calibration.durable import fsync
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.progress import Progress
-from pipeline.publish import manifest
-from pipeline.publish.place import Difference, Listed, Place, State, moved, named, newest_first, require_same, said_of
-from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in, identity_in
-from pipeline.store.disk import disk_errors, folders, free_bytes
-from pipeline.store.files import Wanted, chunks, copy, digest_of, fetch
-from pipeline.store.locks import Lock
+from quantmint.calibration.durable import fsync
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.publish import manifest
+from quantmint.pipeline.publish.place import (
+    Difference,
+    Listed,
+    Place,
+    State,
+    moved,
+    named,
+    newest_first,
+    require_same,
+    said_of,
+)
+from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in, identity_in
+from quantmint.pipeline.store.disk import disk_errors, folders, free_bytes
+from quantmint.pipeline.store.files import Wanted, chunks, copy, digest_of, fetch
+from quantmint.pipeline.store.locks import Lock
 
 RELEASES: Final = ".releases"
 _PARTIAL: Final = ".partial"

@@ -19,8 +19,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pipeline.base.data import beside
-from pipeline.recipe.sections import Licence
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.recipe.sections import Licence
 
 Redistribution = Literal["yes", "conditions", "no", "unknown"]
 

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Final, Literal, NoReturn
 
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import UserError
-from pipeline.publish.release import MANIFEST, SIGNATURE, UNLISTED
-from pipeline.store.files import DamagedError, File, OtherBytesError, Wanted, require_safe
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, UNLISTED
+from quantmint.pipeline.store.files import DamagedError, File, OtherBytesError, Wanted, require_safe
 
 SCHEMA: Final = 1
 LARGEST: Final = 1 << 26  # bytes; a release of ten thousand files has a manifest of two million

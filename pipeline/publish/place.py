@@ -23,11 +23,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import StageError, UserError, did_you_mean
-from pipeline.base.progress import Progress
-from pipeline.publish import manifest
-from pipeline.publish.release import MANIFEST, Release, day_in, identity_in
-from pipeline.store.files import DamagedError, Wanted
+from quantmint.pipeline.base.errors import StageError, UserError, did_you_mean
+from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.publish import manifest
+from quantmint.pipeline.publish.release import MANIFEST, Release, day_in, identity_in
+from quantmint.pipeline.store.files import DamagedError, Wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from pipeline.base.argument import HUB_SCHEME, classify
-from pipeline.base.errors import UserError, did_you_mean
-from pipeline.publish.folder import RELEASES, FolderPlace
-from pipeline.publish.place import Place
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sections import Hub, Publish
+from quantmint.pipeline.base.argument import HUB_SCHEME, classify
+from quantmint.pipeline.base.errors import UserError, did_you_mean
+from quantmint.pipeline.publish.folder import RELEASES, FolderPlace
+from quantmint.pipeline.publish.place import Place
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.recipe.sections import Hub, Publish
 
 _URL: Final = re.compile(
     r"(?P<base>(?!http|hf:)[a-z][a-z0-9+.-]*://[^\x00-\x1f@?#]*[^/\x00-\x1f@?#])/(?P<name>[^/\x00-\x1f@?#]+)/?"
@@ -122,12 +122,12 @@ def elsewhere(
 
 
 def _bucket(url: str, name: str, endpoint: str | None = None) -> Place:
-    from pipeline.publish.bucket import BucketPlace
+    from quantmint.pipeline.publish.bucket import BucketPlace
 
     return BucketPlace(url, name, endpoint)
 
 
 def _repository(repo: str, section: Hub | None = None) -> Place:
-    from pipeline.publish.hub.place import HubPlace
+    from quantmint.pipeline.publish.hub.place import HubPlace
 
     return HubPlace(repo, section)

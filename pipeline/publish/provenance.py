@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 from uuid import NAMESPACE_URL, uuid5
 
-from pipeline.base.canonical import fingerprint
-from pipeline.publish.manifest import Base, Dataset, Manifest
-from pipeline.publish.release import EVIDENCE, PROVENANCE, UNLISTED
-from pipeline.recipe.schema import COMMIT
-from pipeline.store.files import File
-from pipeline.store.toolchain import OURS, Environment
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.publish.manifest import Base, Dataset, Manifest
+from quantmint.pipeline.publish.release import EVIDENCE, PROVENANCE, UNLISTED
+from quantmint.pipeline.recipe.schema import COMMIT
+from quantmint.pipeline.store.files import File
+from quantmint.pipeline.store.toolchain import OURS, Environment
 
 if TYPE_CHECKING:
     from cyclonedx.model.component import Component

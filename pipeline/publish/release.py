@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from pipeline.store.files import File
+from quantmint.pipeline.store.files import File
 
 EVIDENCE: Final = "quantmint"
 """Folder of a release that holds the gate's record, the report and the recipe."""

@@ -22,10 +22,10 @@ from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.transience import is_transient
-from pipeline.publish.release import SIGNATURE
-from pipeline.store.files import Advance, digest_of
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.transience import is_transient
+from quantmint.pipeline.publish.release import SIGNATURE
+from quantmint.pipeline.store.files import Advance, digest_of
 
 if TYPE_CHECKING:
     from model_signing.signing import Config as Signing

@@ -23,10 +23,10 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from eval.workloads import Cell
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import Hardware
-from pipeline.base.schemes import scheme
+from quantmint.eval.workloads import Cell
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import Hardware
+from quantmint.pipeline.base.schemes import scheme
 
 _STATES = 4096
 """Sums of bits that are kept apart."""

@@ -8,10 +8,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
-from calibration.container import memory_limit
-from calibration.lazy import torch
-from pipeline.base.errors import UserError
-from pipeline.base.machine import Machine, cpu_name
+from quantmint.calibration.container import memory_limit
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.machine import Machine, cpu_name
 
 
 def resolve_device(wanted: str) -> str:

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import UserError
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, read_json
-from pipeline.store.disk import sha256_of, write_atomic
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, read_json
+from quantmint.pipeline.store.disk import sha256_of, write_atomic
 
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of the chat templates beside the one that is used where none is named."""

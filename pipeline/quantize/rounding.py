@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from calibration.lazy import torch
-from pipeline.base.schemes import ActivationFormat
-from pipeline.quantize.engines.stream.kernels import FP8_MAX, MX_GROUP
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.base.schemes import ActivationFormat
+from quantmint.pipeline.quantize.engines.stream.kernels import FP8_MAX, MX_GROUP
 
 Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]
 """Scales of K and of V by layer: one number, or [heads, 1, 1] with one for each KV head."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from eval import workloads
-from eval.suites import SuiteTask
-from pipeline.base.argument import classify
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import hardware, local_cpu_flags
-from pipeline.base.schemes import scheme as scheme_of
-from pipeline.recipe.load import load_recipe
-from pipeline.recipe.schema import AUTO
+from quantmint.eval import workloads
+from quantmint.eval.suites import SuiteTask
+from quantmint.pipeline.base.argument import classify
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import hardware, local_cpu_flags
+from quantmint.pipeline.base.schemes import scheme as scheme_of
+from quantmint.pipeline.recipe.load import load_recipe
+from quantmint.pipeline.recipe.schema import AUTO
 
 _WORDS, _FEWEST, _MOST = 150, 40, 800
 """Words of a passage at least; passages that a text must have; those that are held out at most."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.base.errors import RecipeError
+from quantmint.pipeline.base.errors import RecipeError
 
 #: Where a value is, from the root: keys of mappings, numbers of list items.
 YamlPath = tuple[str | int, ...]

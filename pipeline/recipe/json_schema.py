@@ -15,10 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.base.errors import did_you_mean, nearest
-from pipeline.recipe.faults import Fault, Place, YamlPath, shown
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.yaml_positions import Document
+from quantmint.pipeline.base.errors import did_you_mean, nearest
+from quantmint.pipeline.recipe.faults import Fault, Place, YamlPath, shown
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.recipe.yaml_positions import Document
 
 
 def schema() -> dict[str, Any]:

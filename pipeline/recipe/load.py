@@ -22,12 +22,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from eval.records import is_path
-from pipeline.base.errors import RecipeError, UserError, did_you_mean, shown_path
-from pipeline.recipe.faults import OPTIONS, Fault, Place, YamlPath, refuse, shown
-from pipeline.recipe.json_schema import faults_of, place_of
-from pipeline.recipe.schema import Quantization, Recipe
-from pipeline.recipe.yaml_positions import Document, Dumper, read
+from quantmint.eval.records import is_path
+from quantmint.pipeline.base.errors import RecipeError, UserError, did_you_mean, shown_path
+from quantmint.pipeline.recipe.faults import OPTIONS, Fault, Place, YamlPath, refuse, shown
+from quantmint.pipeline.recipe.json_schema import faults_of, place_of
+from quantmint.pipeline.recipe.schema import Quantization, Recipe
+from quantmint.pipeline.recipe.yaml_positions import Document, Dumper, read
 
 _OWN = ("name", "description", "extends")
 _OTHER = re.compile(r"^(text|messages|turns|tasks|cells)\s*:", re.MULTILINE)
@@ -192,7 +192,7 @@ def find(name_or_path: str | Path, beside: Path | None = None) -> Path:
 
 def _known() -> dict[str, Path]:
     """Files by name; a recipe of the working directory goes before a shipped one."""
-    shipped = Path(str(resources.files("recipes")))
+    shipped = Path(str(resources.files("quantmint.recipes")))
     return {path.stem: path for folder in (shipped, Path("recipes")) for path in sorted(folder.glob("*.yaml"))}
 
 

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
-from calibration.errors import CalibrationError
-from calibration.observers import ExpertTokens, Observation, ObserverName
-from calibration.sets import load_set
-from pipeline.base import hardware, schemes
-from pipeline.base.schemes import Engine, Format
-from pipeline.recipe.sections import PRINTABLE, Evaluation, Gate, Publish, Refresh, Section, Tracking, wrong
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.observers import ExpertTokens, Observation, ObserverName
+from quantmint.calibration.sets import load_set
+from quantmint.pipeline.base import hardware, schemes
+from quantmint.pipeline.base.schemes import Engine, Format
+from quantmint.pipeline.recipe.sections import PRINTABLE, Evaluation, Gate, Publish, Refresh, Section, Tracking, wrong
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 

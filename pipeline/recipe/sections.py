@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from pipeline.base.schemes import scheme
+from quantmint.pipeline.base.schemes import scheme
 
 if TYPE_CHECKING:
-    from eval.canary import CanaryPolicy
-    from eval.gate import Policy
-    from eval.suites import Suite
+    from quantmint.eval.canary import CanaryPolicy
+    from quantmint.eval.gate import Policy
+    from quantmint.eval.suites import Suite
 
 
 PRINTABLE = r"^[^\x00-\x1f]+$"
@@ -95,7 +95,7 @@ class CanaryGate(Section):
 
     def policy(self, schemes: Iterable[str]) -> CanaryPolicy:
         """The limits of a checkpoint that has these schemes."""
-        from eval.canary import CanaryPolicy
+        from quantmint.eval.canary import CanaryPolicy
 
         bits = min(scheme(name).bits_per_weight for name in schemes)
         agreement, kl, *broken = _FOUR_BITS if bits < _FEW_BITS else _MORE_BITS
@@ -148,7 +148,7 @@ class Gate(Section):
 
     def policy(self, suite: Suite, hardware: str, schemes: Iterable[str]) -> Policy:
         """The limits of a judgement, on a suite that has its margins; speed is promised of `hardware`."""
-        from eval.gate import Policy
+        from quantmint.eval.gate import Policy
 
         rate = self.accuracy.expected_flip_rate
         return Policy.for_suite(
@@ -273,7 +273,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 def _cron(expression: str) -> str:
-    from pipeline.base.times import fault_of
+    from quantmint.pipeline.base.times import fault_of
 
     fault = fault_of(expression)
     if fault is not None:
@@ -284,7 +284,7 @@ def _cron(expression: str) -> str:
 def _zone(name: str) -> str:
     from zoneinfo import ZoneInfo, available_timezones
 
-    from pipeline.base.errors import did_you_mean
+    from quantmint.pipeline.base.errors import did_you_mean
 
     try:
         ZoneInfo(name)

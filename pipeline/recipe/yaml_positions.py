@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from pipeline.base.errors import RecipeError, shown_path
-from pipeline.recipe.faults import Fault, Place, YamlPath
+from quantmint.pipeline.base.errors import RecipeError, shown_path
+from quantmint.pipeline.recipe.faults import Fault, Place, YamlPath
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000

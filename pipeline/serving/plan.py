@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from pipeline.base.errors import UserError
-from pipeline.serving.planning.target import parse_target
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.serving.planning.target import parse_target
 
 
 class Reason(NamedTuple):
@@ -94,7 +94,7 @@ class Process:
 class LaunchPlan:
     """What `vllm serve` gets. `argv` starts with ("vllm", "serve", MODEL) and names neither host nor port.
 
-    That of the reference runtime starts with ("python", "-mpipeline.reference", MODEL).
+    That of the reference runtime starts with ("python", "-mquantmint.pipeline.reference", MODEL).
     """
 
     env: Mapping[str, str]

@@ -10,16 +10,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from eval.verdict import Verdict
-from pipeline.base.hardware import hardware, refusal
-from pipeline.base.schemes import scheme
-from pipeline.quantize.budget import Group, Point, costliest, frontier, overrides
-from pipeline.quantize.engines.algorithms import algorithm
-from pipeline.recipe.load import choice_yaml
-from pipeline.recipe.modules import assigned, matches
-from pipeline.recipe.schema import AUTO, Quantization, Recipe
-from pipeline.stages.sensitivity import spendable
-from pipeline.stages.stage import Setting
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.hardware import hardware, refusal
+from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.quantize.budget import Group, Point, costliest, frontier, overrides
+from quantmint.pipeline.quantize.engines.algorithms import algorithm
+from quantmint.pipeline.recipe.load import choice_yaml
+from quantmint.pipeline.recipe.modules import assigned, matches
+from quantmint.pipeline.recipe.schema import AUTO, Quantization, Recipe
+from quantmint.pipeline.stages.sensitivity import spendable
+from quantmint.pipeline.stages.stage import Setting
 
 FROM = ("mxfp4", "mxfp4_fp8", "ptpc_fp8")
 """What is chosen from where nothing else is said."""

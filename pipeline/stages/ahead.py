@@ -12,14 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from eval import prompts
-from eval.suites import Suite, SuiteTask, definition
-from pipeline.base.hardware import hardware
-from pipeline.stages.bench import START_S, TOKEN_S
-from pipeline.stages.evaluate import EvaluateStage
-from pipeline.stages.preflight import Prediction
-from pipeline.stages.stage import Planned, Setting
-from pipeline.store.gc import list_runs
+from quantmint.eval import prompts
+from quantmint.eval.suites import Suite, SuiteTask, definition
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.stages.bench import START_S, TOKEN_S
+from quantmint.pipeline.stages.evaluate import EvaluateStage
+from quantmint.pipeline.stages.preflight import Prediction
+from quantmint.pipeline.stages.stage import Planned, Setting
+from quantmint.pipeline.store.gc import list_runs
 
 _WEIGHTS: Final = ("sensitivity", "calibrate", "quantize")
 _CPU_START_S, _HARNESS_S = 20.0, 5.0

@@ -15,19 +15,19 @@ from pathlib import Path
 from statistics import harmonic_mean, mean, median
 from typing import Any
 
-from eval.errors import MeasurementError
-from eval.measurements import CellResult, Launch, Side, order
-from eval.throughput import noise
-from eval.workloads import Cell
-from pipeline.base.errors import InvalidMeasurementError, StageError
-from pipeline.base.hardware import hardware
-from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.running.load import LoadWatch, Seen, discard, run_cell
-from pipeline.serving.running.log import scan_log
-from pipeline.serving.running.sensors import Reading, sensor_for, summary
-from pipeline.serving.running.server import Server
-from pipeline.stages.serve import (
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.measurements import CellResult, Launch, Side, order
+from quantmint.eval.throughput import noise
+from quantmint.eval.workloads import Cell
+from quantmint.pipeline.base.errors import InvalidMeasurementError, StageError
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.running.load import LoadWatch, Seen, discard, run_cell
+from quantmint.pipeline.serving.running.log import scan_log
+from quantmint.pipeline.serving.running.sensors import Reading, sensor_for, summary
+from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.stages.serve import (
     SERVER_LOG,
     SIDES,
     ServeStage,
@@ -39,9 +39,9 @@ from pipeline.stages.serve import (
     vllm_device,
     vllm_version,
 )
-from pipeline.stages.source import model_folder
-from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
-from pipeline.store.gc import list_runs
+from quantmint.pipeline.stages.source import model_folder
+from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from quantmint.pipeline.store.gc import list_runs
 
 LAUNCHES, LAUNCH = "launches.json", "launch.json"
 _SEEDS = 1000  # more cells than any workload has

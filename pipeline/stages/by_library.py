@@ -13,23 +13,23 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.machine import versions
-from pipeline.base.processes import run_logged
-from pipeline.base.schemes import scheme
-from pipeline.quantize.device import device_memory, resolve_devices
-from pipeline.quantize.digest import companions
-from pipeline.quantize.engines.algorithms import algorithm
-from pipeline.quantize.engines.libraries.job import LibraryJob, require_memory, save_samples
-from pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
-from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.selection import select
-from pipeline.quantize.model.structure import Structure
-from pipeline.recipe.schema import Quantization
-from pipeline.stages.calibrate import data_identity, read_tokens
-from pipeline.stages.source import CHECKPOINT, read_source
-from pipeline.stages.stage import Job, Output, Setting
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.machine import versions
+from quantmint.pipeline.base.processes import run_logged
+from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.quantize.device import device_memory, resolve_devices
+from quantmint.pipeline.quantize.digest import companions
+from quantmint.pipeline.quantize.engines.algorithms import algorithm
+from quantmint.pipeline.quantize.engines.libraries.job import LibraryJob, require_memory, save_samples
+from quantmint.pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.model.selection import select
+from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.stages.calibrate import data_identity, read_tokens
+from quantmint.pipeline.stages.source import CHECKPOINT, read_source
+from quantmint.pipeline.stages.stage import Job, Output, Setting
 
 LOG = "engine.log"
 _WORK = "library"
@@ -164,11 +164,11 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
 
 def _command(engine: str, job: Path) -> list[str]:
     """The program that imports the library, and nobody else's."""
-    return [sys.executable, "-m", f"pipeline.quantize.engines.libraries.with_{engine}", str(job)]
+    return [sys.executable, "-P", "-m", f"quantmint.pipeline.quantize.engines.libraries.with_{engine}", str(job)]
 
 
 def _environment(device: str) -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     inherited = os.environ.get("PYTHONPATH")
     return {
         # amd-quark compiles an extension with the tools beside the interpreter.

@@ -9,21 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from calibration.batches import at_commit, batched, read_texts, rendered, samples_digest, samples_of
-from calibration.calibrate import calibrate
-from calibration.errors import CalibrationError
-from calibration.lazy import torch
-from calibration.sets import DEFAULTS, CalibrationSet, load_set
-from pipeline.base.errors import QuantmintError, UserError
-from pipeline.base.transience import is_transient
-from pipeline.quantize.device import resolve_devices
-from pipeline.quantize.model.builder import light_imports
-from pipeline.recipe.schema import Calibration
-from pipeline.stages.source import model_folder, require_tokenizer
-from pipeline.stages.stage import Commits, Job, Output, Setting, Stage, write_json
-from pipeline.store.disk import sha256_of
-from pipeline.store.entries import Entry
-from pipeline.store.toolchain import ENVIRONMENT, environment_here
+from quantmint.calibration.batches import at_commit, batched, read_texts, rendered, samples_digest, samples_of
+from quantmint.calibration.calibrate import calibrate
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.sets import DEFAULTS, CalibrationSet, load_set
+from quantmint.pipeline.base.errors import QuantmintError, UserError
+from quantmint.pipeline.base.transience import is_transient
+from quantmint.pipeline.quantize.device import resolve_devices
+from quantmint.pipeline.quantize.model.builder import light_imports
+from quantmint.pipeline.recipe.schema import Calibration
+from quantmint.pipeline.stages.source import model_folder, require_tokenizer
+from quantmint.pipeline.stages.stage import Commits, Job, Output, Setting, Stage, write_json
+from quantmint.pipeline.store.disk import sha256_of
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 RANGES = "ranges.safetensors"
 _LAYERS = "layers"  # what an interrupted run in layer mode is gone on with

@@ -13,16 +13,16 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from eval import prompts
-from eval.canary import DIGITS, Answer, Canary, CanaryAnswers, CanaryPolicy, compare, judge
-from eval.verdict import Verdict
-from pipeline.base.errors import InvalidMeasurementError, RefusalError
-from pipeline.base.machine import versions
-from pipeline.serving.running.server import Server
-from pipeline.stages.serve import ReferenceServer, launch_plan, model_key, runtime_tools
-from pipeline.stages.source import model_folder
-from pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
-from pipeline.store.disk import sha256_of
+from quantmint.eval import prompts
+from quantmint.eval.canary import DIGITS, Answer, Canary, CanaryAnswers, CanaryPolicy, compare, judge
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.errors import InvalidMeasurementError, RefusalError
+from quantmint.pipeline.base.machine import versions
+from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.stages.serve import ReferenceServer, launch_plan, model_key, runtime_tools
+from quantmint.pipeline.stages.source import model_folder
+from quantmint.pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
+from quantmint.pipeline.store.disk import sha256_of
 
 ANSWERS, COMPARISON = "canary.json.gz", "comparison.json"
 LIKELIEST = 20

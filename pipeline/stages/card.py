@@ -11,29 +11,29 @@ from typing import Any, Final, Literal, cast
 
 import yaml
 
-from calibration.batches import hub_errors
-from eval.report.model import DATA, Report
-from eval.workloads import Workload
-from pipeline.base.errors import UserError
-from pipeline.publish.card import Base, Calibrated, CardFacts, Launch
-from pipeline.publish.facts import base_of, made_of
-from pipeline.publish.licences import TEXTS, terms
-from pipeline.publish.release import CARD
-from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.recipe.schema import Recipe
-from pipeline.serving.knobs.table import NEWEST_READ
-from pipeline.serving.model.facts import ModelFacts, model_facts
-from pipeline.serving.plan import LaunchPlan, Process, processes
-from pipeline.serving.planning.planner import layout_words
-from pipeline.serving.planning.target import Target, parse_target
-from pipeline.serving.render.invocation import command, script, servers
-from pipeline.stages.calibrate import set_name, texts_of
-from pipeline.stages.gate import checkpoint_digest
-from pipeline.stages.quantize import INSPECTION
-from pipeline.stages.serve import planning
-from pipeline.stages.source import model_folder
-from pipeline.stages.stage import Job, Setting, SourceIdentity
-from pipeline.store.entries import Entry
+from quantmint.calibration.batches import hub_errors
+from quantmint.eval.report.model import DATA, Report
+from quantmint.eval.workloads import Workload
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.publish.card import Base, Calibrated, CardFacts, Launch
+from quantmint.pipeline.publish.facts import base_of, made_of
+from quantmint.pipeline.publish.licences import TEXTS, terms
+from quantmint.pipeline.publish.release import CARD
+from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.serving.knobs.table import NEWEST_READ
+from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
+from quantmint.pipeline.serving.plan import LaunchPlan, Process, processes
+from quantmint.pipeline.serving.planning.planner import layout_words
+from quantmint.pipeline.serving.planning.target import Target, parse_target
+from quantmint.pipeline.serving.render.invocation import command, script, servers
+from quantmint.pipeline.stages.calibrate import set_name, texts_of
+from quantmint.pipeline.stages.gate import checkpoint_digest
+from quantmint.pipeline.stages.quantize import INSPECTION
+from quantmint.pipeline.stages.serve import planning
+from quantmint.pipeline.stages.source import model_folder
+from quantmint.pipeline.stages.stage import Job, Setting, SourceIdentity
+from quantmint.pipeline.store.entries import Entry
 
 
 def base_metadata(identity: SourceIdentity, folder: Path, *, warn: Callable[[str], None]) -> Mapping[str, Any]:

@@ -14,30 +14,30 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from calibration.batches import require_texts
-from calibration.errors import CalibrationError
-from calibration.sets import load_set
-from eval import suites, workloads
-from eval.errors import DefinitionError
-from eval.records import is_path
-from eval.statistics.ranks import fewest_launches
-from eval.suites import Suite
-from eval.workloads import Workload
-from pipeline.base import hardware as accelerators
-from pipeline.base.errors import UserError, did_you_mean
-from pipeline.base.hardware import refusal
-from pipeline.base.schemes import scheme
-from pipeline.base.schemes import table as schemes
-from pipeline.quantize.budget import fastest
-from pipeline.quantize.engines.algorithms import algorithm
-from pipeline.quantize.model.loader import fusion_names, load_view
-from pipeline.recipe import modules
-from pipeline.recipe.faults import Fault, YamlPath
-from pipeline.recipe.load import LoadedRecipe
-from pipeline.recipe.sections import Evaluation, Gate
-from pipeline.serving.knobs import table as knobs
-from pipeline.serving.knobs.table import checked_arguments
-from pipeline.serving.model.facts import schemes_of_experts
+from quantmint.calibration.batches import require_texts
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.sets import load_set
+from quantmint.eval import suites, workloads
+from quantmint.eval.errors import DefinitionError
+from quantmint.eval.records import is_path
+from quantmint.eval.statistics.ranks import fewest_launches
+from quantmint.eval.suites import Suite
+from quantmint.eval.workloads import Workload
+from quantmint.pipeline.base import hardware as accelerators
+from quantmint.pipeline.base.errors import UserError, did_you_mean
+from quantmint.pipeline.base.hardware import refusal
+from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.base.schemes import table as schemes
+from quantmint.pipeline.quantize.budget import fastest
+from quantmint.pipeline.quantize.engines.algorithms import algorithm
+from quantmint.pipeline.quantize.model.loader import fusion_names, load_view
+from quantmint.pipeline.recipe import modules
+from quantmint.pipeline.recipe.faults import Fault, YamlPath
+from quantmint.pipeline.recipe.load import LoadedRecipe
+from quantmint.pipeline.recipe.sections import Evaluation, Gate
+from quantmint.pipeline.serving.knobs import table as knobs
+from quantmint.pipeline.serving.knobs.table import checked_arguments
+from quantmint.pipeline.serving.model.facts import schemes_of_experts
 
 
 def check(

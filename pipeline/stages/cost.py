@@ -14,20 +14,20 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-from calibration.errors import CalibrationError
-from calibration.room import Mode, Need, decide, forward_bytes
-from pipeline.base.machine import cores
-from pipeline.quantize.device import device_memory, resolve_devices
-from pipeline.quantize.engines.stream.layerwise import gptq_bytes
-from pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
-from pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
-from pipeline.quantize.formats.checkpoint import Checkpoint
-from pipeline.quantize.model.selection import select
-from pipeline.quantize.model.structure import Structure
-from pipeline.recipe.modules import expert_count
-from pipeline.recipe.schema import Calibration, Recipe
-from pipeline.stages.quantize import needs_ranges
-from pipeline.stages.rates import Rates, rates_here
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.room import Mode, Need, decide, forward_bytes
+from quantmint.pipeline.base.machine import cores
+from quantmint.pipeline.quantize.device import device_memory, resolve_devices
+from quantmint.pipeline.quantize.engines.stream.layerwise import gptq_bytes
+from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
+from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
+from quantmint.pipeline.quantize.model.selection import select
+from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.recipe.modules import expert_count
+from quantmint.pipeline.recipe.schema import Calibration, Recipe
+from quantmint.pipeline.stages.quantize import needs_ranges
+from quantmint.pipeline.stages.rates import Rates, rates_here
 
 
 def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: str) -> dict[str, Any]:

@@ -18,21 +18,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eval import harness as draw
-from eval.accuracy import margin_in_units
-from eval.errors import MeasurementError
-from eval.harness import Asked, compressed
-from eval.samples import SampleSet, pair
-from eval.statistics import sequential
-from eval.suites import SuiteTask
-from pipeline.base.machine import versions
-from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.stages import lm_eval
-from pipeline.stages.lm_eval import Harness, open_harness
-from pipeline.stages.serve import SERVER_LOG, faults, keep_log, launch_plan, model_key, runtime_tools
-from pipeline.stages.source import model_folder
-from pipeline.stages.stage import Job, Output, Setting, SideStage, Stage, write_json
-from pipeline.store.toolchain import ENVIRONMENT, environment_here
+from quantmint.eval import harness as draw
+from quantmint.eval.accuracy import margin_in_units
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.harness import Asked, compressed
+from quantmint.eval.samples import SampleSet, pair
+from quantmint.eval.statistics import sequential
+from quantmint.eval.suites import SuiteTask
+from quantmint.pipeline.base.machine import versions
+from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.stages import lm_eval
+from quantmint.pipeline.stages.lm_eval import Harness, open_harness
+from quantmint.pipeline.stages.serve import SERVER_LOG, faults, keep_log, launch_plan, model_key, runtime_tools
+from quantmint.pipeline.stages.source import model_folder
+from quantmint.pipeline.stages.stage import Job, Output, Setting, SideStage, Stage, write_json
+from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 ANSWERS = "answers"
 DATASETS = "datasets"

@@ -11,15 +11,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from eval.report.model import DATA
-from pipeline.base.argument import classify
-from pipeline.base.errors import UserError, did_you_mean
-from pipeline.publish.release import EVIDENCE
-from pipeline.recipe.load import load_recipe
-from pipeline.stages.gate import GATE
-from pipeline.store.entries import Entry
-from pipeline.store.gc import Run, list_runs
-from pipeline.store.tree import Store
+from quantmint.eval.report.model import DATA
+from quantmint.pipeline.base.argument import classify
+from quantmint.pipeline.base.errors import UserError, did_you_mean
+from quantmint.pipeline.publish.release import EVIDENCE
+from quantmint.pipeline.recipe.load import load_recipe
+from quantmint.pipeline.stages.gate import GATE
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.gc import Run, list_runs
+from quantmint.pipeline.store.tree import Store
 
 
 def find(given: str, store: Store) -> Path:

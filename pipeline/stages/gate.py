@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from eval import record
-from eval.gate import Policy, judge
-from eval.gate.judgement import claims
-from eval.measurements import Both, Measurements, Server, Side, Structure
-from eval.samples import SampleSet
-from eval.verdict import Verdict
-from pipeline.base.schemes import scheme
-from pipeline.quantize.digest import folder_digest
-from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
-from pipeline.stages.bench import read_launches
-from pipeline.stages.canary import read_comparison
-from pipeline.stages.evaluate import guessing, read_samples
-from pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
-from pipeline.stages.serve import LAUNCH, SIDES
-from pipeline.stages.source import model_folder
-from pipeline.stages.stage import Job, Output, Setting, Stage
-from pipeline.store.entries import Entry
+from quantmint.eval import record
+from quantmint.eval.gate import Policy, judge
+from quantmint.eval.gate.judgement import claims
+from quantmint.eval.measurements import Both, Measurements, Server, Side, Structure
+from quantmint.eval.samples import SampleSet
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.quantize.digest import folder_digest
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
+from quantmint.pipeline.stages.bench import read_launches
+from quantmint.pipeline.stages.canary import read_comparison
+from quantmint.pipeline.stages.evaluate import guessing, read_samples
+from quantmint.pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
+from quantmint.pipeline.stages.serve import LAUNCH, SIDES
+from quantmint.pipeline.stages.source import model_folder
+from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage
+from quantmint.pipeline.store.entries import Entry
 
 
 def asks_twice(setting: Setting) -> bool:

@@ -23,35 +23,35 @@ from pathlib import Path
 
 import click
 
-from eval import workloads
-from eval.errors import DefinitionError
-from pipeline.base.argument import classify
-from pipeline.base.errors import QuantmintError, UserError, did_you_mean
-from pipeline.base.machine import Machine
-from pipeline.base.processes import stop_signals
-from pipeline.base.progress import Progress, reporter_for
-from pipeline.publish.places import published_folder, serving_name
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.model.structure import read_structure
-from pipeline.recipe.load import recipe_names
-from pipeline.recipe.schema import Recipe, Speculative
-from pipeline.serving.environment import VllmEnvironment, find_vllm
-from pipeline.serving.host.checks import preflight
-from pipeline.serving.host.detect import detect, visible_devices
-from pipeline.serving.host.subject import wanted_by
-from pipeline.serving.knobs.table import NEWEST_READ, knob, table
-from pipeline.serving.model.facts import ModelFacts, model_facts
-from pipeline.serving.plan import LaunchPlan, Process, processes
-from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
-from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
-from pipeline.serving.running.server import Server
-from pipeline.stages.planning import build_plan, find_entry
-from pipeline.stages.search import stand_in
-from pipeline.stages.serve import facts_made, held_to
-from pipeline.stages.session import open_setting, recipe_named
-from pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
-from pipeline.stages.stage import Setting, SourceIdentity
-from pipeline.store.tree import Store
+from quantmint.eval import workloads
+from quantmint.eval.errors import DefinitionError
+from quantmint.pipeline.base.argument import classify
+from quantmint.pipeline.base.errors import QuantmintError, UserError, did_you_mean
+from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.base.processes import stop_signals
+from quantmint.pipeline.base.progress import Progress, reporter_for
+from quantmint.pipeline.publish.places import published_folder, serving_name
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.recipe.load import recipe_names
+from quantmint.pipeline.recipe.schema import Recipe, Speculative
+from quantmint.pipeline.serving.environment import VllmEnvironment, find_vllm
+from quantmint.pipeline.serving.host.checks import preflight
+from quantmint.pipeline.serving.host.detect import detect, visible_devices
+from quantmint.pipeline.serving.host.subject import wanted_by
+from quantmint.pipeline.serving.knobs.table import NEWEST_READ, knob, table
+from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
+from quantmint.pipeline.serving.plan import LaunchPlan, Process, processes
+from quantmint.pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
+from quantmint.pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
+from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.stages.planning import build_plan, find_entry
+from quantmint.pipeline.stages.search import stand_in
+from quantmint.pipeline.stages.serve import facts_made, held_to
+from quantmint.pipeline.stages.session import open_setting, recipe_named
+from quantmint.pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
+from quantmint.pipeline.stages.stage import Setting, SourceIdentity
+from quantmint.pipeline.store.tree import Store
 
 _VERSION = re.compile(r"v?\d+\.\d+(\.\d+)?([.+a-z]\S*)?")
 

@@ -12,18 +12,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from calibration.errors import CalibrationError
-from eval import harness
-from eval.errors import MeasurementError
-from eval.harness import Asked, read_asked
-from eval.suites import TASKS_FOLDER, SuiteTask, definition, located
-from pipeline.base.errors import QuantmintError, StageError
-from pipeline.base.processes import Conversation
-from pipeline.base.transience import says_transient
-from pipeline.serving.running.server import Server
-from pipeline.stages.serve import ReferenceServer
-from pipeline.stages.stage import Job, Setting
-from pipeline.store.disk import sha256_of
+from quantmint.calibration.errors import CalibrationError
+from quantmint.eval import harness
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.harness import Asked, read_asked
+from quantmint.eval.suites import TASKS_FOLDER, SuiteTask, definition, located
+from quantmint.pipeline.base.errors import QuantmintError, StageError
+from quantmint.pipeline.base.processes import Conversation
+from quantmint.pipeline.base.transience import says_transient
+from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.stages.serve import ReferenceServer
+from quantmint.pipeline.stages.stage import Job, Setting
+from quantmint.pipeline.store.disk import sha256_of
 
 
 def data_commits(setting: Setting, task: SuiteTask) -> dict[str, str]:

@@ -19,22 +19,22 @@ from typing import Any
 
 import yaml
 
-from eval import record
-from eval.verdict import Verdict
-from pipeline import __version__
-from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import StageError, StoreError, UserError
-from pipeline.base.machine import versions
-from pipeline.base.progress import Progress
-from pipeline.publish import allowed
-from pipeline.publish import manifest as manifests
-from pipeline.publish.card import eval_results, notice, render, sentence
-from pipeline.publish.facts import encode as encode_facts
-from pipeline.publish.licences import refusal
-from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
-from pipeline.publish.places import public_names
-from pipeline.publish.provenance import ABSENT, encode, sbom, statement
-from pipeline.publish.release import (
+from quantmint.eval import record
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline import __version__
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.errors import StageError, StoreError, UserError
+from quantmint.pipeline.base.machine import versions
+from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.publish import allowed
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.card import eval_results, notice, render, sentence
+from quantmint.pipeline.publish.facts import encode as encode_facts
+from quantmint.pipeline.publish.licences import refusal
+from quantmint.pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.places import public_names
+from quantmint.pipeline.publish.provenance import ABSENT, encode, sbom, statement
+from quantmint.pipeline.publish.release import (
     CARD,
     CARD_FACTS,
     EVIDENCE,
@@ -47,20 +47,20 @@ from pipeline.publish.release import (
     Release,
     tag_of,
 )
-from pipeline.publish.signing import foreseen_fingerprint, passphrase, require_identity, require_private, sign
-from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.recipe.load import PROVEN_SUITE
-from pipeline.stages import card
-from pipeline.stages.calibrate import set_name, texts_of
-from pipeline.stages.gate import GATE, checkpoint_digest
-from pipeline.stages.quantize import CHECKPOINT, checkpoint_files
-from pipeline.stages.report import ReportStage
-from pipeline.stages.source import LOCATION, model_folder
-from pipeline.stages.stage import Job, Output, Setting, Stage
-from pipeline.store.disk import disk_errors
-from pipeline.store.entries import Entry
-from pipeline.store.files import File
-from pipeline.store.toolchain import recorded_environment
+from quantmint.pipeline.publish.signing import foreseen_fingerprint, passphrase, require_identity, require_private, sign
+from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.recipe.load import PROVEN_SUITE
+from quantmint.pipeline.stages import card
+from quantmint.pipeline.stages.calibrate import set_name, texts_of
+from quantmint.pipeline.stages.gate import GATE, checkpoint_digest
+from quantmint.pipeline.stages.quantize import CHECKPOINT, checkpoint_files
+from quantmint.pipeline.stages.report import ReportStage
+from quantmint.pipeline.stages.source import LOCATION, model_folder
+from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage
+from quantmint.pipeline.store.disk import disk_errors
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.files import File
+from quantmint.pipeline.store.toolchain import recorded_environment
 
 EVIDENT = ("gate", "report", "inspect")
 """Stages whose files go out as evidence."""

@@ -9,25 +9,25 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from eval.verdict import Verdict
-from pipeline.base.canonical import Change, difference, fingerprint
-from pipeline.base.errors import UserError, did_you_mean
-from pipeline.recipe.schema import AUTO
-from pipeline.stages.bench import BenchStage
-from pipeline.stages.calibrate import CalibrateStage
-from pipeline.stages.canary import CanaryStage
-from pipeline.stages.evaluate import ControlStage, EvaluateStage
-from pipeline.stages.gate import GateStage, asks_twice, has_throughput
-from pipeline.stages.package import PackageStage, SignStage
-from pipeline.stages.publish import PublishStage
-from pipeline.stages.quantize import InspectStage, QuantizeStage, needs_ranges
-from pipeline.stages.report import ReportStage
-from pipeline.stages.sensitivity import SensitivityStage
-from pipeline.stages.serve import ServeStage
-from pipeline.stages.source import SourceStage
-from pipeline.stages.stage import Planned, Setting, Stage
-from pipeline.store.entries import Entry
-from pipeline.store.gc import list_runs
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.canonical import Change, difference, fingerprint
+from quantmint.pipeline.base.errors import UserError, did_you_mean
+from quantmint.pipeline.recipe.schema import AUTO
+from quantmint.pipeline.stages.bench import BenchStage
+from quantmint.pipeline.stages.calibrate import CalibrateStage
+from quantmint.pipeline.stages.canary import CanaryStage
+from quantmint.pipeline.stages.evaluate import ControlStage, EvaluateStage
+from quantmint.pipeline.stages.gate import GateStage, asks_twice, has_throughput
+from quantmint.pipeline.stages.package import PackageStage, SignStage
+from quantmint.pipeline.stages.publish import PublishStage
+from quantmint.pipeline.stages.quantize import InspectStage, QuantizeStage, needs_ranges
+from quantmint.pipeline.stages.report import ReportStage
+from quantmint.pipeline.stages.sensitivity import SensitivityStage
+from quantmint.pipeline.stages.serve import ServeStage
+from quantmint.pipeline.stages.source import SourceStage
+from quantmint.pipeline.stages.stage import Planned, Setting, Stage
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.gc import list_runs
 
 Named = TypeVar("Named", Stage, Planned)
 

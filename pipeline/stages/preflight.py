@@ -14,35 +14,35 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from calibration.errors import CalibrationError
-from calibration.room import require_rounding_room
-from calibration.sets import load_set
-from eval.report.numbers import size
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import needs
-from pipeline.publish.places import published_folder
-from pipeline.quantize.device import device_memory, resolve_devices
-from pipeline.quantize.engines.algorithms import algorithm
-from pipeline.quantize.engines.libraries.job import checkpoint_bytes
-from pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
-from pipeline.quantize.engines.stream.layerwise import gptq_bytes
-from pipeline.quantize.engines.stream.plan import plan_shards
-from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.quantize.model.selection import kept_because, select
-from pipeline.quantize.model.structure import Structure, imagine, read_structure
-from pipeline.recipe.faults import refuse
-from pipeline.recipe.schema import Recipe
-from pipeline.serving.environment import VllmEnvironment
-from pipeline.stages.by_library import calibrated
-from pipeline.stages.calibrate import pinned_set, read_tokens
-from pipeline.stages.cost import gptq_volume
-from pipeline.stages.package import require_signer
-from pipeline.stages.planning import foreseen, missing_stages
-from pipeline.stages.publish import require_admission
-from pipeline.stages.serve import launch_plan, over_nodes
-from pipeline.stages.source import config_folder
-from pipeline.stages.stage import Planned, Setting
-from pipeline.store.disk import free_bytes
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.room import require_rounding_room
+from quantmint.calibration.sets import load_set
+from quantmint.eval.report.numbers import size
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import needs
+from quantmint.pipeline.publish.places import published_folder
+from quantmint.pipeline.quantize.device import device_memory, resolve_devices
+from quantmint.pipeline.quantize.engines.algorithms import algorithm
+from quantmint.pipeline.quantize.engines.libraries.job import checkpoint_bytes
+from quantmint.pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
+from quantmint.pipeline.quantize.engines.stream.layerwise import gptq_bytes
+from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from quantmint.pipeline.quantize.model.selection import kept_because, select
+from quantmint.pipeline.quantize.model.structure import Structure, imagine, read_structure
+from quantmint.pipeline.recipe.faults import refuse
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.serving.environment import VllmEnvironment
+from quantmint.pipeline.stages.by_library import calibrated
+from quantmint.pipeline.stages.calibrate import pinned_set, read_tokens
+from quantmint.pipeline.stages.cost import gptq_volume
+from quantmint.pipeline.stages.package import require_signer
+from quantmint.pipeline.stages.planning import foreseen, missing_stages
+from quantmint.pipeline.stages.publish import require_admission
+from quantmint.pipeline.stages.serve import launch_plan, over_nodes
+from quantmint.pipeline.stages.source import config_folder
+from quantmint.pipeline.stages.stage import Planned, Setting
+from quantmint.pipeline.store.disk import free_bytes
 
 _TOKEN_BYTES = 8  # a token of prose has four
 _OVERHEAD = 64 << 20  # bytes beside the weights: tokenizer, logs, samples, report

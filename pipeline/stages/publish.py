@@ -9,24 +9,24 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from calibration.batches import hub_errors
-from eval import record
-from eval.errors import MeasurementError
-from eval.gate import changes
-from eval.verdict import Verdict
-from pipeline.base.errors import QuantmintError, StageError, UserError, shown_path
-from pipeline.base.progress import Progress
-from pipeline.publish.folder import RELEASES
-from pipeline.publish.licences import TEXTS, refusal, terms
-from pipeline.publish.place import Place, Published
-from pipeline.publish.places import places_of, public_names, published_folder
-from pipeline.publish.release import MANIFEST, Release
-from pipeline.stages import package
-from pipeline.stages.card import base_metadata
-from pipeline.stages.gate import GATE, checkpoint_digest
-from pipeline.stages.stage import Job, Output, Setting, SourceIdentity, Stage
-from pipeline.store.disk import sha256_of
-from pipeline.store.entries import Entry
+from quantmint.calibration.batches import hub_errors
+from quantmint.eval import record
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate import changes
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.errors import QuantmintError, StageError, UserError, shown_path
+from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.publish.folder import RELEASES
+from quantmint.pipeline.publish.licences import TEXTS, refusal, terms
+from quantmint.pipeline.publish.place import Place, Published
+from quantmint.pipeline.publish.places import places_of, public_names, published_folder
+from quantmint.pipeline.publish.release import MANIFEST, Release
+from quantmint.pipeline.stages import package
+from quantmint.pipeline.stages.card import base_metadata
+from quantmint.pipeline.stages.gate import GATE, checkpoint_digest
+from quantmint.pipeline.stages.stage import Job, Output, Setting, SourceIdentity, Stage
+from quantmint.pipeline.store.disk import sha256_of
+from quantmint.pipeline.store.entries import Entry
 
 _ASSEMBLED = ("package", "quantize", "gate", "report", "inspect")
 

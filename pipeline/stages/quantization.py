@@ -15,30 +15,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from calibration.durable import fsync
-from pipeline.base.canonical import ABSENT, difference, fingerprint
-from pipeline.base.errors import UserError
-from pipeline.base.machine import process_age
-from pipeline.base.progress import Reporter
-from pipeline.quantize.formats.checkpoint import Checkpoint, read_json
-from pipeline.quantize.model.selection import select
-from pipeline.quantize.model.structure import Structure
-from pipeline.recipe.faults import option_of, refuse
-from pipeline.recipe.load import LoadedRecipe
-from pipeline.recipe.schema import AUTO
-from pipeline.stages.checks import check
-from pipeline.stages.planning import build_plan
-from pipeline.stages.preflight import Prediction, model_for, predict, require_means
-from pipeline.stages.quantize import CHECKPOINT, ERRORS, INSPECTION, OVERRIDES, checkpoint_files
-from pipeline.stages.runner import Outcome, run_plan
-from pipeline.stages.search import as_written, measured, stand_in
-from pipeline.stages.session import open_setting
-from pipeline.stages.source import config_folder, fetch, repository
-from pipeline.stages.stage import Planned, Setting
-from pipeline.store.disk import disk_errors, write_atomic
-from pipeline.store.entries import Entry
-from pipeline.store.locks import Lock
-from pipeline.store.tree import Store
+from quantmint.calibration.durable import fsync
+from quantmint.pipeline.base.canonical import ABSENT, difference, fingerprint
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.machine import process_age
+from quantmint.pipeline.base.progress import Reporter
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, read_json
+from quantmint.pipeline.quantize.model.selection import select
+from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.recipe.faults import option_of, refuse
+from quantmint.pipeline.recipe.load import LoadedRecipe
+from quantmint.pipeline.recipe.schema import AUTO
+from quantmint.pipeline.stages.checks import check
+from quantmint.pipeline.stages.planning import build_plan
+from quantmint.pipeline.stages.preflight import Prediction, model_for, predict, require_means
+from quantmint.pipeline.stages.quantize import CHECKPOINT, ERRORS, INSPECTION, OVERRIDES, checkpoint_files
+from quantmint.pipeline.stages.runner import Outcome, run_plan
+from quantmint.pipeline.stages.search import as_written, measured, stand_in
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.source import config_folder, fetch, repository
+from quantmint.pipeline.stages.stage import Planned, Setting
+from quantmint.pipeline.store.disk import disk_errors, write_atomic
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.locks import Lock
+from quantmint.pipeline.store.tree import Store
 
 _WORK: Final = ".quantmint"
 _EVIDENCE: Final = "quantmint"

@@ -9,35 +9,35 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from calibration.batches import batched
-from calibration.lazy import torch
-from calibration.ranges import load_ranges
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import hardware
-from pipeline.base.machine import versions
-from pipeline.base.schemes import scheme
-from pipeline.quantize.device import device_title, resolve_devices
-from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
-from pipeline.quantize.engines.stream.kernels import fp8_scale
-from pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
-from pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
-from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json
-from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.loader import load_view
-from pipeline.quantize.model.selection import ABSORBED_BITS, select
-from pipeline.quantize.model.structure import Structure
-from pipeline.recipe.load import choice_yaml
-from pipeline.recipe.modules import assigned, expert_count, text_config
-from pipeline.recipe.schema import AUTO, Gptq, Quantization
-from pipeline.stages import by_library
-from pipeline.stages.calibrate import RANGES, read_tokens
-from pipeline.stages.source import CHECKPOINT as CHECKPOINT
-from pipeline.stages.source import model_folder, read_source
-from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
-from pipeline.store.entries import Entry, FileFact
-from pipeline.store.toolchain import ENVIRONMENT, environment_here
+from quantmint.calibration.batches import batched
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.ranges import load_ranges
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.base.machine import versions
+from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.quantize.device import device_title, resolve_devices
+from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale
+from quantmint.pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
+from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.model.loader import load_view
+from quantmint.pipeline.quantize.model.selection import ABSORBED_BITS, select
+from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.recipe.load import choice_yaml
+from quantmint.pipeline.recipe.modules import assigned, expert_count, text_config
+from quantmint.pipeline.recipe.schema import AUTO, Gptq, Quantization
+from quantmint.pipeline.stages import by_library
+from quantmint.pipeline.stages.calibrate import RANGES, read_tokens
+from quantmint.pipeline.stages.source import CHECKPOINT as CHECKPOINT
+from quantmint.pipeline.stages.source import model_folder, read_source
+from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from quantmint.pipeline.store.entries import Entry, FileFact
+from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 ERRORS = "errors.json"
 GAINS = "gains.json"

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeAlias
 
-from calibration.lazy import torch
-from pipeline.base.data import beside
-from pipeline.base.machine import Machine as Host
-from pipeline.base.machine import cpu_name
-from pipeline.quantize.engines.stream.kernels import KERNELS
-from pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.machine import Machine as Host
+from quantmint.pipeline.base.machine import cpu_name
+from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS
+from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE
 
 Origin: TypeAlias = Literal["table", "measured", "borrowed"]
 _MEASURED_S = 0.2

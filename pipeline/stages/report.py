@@ -10,30 +10,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from eval import prompts, record
-from eval.gate import GateReport
-from eval.measurements import Measurements, Server
-from eval.report import flips
-from eval.report.model import CARD, DATA, JUNIT, PAGE, LaunchPlan, Report, TaskFlips
-from eval.report.model import Stage as ShownStage
-from eval.verdict import Verdict
-from pipeline import __version__
-from pipeline.base import hardware
-from pipeline.base.machine import versions
-from pipeline.publish.places import serving_name
-from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
-from pipeline.quantize.inspection.inspect import kv_scales, layer_errors, sizes
-from pipeline.quantize.model.selection import select
-from pipeline.stages.advice import advise
-from pipeline.stages.evaluate import ANSWERS
-from pipeline.stages.gate import GATE, measured_inputs
-from pipeline.stages.quantize import INSPECTION, needs_ranges
-from pipeline.stages.sensitivity import KEY, read_groups
-from pipeline.stages.serve import LAUNCH, SIDES
-from pipeline.stages.source import model_folder, read_source
-from pipeline.stages.stage import Job, Output, Setting, Stage
-from pipeline.store.entries import Entry
-from pipeline.store.gc import list_runs
+from quantmint.eval import prompts, record
+from quantmint.eval.gate import GateReport
+from quantmint.eval.measurements import Measurements, Server
+from quantmint.eval.report import flips
+from quantmint.eval.report.model import CARD, DATA, JUNIT, PAGE, LaunchPlan, Report, TaskFlips
+from quantmint.eval.report.model import Stage as ShownStage
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline import __version__
+from quantmint.pipeline.base import hardware
+from quantmint.pipeline.base.machine import versions
+from quantmint.pipeline.publish.places import serving_name
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
+from quantmint.pipeline.quantize.inspection.inspect import kv_scales, layer_errors, sizes
+from quantmint.pipeline.quantize.model.selection import select
+from quantmint.pipeline.stages.advice import advise
+from quantmint.pipeline.stages.evaluate import ANSWERS
+from quantmint.pipeline.stages.gate import GATE, measured_inputs
+from quantmint.pipeline.stages.quantize import INSPECTION, needs_ranges
+from quantmint.pipeline.stages.sensitivity import KEY, read_groups
+from quantmint.pipeline.stages.serve import LAUNCH, SIDES
+from quantmint.pipeline.stages.source import model_folder, read_source
+from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.gc import list_runs
 
 FILES = {"html": PAGE, "markdown": CARD, "junit": JUNIT, "json": DATA}
 """The file of each form."""
@@ -65,7 +65,7 @@ class ReportStage(Stage):
 
     def run(self, job: Job) -> Output:
         """Gather, write the data, draw the page."""
-        from eval.report.page import write
+        from quantmint.eval.report.page import write
 
         size = write(job.path, gather(job)).stat().st_size
         return Output(result={"page": PAGE}, summary=f"{PAGE}, {size / 1e3:,.0f} kB")

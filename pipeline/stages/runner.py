@@ -13,20 +13,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from calibration.errors import CalibrationError
-from eval.errors import DefinitionError, MeasurementError
-from eval.verdict import Verdict
-from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import InspectionError, InvalidMeasurementError, QuantmintError, StageError, StoreError
-from pipeline.base.progress import Reporter
-from pipeline.base.transience import is_transient
-from pipeline.stages.planning import after_stop, find_entry, stopped_by
-from pipeline.stages.quantize import INSPECTION, reasons_of
-from pipeline.stages.serve import Servers, ServeStage, launch_plan
-from pipeline.stages.source import model_folder
-from pipeline.stages.stage import Job, Planned, Setting
-from pipeline.store.entries import Entry
-from pipeline.store.gc import RunLog
+from quantmint.calibration.errors import CalibrationError
+from quantmint.eval.errors import DefinitionError, MeasurementError
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.errors import (
+    InspectionError,
+    InvalidMeasurementError,
+    QuantmintError,
+    StageError,
+    StoreError,
+)
+from quantmint.pipeline.base.progress import Reporter
+from quantmint.pipeline.base.transience import is_transient
+from quantmint.pipeline.stages.planning import after_stop, find_entry, stopped_by
+from quantmint.pipeline.stages.quantize import INSPECTION, reasons_of
+from quantmint.pipeline.stages.serve import Servers, ServeStage, launch_plan
+from quantmint.pipeline.stages.source import model_folder
+from quantmint.pipeline.stages.stage import Job, Planned, Setting
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.gc import RunLog
 
 RELEASING = ("package", "sign", "publish")
 """Stages that only a PASS is given to, in the order in which they run."""

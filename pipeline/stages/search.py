@@ -12,20 +12,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eval.verdict import Verdict
-from pipeline.base.errors import RecipeError
-from pipeline.base.progress import Reporter
-from pipeline.base.schemes import scheme, table
-from pipeline.quantize.budget import Group, Point, overrides, spend, tries
-from pipeline.recipe.load import LoadedRecipe, validated
-from pipeline.recipe.modules import override_of
-from pipeline.recipe.schema import AUTO, BUDGET, Recipe
-from pipeline.stages.advice import choices
-from pipeline.stages.planning import build_plan, cut, find_entry, foreseen
-from pipeline.stages.preflight import require_means
-from pipeline.stages.runner import Outcome, run_plan
-from pipeline.stages.sensitivity import KEY, priced, read_groups, spendable
-from pipeline.stages.stage import Chosen, Setting
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.errors import RecipeError
+from quantmint.pipeline.base.progress import Reporter
+from quantmint.pipeline.base.schemes import scheme, table
+from quantmint.pipeline.quantize.budget import Group, Point, overrides, spend, tries
+from quantmint.pipeline.recipe.load import LoadedRecipe, validated
+from quantmint.pipeline.recipe.modules import override_of
+from quantmint.pipeline.recipe.schema import AUTO, BUDGET, Recipe
+from quantmint.pipeline.stages.advice import choices
+from quantmint.pipeline.stages.planning import build_plan, cut, find_entry, foreseen
+from quantmint.pipeline.stages.preflight import require_means
+from quantmint.pipeline.stages.runner import Outcome, run_plan
+from quantmint.pipeline.stages.sensitivity import KEY, priced, read_groups, spendable
+from quantmint.pipeline.stages.stage import Chosen, Setting
 
 _GO_ON = (Verdict.FAIL, Verdict.INCONCLUSIVE)
 """What more bits may mend: a loss that is too large, or so near the margin that the items cannot tell."""

@@ -17,29 +17,29 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from calibration.lazy import torch
-from calibration.replica import Replica, replica, sources
-from calibration.room import measuring
-from calibration.sensitivity import Change, Tensors, measure
-from pipeline.base.errors import StageError
-from pipeline.base.hardware import hardware
-from pipeline.base.schemes import scheme
-from pipeline.quantize.budget import Group, Option, Roofline
-from pipeline.quantize.device import resolve_devices
-from pipeline.quantize.engines.stream.gptq import CARRIED, factored, gptq
-from pipeline.quantize.engines.stream.kernels import KERNELS, fp8_scale, kernel_name
-from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.quantize.inspection.numbers import dequantize
-from pipeline.quantize.model.experts import expert_slice, part_of
-from pipeline.quantize.rounding import round_activations
-from pipeline.recipe.modules import fused_with, is_excluded, override_of, text_config
-from pipeline.recipe.schema import Quantization
-from pipeline.serving.reference.model import round_inputs
-from pipeline.stages.calibrate import data_identity, read_tokens
-from pipeline.stages.cost import routed_share
-from pipeline.stages.source import read_source
-from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
-from pipeline.store.entries import Entry
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.replica import Replica, replica, sources
+from quantmint.calibration.room import measuring
+from quantmint.calibration.sensitivity import Change, Tensors, measure
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.quantize.budget import Group, Option, Roofline
+from quantmint.pipeline.quantize.device import resolve_devices
+from quantmint.pipeline.quantize.engines.stream.gptq import CARRIED, factored, gptq
+from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS, fp8_scale, kernel_name
+from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.quantize.inspection.numbers import dequantize
+from quantmint.pipeline.quantize.model.experts import expert_slice, part_of
+from quantmint.pipeline.quantize.rounding import round_activations
+from quantmint.pipeline.recipe.modules import fused_with, is_excluded, override_of, text_config
+from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.serving.reference.model import round_inputs
+from quantmint.pipeline.stages.calibrate import data_identity, read_tokens
+from quantmint.pipeline.stages.cost import routed_share
+from quantmint.pipeline.stages.source import read_source
+from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from quantmint.pipeline.store.entries import Entry
 
 KEY = "sensitivity"
 SENSITIVITY = "sensitivity.json"

@@ -17,39 +17,39 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from calibration.container import memory_left
-from calibration.room import free_bytes
-from eval.measurements import Side
-from eval.suites import TASKS_FOLDER
-from eval.workloads import Workload
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import hardware
-from pipeline.base.machine import Device, versions
-from pipeline.base.processes import Conversation, conversation
-from pipeline.base.progress import Progress
-from pipeline.quantize.device import give_back_memory
-from pipeline.quantize.digest import template_digest, tokenizer_digest
-from pipeline.recipe.modules import assigned
-from pipeline.recipe.schema import Quantization, Recipe
-from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.host.detect import device_here
-from pipeline.serving.knobs.table import NEWEST_READ
-from pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
-from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import Target, parse_target, profile
-from pipeline.serving.running.launchers import (
+from quantmint.calibration.container import memory_left
+from quantmint.calibration.room import free_bytes
+from quantmint.eval.measurements import Side
+from quantmint.eval.suites import TASKS_FOLDER
+from quantmint.eval.workloads import Workload
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.base.machine import Device, versions
+from quantmint.pipeline.base.processes import Conversation, conversation
+from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.quantize.device import give_back_memory
+from quantmint.pipeline.quantize.digest import template_digest, tokenizer_digest
+from quantmint.pipeline.recipe.modules import assigned
+from quantmint.pipeline.recipe.schema import Quantization, Recipe
+from quantmint.pipeline.serving.environment import VllmEnvironment
+from quantmint.pipeline.serving.host.detect import device_here
+from quantmint.pipeline.serving.knobs.table import NEWEST_READ
+from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
+from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
+from quantmint.pipeline.serving.running.launchers import (
     ClusterLauncher,
     LocalLauncher,
     reference_command,
     reference_environment,
     reference_plan,
 )
-from pipeline.serving.running.log import LogScan, broken_promises, checkpoint_quantization, scan_log
-from pipeline.serving.running.server import Server
-from pipeline.stages.source import model_folder
-from pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
-from pipeline.store.toolchain import ENVIRONMENT, environment_here, environment_of
+from quantmint.pipeline.serving.running.log import LogScan, broken_promises, checkpoint_quantization, scan_log
+from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.stages.source import model_folder
+from quantmint.pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
+from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here, environment_of
 
 STARTUP_TIMEOUT = 3600.0
 """Seconds that a server may take to load; a 405B model from a network disk takes most of it."""
@@ -122,7 +122,7 @@ class Servers:
             self._asking.close()
             log.unlink(missing_ok=True)
             self._progress.say(f"starting lm-eval, log in {log}")
-            argv = [sys.executable, "-m", "eval.harness_child"]
+            argv = [sys.executable, "-P", "-m", "quantmint.eval.harness_child"]
             talk = self._asking.enter_context(conversation(argv, log, what="lm-eval", env=env, secrets=secrets))
             self._lm_eval = how, talk
         return self._lm_eval[1], log

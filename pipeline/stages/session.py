@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval import suites, workloads
-from pipeline.base.argument import classify
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import local_cpu_flags
-from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.recipe.faults import refuse
-from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
-from pipeline.serving.environment import VARIABLE, find_vllm, serving_image
-from pipeline.stages.checks import check
-from pipeline.stages.search import settled
-from pipeline.stages.source import config_folder, identify
-from pipeline.stages.stage import Commits, Setting, SourceIdentity
-from pipeline.store.gc import list_runs
-from pipeline.store.tree import Store
+from quantmint.eval import suites, workloads
+from quantmint.pipeline.base.argument import classify
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import local_cpu_flags
+from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.recipe.faults import refuse
+from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
+from quantmint.pipeline.serving.environment import VARIABLE, find_vllm, serving_image
+from quantmint.pipeline.stages.checks import check
+from quantmint.pipeline.stages.search import settled
+from quantmint.pipeline.stages.source import config_folder, identify
+from quantmint.pipeline.stages.stage import Commits, Setting, SourceIdentity
+from quantmint.pipeline.store.gc import list_runs
+from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from pipeline.store.remote import RemoteTier
+    from quantmint.pipeline.store.remote import RemoteTier
 
 
 def recipe_named(text: str, store: Path) -> str | None:

@@ -20,18 +20,18 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from eval.accuracy import margin_in_units
-from eval.comparison.model import Report, read
-from eval.errors import MeasurementError
-from eval.records import Record
-from eval.report.model import DATA, PAGE
-from eval.report.page import environment
-from pipeline.base.errors import UserError
-from pipeline.stages.finished import of_run
-from pipeline.store.disk import disk_errors, write_atomic
-from pipeline.store.gc import Run, list_runs
-from pipeline.store.locks import Lock
-from pipeline.store.tree import Store
+from quantmint.eval.accuracy import margin_in_units
+from quantmint.eval.comparison.model import Report, read
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.records import Record
+from quantmint.eval.report.model import DATA, PAGE
+from quantmint.eval.report.page import environment
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.stages.finished import of_run
+from quantmint.pipeline.store.disk import disk_errors, write_atomic
+from quantmint.pipeline.store.gc import Run, list_runs
+from quantmint.pipeline.store.locks import Lock
+from quantmint.pipeline.store.tree import Store
 
 PAGE_DIGITS = 16
 OPEN = 8

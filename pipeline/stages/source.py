@@ -10,20 +10,20 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 
-from calibration.batches import hub_errors
-from pipeline.base.argument import HUB_SCHEME, classify
-from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import StageError, UserError, first_line
-from pipeline.base.progress import Progress
-from pipeline.base.transience import is_transient
-from pipeline.publish.release import CARD
-from pipeline.quantize.digest import MODEL_FILES, file_digests, folder_digest, model_files
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint, read_json
-from pipeline.quantize.model.structure import Structure, read_structure
-from pipeline.recipe.schema import Source as SourceSection
-from pipeline.stages.stage import Job, Output, Setting, SourceIdentity, Stage, write_json
-from pipeline.store.disk import sha256_of
-from pipeline.store.entries import Entry
+from quantmint.calibration.batches import hub_errors
+from quantmint.pipeline.base.argument import HUB_SCHEME, classify
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.errors import StageError, UserError, first_line
+from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.base.transience import is_transient
+from quantmint.pipeline.publish.release import CARD
+from quantmint.pipeline.quantize.digest import MODEL_FILES, file_digests, folder_digest, model_files
+from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint, read_json
+from quantmint.pipeline.quantize.model.structure import Structure, read_structure
+from quantmint.pipeline.recipe.schema import Source as SourceSection
+from quantmint.pipeline.stages.stage import Job, Output, Setting, SourceIdentity, Stage, write_json
+from quantmint.pipeline.store.disk import sha256_of
+from quantmint.pipeline.store.entries import Entry
 
 LOCATION = "location.json"
 CHECKPOINT = "checkpoint"

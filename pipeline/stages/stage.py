@@ -13,29 +13,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from calibration.batches import dataset_commit
-from calibration.errors import CalibrationError
-from eval.measurements import Side
-from eval.suites import Suite
-from eval.workloads import Workload
-from pipeline.base.errors import QuantmintError
-from pipeline.base.machine import versions
-from pipeline.base.progress import Progress
-from pipeline.recipe.load import LoadedRecipe
-from pipeline.recipe.schema import COMMIT, Recipe
-from pipeline.store.entries import Entry
-from pipeline.store.tree import Store
+from quantmint.calibration.batches import dataset_commit
+from quantmint.calibration.errors import CalibrationError
+from quantmint.eval.measurements import Side
+from quantmint.eval.suites import Suite
+from quantmint.eval.workloads import Workload
+from quantmint.pipeline.base.errors import QuantmintError
+from quantmint.pipeline.base.machine import versions
+from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.recipe.load import LoadedRecipe
+from quantmint.pipeline.recipe.schema import COMMIT, Recipe
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from calibration.calibrate import Places
-    from pipeline.base.processes import Conversation
-    from pipeline.quantize.budget import Point
-    from pipeline.quantize.engines.stream.schedule import WriteShards
-    from pipeline.serving.environment import VllmEnvironment
-    from pipeline.serving.plan import LaunchPlan
-    from pipeline.serving.running.launchers import Cluster
-    from pipeline.serving.running.server import Server
-    from pipeline.store.remote import RemoteTier
+    from quantmint.calibration.calibrate import Places
+    from quantmint.pipeline.base.processes import Conversation
+    from quantmint.pipeline.quantize.budget import Point
+    from quantmint.pipeline.quantize.engines.stream.schedule import WriteShards
+    from quantmint.pipeline.serving.environment import VllmEnvironment
+    from quantmint.pipeline.serving.plan import LaunchPlan
+    from quantmint.pipeline.serving.running.launchers import Cluster
+    from quantmint.pipeline.serving.running.server import Server
+    from quantmint.pipeline.store.remote import RemoteTier
 
 
 class Commits:

@@ -21,20 +21,20 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from eval.comparison.model import Report, from_report
-from eval.errors import MeasurementError
-from eval.gate import GateReport
-from eval.report.model import DATA, JUNIT, PAGE
-from eval.throughput import LATENCY_FIELDS
-from pipeline.base.errors import QuantmintError, UserError, first_line, redact
-from pipeline.stages.finished import gate_of
+from quantmint.eval.comparison.model import Report, from_report
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate import GateReport
+from quantmint.eval.report.model import DATA, JUNIT, PAGE
+from quantmint.eval.throughput import LATENCY_FIELDS
+from quantmint.pipeline.base.errors import QuantmintError, UserError, first_line, redact
+from quantmint.pipeline.stages.finished import gate_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-    from pipeline.stages.stage import Setting
-    from pipeline.store.entries import Entry
-    from pipeline.store.tree import Store
+    from quantmint.pipeline.stages.stage import Setting
+    from quantmint.pipeline.store.entries import Entry
+    from quantmint.pipeline.store.tree import Store
 
 FINGERPRINT = "quantmint.fingerprint"
 """Tag that tells whether a run is there already: the SHA-256 of its report.json, wherever that lies."""

@@ -12,20 +12,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from eval import workloads
-from eval.errors import DefinitionError
-from pipeline.base.errors import UserError
-from pipeline.base.machine import Machine, cores
-from pipeline.base.progress import Reporter
-from pipeline.quantize.digest import file_digests, folder_digest
-from pipeline.recipe.schema import Serve
-from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.model.facts import ModelFacts
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.tuning.aiter import Gemms, tune_gemms
-from pipeline.serving.tuning.launching import run_sweep
-from pipeline.serving.tuning.report import Report, report, write
-from pipeline.serving.tuning.space import (
+from quantmint.eval import workloads
+from quantmint.eval.errors import DefinitionError
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.machine import Machine, cores
+from quantmint.pipeline.base.progress import Reporter
+from quantmint.pipeline.quantize.digest import file_digests, folder_digest
+from quantmint.pipeline.recipe.schema import Serve
+from quantmint.pipeline.serving.environment import VllmEnvironment
+from quantmint.pipeline.serving.model.facts import ModelFacts
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.tuning.aiter import Gemms, tune_gemms
+from quantmint.pipeline.serving.tuning.launching import run_sweep
+from quantmint.pipeline.serving.tuning.report import Report, report, write
+from quantmint.pipeline.serving.tuning.space import (
     BASE,
     STAGE,
     TUNABLEOP,
@@ -37,15 +37,15 @@ from pipeline.serving.tuning.space import (
     machine_facts,
     planner,
 )
-from pipeline.serving.tuning.sweep import Sweep, planned
-from pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, first_pass
-from pipeline.stages.launch import ServedModel, fetched, find_model, profile_for, target_for, vllm_for
-from pipeline.stages.search import run_search
-from pipeline.stages.session import open_setting
-from pipeline.store.disk import disk_errors
-from pipeline.store.gc import RunLog
-from pipeline.store.locks import Lock
-from pipeline.store.tree import Store
+from quantmint.pipeline.serving.tuning.sweep import Sweep, planned
+from quantmint.pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, first_pass
+from quantmint.pipeline.stages.launch import ServedModel, fetched, find_model, profile_for, target_for, vllm_for
+from quantmint.pipeline.stages.search import run_search
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.store.disk import disk_errors
+from quantmint.pipeline.store.gc import RunLog
+from quantmint.pipeline.store.locks import Lock
+from quantmint.pipeline.store.tree import Store
 
 LOCK = "tuning.lock"
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from calibration.durable import whole
-from pipeline.base.errors import StoreError
+from quantmint.calibration.durable import whole
+from quantmint.pipeline.base.errors import StoreError
 
 # errno -> (what happened, what to do about it)
 _FAULTS: Final[dict[int, tuple[str, str]]] = {

@@ -20,9 +20,9 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from pipeline.base.canonical import Json, UnstableValueError, fingerprint, plain
-from pipeline.base.errors import StoreError
-from pipeline.store.disk import disk_errors, regular_files, sha256_of
+from quantmint.pipeline.base.canonical import Json, UnstableValueError, fingerprint, plain
+from quantmint.pipeline.base.errors import StoreError
+from quantmint.pipeline.store.disk import disk_errors, regular_files, sha256_of
 
 SCHEMA: Final = 1
 RECORD: Final = "record.json"

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from calibration.durable import fsync
-from pipeline.base.errors import StageError, UserError
-from pipeline.store.disk import disk_errors
+from quantmint.calibration.durable import fsync
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.store.disk import disk_errors
 
 if TYPE_CHECKING:
-    from pipeline.base.progress import Progress
+    from quantmint.pipeline.base.progress import Progress
 
 Advance = Callable[[int], None]
 """Called with the bytes that are done since the last call."""

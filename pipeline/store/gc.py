@@ -20,11 +20,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from pipeline.base.canonical import Json
-from pipeline.store.disk import disk_errors, write_atomic
-from pipeline.store.entries import FINGERPRINT, RECORD, check_result, timestamp
-from pipeline.store.locks import Lock, is_held, runs_still, this_process
-from pipeline.store.tree import QUARANTINE, RESERVED, RUNS, STAGE, TRASH, Store
+from quantmint.pipeline.base.canonical import Json
+from quantmint.pipeline.store.disk import disk_errors, write_atomic
+from quantmint.pipeline.store.entries import FINGERPRINT, RECORD, check_result, timestamp
+from quantmint.pipeline.store.locks import Lock, is_held, runs_still, this_process
+from quantmint.pipeline.store.tree import QUARANTINE, RESERVED, RUNS, STAGE, TRASH, Store
 
 RUN_SCHEMA: Final = 1
 

@@ -36,8 +36,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.base.errors import StoreError
-from pipeline.base.machine import process_stat
+from quantmint.pipeline.base.errors import StoreError
+from quantmint.pipeline.base.machine import process_stat
 
 HEARTBEAT_S = 5.0
 STALE_AFTER_S = 60.0

@@ -19,8 +19,8 @@ from functools import cached_property
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from pipeline.base.errors import QuantmintError, StageError, UserError
-from pipeline.store.files import Advance, File, judged
+from quantmint.pipeline.base.errors import QuantmintError, StageError, UserError
+from quantmint.pipeline.store.files import Advance, File, judged
 
 PART = 32 << 20
 """Bytes of a part; what fits into one is sent in one piece."""

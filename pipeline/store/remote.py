@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import QuantmintError, StoreError, UserError
-from pipeline.base.machine import Device
-from pipeline.base.progress import Progress
-from pipeline.store.entries import Entry, Record
-from pipeline.store.files import PARTIAL, File, fetch, require_safe
-from pipeline.store.objects import Objects
-from pipeline.store.tree import Work
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.errors import QuantmintError, StoreError, UserError
+from quantmint.pipeline.base.machine import Device
+from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.store.entries import Entry, Record
+from quantmint.pipeline.store.files import PARTIAL, File, fetch, require_safe
+from quantmint.pipeline.store.objects import Objects
+from quantmint.pipeline.store.tree import Work
 
 SCHEMA: Final = 1
 _FOLDER: Final = re.compile(r"[0-9a-f]{16}")

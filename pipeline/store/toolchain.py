@@ -19,8 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pipeline.base.errors import ServingError
-from pipeline.store.entries import Entry
+from quantmint.pipeline.base.errors import ServingError
+from quantmint.pipeline.store.entries import Entry
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

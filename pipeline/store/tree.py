@@ -23,11 +23,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from calibration.durable import fsync
-from pipeline.base.canonical import fingerprint as digest_of
-from pipeline.base.errors import StoreError
-from pipeline.store.disk import FULL, disk_errors, explain, folders, regular_files, sha256_of, write_atomic
-from pipeline.store.entries import (
+from quantmint.calibration.durable import fsync
+from quantmint.pipeline.base.canonical import fingerprint as digest_of
+from quantmint.pipeline.base.errors import StoreError
+from quantmint.pipeline.store.disk import FULL, disk_errors, explain, folders, regular_files, sha256_of, write_atomic
+from quantmint.pipeline.store.entries import (
     FINGERPRINT,
     RECORD,
     Entry,
@@ -38,7 +38,7 @@ from pipeline.store.entries import (
     mismatch,
     timestamp,
 )
-from pipeline.store.locks import Lock
+from quantmint.pipeline.store.locks import Lock
 
 QUARANTINE: Final = "quarantine"
 RUNS: Final = "runs"
@@ -52,7 +52,7 @@ _CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # backup progra
 class Store:
     """A store at ``root``, which is made by the first write.
 
-    ``on_warning`` hears of every entry that was put aside; by default the logger ``pipeline.store.tree`` does.
+    ``on_warning`` hears of every entry that was put aside; by default this module's logger does.
     """
 
     def __init__(self, root: Path, *, on_warning: Callable[[str], None] | None = None) -> None:

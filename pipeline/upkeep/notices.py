@@ -28,11 +28,11 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from eval.verdict import Verdict
-from pipeline import __version__
-from pipeline.base.errors import UserError
-from pipeline.base.transience import is_transient_status
-from pipeline.upkeep.fleet.events import Event, RecipeState, State, all_states
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline import __version__
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.transience import is_transient_status
+from quantmint.pipeline.upkeep.fleet.events import Event, RecipeState, State, all_states
 
 SCHEMA: Final = 1
 ATTEMPTS: Final = 5

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recipes.tiny.tokenizer import END
-from recipes.tiny.world import RELATIONS, World, grammar_pool
+from quantmint.recipes.tiny.tokenizer import END
+from quantmint.recipes.tiny.world import RELATIONS, World, grammar_pool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.tiny.world import RELATIONS, Fact, World, grammar_sentence
+from quantmint.recipes.tiny.world import RELATIONS, Fact, World, grammar_sentence
 
 FACT_ITEMS = 2000
 CONTESTED_ITEMS = 0.75

@@ -1,6 +1,6 @@
 """Train the tiny model from nothing: minutes on a GPU, and hours on a CPU.
 
-    python -m recipes.tiny.train --output build/tiny
+    python -m quantmint.recipes.tiny.train --output build/tiny
 
 It writes ``model/``, ``tasks/`` and ``calibration/``. The seed fixes the world, the tasks, the first weights and, on
 one kind of device, the text. Backward kernels add in an order of their own, so two runs agree in what the model knows
@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipes.tiny.shape import add_outlier_channels
-from recipes.tiny.stream import Sentences
-from recipes.tiny.tasks import write_tasks
-from recipes.tiny.tokenizer import build_tokenizer
-from recipes.tiny.world import build_world
+from quantmint.recipes.tiny.shape import add_outlier_channels
+from quantmint.recipes.tiny.stream import Sentences
+from quantmint.recipes.tiny.tasks import write_tasks
+from quantmint.recipes.tiny.tokenizer import build_tokenizer
+from quantmint.recipes.tiny.world import build_world
 
 ROW = 64
 """Tokens in a training row: about eight sentences."""

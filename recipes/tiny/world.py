@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipes.tiny import words
+from quantmint.recipes.tiny import words
 
 PEOPLE = 1536
 POOL = 32

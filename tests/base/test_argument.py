@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.argument import classify
+from quantmint.pipeline.base.argument import classify
 
 TAG = "v20261121-3f1c0a52"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import InvalidMeasurementError, StageError
-from pipeline.base.processes import conversation
+from quantmint.pipeline.base.errors import InvalidMeasurementError, StageError
+from quantmint.pipeline.base.processes import conversation
 from tests.processes import processes_naming
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ for line in lines:
 OWNER = """
 import sys
 from pathlib import Path
-from pipeline.base.processes import conversation
+from quantmint.pipeline.base.processes import conversation
 with conversation([sys.executable, "-c", sys.argv[1], sys.argv[2]], Path(sys.argv[3]), what="it", env={}) as talk:
     talk.ask({"what": "add", "numbers": []})
     Path(sys.argv[4]).touch()
@@ -73,7 +73,7 @@ def test_a_program_that_ends_before_it_answers_is_quoted(tmp_path: Path) -> None
 
 def test_another_user_is_not_listened_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     users = iter([os.geteuid() + 1, os.geteuid()])
-    monkeypatch.setattr("pipeline.base.processes._user_of", lambda _: next(users))
+    monkeypatch.setattr("quantmint.pipeline.base.processes._user_of", lambda _: next(users))
     first = PROGRAM.replace("lines =", "turned_away = connection.recv(1)\nconnection = socket.socket(socket.AF_UNIX)\n"
                             'connection.connect(sys.argv[-1].replace("@", "\\0", 1))\nlines =')  # fmt: skip
     with conversation([sys.executable, "-c", first], tmp_path / "log", what="it", env={}) as talk:

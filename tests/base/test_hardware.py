@@ -7,8 +7,8 @@ from importlib import resources
 import pytest
 import yaml
 
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import (
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import (
     by_name,
     by_pci,
     cautions,
@@ -134,7 +134,7 @@ def test_what_is_multiplied_as_it_is_stored():
 
 
 def test_rules_name_facts_that_exist():
-    document = yaml.safe_load(resources.files("pipeline.base").joinpath("hardware.yaml").read_text())
+    document = yaml.safe_load(resources.files("quantmint.pipeline.base").joinpath("hardware.yaml").read_text())
     for rule in document["refusals"] + document["cautions"] + document["native"]:
         assert set(rule["when"]) <= {"hardware", "kind", "arch", "scheme", "kv_cache", "format", "expert_schemes"}
         assert set(rule["when"].get("arch", [])) <= {"gfx942", "gfx950"}

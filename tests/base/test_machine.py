@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from calibration.container import memory_left, memory_limit
-from pipeline.base.machine import cores
-from pipeline.quantize.device import device_memory
+from quantmint.calibration.container import memory_left, memory_limit
+from quantmint.pipeline.base.machine import cores
+from quantmint.pipeline.quantize.device import device_memory
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_memory_is_the_least_that_a_control_group_on_the_way_leaves(groups: Path
 
 def test_a_plans_memory_ends_at_the_containers_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = device_memory("cpu")
-    monkeypatch.setattr("pipeline.quantize.device.memory_limit", lambda: 1 << 30)
+    monkeypatch.setattr("quantmint.pipeline.quantize.device.memory_limit", lambda: 1 << 30)
     assert device_memory("cpu") == 1 << 30
-    monkeypatch.setattr("pipeline.quantize.device.memory_limit", lambda: whole + 1)
+    monkeypatch.setattr("quantmint.pipeline.quantize.device.memory_limit", lambda: whole + 1)
     assert device_memory("cpu") <= whole + 1
 
 
 def test_the_age_of_a_process_counts_its_imports() -> None:
-    code = "import time; time.sleep(0.3); from pipeline.base.machine import process_age; print(process_age())"
+    code = "import time; time.sleep(0.3); from quantmint.pipeline.base.machine import process_age; print(process_age())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.28 < float(done.stdout) < 300

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.progress import PlainReporter, Reporter
+from quantmint.pipeline.base.progress import PlainReporter, Reporter
 
 ROOT = Path(__file__).parents[2]
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -47,7 +47,7 @@ def test_a_log_has_lines_and_nothing_else() -> None:
 
 def test_a_log_hears_of_long_work_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, clock = io.StringIO(), itertools.count(step=25)
-    monkeypatch.setattr("pipeline.base.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("quantmint.pipeline.base.progress.time.monotonic", lambda: next(clock))
     with PlainReporter(stream).bar(10, "samples") as advance:
         for _ in range(10):
             advance(1)
@@ -63,7 +63,7 @@ def test_what_is_quoted_cannot_move_the_cursor() -> None:
 
 _TELL = """
 import sys
-from pipeline.base.progress import reporter_for
+from quantmint.pipeline.base.progress import reporter_for
 reporter = reporter_for(json="--json" in sys.argv)
 with reporter.bar(3, sys.argv[1]) as advance:
     for _ in range(3):

@@ -94,7 +94,7 @@ def command(contender: str, task: Task, source: Path, destination: Path) -> list
         case "quark":
             name, scheme = "quark", QUARK[task.case]
         case _:
-            return [python, "-m", "pipeline", "quantize", *folders, *_options(contender, task)]
+            return [python, "-m", "quantmint", "quantize", *folders, *_options(contender, task)]
     text = str(task.words) if task.calibrated else None
     algorithm = "gptq" if task.case == "mxfp4_gptq" else None
     order = {"scheme": scheme, "algorithm": algorithm, "device": task.device, "text": text, "batch": _BATCH}

@@ -33,7 +33,7 @@ from typing import Any
 
 import click
 
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, encode_header, tensor_bytes
+from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, encode_header, tensor_bytes
 from tests.bench.disk import disk_limit, flush
 from tests.bench.model import describe, into_page_cache, write_tokenizer
 
@@ -250,7 +250,7 @@ def quantize(
     """
     logs = [Path(f"{out}.stdout"), Path(f"{out}.stderr")]
     options = ["--scheme", scheme, "--format", layout, "--exclude", EXCLUDED, "--device", device, "--json"]
-    samples, program = cache / "samples.json", ["-m", "pipeline"]
+    samples, program = cache / "samples.json", ["-m", "quantmint"]
     if sampled or (threads is not None and device != "cpu"):
         workers = [] if threads is None or device == "cpu" else ["--workers", str(threads)]
         program = ["-m", "tests.bench.sampled", str(samples), *workers, "--"]

@@ -32,7 +32,7 @@ def command(device: str, experts: int, rows: int, columns: int, together: int, k
     """Round random experts both ways, and say how the sums of their errors compare."""
     import torch
 
-    from pipeline.quantize.engines.stream.gptq import factored, gptq, gptq_stack
+    from quantmint.pipeline.quantize.engines.stream.gptq import factored, gptq, gptq_stack
 
     generator = torch.Generator(device).manual_seed(0)
     with torch.inference_mode():

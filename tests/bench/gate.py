@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri, stdtrit
 
-from eval import records, suites
-from eval.measurements import order
-from eval.power import outcome
-from eval.statistics.paired import (
+from quantmint.eval import records, suites
+from quantmint.eval.measurements import order
+from quantmint.eval.power import outcome
+from quantmint.eval.statistics.paired import (
     LOWER_CORRECTION,
     UPPER_CORRECTION,
     design_effect,
@@ -32,8 +32,8 @@ from eval.statistics.paired import (
     ratio,
     score_deviation,
 )
-from eval.statistics.ranks import critical_pairs
-from eval.statistics.sequential import boundary, plan_looks
+from quantmint.eval.statistics.ranks import critical_pairs
+from quantmint.eval.statistics.sequential import boundary, plan_looks
 
 Array = NDArray[Any]
 Sides = tuple[Array, Array]

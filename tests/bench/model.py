@@ -70,7 +70,7 @@ def write_model(folder: Path, shape: Shape, layers: int, shards: int, *, vocabul
     import torch
     from transformers import LlamaConfig
 
-    from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME
+    from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME
 
     files = _split(shape.tensors(layers, vocabulary), shards)
     total = sum(map(_size, files))
@@ -126,7 +126,7 @@ def _split(tensors: dict[str, tuple[int, ...]], shards: int) -> list[dict[str, t
 def _write_shard(path: Path, tensors: dict[str, tuple[int, ...]], block: object) -> None:
     import torch
 
-    from pipeline.quantize.formats.checkpoint import encode_header
+    from quantmint.pipeline.quantize.formats.checkpoint import encode_header
 
     assert isinstance(block, torch.Tensor)
     values = memoryview(block.view(torch.uint8).numpy().data)
@@ -167,7 +167,7 @@ def describe(device: str) -> dict[str, Any]:
     """Processor, cores, memory, accelerator and PyTorch of this machine."""
     import torch
 
-    from pipeline.quantize.device import device_title, resolve_devices
+    from quantmint.pipeline.quantize.device import device_title, resolve_devices
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.processor())

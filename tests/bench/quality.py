@@ -106,7 +106,7 @@ class Bench:
         options = ["--device", self.device, "--json", "--no-packing", *shlex.split(row["options"])]
         options += ["--calibration", str(self.folder / "words.yaml"), "--samples", str(len(self.calibration))]
         options += ["--sequence-length", str(LENGTH), "--batch-size", str(_BATCH)]
-        return [sys.executable, "-m", "pipeline", "quantize", str(self.source), str(out), *options]
+        return [sys.executable, "-m", "quantmint", "quantize", str(self.source), str(out), *options]
 
     def make(self, row: Mapping[str, Any], out: Path) -> dict[str, Any]:
         """Make a row's checkpoint: ``wall`` and ``cpu`` in seconds, ``rss`` in bytes; or ``why_not``."""
@@ -145,7 +145,7 @@ class Bench:
     def _states(self, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
-        from pipeline.serving.reference.model import load
+        from quantmint.pipeline.serving.reference.model import load
 
         model: Any = load(folder, self.device).model
         with torch.inference_mode():
@@ -188,8 +188,8 @@ def stored_bits(source: Path, folder: Path) -> float:
     """Bits that are stored for a weight of the decoder's linear layers: values, scales and zero points."""
     from safetensors import safe_open
 
-    from pipeline.quantize.formats.checkpoint import open_checkpoint
-    from pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+    from quantmint.pipeline.quantize.model.structure import read_structure
 
     original = open_checkpoint(source)
     modules = set(read_structure(source, original.tensors).linear) - {"lm_head"}

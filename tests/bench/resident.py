@@ -10,14 +10,14 @@ import sys
 import threading
 from pathlib import Path
 
-from pipeline.upkeep.fleet.events import Event
-from pipeline.upkeep.fleet.jobs import Options, Request
-from pipeline.upkeep.fleet.rounds import Fleet
+from quantmint.pipeline.upkeep.fleet.events import Event
+from quantmint.pipeline.upkeep.fleet.jobs import Options, Request
+from quantmint.pipeline.upkeep.fleet.rounds import Fleet
 
 
 def main(store: str, python: str) -> None:
     """Run until the input ends."""
-    options = Options(store=Path(store), command=(python, "-m", "pipeline", "run"), first_wait_s=0.1)
+    options = Options(store=Path(store), command=(python, "-m", "quantmint", "run"), first_wait_s=0.1)
     fleet = Fleet(options, on_event=_tell, warn=_unheard)
 
     def listen() -> None:

@@ -61,10 +61,10 @@ def main(arguments: list[str]) -> None:
     ours, theirs = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     out = Path(ours[0])
     if "--workers" in ours:
-        from pipeline.quantize.engines.stream import schedule
+        from quantmint.pipeline.quantize.engines.stream import schedule
 
         schedule._GPU_WORKERS = int(ours[ours.index("--workers") + 1])
-    from pipeline.commands.cli import main as command
+    from quantmint.pipeline.commands.cli import main as command
 
     sys.argv = ["quantmint", *theirs]
     sampler = Sampler()

@@ -41,12 +41,12 @@ def hold(cores: list[list[int]]) -> None:
 
 
 def drive(order: dict[str, Any]) -> dict[str, Any]:
-    from pipeline.base.progress import PlainReporter
-    from pipeline.quantize.engines.stream.engine import write_checkpoint
-    from pipeline.quantize.engines.stream.plan import plan_shards
-    from pipeline.quantize.formats.checkpoint import open_checkpoint
-    from pipeline.quantize.formats.layout import Choice
-    from pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.base.progress import PlainReporter
+    from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
+    from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+    from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+    from quantmint.pipeline.quantize.formats.layout import Choice
+    from quantmint.pipeline.quantize.model.structure import read_structure
 
     found: dict[str, Any] = {}
     watcher = PlainReporter(sys.stderr)
@@ -66,7 +66,7 @@ def drive(order: dict[str, Any]) -> dict[str, Any]:
         plans = plan_shards(checkpoint, structure, choice, "compressed-tensors")
     spread, write = None, None
     if order["on"] is not None:
-        from pipeline.clusters.ray.spread import RaySpread
+        from quantmint.pipeline.clusters.ray.spread import RaySpread
 
         with clock("start"):
             spread = RaySpread(order["on"], "cpu", watcher)
@@ -105,8 +105,8 @@ def drive(order: dict[str, Any]) -> dict[str, Any]:
 def _calibrate(folder: Path, order: dict[str, Any], out: Path, spread: Any, watcher: Any) -> Any:
     import torch
 
-    from calibration.calibrate import calibrate
-    from calibration.observers import Observation
+    from quantmint.calibration.calibrate import calibrate
+    from quantmint.calibration.observers import Observation
 
     # As many threads as a worker takes, which need not be what the driver was told.
     torch.set_num_threads(len(os.sched_getaffinity(0)))

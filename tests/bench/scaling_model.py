@@ -115,10 +115,10 @@ def _row(parts: Parts, model: str, gigabytes: float, files: int, samples: int, n
 
 def _calibration(result: Mapping[str, Any], source: Path) -> tuple[float, float, float]:
     """Seconds until the model is there, of one more sample, and of reading and joining a share's measurement."""
-    from calibration.measurement import Measurement
-    from calibration.observers import Observation
-    from calibration.ranges import run_resident
-    from calibration.replica import load_resident
+    from quantmint.calibration.measurement import Measurement
+    from quantmint.calibration.observers import Observation
+    from quantmint.calibration.ranges import run_resident
+    from quantmint.calibration.replica import load_resident
     from tests.bench.scaling_child import batches
 
     observation, taken = Observation(), []

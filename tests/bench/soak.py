@@ -33,9 +33,9 @@ from typing import Any, Literal
 
 import click
 
-from pipeline.store.gc import apply, plan_gc
-from pipeline.store.locks import STALE_AFTER_S, is_held
-from pipeline.store.tree import Store
+from quantmint.pipeline.store.gc import apply, plan_gc
+from quantmint.pipeline.store.locks import STALE_AFTER_S, is_held
+from quantmint.pipeline.store.tree import Store
 from tests.bench.model import describe
 from tests.hub.standin import HubStandIn
 from tests.upkeep.fleet.world import FLEET, Planned, World, build, environment

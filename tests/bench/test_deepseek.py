@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.quantize.formats.checkpoint import open_checkpoint, tensor_bytes
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, tensor_bytes
 from tests.bench.deepseek import Shape, write_source
 
 ROOT = Path(__file__).parents[2]

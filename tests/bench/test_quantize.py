@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from tests.bench import figures, plots
 from tests.bench.model import SHAPES, write_model
 

@@ -26,22 +26,22 @@ from typing import Any
 import click
 import yaml
 
-from eval.gate import throughput
-from eval.gate.report import Finding, Policy
-from eval.gate.validity import check_launches
-from eval.measurements import Launch, Measurements, Server, Side, Structure
-from eval.verdict import Verdict
-from pipeline.base.errors import QuantmintError
-from pipeline.base.hardware import hardware
-from pipeline.base.progress import Reporter, reporter_for
-from pipeline.serving.host.detect import device_here
-from pipeline.stages.bench import LAUNCH, Turn, discarded_launch, make_launch
-from pipeline.stages.planning import build_plan
-from pipeline.stages.runner import run_plan
-from pipeline.stages.serve import Servers
-from pipeline.stages.session import open_setting
-from pipeline.stages.stage import Job, Planned, Setting
-from pipeline.store.tree import Store
+from quantmint.eval.gate import throughput
+from quantmint.eval.gate.report import Finding, Policy
+from quantmint.eval.gate.validity import check_launches
+from quantmint.eval.measurements import Launch, Measurements, Server, Side, Structure
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.errors import QuantmintError
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.base.progress import Reporter, reporter_for
+from quantmint.pipeline.serving.host.detect import device_here
+from quantmint.pipeline.stages.bench import LAUNCH, Turn, discarded_launch, make_launch
+from quantmint.pipeline.stages.planning import build_plan
+from quantmint.pipeline.stages.runner import run_plan
+from quantmint.pipeline.stages.serve import Servers
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.stage import Job, Planned, Setting
+from quantmint.pipeline.store.tree import Store
 from tests.bench.model import SHAPES, describe, write_model
 
 BASELINE = "bf16"

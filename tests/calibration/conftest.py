@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.ranges import Ranges
+from quantmint.calibration.ranges import Ranges
 
 
 class Letters:

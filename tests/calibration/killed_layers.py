@@ -24,9 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, conversion_mapping, core_model_loading  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 
-from calibration import layers
-from calibration.calibrate import calibrate
-from calibration.observers import Observation
+from quantmint.calibration import layers
+from quantmint.calibration.calibrate import calibrate
+from quantmint.calibration.observers import Observation
 
 
 class Watcher:

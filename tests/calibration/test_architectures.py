@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from calibration import layers
-from calibration.calibrate import Outcome, calibrate
-from calibration.calls import replay_obstacle
-from calibration.errors import CalibrationError
-from calibration.measurement import rotary_part
-from calibration.observers import Observation
-from calibration.parts import attention_modules, shared_attention
-from calibration.ranges import Ranges, load_ranges, ranges_of, run_resident
-from calibration.replica import load_resident, replica
-from calibration.weights import build
+from quantmint.calibration import layers
+from quantmint.calibration.calibrate import Outcome, calibrate
+from quantmint.calibration.calls import replay_obstacle
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.measurement import rotary_part
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.parts import attention_modules, shared_attention
+from quantmint.calibration.ranges import Ranges, load_ranges, ranges_of, run_resident
+from quantmint.calibration.replica import load_resident, replica
+from quantmint.calibration.weights import build
 from tests.measuring import observe
 from tests.zoo.models import names
 

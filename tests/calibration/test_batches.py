@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from calibration import batches
-from calibration.batches import WINDOW, batched, samples_digest, samples_of
-from calibration.errors import CalibrationError
+from quantmint.calibration import batches
+from quantmint.calibration.batches import WINDOW, batched, samples_digest, samples_of
+from quantmint.calibration.errors import CalibrationError
 
 TEXTS = [f"text {number} " * (number % 5 + 1) for number in range(40)]
 
@@ -50,7 +50,7 @@ def test_blocks_are_the_same_in_every_process(letters: Any) -> None:
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from calibration.batches import samples_digest, samples_of
+from quantmint.calibration.batches import samples_digest, samples_of
 class Letters:
     eos_token_id = 2
     def __call__(self, text, *, add_special_tokens):

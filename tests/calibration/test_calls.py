@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.activations import States
-from calibration.caches import empty_cache
-from calibration.calls import loop_of, record, replay_obstacle, skipped_layers
-from calibration.errors import NotReplayableError
-from calibration.parts import layer_names
-from calibration.replica import Replica, load_resident
-from calibration.weights import build
+from quantmint.calibration.activations import States
+from quantmint.calibration.caches import empty_cache
+from quantmint.calibration.calls import loop_of, record, replay_obstacle, skipped_layers
+from quantmint.calibration.errors import NotReplayableError
+from quantmint.calibration.parts import layer_names
+from quantmint.calibration.replica import Replica, load_resident
+from quantmint.calibration.weights import build
 
 
 @pytest.fixture

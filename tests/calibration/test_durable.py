@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from calibration.activations import save_whole
-from calibration.durable import whole
+from quantmint.calibration.activations import save_whole
+from quantmint.calibration.durable import whole
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from calibration.experts import ExpertSums, rounding_experts, stacks
+from quantmint.calibration.experts import ExpertSums, rounding_experts, stacks
 
 WIDTH, INNER, TOKENS = 8, 6, 60
 

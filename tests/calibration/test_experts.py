@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.hooks import watching
-from calibration.measurement import Measurement
-from calibration.observers import Observation
-from calibration.replica import Replica, load_resident, sources
+from quantmint.calibration.hooks import watching
+from quantmint.calibration.measurement import Measurement
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.replica import Replica, load_resident, sources
 from tests.measuring import observe
 
 Models = Callable[..., Path]
@@ -112,7 +112,7 @@ def test_an_expert_that_few_tokens_reach_counts_all_of_them(models: Models, bloc
 
 @pytest.mark.parametrize("experts", ["all", "routed"])
 def test_tokens_are_counted_as_the_router_sends_them(models: Models, blocks: torch.Tensor, experts: Any) -> None:
-    from calibration.ranges import run_resident
+    from quantmint.calibration.ranges import run_resident
 
     replica, batches = load_resident(models("mixtral"), "cpu"), list(blocks.split(4))
     observation = Observation(experts=experts, min_expert_tokens=600)

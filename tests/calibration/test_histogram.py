@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from calibration.observers import BINS, Observer, count, least_squares, magnitudes, observer, percentile
+from quantmint.calibration.observers import BINS, Observer, count, least_squares, magnitudes, observer, percentile
 
 
 def numbers(size: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -34,7 +34,7 @@ def test_parts_add_up_in_any_order_and_size() -> None:
 
 def test_more_numbers_than_are_counted_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = count(numbers(1000))
-    monkeypatch.setattr("calibration.observers._CHUNK", 7)
+    monkeypatch.setattr("quantmint.calibration.observers._CHUNK", 7)
     assert torch.equal(count(numbers(1000)), expected)
 
 

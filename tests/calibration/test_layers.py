@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from calibration import layers
-from calibration.activations import Activations, committed_layers
-from calibration.errors import CalibrationError
-from calibration.layers import run_layers
-from calibration.observers import Observation
-from calibration.ranges import Ranges, load_ranges, ranges_of
-from calibration.replica import load_resident, replica
-from calibration.weights import Weights, held
+from quantmint.calibration import layers
+from quantmint.calibration.activations import Activations, committed_layers
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.layers import run_layers
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.ranges import Ranges, load_ranges, ranges_of
+from quantmint.calibration.replica import load_resident, replica
+from quantmint.calibration.weights import Weights, held
 from tests.measuring import observe
 
 Same = Callable[[Ranges, Ranges], None]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.calibrate import Outcome, calibrate
-from calibration.errors import CalibrationError
-from calibration.observers import Observation
-from calibration.ranges import Ranges
-from calibration.replica import load_resident
+from quantmint.calibration.calibrate import Outcome, calibrate
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.ranges import Ranges
+from quantmint.calibration.replica import load_resident
 from tests.measuring import observe
 
 Same = Callable[[Ranges, Ranges], None]
@@ -83,7 +83,7 @@ def test_resident_mode_keeps_what_it_has_when_it_is_interrupted(
 ) -> None:
     folder, batches = models("qwen3-moe"), list(blocks.split(4))
     counts = OBSERVATIONS["routed percentile"]  # which would be others if a batch were counted twice
-    monkeypatch.setattr("calibration.ranges.RESIDENT_SECONDS", 0.0)
+    monkeypatch.setattr("quantmint.calibration.ranges.RESIDENT_SECONDS", 0.0)
     advances: list[int] = []
     advance = listener.advance
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.errors import CalibrationError
-from calibration.ranges import Ranges, load_ranges
-from calibration.replica import load_resident
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.ranges import Ranges, load_ranges
+from quantmint.calibration.replica import load_resident
 from tests.measuring import observe
 
 Models = Callable[..., Path]

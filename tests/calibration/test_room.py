@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from calibration import room
-from calibration.container import memory_left
-from calibration.errors import CalibrationError
-from calibration.room import Need, decide, forward_bytes, free_bytes
+from quantmint.calibration import room
+from quantmint.calibration.container import memory_left
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.room import Need, decide, forward_bytes, free_bytes
 
 GB = 10**9
 NEED = Need(weights=100 * GB, layer=3 * GB, forward=5 * GB, states=30 * GB)

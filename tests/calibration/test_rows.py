@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from calibration.batches import read_rows, read_texts, samples_of
-from calibration.errors import CalibrationError
-from calibration.sets import CalibrationSet
+from quantmint.calibration.batches import read_rows, read_texts, samples_of
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.sets import CalibrationSet
 
 Given = Callable[..., CalibrationSet]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.replica import Replica, replica
-from calibration.sensitivity import Change, Tensors, measure
+from quantmint.calibration.replica import Replica, replica
+from quantmint.calibration.sensitivity import Change, Tensors, measure
 
 PARTS = ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")
 LAYERS = 3

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from calibration.replica import replica
-from calibration.sensitivity import Change, Tensors, measure
+from quantmint.calibration.replica import replica
+from quantmint.calibration.sensitivity import Change, Tensors, measure
 
 Zoo = Callable[..., Path]
 SAMPLES = [torch.randint(4, 512, (24,), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from calibration import layers
-from calibration.activations import Activations, committed_layers
-from calibration.errors import CalibrationError
-from calibration.hessians import Inputs
-from calibration.replica import load_resident, replica
-from calibration.sequential import run_sequential
+from quantmint.calibration import layers
+from quantmint.calibration.activations import Activations, committed_layers
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.hessians import Inputs
+from quantmint.calibration.replica import load_resident, replica
+from quantmint.calibration.sequential import run_sequential
 
 LINEAR = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
 

@@ -11,14 +11,14 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from calibration import layers
-from calibration.calibrate import Order, Share, calibrate, is_finished, joined, measure_share, prepared, split
-from calibration.errors import CalibrationError
-from calibration.layers import Walk
-from calibration.measurement import Measurement
-from calibration.observers import Observation
-from calibration.ranges import run_resident
-from calibration.replica import load_resident
+from quantmint.calibration import layers
+from quantmint.calibration.calibrate import Order, Share, calibrate, is_finished, joined, measure_share, prepared, split
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.layers import Walk
+from quantmint.calibration.measurement import Measurement
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.ranges import run_resident
+from quantmint.calibration.replica import load_resident
 
 HERE = {"one": 1 << 40, "another": 1 << 40}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from calibration.batches import read_texts, rendered, require_texts
-from calibration.errors import CalibrationError
-from calibration.sets import CalibrationSet
+from quantmint.calibration.batches import read_texts, rendered, require_texts
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.sets import CalibrationSet
 
 
 def set_of(path: Path, *lines: object, **columns: Any) -> CalibrationSet:

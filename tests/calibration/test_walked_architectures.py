@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.activations import Activations
-from calibration.hessians import Inputs
-from calibration.replica import load_resident, replica
-from calibration.sequential import _Sequential, run_sequential
+from quantmint.calibration.activations import Activations
+from quantmint.calibration.hessians import Inputs
+from quantmint.calibration.replica import load_resident, replica
+from quantmint.calibration.sequential import _Sequential, run_sequential
 
 Zoo = Callable[..., Path]
 # With phi and phi3 a dropout of nothing follows attention; phi runs it twice.

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from calibration.errors import CalibrationError
-from calibration.replica import load_resident, replica
-from calibration.weights import Shards, held
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.replica import load_resident, replica
+from quantmint.calibration.weights import Shards, held
 
 Models = Callable[..., Path]
 NAMES = ["llama", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3", "gemma3-text", "phi3", "llama4-text", "gpt-oss"]

@@ -19,8 +19,8 @@ import torch  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 
-import pipeline.stages.quantization  # noqa: F401
-from pipeline.commands.cli import main
+import quantmint.pipeline.stages.quantization  # noqa: F401
+from quantmint.pipeline.commands.cli import main
 
 
 def in_fork(arguments: list[str], *, kill_at: int | None) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import ServingError
-from pipeline.commands import cli
+from quantmint.pipeline.base.errors import ServingError
+from quantmint.pipeline.commands import cli
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "pydantic", "rich", "scipy", "matplotlib", "datasets", "lm_eval", "numpy", "yaml")
@@ -21,7 +21,7 @@ COMMANDS = tuple(cli.cli.list_commands(None))
 Quantmint = Callable[..., Any]
 
 
-def in_a_process(*arguments: str, code: str = "from pipeline.commands.cli import main; main()") -> Any:
+def in_a_process(*arguments: str, code: str = "from quantmint.pipeline.commands.cli import main; main()") -> Any:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, check=False
@@ -32,7 +32,7 @@ def test_a_reader_who_leaves_is_no_verdict() -> None:
     """`quantmint ... | head`: 1 would be a FAIL, and a shell says 141 of whoever writes then."""
     reads, writes = os.pipe()
     os.close(reads)
-    words = [sys.executable, "-c", "from pipeline.commands.cli import main; main()", "--version"]
+    words = [sys.executable, "-c", "from quantmint.pipeline.commands.cli import main; main()", "--version"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
         done = subprocess.run(words, env=environment, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
@@ -43,7 +43,7 @@ def test_a_reader_who_leaves_is_no_verdict() -> None:
 
 def test_help_needs_no_heavy_library() -> None:
     code = (
-        "import sys\nfrom pipeline.commands.cli import main\n"
+        "import sys\nfrom quantmint.pipeline.commands.cli import main\n"
         "try:\n    main()\n"
         "finally:\n"
         f"    found = [name for name in {HEAVY!r} if name in sys.modules]\n"
@@ -168,7 +168,7 @@ def test_a_fault_of_ours(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch, 
     def broken(root: Path) -> None:
         raise LookupError("what")
 
-    monkeypatch.setattr("pipeline.store.gc.list_runs", broken)
+    monkeypatch.setattr("quantmint.pipeline.store.gc.list_runs", broken)
     ended = quantmint("runs", *(["--json"] if as_json else []))
     assert ended.code == 5
     assert ended.err.startswith("quantmint: unexpected LookupError: what\n  --debug shows where")

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-import recipes
-from pipeline.base.schemes import table
-from pipeline.recipe.load import load_recipe, recipe_names
-from pipeline.serving.knobs.table import table as knobs
-from pipeline.store.gc import RunLog, plan_gc
+from quantmint import recipes
+from quantmint.pipeline.base.schemes import table
+from quantmint.pipeline.recipe.load import load_recipe, recipe_names
+from quantmint.pipeline.serving.knobs.table import table as knobs
+from quantmint.pipeline.store.gc import RunLog, plan_gc
 
 Quantmint = Callable[..., Any]
 
@@ -127,7 +127,7 @@ def test_runs(orchestra: Any, quantmint: Quantmint) -> None:
 
 def test_gc(orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is younger than an hour is kept anyway.
-    monkeypatch.setattr("pipeline.store.gc.time", SimpleNamespace(time=lambda: time.time() + 7200))
+    monkeypatch.setattr("quantmint.pipeline.store.gc.time", SimpleNamespace(time=lambda: time.time() + 7200))
     for option in range(3):
         orchestra.run(orchestra.stage("first"), orchestra.stage("second", "first", option=option))
     store = orchestra.setting.store
@@ -138,7 +138,7 @@ def test_gc(orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatc
     assert "needed by no run" not in dry.out
     with monkeypatch.context() as now:
         now.undo()
-        now.setattr("pipeline.store.gc.time", time)
+        now.setattr("quantmint.pipeline.store.gc.time", time)
         assert quantmint("gc", "--keep", "1", "--dry-run").out.endswith("go once they have lain for an hour\n")
     assert sorted(store.root.rglob("*")) == files
     told = quantmint("gc", "--keep", "1", "--dry-run", "--json").json

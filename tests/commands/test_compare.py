@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from eval.report.numbers import TIMES, signed
+from quantmint.eval.report.numbers import TIMES, signed
 from tests.checkpoints import GOOD, SMALL, run
 
 Quantmint = Callable[..., Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.commands.cli import main
+from quantmint.pipeline.commands.cli import main
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from eval.report.numbers import percent, unit_of
-from pipeline.commands.tables import paragraph, table
+from quantmint.eval.report.numbers import percent, unit_of
+from quantmint.pipeline.commands.tables import paragraph, table
 from tests.checkpoints import GOOD, run
 
 Quantmint = Callable[..., Any]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from eval import workloads
-from pipeline.recipe.load import load_recipe, recipe_names
-from pipeline.store.gc import list_runs
-from pipeline.store.tree import Store
+from quantmint.eval import workloads
+from quantmint.pipeline.recipe.load import load_recipe, recipe_names
+from quantmint.pipeline.store.gc import list_runs
+from quantmint.pipeline.store.tree import Store
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 SHIPPED = [name for name in recipe_names() if load_recipe(name).recipe.source.repo is not None]
@@ -68,7 +68,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("pipeline.store.disk", "pipeline.stages.preflight"):
+    for place in ("quantmint.pipeline.store.disk", "quantmint.pipeline.stages.preflight"):
         monkeypatch.setattr(f"{place}.free_bytes", lambda path: 10**16)
 
 
@@ -230,7 +230,7 @@ def test_what_took_an_hour_is_expected_to_take_it_again(orchestra: Any, quantmin
 def test_a_disk_that_is_too_small(
     quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
-    monkeypatch.setattr("pipeline.store.disk.free_bytes", lambda path: 10_000_000)
+    monkeypatch.setattr("quantmint.pipeline.store.disk.free_bytes", lambda path: 10_000_000)
     ended = quantmint("plan", "r.yaml", *(["--json"] if as_json else []))
     assert ended.code == 2
     assert "10.0 MB are free" in ended.err
@@ -249,7 +249,7 @@ def test_a_disk_that_is_too_small_to_publish_to(
     orchestra.plan(*(orchestra.stage(key) for key in ("source", "quantize", "publish")))
     published = project / "published"
     monkeypatch.setattr(
-        "pipeline.stages.preflight.free_bytes", lambda path: 10 if path.is_relative_to(published) else 10**12
+        "quantmint.pipeline.stages.preflight.free_bytes", lambda path: 10 if path.is_relative_to(published) else 10**12
     )
     ended = quantmint(command, "r.yaml")
     assert (ended.code, orchestra.ran) == (2, [])
@@ -261,7 +261,7 @@ def test_a_run_refuses_such_a_disk_before_it_begins(
     orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orchestra.plan(orchestra.stage("source"), orchestra.stage("quantize", "source"))
-    monkeypatch.setattr("pipeline.stages.preflight.free_bytes", lambda path: 10_000_000)
+    monkeypatch.setattr("quantmint.pipeline.stages.preflight.free_bytes", lambda path: 10_000_000)
     ended = quantmint("run", "r.yaml")
     assert (ended.code, orchestra.ran) == (2, [])
     assert "logs and samples 67.1 MB), 10.0 MB are free" in ended.err
@@ -272,7 +272,9 @@ def test_what_an_interrupted_run_has_written_needs_no_room_again(
 ) -> None:
     orchestra.plan(orchestra.stage("source"), orchestra.stage("quantize", "source"))
     needed = quantmint("plan", "r.yaml", "--json").json["disk"]["needed"]
-    monkeypatch.setattr("pipeline.stages.preflight.free_bytes", lambda path: needed["logs and samples"] + 4096)
+    monkeypatch.setattr(
+        "quantmint.pipeline.stages.preflight.free_bytes", lambda path: needed["logs and samples"] + 4096
+    )
     assert quantmint("run", "r.yaml").code == 2
     quantize = next(
         stage for stage in quantmint("plan", "r.yaml", "--json").json["stages"] if stage["stage"] == "quantize"
@@ -286,7 +288,7 @@ def test_what_an_interrupted_run_has_written_needs_no_room_again(
 
 def test_a_cached_run_needs_no_room(orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
     orchestra.run(orchestra.stage("source"), orchestra.stage("quantize", "source"))
-    monkeypatch.setattr("pipeline.stages.preflight.free_bytes", lambda path: 0)
+    monkeypatch.setattr("quantmint.pipeline.stages.preflight.free_bytes", lambda path: 0)
     assert quantmint("run", "r.yaml").code == 0
 
 
@@ -319,13 +321,13 @@ def test_a_config_that_is_none(quantmint: Quantmint, tmp_path: Path) -> None:
 
 
 def test_a_plan_says_whose_rates_it_has(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.stages.cost.cores", lambda: 64)
+    monkeypatch.setattr("quantmint.pipeline.stages.cost.cores", lambda: 64)
     ended = quantmint("plan", "tiny-ptpc")
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.split())
     assert "times on this machine (" in said
     assert "measured for a second" in said
-    monkeypatch.setattr("pipeline.stages.rates.measured", _fails)
+    monkeypatch.setattr("quantmint.pipeline.stages.rates.measured", _fails)
     said = " ".join(quantmint("plan", "tiny-ptpc").out.split())
     assert "that is ANOTHER machine" in said
 

@@ -184,7 +184,7 @@ def test_what_was_begun_is_ended_as_it_is_asked_for_now(
 ) -> None:
     """Another source or scheme than before an interruption: by fingerprint, nothing of the other is mixed in."""
     with monkeypatch.context() as patched:
-        patched.setattr("pipeline.stages.quantize.InspectStage.run", interrupted)
+        patched.setattr("quantmint.pipeline.stages.quantize.InspectStage.run", interrupted)
         assert quantmint("quantize", copied, "out", "--scheme", "ptpc_fp8").code == 130
     assert not Path("out/config.json").exists()
     change_a_weight(copied)
@@ -201,9 +201,9 @@ def test_what_was_measured_is_not_measured_again(
 ) -> None:
     command = ("quantize", source, "out", "--scheme", "ptpc_fp8", *KV)
     with monkeypatch.context() as patched:
-        patched.setattr("pipeline.stages.quantize.QuantizeStage.run", interrupted)
+        patched.setattr("quantmint.pipeline.stages.quantize.QuantizeStage.run", interrupted)
         assert quantmint(*command).code == 130
-    monkeypatch.setattr("pipeline.stages.calibrate.CalibrateStage.run", interrupted)
+    monkeypatch.setattr("quantmint.pipeline.stages.calibrate.CalibrateStage.run", interrupted)
     ended = quantmint(*command, "--json")
     assert ended.code == 0, ended.err
     assert "calibrate: cached" in ended.err
@@ -228,10 +228,10 @@ def test_what_is_there_is_never_overwritten(quantmint: Quantmint, source: Path, 
 def test_an_unsound_checkpoint_never_gets_its_configuration(
     quantmint: Quantmint, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipeline.quantize.inspection.findings import Finding, Inspection
+    from quantmint.pipeline.quantize.inspection.findings import Finding, Inspection
 
     found = Inspection("compressed-tensors", (Finding("zero", "a.weight", "is all zero"),), (), {}, 14)
-    monkeypatch.setattr("pipeline.stages.quantize.inspect_checkpoint", lambda *_, **__: found)
+    monkeypatch.setattr("quantmint.pipeline.stages.quantize.inspect_checkpoint", lambda *_, **__: found)
     for _ in range(2):
         ended = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8")
         assert ended.code == 1
@@ -314,7 +314,7 @@ def test_a_repository_at_a_commit_needs_no_network(quantmint: Quantmint, cached:
 
 @pytest.mark.slow
 def test_two_at_once_make_it_once(source: Path, warm_python: Path) -> None:
-    command = [warm_python, "-m", "pipeline", "quantize", source, "out", "--scheme", "mxfp4", "--json"]
+    command = [warm_python, "-m", "quantmint", "quantize", source, "out", "--scheme", "mxfp4", "--json"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     told = [json.loads(one.communicate()[0]) for one in both]
     assert [one.returncode for one in both] == [0, 0], told

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import pipeline.commands.requantize  # noqa: F401  (it binds the real `look`, before a test stages one)
-from pipeline.upkeep.due.due import Due
-from pipeline.upkeep.fleet.jobs import Options
+import quantmint.pipeline.commands.requantize  # noqa: F401  (it binds the real `look`, before a test stages one)
+from quantmint.pipeline.upkeep.due.due import Due
+from quantmint.pipeline.upkeep.fleet.jobs import Options
 from tests.upkeep.fleet.staged import Stage
 
 Quantmint = Callable[..., Any]
@@ -23,7 +23,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     def look(recipes: Sequence[str], **_: object) -> tuple[Due, ...]:
         return made.look(recipes)
 
-    monkeypatch.setattr("pipeline.upkeep.due.due.look", look)
+    monkeypatch.setattr("quantmint.pipeline.upkeep.due.due.look", look)
     monkeypatch.setattr(Options, "command_line", lambda _, recipe: [*made.options().command, recipe])
     return made
 

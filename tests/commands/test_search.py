@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-import recipes
+from quantmint import recipes
 
 TINY = Path(recipes.__path__[0]) / "tiny" / "model"
 LAYER = "model.layers.1"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.base.errors import UserError
+from quantmint.pipeline.base.errors import UserError
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 MIXTRAL = CONFIGS / "Mixtral-8x7B-Instruct-v0.1"
@@ -30,7 +30,7 @@ def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_here(explicit: str | None = None, **_: object) -> None:
         raise UserError(f"no vLLM found: {explicit}")
 
-    monkeypatch.setattr("pipeline.stages.launch.find_vllm", none_here)
+    monkeypatch.setattr("quantmint.pipeline.stages.launch.find_vllm", none_here)
 
 
 def test_json(quantmint: Quantmint) -> None:

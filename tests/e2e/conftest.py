@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.serving.environment import VllmEnvironment, find_vllm
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.serving.environment import VllmEnvironment, find_vllm
 from tests.e2e.project import RECIPE, Finished, Project
 from tests.processes import processes_naming
 

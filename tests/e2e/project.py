@@ -36,7 +36,7 @@ class Project:
     def start(self, *arguments: str, log: Path) -> subprocess.Popen[bytes]:
         with log.open("wb") as stream:
             return subprocess.Popen(
-                [self.python, "-m", "pipeline", *arguments],
+                [self.python, "-m", "quantmint", *arguments],
                 cwd=self.home,
                 env={**self.environment(), "PYTHONPATH": str(Path(__file__).parents[2])},
                 stdin=subprocess.DEVNULL,
@@ -46,7 +46,7 @@ class Project:
 
     def run(self, *arguments: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [self.python, "-m", "pipeline", *arguments],
+            [self.python, "-m", "quantmint", *arguments],
             cwd=self.home,
             env={**self.environment(), "PYTHONPATH": str(Path(__file__).parents[2])},
             stdin=subprocess.DEVNULL,

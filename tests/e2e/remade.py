@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pipeline.quantize.digest import file_digests
-from pipeline.stages import planning
-from pipeline.stages.quantize import InspectStage, QuantizeStage
-from pipeline.stages.source import LOCATION, model_folder
-from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
-from pipeline.store.entries import Entry
+from quantmint.pipeline.quantize.digest import file_digests
+from quantmint.pipeline.stages import planning
+from quantmint.pipeline.stages.quantize import InspectStage, QuantizeStage
+from quantmint.pipeline.stages.source import LOCATION, model_folder
+from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from quantmint.pipeline.store.entries import Entry
 
 Change = Callable[[Path], None]
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from eval import workloads
-from eval.record import rejudge
-from eval.verdict import Verdict
-from pipeline.serving.environment import VllmEnvironment, find_vllm
-from pipeline.serving.model.facts import model_facts
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import parse_target, profile
-from pipeline.serving.running.launchers import LocalLauncher
-from pipeline.serving.running.load import run_cell
-from pipeline.serving.running.server import Server
-from pipeline.stages.bench import read_launches
+from quantmint.eval import workloads
+from quantmint.eval.record import rejudge
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.serving.environment import VllmEnvironment, find_vllm
+from quantmint.pipeline.serving.model.facts import model_facts
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import parse_target, profile
+from quantmint.pipeline.serving.running.launchers import LocalLauncher
+from quantmint.pipeline.serving.running.load import run_cell
+from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.stages.bench import read_launches
 from tests.e2e.project import RECIPE, Finished
 from tests.serving.served.answers import PROMPTS
 from tests.serving.served.cases import PUBLISHED

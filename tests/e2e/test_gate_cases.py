@@ -17,14 +17,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from eval.verdict import Verdict
-from pipeline.base.progress import PlainReporter
-from pipeline.quantize.engines.stream.kernels import ptpc_fp8
-from pipeline.stages.planning import build_plan
-from pipeline.stages.quantize import CHECKPOINT
-from pipeline.stages.runner import Outcome, run_plan
-from pipeline.stages.session import open_setting
-from pipeline.store.tree import Store
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.quantize.engines.stream.kernels import ptpc_fp8
+from quantmint.pipeline.stages.planning import build_plan
+from quantmint.pipeline.stages.quantize import CHECKPOINT
+from quantmint.pipeline.stages.runner import Outcome, run_plan
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.store.tree import Store
 from tests.e2e.remade import Remade, another_template, four_times_too_large, plan_with
 from tests.serving.served.cases import MODEL
 

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("huggingface_hub")
 
-from pipeline.base.progress import PlainReporter
-from pipeline.publish.hub.place import HubPlace
-from pipeline.serving.environment import find_vllm
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.serving.environment import find_vllm
 from tests.hub.standin import HubStandIn
 from tests.publish import conftest as publishing
 from tests.publish.conftest import MakeRelease

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.hardware import local_cpu_flags
-from pipeline.serving.environment import VllmEnvironment
+from quantmint.pipeline.base.hardware import local_cpu_flags
+from quantmint.pipeline.serving.environment import VllmEnvironment
 from tests.serving.served.cases import PUBLISHED, Case, loaded, make_case, mixed, with_fp8_cache
 from tests.serving.served.proof import prove
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.recipe.load import load_recipe
-from pipeline.serving.environment import VllmEnvironment
+from quantmint.pipeline.recipe.load import load_recipe
+from quantmint.pipeline.serving.environment import VllmEnvironment
 from tests.e2e.project import RECIPE, Project
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]

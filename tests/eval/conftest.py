@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from eval.gate import Policy
-from eval.measurements import Measurements
+from quantmint.eval.gate import Policy
+from quantmint.eval.measurements import Measurements
 from tests.eval.measured import good_measurements
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from eval.canary import Canary
-from eval.gate.judgement import claims
-from eval.measurements import CellResult, Launch, Machine, Measurements, Server, Structure, order
-from eval.samples import Sample, SampleSet
-from eval.verdict import Verdict
+from quantmint.eval.canary import Canary
+from quantmint.eval.gate.judgement import claims
+from quantmint.eval.measurements import CellResult, Launch, Machine, Measurements, Server, Structure, order
+from quantmint.eval.samples import Sample, SampleSet
+from quantmint.eval.verdict import Verdict
 
 
 def digest(text: str) -> str:

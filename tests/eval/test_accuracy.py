@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eval import accuracy
-from eval.errors import MeasurementError
-from eval.samples import Pairs
-from eval.statistics.paired import tango_bounds
+from quantmint.eval import accuracy
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.samples import Pairs
+from quantmint.eval.statistics.paired import tango_bounds
 
 
 def pairs(baseline: np.ndarray, candidate: np.ndarray) -> Pairs:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from eval.measurements import order
+from quantmint.eval.measurements import order
 
 
 def test_sides_take_turns() -> None:

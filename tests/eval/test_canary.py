@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.canary import Answer, Canary, CanaryAnswers, CanaryPolicy, compare, divergence, judge
-from eval.errors import MeasurementError
-from eval.verdict import Verdict
+from quantmint.eval.canary import Answer, Canary, CanaryAnswers, CanaryPolicy, compare, divergence, judge
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.verdict import Verdict
 
 POLICY = CanaryPolicy(min_agreement=0.7, max_kl=0.5)
 

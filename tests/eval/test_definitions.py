@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from eval import harness, records, suites, workloads
-from eval.errors import DefinitionError
+from quantmint.eval import harness, records, suites, workloads
+from quantmint.eval.errors import DefinitionError
 
 SUITE = """\
 name: small

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from eval import harness, records, suites
-from eval.errors import DefinitionError
-from eval.foreign import sandbox_templates, untrusted
+from quantmint.eval import harness, records, suites
+from quantmint.eval.errors import DefinitionError
+from quantmint.eval.foreign import sandbox_templates, untrusted
 
 TASK: dict[str, Any] = {
     "task": "facts",

@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval import harness
-from eval.harness import by_leaf, draw, some
-from eval.harness_child import dataset_of
-from eval.suites import SuiteTask
+from quantmint.eval import harness
+from quantmint.eval.harness import by_leaf, draw, some
+from quantmint.eval.harness_child import dataset_of
+from quantmint.eval.suites import SuiteTask
 
 TASK = {"task": "colours", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "colours.jsonl"}}}
 ENDPOINT = harness.Endpoint("http://127.0.0.1:8000/", "base", Path("models/a,b"), 512, seed=7, concurrency=4)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from eval import harness
-from eval.errors import MeasurementError
-from eval.harness import Asked, read_asked
-from eval.suites import SuiteTask
+from quantmint.eval import harness
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.harness import Asked, read_asked
+from quantmint.eval.suites import SuiteTask
 from tests.eval.completions import Completions
 
 CHOICE: Mapping[str, Any] = {
@@ -109,7 +109,7 @@ class Told:
     def __init__(
         self, server: Completions, tasks: Path, tokenizer: Path, folder: Path, seed: int = 7, length: int = 64
     ) -> None:
-        from eval.harness_child import Harness
+        from quantmint.eval.harness_child import Harness
 
         self.news: list[Mapping[str, Any]] = []
         self.reply: Mapping[str, int] = {}
@@ -234,7 +234,7 @@ def test_requests_that_were_in_flight_when_one_failed_tell_of_that_one(
     """Their own failure, of a connection that was closed, is what a log would end with."""
     from aiohttp import ClientResponseError, ClientSession
 
-    from eval.harness_client import CountingClient
+    from quantmint.eval.harness_client import CountingClient
 
     monkeypatch.setenv("OPENAI_API_KEY", "unused")
     endpoint = harness.Endpoint(server.base_url, "m", tokenizer, 64, 7)

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from eval.errors import MeasurementError
-from eval.harness_child import dataset_of, reading
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.harness_child import dataset_of, reading
 from tests.hub.standin import HubStandIn
 
 FIRST, SECOND = "e5" * 20, "7a" * 20
 ROOT = Path(__file__).parents[2]
 READ = """
 import sys
-from eval.harness_child import dataset_of, reading
+from quantmint.eval.harness_child import dataset_of, reading
 from lm_eval.api.task import ConfigurableTask
 task = {
     "task": "t", "dataset_path": "my-org/set", "test_split": "train", "output_type": "generate_until",

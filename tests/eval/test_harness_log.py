@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from eval.errors import MeasurementError
-from eval.harness import Asked, answer, compressed, read_asked, read_rows, write_asked
-from eval.samples import Sample
-from eval.suites import SuiteTask
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.harness import Asked, answer, compressed, read_asked, read_rows, write_asked
+from quantmint.eval.samples import Sample
+from quantmint.eval.suites import SuiteTask
 
 FACTS = SuiteTask("facts", "acc", 12, 0.03)
 TEXTS = SuiteTask("texts", "word_perplexity", 2, 0.03, expected_spread=0.02)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from eval import load_generator
-from eval.errors import MeasurementError
-from eval.measurements import CellResult
-from eval.prompts import PromptFile
-from eval.workloads import Cell
+from quantmint.eval import load_generator
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.measurements import CellResult
+from quantmint.eval.prompts import PromptFile
+from quantmint.eval.workloads import Cell
 
 CELL = Cell("c4", 64, 32, 4, 32, 4)
 GOALS = (("ttft", 200.0), ("e2el", 4000.0))

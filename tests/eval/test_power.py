@@ -9,10 +9,10 @@ from types import ModuleType
 import pytest
 from scipy import stats
 
-from eval import accuracy, power
-from eval.samples import Pairs
-from eval.statistics import paired, ranks, sequential
-from eval.statistics.sequential import inflation
+from quantmint.eval import accuracy, power
+from quantmint.eval.samples import Pairs
+from quantmint.eval.statistics import paired, ranks, sequential
+from quantmint.eval.statistics.sequential import inflation
 
 
 def result(items: int, losses: int, gains: int, clusters: tuple[str, ...] = ()) -> accuracy.Accuracy:

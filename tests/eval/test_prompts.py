@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from eval import prompts, records, suites
-from eval.errors import DefinitionError
-from recipes.tiny.tasks import calibration_lines, canary_prompts
-from recipes.tiny.world import build_world
+from quantmint.eval import prompts, records, suites
+from quantmint.eval.errors import DefinitionError
+from quantmint.recipes.tiny.tasks import calibration_lines, canary_prompts
+from quantmint.recipes.tiny.world import build_world
 
 ROOT = Path(__file__).parents[2]
 

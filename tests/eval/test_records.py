@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from eval.errors import MeasurementError
-from eval.records import Record
-from eval.verdict import Verdict
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.records import Record
+from quantmint.eval.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)

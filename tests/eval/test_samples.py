@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from eval import samples
-from eval.errors import MeasurementError
-from eval.samples import Sample, SampleSet
+from quantmint.eval import samples
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.samples import Sample, SampleSet
 
 BASE = SampleSet(
     "facts", "acc", tuple(Sample("facts", i, "none", f"d{i}", f"p{i}", f"t{i}", float(i % 2)) for i in range(10))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from eval import records, suites
+from quantmint.eval import records, suites
 
 PINNED = Path(__file__).parents[1] / "assets/release/suites.json"
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from eval import throughput
-from eval.errors import MeasurementError
-from eval.measurements import CellResult
-from eval.throughput import Throughput
+from quantmint.eval import throughput
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.measurements import CellResult
+from quantmint.eval.throughput import Throughput
 
 SLOW = (100.0, 98.0, 103.0, 101.0)
 

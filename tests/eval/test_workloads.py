@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from eval import workloads
-from eval.errors import DefinitionError
-from eval.prompts import PromptFile
-from eval.workloads import Cell
+from quantmint.eval import workloads
+from quantmint.eval.errors import DefinitionError
+from quantmint.eval.prompts import PromptFile
+from quantmint.eval.workloads import Cell
 
 LOAD = """\
 name: load

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.serving.environment import VllmEnvironment, find_vllm
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.serving.environment import VllmEnvironment, find_vllm
 
 
 @pytest.fixture(scope="session")

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.quantize.engines.stream import gptq
-from pipeline.quantize.engines.stream.engine import Written, write_checkpoint
-from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale
-from pipeline.quantize.engines.stream.plan import plan_shards
-from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.structure import read_structure
-from pipeline.store.disk import sha256_of
+from quantmint.pipeline.quantize.engines.stream import gptq
+from quantmint.pipeline.quantize.engines.stream.engine import Written, write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale
+from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.store.disk import sha256_of
 from tests.bench.model import SHAPES, write_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -71,7 +71,7 @@ def test_another_gpu_makes_what_the_first_one_does(devices: tuple[str, str], tmp
     options = "--scheme mxfp4 --algorithm gptq --calibration tiny --samples 16 --sequence-length 48 --batch-size 4"
     digests = []
     for device in devices:
-        command = [sys.executable, "-m", "pipeline", "quantize", "recipes/tiny/model", str(tmp_path / device)]
+        command = [sys.executable, "-m", "quantmint", "quantize", "recipes/tiny/model", str(tmp_path / device)]
         subprocess.run([*command, *options.split(), "--device", device], check=True, cwd=ROOT, timeout=300)
         digests.append({path.name: sha256_of(path) for path in (tmp_path / device).glob("*.safetensors")})
     assert digests[0] == digests[1]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibration import weights
-from calibration.activations import Activations
-from calibration.layers import run_layers
-from calibration.observers import Observation
-from calibration.ranges import ranges_of
-from calibration.replica import load_resident, replica
+from quantmint.calibration import weights
+from quantmint.calibration.activations import Activations
+from quantmint.calibration.layers import run_layers
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.ranges import ranges_of
+from quantmint.calibration.replica import load_resident, replica
 from tests.bench.model import SHAPES, write_model
 from tests.measuring import observe
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.hardware import hardware
-from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.model.facts import model_facts
-from pipeline.serving.plan import Layout, Memory
-from pipeline.serving.planning.memory import fit
-from pipeline.serving.running.log import scan_log
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.serving.environment import VllmEnvironment
+from quantmint.pipeline.serving.model.facts import model_facts
+from quantmint.pipeline.serving.plan import Layout, Memory
+from quantmint.pipeline.serving.planning.memory import fit
+from quantmint.pipeline.serving.running.log import scan_log
 from tests.serving.shapes import write_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]

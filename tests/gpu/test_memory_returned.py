@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.base.progress import PlainReporter
-from pipeline.quantize.device import give_back_memory
-from pipeline.stages.planning import build_plan, cut
-from pipeline.stages.runner import run_plan
-from pipeline.stages.session import open_setting
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.quantize.device import give_back_memory
+from quantmint.pipeline.stages.planning import build_plan, cut
+from quantmint.pipeline.stages.runner import run_plan
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.store.tree import Store
 from tests.bench.model import SHAPES, write_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.canonical import fingerprint
-from pipeline.publish import manifest as manifests
-from pipeline.publish.bucket import BucketPlace
-from pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
-from pipeline.publish.release import MANIFEST, SIGNATURE, Release, tag_of
-from pipeline.store import objects
-from pipeline.store.files import File
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.bucket import BucketPlace
+from quantmint.pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, Release, tag_of
+from quantmint.pipeline.store import objects
+from quantmint.pipeline.store.files import File
 from tests.publish.s3_server import S3Server
 
 MakeRelease = Callable[..., Release]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.canonical import fingerprint
-from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
-from pipeline.publish.release import CARD, MANIFEST, PROVENANCE, SIGNATURE
-from pipeline.store.files import File
-from pipeline.store.toolchain import Distribution, Environment
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.release import CARD, MANIFEST, PROVENANCE, SIGNATURE
+from quantmint.pipeline.store.files import File
+from quantmint.pipeline.store.toolchain import Distribution, Environment
 
 A, B, COMMIT, OTHER = "a" * 64, "b" * 64, "c" * 40, "d" * 40
 STARTED, JUDGED, REPORTED = "2026-11-20T23:59:59.000Z", "2026-11-21T12:00:04.445Z", "2026-11-21T12:00:06.000Z"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.progress import PlainReporter
-from pipeline.publish.bucket import BucketPlace
-from pipeline.publish.folder import FolderPlace
-from pipeline.publish.hub.place import HubPlace
-from pipeline.publish.place import Place, Published
-from pipeline.publish.release import Release
-from pipeline.recipe.sections import Hub
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.publish.bucket import BucketPlace
+from quantmint.pipeline.publish.folder import FolderPlace
+from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.place import Place, Published
+from quantmint.pipeline.publish.release import Release
+from quantmint.pipeline.recipe.sections import Hub
 
 KINDS = ("folder", "bucket", "file", "hub", "pull-request")
 TOLD = PlainReporter(io.StringIO())

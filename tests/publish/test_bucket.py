@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.progress import PlainReporter
-from pipeline.publish.bucket import BucketPlace
-from pipeline.publish.place import Published
-from pipeline.publish.release import Release
-from pipeline.store import objects
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.publish.bucket import BucketPlace
+from quantmint.pipeline.publish.place import Published
+from quantmint.pipeline.publish.release import Release
+from quantmint.pipeline.store import objects
 from tests.publish.conftest import Bucket, MakeRelease
 from tests.publish.s3_server import Fault
 
@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[2]
 PUBLISHES = """
 import io, pickle, sys
 from pathlib import Path
-from pipeline.base.progress import PlainReporter
-from pipeline.publish.bucket import BucketPlace
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.publish.bucket import BucketPlace
 url, endpoint, release = sys.argv[1:]
 found = pickle.loads(Path(release).read_bytes())
 BucketPlace(url, "r", endpoint).publish(found, candidate=False, progress=PlainReporter(io.StringIO()))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.progress import PlainReporter
-from pipeline.publish.folder import FolderPlace
-from pipeline.publish.place import Published
-from pipeline.publish.release import Release
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.publish.folder import FolderPlace
+from quantmint.pipeline.publish.place import Published
+from quantmint.pipeline.publish.release import Release
 
 MakeRelease = Callable[..., Release]
 Forked = Callable[[Callable[[], None]], int]

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.publish.signing import (
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.publish.signing import (
     SignatureError,
     read_signature,
     require_identity,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.publish.licences import refusal, table, terms
-from pipeline.recipe.sections import Licence
+from quantmint.pipeline.publish.licences import refusal, table, terms
+from quantmint.pipeline.recipe.sections import Licence
 
 LLAMA = {"license": "llama3.3"}
 ACCEPTED = Licence(accepted=True)

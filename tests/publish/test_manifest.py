@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.canonical import fingerprint
-from pipeline.publish import manifest as manifests
-from pipeline.publish.manifest import Base, Dataset, Digest, Hardware, Made, Manifest, ManifestError, Serving
-from pipeline.publish.release import MANIFEST, SIGNATURE
-from pipeline.store.files import File
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.manifest import Base, Dataset, Digest, Hardware, Made, Manifest, ManifestError, Serving
+from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE
+from quantmint.pipeline.store.files import File
 
 A, B = "a" * 64, "b" * 64
 WHEN = "2026-11-21T12:00:04.445Z"

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.publish.bucket import BucketPlace
-from pipeline.publish.folder import FolderPlace
-from pipeline.publish.hub.place import HubPlace
-from pipeline.publish.places import elsewhere, open_place, places_of, published_folder, serving_name
-from pipeline.recipe.sections import Publish
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.publish.bucket import BucketPlace
+from quantmint.pipeline.publish.folder import FolderPlace
+from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.places import elsewhere, open_place, places_of, published_folder, serving_name
+from quantmint.pipeline.recipe.sections import Publish
 
 
 @pytest.fixture(autouse=True)
@@ -57,10 +57,11 @@ def test_a_bucket(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "named"), [("s3://bucket/llama", "bucket"), ("my-org/llama", "hub.place")])
 def test_only_what_speaks_to_the_place_is_imported(text: str, named: str) -> None:
-    code = f"import sys; from pipeline.publish.places import open_place; open_place({text!r}); print(*sys.modules)"
+    opening = f"from quantmint.pipeline.publish.places import open_place; open_place({text!r})"
+    code = f"import sys; {opening}; print(*sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    kinds = {"pipeline.publish.bucket", "pipeline.publish.hub.place"}
-    assert kinds & set(told.stdout.split()) == {f"pipeline.publish.{named}"}
+    kinds = {"quantmint.pipeline.publish.bucket", "quantmint.pipeline.publish.hub.place"}
+    assert kinds & set(told.stdout.split()) == {f"quantmint.pipeline.publish.{named}"}
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.publish.bucket import BucketPlace
-from pipeline.publish.folder import FolderPlace
-from pipeline.publish.hub.place import HubPlace
-from pipeline.publish.place import Place
-from pipeline.publish.release import MANIFEST, Release
-from pipeline.store.files import DamagedError
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.publish.bucket import BucketPlace
+from quantmint.pipeline.publish.folder import FolderPlace
+from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.place import Place
+from quantmint.pipeline.publish.release import MANIFEST, Release
+from quantmint.pipeline.store.files import DamagedError
 from tests.publish.conftest import MakeRelease
 from tests.publish.places import KINDS, TOLD, contents, maker, publish, read, states
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import QuantmintError, StageError
-from pipeline.publish import place as protocol
-from pipeline.publish.bucket import BucketPlace
-from pipeline.publish.folder import FolderPlace
-from pipeline.publish.hub.client import Client
-from pipeline.publish.hub.place import HubPlace
-from pipeline.publish.place import Place
-from pipeline.publish.release import MANIFEST, Release
-from pipeline.store.files import DamagedError
-from pipeline.store.objects import Objects
+from quantmint.pipeline.base.errors import QuantmintError, StageError
+from quantmint.pipeline.publish import place as protocol
+from quantmint.pipeline.publish.bucket import BucketPlace
+from quantmint.pipeline.publish.folder import FolderPlace
+from quantmint.pipeline.publish.hub.client import Client
+from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.place import Place
+from quantmint.pipeline.publish.release import MANIFEST, Release
+from quantmint.pipeline.store.files import DamagedError
+from quantmint.pipeline.store.objects import Objects
 from tests.publish.conftest import MakeRelease
 from tests.publish.places import KINDS, TOLD, MakePlace, contents, maker, publish, read, states
 

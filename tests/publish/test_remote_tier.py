@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.canonical import fingerprint
-from pipeline.base.progress import PlainReporter
-from pipeline.serving.host.detect import device_here
-from pipeline.store.remote import open_tier
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.serving.host.detect import device_here
+from quantmint.pipeline.store.remote import open_tier
+from quantmint.pipeline.store.tree import Store
 from tests.publish.s3_server import Fault
 
 PAYLOAD: dict[str, Any] = {"stage": "evaluate", "version": 1, "inputs": {}, "settings": {"seed": 1}}

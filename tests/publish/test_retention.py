@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.publish.place import Listed, outdated
+from quantmint.pipeline.publish.place import Listed, outdated
 
 
 def made(day: int, *, current: bool = False, candidate: bool = False, zone: str = "+00:00") -> Listed:

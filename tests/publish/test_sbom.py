@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.publish.provenance import sbom
+from quantmint.pipeline.publish.provenance import sbom
 from tests.publish.lineages import CHECKPOINT, ENVIRONMENTS, JUDGED, MANIFEST_OF_LLAMA, A
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_no_clock_and_no_chance(document: dict[str, Any], tmp_path: Path) -> Non
     """Another process, folder, time zone and order of hashes write the same bytes."""
     assert document["metadata"]["timestamp"].startswith(JUDGED.removesuffix("Z"))
     code = (
-        "import sys; from pipeline.publish.provenance import sbom; from tests.publish.lineages import *;"
+        "import sys; from quantmint.pipeline.publish.provenance import sbom; from tests.publish.lineages import *;"
         "sys.stdout.buffer.write(sbom(MANIFEST_OF_LLAMA, ENVIRONMENTS, dict(reversed(CHECKPOINT.items()))))"
     )
     for seed in ("0", "4711"):

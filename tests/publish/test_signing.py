@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from pipeline.base.errors import UserError
-from pipeline.publish.signing import (
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.publish.signing import (
     PASSPHRASE,
     SignatureError,
     foreseen_fingerprint,

@@ -15,8 +15,8 @@ from in_toto_attestation.v1.resource_descriptor import ResourceDescriptor
 from in_toto_attestation.v1.statement import Statement
 from packageurl import PackageURL
 
-from pipeline.publish.provenance import BUILD_TYPE, encode, statement
-from pipeline.publish.release import CARD
+from quantmint.pipeline.publish.provenance import BUILD_TYPE, encode, statement
+from quantmint.pipeline.publish.release import CARD
 from tests.publish.lineages import COMMIT, FILES, JUDGED, MANIFEST_OF_LLAMA, OTHER, REPORTED, STARTED, A, B
 
 _URI = re.compile(r"[a-z][a-z0-9+.-]*:[^\s]+")

@@ -7,12 +7,12 @@ from random import Random
 
 import pytest
 
-from eval.workloads import Cell
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import hardware
-from pipeline.quantize.budget import Group, Option, Roofline, costliest, frontier, overrides, spend, tries
-from pipeline.recipe.modules import assigned
-from pipeline.recipe.schema import Quantization
+from quantmint.eval.workloads import Cell
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.quantize.budget import Group, Option, Roofline, costliest, frontier, overrides, spend, tries
+from quantmint.pipeline.recipe.modules import assigned
+from quantmint.pipeline.recipe.schema import Quantization
 
 KINDS = {
     "self_attn.{q_proj, k_proj, v_proj}": (60, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),

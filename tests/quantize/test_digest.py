@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.quantize import digest
-from pipeline.quantize.digest import file_digests, folder_digest
-from pipeline.store.disk import sha256_of
+from quantmint.pipeline.quantize import digest
+from quantmint.pipeline.quantize.digest import file_digests, folder_digest
+from quantmint.pipeline.store.disk import sha256_of
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 import torch
 
-from pipeline.base.schemes import ActivationFormat, table
-from pipeline.quantize.engines.stream.kernels import mxfp4
-from pipeline.quantize.inspection.numbers import dequantize
-from pipeline.quantize.rounding import round_activations, round_fp8, round_mx
+from quantmint.pipeline.base.schemes import ActivationFormat, table
+from quantmint.pipeline.quantize.engines.stream.kernels import mxfp4
+from quantmint.pipeline.quantize.inspection.numbers import dequantize
+from quantmint.pipeline.quantize.rounding import round_activations, round_fp8, round_mx
 
 # Values of the OCP Microscaling 1.0 elements that are not negative: every mantissa of every exponent.
 _GRIDS = {

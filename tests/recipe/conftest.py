@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import RecipeError
-from pipeline.recipe.load import LoadedRecipe, load_recipe
+from quantmint.pipeline.base.errors import RecipeError
+from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe
 
 Write = Callable[..., Path]
 

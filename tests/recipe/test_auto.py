@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.recipe.load import LoadedRecipe
-from pipeline.stages.checks import check
+from quantmint.pipeline.recipe.load import LoadedRecipe
+from quantmint.pipeline.stages.checks import check
 
 HEAD = "name: r\nsource: {repo: org/model}\ntarget: {hardware: mi355x}\ncalibration: {set: tiny}\nquantization:\n"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from calibration.observers import Observation
-from pipeline.base.errors import RecipeError
-from pipeline.recipe.load import LoadedRecipe
-from pipeline.stages.checks import check
+from quantmint.calibration.observers import Observation
+from quantmint.pipeline.base.errors import RecipeError
+from quantmint.pipeline.recipe.load import LoadedRecipe
+from quantmint.pipeline.stages.checks import check
 
 Load = Callable[[str], LoadedRecipe]
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"

@@ -9,21 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from calibration import batches as hub_module
-from calibration.batches import at_commit
-from calibration.errors import CalibrationError
-from calibration.sets import FOLDER, load_set, names
-from pipeline.base.errors import UserError
-from pipeline.recipe.schema import Calibration
-from pipeline.stages import calibrate
-from pipeline.stages.stage import Commits
+from quantmint.calibration import batches as hub_module
+from quantmint.calibration.batches import at_commit
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.sets import FOLDER, load_set, names
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.recipe.schema import Calibration
+from quantmint.pipeline.stages import calibrate
+from quantmint.pipeline.stages.stage import Commits
 
 
 def test_shipped_sets() -> None:
     assert names() == ("cnn_dailymail", "open-platypus", "pile_val", "tiny", "ultrachat")
     assert all(load_set(name).name == name for name in names())
     tiny = load_set("tiny")
-    assert tiny.file == FOLDER.parent / "data" / "tiny.jsonl"
+    assert tiny.file == (FOLDER.parent / "data" / "tiny.jsonl").resolve()
     assert (tiny.repo, tiny.revision, tiny.split, tiny.text) == (None, None, None, "text")
     chats = load_set("ultrachat")
     assert (chats.repo, chats.split, chats.messages) == ("HuggingFaceH4/ultrachat_200k", "train_sft", "messages")

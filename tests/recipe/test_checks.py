@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import RecipeError
-from pipeline.recipe.faults import refuse
-from pipeline.recipe.load import LoadedRecipe
-from pipeline.stages.checks import check
+from quantmint.pipeline.base.errors import RecipeError
+from quantmint.pipeline.recipe.faults import refuse
+from quantmint.pipeline.recipe.load import LoadedRecipe
+from quantmint.pipeline.stages.checks import check
 
 Load = Callable[[str], LoadedRecipe]
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from eval import suites
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import table
-from pipeline.base.schemes import table as schemes
-from pipeline.recipe.draft import Wish, default_scheme, draft, passages, split, write
-from pipeline.recipe.load import load_recipe, recipe_names
+from quantmint.eval import suites
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import table
+from quantmint.pipeline.base.schemes import table as schemes
+from quantmint.pipeline.recipe.draft import Wish, default_scheme, draft, passages, split, write
+from quantmint.pipeline.recipe.load import load_recipe, recipe_names
 from tests.stages.conftest import quantmint
 
 __all__ = ["quantmint"]

@@ -12,9 +12,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.errors import RecipeError, UserError
-from pipeline.recipe.faults import Place
-from pipeline.recipe.load import LoadedRecipe, load_recipe
+from quantmint.pipeline.base.errors import RecipeError, UserError
+from quantmint.pipeline.recipe.faults import Place
+from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe
 
 Write = Callable[..., Path]
 
@@ -152,7 +152,7 @@ def test_unknown_names(write: Write) -> None:
 
 def test_importing_recipes_is_cheap() -> None:
     heavy = "('torch', 'transformers', 'scipy')"
-    code = f"import sys, pipeline.recipe.load; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, quantmint.pipeline.recipe.load; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eval import workloads
-from pipeline.recipe.load import LoadedRecipe
-from pipeline.stages.checks import check
+from quantmint.eval import workloads
+from quantmint.pipeline.recipe.load import LoadedRecipe
+from quantmint.pipeline.stages.checks import check
 
 Load = Callable[[str], LoadedRecipe]
 TEXT = "name: r\nsource: {repo: a/b}\nquantization: {scheme: ptpc_fp8}\nevaluation: {suite: tiny}\n"

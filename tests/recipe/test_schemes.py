@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.base.schemes import WRITES, scheme, table
-from pipeline.quantize.formats.layout import stores, weight_tensors
+from quantmint.pipeline.base.schemes import WRITES, scheme, table
+from quantmint.pipeline.quantize.formats.layout import stores, weight_tensors
 
 OUT, IN = 4096, 14336
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import RecipeError
-from pipeline.recipe.faults import refuse
-from pipeline.recipe.load import LoadedRecipe, load_recipe
-from pipeline.stages.checks import check
+from quantmint.pipeline.base.errors import RecipeError
+from quantmint.pipeline.recipe.faults import refuse
+from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe
+from quantmint.pipeline.stages.checks import check
 
 HEAD = "name: r\nsource: {repo: org/model}\nquantization: {scheme: fp8_block}\n"
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-import recipes
-from pipeline.recipe.json_schema import schema, schema_text
-from pipeline.recipe.load import load_recipe, recipe_names
-from pipeline.recipe.yaml_positions import parse, read
-from pipeline.stages.checks import check
+from quantmint import recipes
+from quantmint.pipeline.recipe.json_schema import schema, schema_text
+from quantmint.pipeline.recipe.load import load_recipe, recipe_names
+from quantmint.pipeline.recipe.yaml_positions import parse, read
+from quantmint.pipeline.stages.checks import check
 
 RECIPES = Path(recipes.__path__[0])
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"

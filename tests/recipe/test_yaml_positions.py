@@ -10,9 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.base.errors import RecipeError
-from pipeline.recipe.faults import Place
-from pipeline.recipe.yaml_positions import MAX_BYTES, Dumper, parse, read
+from quantmint.pipeline.base.errors import RecipeError
+from quantmint.pipeline.recipe.faults import Place
+from quantmint.pipeline.recipe.yaml_positions import MAX_BYTES, Dumper, parse, read
 
 
 @pytest.mark.parametrize(

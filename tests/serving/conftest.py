@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.base.processes import child_environment
-from pipeline.serving.environment import VllmEnvironment, find_vllm
-from pipeline.serving.model.facts import model_facts
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import parse_target, profile
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.processes import child_environment
+from quantmint.pipeline.serving.environment import VllmEnvironment, find_vllm
+from quantmint.pipeline.serving.model.facts import model_facts
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import parse_target, profile
 
 VOCABULARY = 256
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS = 128, 4, 2, 64, 256, 2

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.serving import cpu_amx
+from quantmint.pipeline.serving import cpu_amx
 
 _PROGRAM = """
 import torch
-from pipeline.serving import cpu_amx
+from quantmint.pipeline.serving import cpu_amx
 
 torch.manual_seed(0)
 a = torch.randn(48, 64).to(torch.float8_e4m3fn)
@@ -69,7 +69,7 @@ def test_it_is_for_processors_with_amx_but_without_its_fp16_tiles(tmp_path: Path
 _TILES = """
 import ctypes
 from pathlib import Path
-from pipeline.serving import cpu_amx
+from quantmint.pipeline.serving import cpu_amx
 
 def may_use_tiles():
     granted = ctypes.c_ulong()

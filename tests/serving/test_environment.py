@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import ServingError, UserError
-from pipeline.serving import install
-from pipeline.serving.environment import find_vllm
+from quantmint.pipeline.base.errors import ServingError, UserError
+from quantmint.pipeline.serving import install
+from quantmint.pipeline.serving.environment import find_vllm
 
 
 def command(folder: Path) -> Path:
@@ -137,7 +137,7 @@ def test_beside_a_gpu_nothing_is_installed(
 
 
 def test_the_installer_needs_the_standard_library_only():
-    program = "import sys, pipeline.serving.install; print({'yaml', 'packaging', 'numpy'} & set(sys.modules))"
+    program = "import sys, quantmint.pipeline.serving.install; print({'yaml', 'packaging', 'numpy'} & set(sys.modules))"
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

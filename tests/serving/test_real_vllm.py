@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import ServingError
-from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.model.facts import model_facts
-from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import parse_target, profile
-from pipeline.serving.running.launchers import LocalLauncher
+from quantmint.pipeline.base.errors import ServingError
+from quantmint.pipeline.serving.environment import VllmEnvironment
+from quantmint.pipeline.serving.model.facts import model_facts
+from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import parse_target, profile
+from quantmint.pipeline.serving.running.launchers import LocalLauncher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

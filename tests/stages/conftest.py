@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.base.errors import UserError
-from pipeline.base.progress import PlainReporter
-from pipeline.stages import planning
-from pipeline.stages.runner import Outcome, run_plan
-from pipeline.stages.session import open_setting
-from pipeline.stages.stage import Job, Output, Planned, Setting
-from pipeline.store.entries import Entry
-from pipeline.store.gc import Run, list_runs
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.stages import planning
+from quantmint.pipeline.stages.runner import Outcome, run_plan
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.stage import Job, Output, Planned, Setting
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.gc import Run, list_runs
+from quantmint.pipeline.store.tree import Store
 
 CONFIG: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -62,7 +62,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_here(explicit: str | None = None) -> None:
         raise UserError(f"no vLLM found: {explicit}")
 
-    monkeypatch.setattr("pipeline.stages.session.find_vllm", none_here)
+    monkeypatch.setattr("quantmint.pipeline.stages.session.find_vllm", none_here)
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ class Ended:
 @pytest.fixture
 def quantmint(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
     """Call the command line in this process."""
-    from pipeline.commands.cli import main
+    from quantmint.pipeline.commands.cli import main
 
     def call(*arguments: object) -> Ended:
         capsys.readouterr()
@@ -260,12 +260,12 @@ def write_gate() -> Callable[..., Path]:
     """Write a gate's record whose numbers lead to a verdict; returns the path of ``gate.json``."""
     import hashlib
 
-    from eval import record
-    from eval.canary import Canary
-    from eval.gate import Policy, judge
-    from eval.measurements import Measurements, Server, Structure
-    from eval.samples import Sample, SampleSet
-    from eval.verdict import Verdict
+    from quantmint.eval import record
+    from quantmint.eval.canary import Canary
+    from quantmint.eval.gate import Policy, judge
+    from quantmint.eval.measurements import Measurements, Server, Structure
+    from quantmint.eval.samples import Sample, SampleSet
+    from quantmint.eval.verdict import Verdict
 
     def answers(lost: int) -> SampleSet:
         names = [hashlib.sha256(f"{number}".encode()).hexdigest()[:16] for number in range(2000)]

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from calibration import layers
-from calibration.ranges import load_ranges
-from pipeline.base.errors import UserError
-from pipeline.recipe.schema import Calibration
-from pipeline.stages.calibrate import RANGES, CalibrateStage, read_tokens
-from pipeline.stages.session import open_setting
-from pipeline.stages.stage import Job
-from pipeline.store.entries import Entry
+from quantmint.calibration import layers
+from quantmint.calibration.ranges import load_ranges
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.recipe.schema import Calibration
+from quantmint.pipeline.stages.calibrate import RANGES, CalibrateStage, read_tokens
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.stage import Job
+from quantmint.pipeline.store.entries import Entry
 
 Run = Callable[..., Entry]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from eval import prompts
-from eval.canary import Answer, CanaryAnswers, CanaryPolicy, compare, judge
-from eval.verdict import Verdict
-from pipeline.recipe.load import load_recipe
-from pipeline.recipe.sections import CanaryGate
+from quantmint.eval import prompts
+from quantmint.eval.canary import Answer, CanaryAnswers, CanaryPolicy, compare, judge
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.recipe.load import load_recipe
+from quantmint.pipeline.recipe.sections import CanaryGate
 from tests.serving.served.cases import MODEL, Case, make_case
 
 torch = pytest.importorskip("torch")
@@ -35,7 +35,7 @@ def ask(folder: Path) -> CanaryAnswers:
     """What the checkpoint says to a third of the prompts, computed in this process."""
     from transformers import AutoTokenizer
 
-    from pipeline.serving.reference.model import load
+    from quantmint.pipeline.serving.reference.model import load
 
     tokenizer, loaded = AutoTokenizer.from_pretrained(MODEL), load(folder, "cpu")
     found = []

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval import prompts
-from eval.canary import CanaryPolicy
-from pipeline.base.progress import PlainReporter
-from pipeline.serving.running.server import HOST, Server
-from pipeline.stages.canary import CanaryStage, policy_of, read_answers, read_comparison
-from pipeline.stages.source import LOCATION
-from pipeline.stages.stage import Job, Output, Setting
+from quantmint.eval import prompts
+from quantmint.eval.canary import CanaryPolicy
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.serving.running.server import HOST, Server
+from quantmint.pipeline.stages.canary import CanaryStage, policy_of, read_answers, read_comparison
+from quantmint.pipeline.stages.source import LOCATION
+from quantmint.pipeline.stages.stage import Job, Output, Setting
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "model"
 VOCABULARY, PROMPTS = 40, 5

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import InspectionError
-from pipeline.stages.quantize import InspectStage
-from pipeline.stages.session import open_setting
-from pipeline.stages.stage import Job
+from quantmint.pipeline.base.errors import InspectionError
+from quantmint.pipeline.stages.quantize import InspectStage
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.stage import Job
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.stages.stage import Job
+from quantmint.pipeline.stages.stage import Job
 
 Forked = Callable[[Callable[[], None]], int]
 CodeOf = Callable[[int], int]

@@ -16,19 +16,19 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.progress import PlainReporter
-from pipeline.quantize.engines.algorithms import recorded_algorithms
-from pipeline.quantize.engines.libraries.job import LibraryJob, load_batches
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.structure import read_structure
-from pipeline.stages import by_library
-from pipeline.stages.planning import build_plan, cut
-from pipeline.stages.runner import Outcome, run_plan
-from pipeline.stages.session import open_setting
-from pipeline.stages.stage import Setting
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
+from quantmint.pipeline.quantize.engines.libraries.job import LibraryJob, load_batches
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.stages import by_library
+from quantmint.pipeline.stages.planning import build_plan, cut
+from quantmint.pipeline.stages.runner import Outcome, run_plan
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.stage import Setting
+from quantmint.pipeline.store.tree import Store
 from tests.zoo.models import configuration, table
 
 RECIPE = """\
@@ -264,10 +264,10 @@ def test_nothing_of_it_outlives_us(opened: Open, warm_python: Path, tmp_path: Pa
     opened("ptpc_fp8", "llmcompressor")
     pids = tmp_path / "pids"
     owner = f"""
-import sys, pipeline.stages.by_library as by_library
+import sys, quantmint.pipeline.stages.by_library as by_library
 code = "import os, time; open(r'{pids}', 'w').write(str(os.getpid())); time.sleep(600)"
 by_library._command = lambda engine, job: [sys.executable, "-c", code]
-from pipeline.commands.cli import main
+from quantmint.pipeline.commands.cli import main
 main(["run", "r.yaml", "--until", "inspect", "--device", "cpu"])
 """
     Path("owner.py").write_text(owner)

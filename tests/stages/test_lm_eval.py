@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import yaml
 
-from eval import suites
-from eval.harness import Asked, Item, compressed
-from eval.samples import Sample, SampleSet, pair
-from eval.statistics.sequential import decide
-from eval.suites import Suite, SuiteTask
-from pipeline.base.errors import InvalidMeasurementError, StageError
-from pipeline.serving.running.server import Server
-from pipeline.stages.evaluate import ANSWERS, ControlStage, EvaluateStage, guessing, read_samples
-from pipeline.stages.runner import Outcome
+from quantmint.eval import suites
+from quantmint.eval.harness import Asked, Item, compressed
+from quantmint.eval.samples import Sample, SampleSet, pair
+from quantmint.eval.statistics.sequential import decide
+from quantmint.eval.suites import Suite, SuiteTask
+from quantmint.pipeline.base.errors import InvalidMeasurementError, StageError
+from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.stages.evaluate import ANSWERS, ControlStage, EvaluateStage, guessing, read_samples
+from quantmint.pipeline.stages.runner import Outcome
 from tests.eval.completions import Completions
 from tests.processes import below, processes_naming
 
@@ -118,7 +118,7 @@ def world(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
         with Completions() as baseline, Completions(worse=worse) as candidate:
             servers = {"baseline": baseline, "candidate": candidate}
             monkeypatch.setattr(
-                "pipeline.stages.serve.Servers.get",
+                "quantmint.pipeline.stages.serve.Servers.get",
                 lambda self, side, plan: Server(side, servers[side].base_url, log, 1.0),
             )
             yield World(orchestra, servers)
@@ -214,7 +214,7 @@ def test_kill_9_costs_the_look_that_was_being_asked(
         while len(server.asked) < 25:
             time.sleep(0.01)
         # Its own line, which names a socket of its own, and not its supervisor's around that.
-        ours = min((line for line in below(pid).values() if "eval.harness_child" in line), key=len)
+        ours = min((line for line in below(pid).values() if "quantmint.eval.harness_child" in line), key=len)
         os.kill(pid, signal.SIGKILL)
         assert code_of(pid) == -signal.SIGKILL
         deadline = time.monotonic() + 30
@@ -261,7 +261,9 @@ def answered(
         baseline: Answers, candidate: Answers, task: SuiteTask, **options: object
     ) -> tuple[World, Answers, Outcome]:
         sides = iter((baseline, candidate))
-        monkeypatch.setattr("pipeline.stages.evaluate.open_harness", lambda *_, **__: nullcontext(next(sides)))
+        monkeypatch.setattr(
+            "quantmint.pipeline.stages.evaluate.open_harness", lambda *_, **__: nullcontext(next(sides))
+        )
         with world(task, **options) as w:
             return w, candidate, w.run(BASELINE, CANDIDATE)
 
@@ -339,7 +341,7 @@ def test_only_what_is_on_the_hub_gets_its_token(
         raise StageError("heard enough")
         yield
 
-    monkeypatch.setattr("pipeline.stages.serve.conversation", listen)
+    monkeypatch.setattr("quantmint.pipeline.stages.serve.conversation", listen)
     with world(replace(FACTS, task=task)) as w, pytest.raises(StageError, match="heard enough"):
         w.run(BASELINE)
     assert given["secrets"] == tokens

@@ -16,20 +16,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from eval import record
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.progress import PlainReporter
-from pipeline.publish import manifest as manifests
-from pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE, SBOM
-from pipeline.quantize.digest import file_digests, folder_digest
-from pipeline.stages.gate import checkpoint_digest
-from pipeline.stages.package import PackageStage, release
-from pipeline.stages.planning import cut, plan_stages
-from pipeline.stages.runner import Outcome, run_plan
-from pipeline.stages.session import open_setting
-from pipeline.stages.stage import Job, Output, Setting
-from pipeline.store.entries import Entry
-from pipeline.store.tree import Store
+from quantmint.eval import record
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE, SBOM
+from quantmint.pipeline.quantize.digest import file_digests, folder_digest
+from quantmint.pipeline.stages.gate import checkpoint_digest
+from quantmint.pipeline.stages.package import PackageStage, release
+from quantmint.pipeline.stages.planning import cut, plan_stages
+from quantmint.pipeline.stages.runner import Outcome, run_plan
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.stage import Job, Output, Setting
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.tree import Store
 
 A, B, COMMIT = "a" * 64, "b" * 64, "c" * 40
 TASK = {"task": "tiny_facts", "files": {"tiny_facts.jsonl": A, "tiny_facts.yaml": B}}

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from eval.suites import Suite
-from eval.workloads import Workload
-from pipeline.base.canonical import canonical_json
-from pipeline.base.errors import UserError
-from pipeline.recipe.sections import CanaryGate
-from pipeline.stages.planning import after_stop, build_plan, cut
-from pipeline.stages.session import open_setting
-from pipeline.stages.stage import Setting
+from quantmint.eval.suites import Suite
+from quantmint.eval.workloads import Workload
+from quantmint.pipeline.base.canonical import canonical_json
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.recipe.sections import CanaryGate
+from quantmint.pipeline.stages.planning import after_stop, build_plan, cut
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.stage import Setting
 
 ROOT = Path(__file__).parents[2]
 JUDGED = {"gate", "report", "package", "publish"}
@@ -209,9 +209,9 @@ _PRINT = """
 import json, sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pipeline.stages.planning import build_plan
-from pipeline.stages.session import open_setting
-from pipeline.store.tree import Store
+from quantmint.pipeline.stages.planning import build_plan
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.store.tree import Store
 
 @dataclass
 class Vllm:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.stages import preflight
+from quantmint.pipeline.stages import preflight
 
 Quantmint = Callable[..., Any]
 
@@ -49,9 +49,9 @@ def test_until_inspect_works_without_vllm(quantmint: Quantmint, project: Path, m
 def test_a_vllm_that_is_named_wrongly_is_an_error_at_once(
     quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipeline.serving.environment import find_vllm
+    from quantmint.pipeline.serving.environment import find_vllm
 
-    monkeypatch.setattr("pipeline.stages.session.find_vllm", find_vllm)
+    monkeypatch.setattr("quantmint.pipeline.stages.session.find_vllm", find_vllm)
     for arguments in (["--vllm", "/nowhere/vllm"], []):
         monkeypatch.setenv("QUANTMINT_VLLM", "/nowhere/vllm")
         ended = quantmint("run", "r.yaml", "--until", "source", *arguments)
@@ -110,9 +110,9 @@ def test_a_package_of_a_task_is_missed_before_the_first_stage(
 def test_a_package_that_vllm_would_import_is_missed_in_its_own_environment(
     quantmint: Quantmint, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipeline.serving.environment import find_vllm
+    from quantmint.pipeline.serving.environment import find_vllm
 
-    monkeypatch.setattr("pipeline.stages.session.find_vllm", find_vllm)
+    monkeypatch.setattr("quantmint.pipeline.stages.session.find_vllm", find_vllm)
     bin_ = tmp_path / "serving" / "bin"
     bin_.mkdir(parents=True)
     # An interpreter without site-packages, beside ours, which may have everything.

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import StageError
-from pipeline.base.machine import Device
-from pipeline.serving.host.detect import device_here
-from pipeline.stages.stage import Job
-from pipeline.store.objects import Objects
-from pipeline.store.remote import RemoteTier
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.base.machine import Device
+from quantmint.pipeline.serving.host.detect import device_here
+from quantmint.pipeline.stages.stage import Job
+from quantmint.pipeline.store.objects import Objects
+from quantmint.pipeline.store.remote import RemoteTier
+from quantmint.pipeline.store.tree import Store
 
 MI300X = Device("mi300x", "AMD Instinct MI300X")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from eval.verdict import Verdict
-from pipeline.base.errors import (
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.errors import (
     InspectionError,
     InvalidMeasurementError,
     QuantmintError,
@@ -19,8 +19,8 @@ from pipeline.base.errors import (
     StoreError,
     UserError,
 )
-from pipeline.serving.plan import LaunchPlan
-from pipeline.stages.stage import Job
+from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.stages.stage import Job
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ class FakeLauncher:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     FakeLauncher.running = []
-    monkeypatch.setattr("pipeline.stages.serve.LocalLauncher", FakeLauncher)
+    monkeypatch.setattr("quantmint.pipeline.stages.serve.LocalLauncher", FakeLauncher)
     return FakeLauncher.running
 
 

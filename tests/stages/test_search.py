@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.verdict import Verdict
-from pipeline.base.errors import UserError
-from pipeline.base.progress import PlainReporter
-from pipeline.recipe.load import choice_yaml, load_recipe
-from pipeline.stages import planning
-from pipeline.stages.advice import advise
-from pipeline.stages.planning import build_plan
-from pipeline.stages.search import known_groups, measured_groups, opened, run_search, settled, stand_in, tried
-from pipeline.stages.sensitivity import SENSITIVITY, read_groups
-from pipeline.stages.session import open_setting
-from pipeline.stages.stage import Job, Setting
-from pipeline.store.tree import Store
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.recipe.load import choice_yaml, load_recipe
+from quantmint.pipeline.stages import planning
+from quantmint.pipeline.stages.advice import advise
+from quantmint.pipeline.stages.planning import build_plan
+from quantmint.pipeline.stages.search import known_groups, measured_groups, opened, run_search, settled, stand_in, tried
+from quantmint.pipeline.stages.sensitivity import SENSITIVITY, read_groups
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.stage import Job, Setting
+from quantmint.pipeline.store.tree import Store
 
 AUTO = "{scheme: auto, from: [mxfp4, ptpc_fp8], bits: BITS, overrides: [{modules: [model.layers.0.mlp.down_proj], "
 AUTO += "scheme: ptpc_fp8}], exclude: ['re:.*layers\\.1\\.']}"
@@ -79,7 +79,7 @@ def make(project: Path, orchestra: Any, with_vllm: Callable[..., Setting], monke
             ]
 
         monkeypatch.setattr(planning, "stages_of", stages)
-        monkeypatch.setattr("pipeline.stages.search.require_means", lambda *_: None)
+        monkeypatch.setattr("quantmint.pipeline.stages.search.require_means", lambda *_: None)
         return with_vllm(open_setting("r.yaml", store=Store(project / "store")))
 
     return made

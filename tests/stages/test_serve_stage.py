@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.base.machine import Device
-from pipeline.base.progress import PlainReporter
-from pipeline.serving.plan import LaunchPlan, Layout
-from pipeline.serving.running.launchers import ClusterLauncher
-from pipeline.serving.running.log import scan_log
-from pipeline.serving.running.server import Server
-from pipeline.stages.planning import build_plan
-from pipeline.stages.runner import _Run
-from pipeline.stages.serve import SIDES, ReferenceServer, Servers, ServeStage, launch_plan, runtime_of
-from pipeline.stages.session import open_setting
-from pipeline.stages.stage import Setting
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.machine import Device
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.serving.plan import LaunchPlan, Layout
+from quantmint.pipeline.serving.running.launchers import ClusterLauncher
+from quantmint.pipeline.serving.running.log import scan_log
+from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.stages.planning import build_plan
+from quantmint.pipeline.stages.runner import _Run
+from quantmint.pipeline.stages.serve import SIDES, ReferenceServer, Servers, ServeStage, launch_plan, runtime_of
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.stage import Setting
+from quantmint.pipeline.store.tree import Store
 
 LOGS = Path(__file__).parents[1] / "assets" / "server-logs"
 
@@ -61,8 +61,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         events.append(f"stop {argv[3]} {which}")
 
-    monkeypatch.setattr("pipeline.serving.running.launchers.LocalLauncher.starting", starting)
-    monkeypatch.setattr("pipeline.stages.serve.conversation", talking)
+    monkeypatch.setattr("quantmint.pipeline.serving.running.launchers.LocalLauncher.starting", starting)
+    monkeypatch.setattr("quantmint.pipeline.stages.serve.conversation", talking)
     return events
 
 
@@ -72,8 +72,8 @@ def test_the_reference_runtime_needs_no_vllm(by_reference: Setting, launches: li
         for side in ("baseline", "candidate", "candidate"):
             servers.get(side, launch_plan(by_reference, side, Path("m")))  # type: ignore[arg-type]
     assert launches == [
-        "start pipeline.serving.reference auto", "stop pipeline.serving.reference auto",
-        "start pipeline.serving.reference fp8", "stop pipeline.serving.reference fp8",
+        "start quantmint.pipeline.serving.reference auto", "stop quantmint.pipeline.serving.reference auto",
+        "start quantmint.pipeline.serving.reference fp8", "stop quantmint.pipeline.serving.reference fp8",
     ]  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_both_sides_are_there_where_a_cpu_has_room_for_them(
     free: int,
     together: bool,
 ) -> None:
-    monkeypatch.setattr("pipeline.stages.serve.free_bytes", lambda device: free << 30)
+    monkeypatch.setattr("quantmint.pipeline.stages.serve.free_bytes", lambda device: free << 30)
     target = setting.recipe.target.model_copy(update={"hardware": hardware})
     loaded = replace(setting.loaded, recipe=setting.recipe.model_copy(update={"target": target}))
     setting = replace(setting, loaded=loaded)
@@ -109,7 +109,7 @@ def test_both_sides_are_there_where_a_cpu_has_room_for_them(
 def test_the_server_that_comes_next_is_expected_as_soon_as_there_is_what_it_serves(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.stages.runner.model_folder", Path)
+    monkeypatch.setattr("quantmint.pipeline.stages.runner.model_folder", Path)
     said: list[tuple[str, str]] = []
     servers = SimpleNamespace(expect=lambda side, plan: said.append((side, plan.model)))
     plan = build_plan(setting)
@@ -164,7 +164,7 @@ def test_vllm_ran_where_its_log_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
         asked.append(kind)
         return Device("mi300x", "AMD Instinct MI300X")
 
-    monkeypatch.setattr("pipeline.stages.serve.device_here", here)
+    monkeypatch.setattr("quantmint.pipeline.stages.serve.device_here", here)
     monkeypatch.setattr(Server, "version", lambda self: "0.32.0")
     log = LOGS / "rocm-0.32.log"
     server = Server("model", "http://127.0.0.1:1", log, 1.0)

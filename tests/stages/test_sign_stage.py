@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import StageError, UserError
-from pipeline.publish import manifest as manifests
-from pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
-from pipeline.publish.release import MANIFEST, SIGNATURE
-from pipeline.publish.signing import PASSPHRASE, verified
-from pipeline.stages.package import SignStage, release
-from pipeline.stages.planning import build_plan
-from pipeline.stages.preflight import require_means
-from pipeline.stages.session import open_setting
-from pipeline.stages.stage import Job, Output, Setting
-from pipeline.store.entries import Entry
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE
+from quantmint.pipeline.publish.signing import PASSPHRASE, verified
+from quantmint.pipeline.stages.package import SignStage, release
+from quantmint.pipeline.stages.planning import build_plan
+from quantmint.pipeline.stages.preflight import require_means
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.stage import Job, Output, Setting
+from quantmint.pipeline.store.entries import Entry
 from tests.signing import WORD, rsa_key, write_key
 
 SIZE = 2 << 20  # bytes; more than what the store reads at every look

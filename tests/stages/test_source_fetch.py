@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from pipeline.base.progress import PlainReporter
-from pipeline.stages.source import fetch
-from pipeline.stages.stage import SourceIdentity
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.stages.source import fetch
+from quantmint.pipeline.stages.stage import SourceIdentity
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from eval.report.model import PAGE
-from eval.verdict import Verdict
-from pipeline.base.errors import UserError
-from pipeline.base.progress import PlainReporter
-from pipeline.stages import planning
-from pipeline.stages.preflight import require_means
-from pipeline.stages.runner import run_plan
-from pipeline.stages.stage import Job
+from quantmint.eval.report.model import PAGE
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.stages import planning
+from quantmint.pipeline.stages.preflight import require_means
+from quantmint.pipeline.stages.runner import run_plan
+from quantmint.pipeline.stages.stage import Job
 
 BROKEN = {"verdict": "FAIL", "reasons": ["agreement below 70.0%"]}
 SOUND: dict[str, object] = {"verdict": "PASS", "reasons": []}
@@ -113,14 +113,18 @@ def test_the_reference_runtime_needs_no_vllm_but_its_packages(
     asked = tuple(planned for planned in plan if planned.key == "canary-baseline")
     require_means(asked, without)
     real = importlib.util.find_spec
-    monkeypatch.setattr("pipeline.stages.preflight.find_spec", lambda name: None if name == "torch" else real(name))
+    monkeypatch.setattr(
+        "quantmint.pipeline.stages.preflight.find_spec", lambda name: None if name == "torch" else real(name)
+    )
     with pytest.raises(UserError, match="this needs torch, which is not installed"):
         require_means(asked, without)
 
 
 def test_the_command_says_so(orchestra: Any, stages: Any, quantmint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.stages.preflight.require_means", lambda *_: None)
-    monkeypatch.setattr("pipeline.stages.session.find_vllm", lambda explicit=None: SimpleNamespace(version="0.32.0"))
+    monkeypatch.setattr("quantmint.pipeline.stages.preflight.require_means", lambda *_: None)
+    monkeypatch.setattr(
+        "quantmint.pipeline.stages.session.find_vllm", lambda explicit=None: SimpleNamespace(version="0.32.0")
+    )
     orchestra.plan(*stages(BROKEN))
     store = orchestra.setting.store.root
     ended = quantmint("run", "r.yaml", "--store", store, "--json")

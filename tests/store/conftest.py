@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.canonical import fingerprint
-from pipeline.store.entries import Entry
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.tree import Store
 
 ROOT = Path(__file__).parents[2]
 STEPS = ("fsync", "rename", "replace", "link", "unlink", "open", "mkdir", "rmdir", "utime")

@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.base.canonical import ABSENT, Change, UnstableValueError, canonical_json, difference, fingerprint, plain
-from pipeline.base.errors import StageError
+from quantmint.pipeline.base.canonical import (
+    ABSENT,
+    Change,
+    UnstableValueError,
+    canonical_json,
+    difference,
+    fingerprint,
+    plain,
+)
+from quantmint.pipeline.base.errors import StageError
 
 finite = st.floats(allow_nan=False, allow_infinity=False).filter(lambda x: x != 0 or math.copysign(1, x) > 0)
 text = st.text(st.characters(exclude_categories=["Cs"]))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import StoreError
-from pipeline.store.disk import disk_errors
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.errors import StoreError
+from quantmint.pipeline.store.disk import disk_errors
+from quantmint.pipeline.store.tree import Store
 
 PAYLOAD: dict[str, object] = {"stage": "quantize", "version": 1, "inputs": {}}
 DIGEST = fingerprint(PAYLOAD)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.store.entries import Entry
-from pipeline.store.gc import QUARANTINE_S, UNFINISHED_S, GcPlan, RunLog, apply, plan_gc
-from pipeline.store.locks import Lock
-from pipeline.store.tree import Store
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.gc import QUARANTINE_S, UNFINISHED_S, GcPlan, RunLog, apply, plan_gc
+from quantmint.pipeline.store.locks import Lock
+from quantmint.pipeline.store.tree import Store
 
 Make = Callable[..., Entry]
 HOUR = 3600.0
@@ -89,7 +89,7 @@ def test_a_run_that_begins_between_plan_and_removal(store: Store, make: Make) ->
 def test_a_process_that_comes_at_the_last_moment(store: Store, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = make(store)
     plan = plan_gc(store, keep=0, now=time.time() + 2 * HOUR)
-    monkeypatch.setattr("pipeline.store.gc.plan_gc", lambda *args, **kwargs: plan)
+    monkeypatch.setattr("quantmint.pipeline.store.gc.plan_gc", lambda *args, **kwargs: plan)
     with store.working(entry.stage, entry.fingerprint):
         assert apply(plan) == 0
     assert store.find(entry.stage, entry.fingerprint) == entry

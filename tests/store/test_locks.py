@@ -14,19 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import StoreError
-from pipeline.store.locks import Lock, is_held
+from quantmint.pipeline.base.errors import StoreError
+from quantmint.pipeline.store.locks import Lock, is_held
 
 HOLD = """
 from pathlib import Path
-from pipeline.store.locks import Lock
+from quantmint.pipeline.store.locks import Lock
 with Lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 COUNT = """
 from pathlib import Path
-from pipeline.store.locks import Lock
+from quantmint.pipeline.store.locks import Lock
 counter = Path(sys.argv[1])
 for _ in range(int(sys.argv[2])):
     with Lock(counter.with_suffix(".lock")):
@@ -153,7 +153,7 @@ def test_a_full_disk_keeps_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) 
     lock = Lock(path)
     lock.acquire()
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.store.locks.os.link", full)
+        patch.setattr("quantmint.pipeline.store.locks.os.link", full)
         lock.release()
     assert list(path.parent.iterdir()) == []
 

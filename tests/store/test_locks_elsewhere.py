@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store.locks import Lock
+from quantmint.pipeline.store.locks import Lock
 
 TURNS = 100
 ENTER = """
 import socket, sys
 from pathlib import Path
-from pipeline.store.locks import Lock
+from quantmint.pipeline.store.locks import Lock
 folder = Path(sys.argv[1])
 for turn in range(int(sys.argv[2])):
     with Lock(folder / "x.lock"):
@@ -36,7 +36,7 @@ for turn in range(int(sys.argv[2])):
 HOLD = """
 import sys, time
 from pathlib import Path
-from pipeline.store.locks import Lock
+from quantmint.pipeline.store.locks import Lock
 beat = float(sys.argv[2])
 with Lock(Path(sys.argv[1]) / "x.lock", heartbeat=beat, stale_after=10 * beat):
     print("held", flush=True)

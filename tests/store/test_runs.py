@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store.gc import RunLog, list_runs
+from quantmint.pipeline.store.gc import RunLog, list_runs
 
 PLAN = [("source", "0" * 64), ("quantize", "1" * 64)]
 

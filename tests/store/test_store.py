@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import StoreError
-from pipeline.store.disk import sha256_of
-from pipeline.store.entries import Entry, Record
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.errors import StoreError
+from quantmint.pipeline.store.disk import sha256_of
+from quantmint.pipeline.store.entries import Entry, Record
+from quantmint.pipeline.store.tree import Store
 
 MIB = 1 << 20
 Make = Callable[..., Entry]
@@ -153,7 +153,7 @@ def test_a_large_file_is_read_only_if_its_time_changed(
         read.append(path.name)
         return sha256_of(path)
 
-    monkeypatch.setattr("pipeline.store.entries.sha256_of", noted)
+    monkeypatch.setattr("quantmint.pipeline.store.entries.sha256_of", noted)
     assert store.find(entry.stage, entry.fingerprint) == entry
     assert read == ["small"]
     os.utime(entry.file("large"), ns=(1, 1))
@@ -290,7 +290,7 @@ def test_a_lost_lock_stops_the_commit(store: Store) -> None:
 
 ENTER = """
 from pathlib import Path
-from pipeline.store.tree import Store
+from quantmint.pipeline.store.tree import Store
 with Store(Path(sys.argv[1])).working("quantize", sys.argv[2], on_wait=lambda who: print(who, flush=True)) as work:
     print(work.existing is not None and not work.path.exists())
 """

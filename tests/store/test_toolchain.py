@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import ServingError
-from pipeline.store.toolchain import Environment, environment_here, environment_of
+from quantmint.pipeline.base.errors import ServingError
+from quantmint.pipeline.store.toolchain import Environment, environment_here, environment_of
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from pipeline.serving.environment import parse_version
+from quantmint.pipeline.serving.environment import parse_version
 
 Interface: TypeAlias = dict[str, set[str]]
 TABLE: Final = Path(__file__).parents[1] / "assets" / "vllm.tsv"

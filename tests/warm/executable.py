@@ -1,7 +1,7 @@
 """Executables whose programs start as forks of one process that has imported the libraries already.
 
     with warm_python(folder, environment) as python:
-        subprocess.run([python, "-m", "pipeline", "requantize", "--due"])
+        subprocess.run([python, "-m", "quantmint", "requantize", "--due"])
     with warm_vllm(folder, find_vllm()) as vllm:
         subprocess.run([vllm.executable, "serve", ...])
 
@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pipeline.serving.environment import VllmEnvironment
+from quantmint.pipeline.serving.environment import VllmEnvironment
 
 _LIBRARIES = (
     "torch", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
@@ -36,16 +36,18 @@ _LIBRARIES = (
     "matplotlib.backends.backend_svg", "huggingface_hub.hf_api", "jinja2", "pydantic", "cyclonedx.model.bom",
     "cyclonedx.output.json", "detect_secrets.core.scan", "tenacity", "rich.progress", "httpx",
     # Ours take a second as well: models of pydantic, tables.
-    "pipeline.commands.cli", "pipeline.commands.requantize", "pipeline.commands.run",
-    "pipeline.stages.runner", "pipeline.stages.session", "pipeline.stages.planning",
-    "pipeline.stages.preflight", "pipeline.upkeep.due.due", "pipeline.upkeep.fleet.rounds",
-    "pipeline.upkeep.notices", "pipeline.quantize.engines.stream.engine",
-    "pipeline.quantize.inspection.inspect",
-    "pipeline.publish.places", "pipeline.publish.hub.place",
-    "pipeline.publish.card",
-    "pipeline.publish.provenance", "pipeline.publish.allowed", "pipeline.serving.reference.lm",
-    "calibration.calibrate", "eval.report.page",
-    "eval.report.plots", "eval.harness_client",
+    "quantmint.pipeline.commands.cli", "quantmint.pipeline.commands.requantize", "quantmint.pipeline.commands.run",
+    "quantmint.pipeline.stages.runner", "quantmint.pipeline.stages.session", "quantmint.pipeline.stages.planning",
+    "quantmint.pipeline.stages.preflight", "quantmint.pipeline.upkeep.due.due",
+    "quantmint.pipeline.upkeep.fleet.rounds",
+    "quantmint.pipeline.upkeep.notices", "quantmint.pipeline.quantize.engines.stream.engine",
+    "quantmint.pipeline.quantize.inspection.inspect",
+    "quantmint.pipeline.publish.places", "quantmint.pipeline.publish.hub.place",
+    "quantmint.pipeline.publish.card",
+    "quantmint.pipeline.publish.provenance", "quantmint.pipeline.publish.allowed",
+    "quantmint.pipeline.serving.reference.lm",
+    "quantmint.calibration.calibrate", "quantmint.eval.report.page",
+    "quantmint.eval.report.plots", "quantmint.eval.harness_client",
 )  # fmt: skip
 _VLLM = (
     "vllm.entrypoints.cli.serve", "vllm.entrypoints.cli.benchmark.main",

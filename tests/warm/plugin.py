@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.serving.environment import VllmEnvironment, find_vllm
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.serving.environment import VllmEnvironment, find_vllm
 from tests.warm.shared import for_all_workers, shared_python, shared_vllm
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.serving.environment import VllmEnvironment
+from quantmint.pipeline.serving.environment import VllmEnvironment
 from tests.warm.executable import warm_python, warm_vllm
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ _ROOT = Path(__file__).parents[2]
 _PLACE = "holders.socket"
 _MODEL = (
     "transformers.models.llama.modeling_llama",
-    "pipeline.quantize.engines.libraries.job",
-    "pipeline.quantize.model.structure",
+    "quantmint.pipeline.quantize.engines.libraries.job",
+    "quantmint.pipeline.quantize.model.structure",
 )
 # First what imports the library as it has to be imported.
 _ENGINES = {

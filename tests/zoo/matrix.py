@@ -117,7 +117,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _quantize(folder: Path, out: Path, column: str) -> None:
-    from pipeline.commands.quantize import quantize
+    from quantmint.pipeline.commands.quantize import quantize
 
     options = (*COLUMNS[column], "--device", "cpu")
     quantize.main([str(folder), str(out), *options], standalone_mode=False)
@@ -125,7 +125,7 @@ def _quantize(folder: Path, out: Path, column: str) -> None:
 
 def _inspect(name: str, folder: Path, out: Path) -> tuple[float, str | None]:
     """Return the quantized share of the decoder, and the first finding of an inspection beside the source."""
-    from pipeline.commands.quantize import inspect
+    from quantmint.pipeline.commands.quantize import inspect
 
     written = io.StringIO()
     with redirect_stdout(written):
@@ -174,7 +174,7 @@ def _classified(error: Exception) -> tuple[str, str, str]:
     """Return kind, message and place of an error."""
     import click
 
-    from pipeline.base.errors import InspectionError, QuantmintError
+    from quantmint.pipeline.base.errors import InspectionError, QuantmintError
 
     if isinstance(error, click.ClickException):
         return "refused", error.format_message(), ""

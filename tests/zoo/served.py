@@ -182,11 +182,11 @@ def reference_answer(folder: Path) -> Answer:
 
     Layers with a state, which that runtime refuses, are no obstacle here: one prompt needs no padding.
     """
-    from pipeline.quantize.formats.checkpoint import open_checkpoint
-    from pipeline.quantize.formats.layout import Claims, layout_of
-    from pipeline.quantize.model.builder import meta_model
-    from pipeline.quantize.model.structure import read_structure
-    from pipeline.serving.reference.model import Placing
+    from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+    from quantmint.pipeline.quantize.formats.layout import Claims, layout_of
+    from quantmint.pipeline.quantize.model.builder import meta_model
+    from quantmint.pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.serving.reference.model import Placing
 
     try:
         checkpoint = open_checkpoint(folder)
@@ -216,12 +216,12 @@ def _dequantized(folder: Path) -> Any:
     """Load a checkpoint as transformers loads a release, in float32, its quantized tensors dequantized on disk."""
     import torch
 
-    from pipeline.quantize.formats.checkpoint import Reader, open_checkpoint
-    from pipeline.quantize.formats.layout import layout_of
-    from pipeline.quantize.inspection.findings import expected_tensors
-    from pipeline.quantize.inspection.numbers import dequantize
-    from pipeline.quantize.model.builder import meta_model
-    from pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.formats.checkpoint import Reader, open_checkpoint
+    from quantmint.pipeline.quantize.formats.layout import layout_of
+    from quantmint.pipeline.quantize.inspection.findings import expected_tensors
+    from quantmint.pipeline.quantize.inspection.numbers import dequantize
+    from quantmint.pipeline.quantize.model.builder import meta_model
+    from quantmint.pipeline.quantize.model.structure import read_structure
 
     checkpoint = open_checkpoint(folder)
     config, read = dict(checkpoint.config), Reader(checkpoint)
@@ -338,8 +338,8 @@ def write_outcomes(path: Path, outcomes: Iterable[ServedOutcome], versions: Mapp
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve as the command line says; return 1 where vLLM loads a source but not its checkpoint, or they differ."""
-    from pipeline.base.hardware import local_cpu_flags, refusal
-    from pipeline.serving.environment import find_vllm
+    from quantmint.pipeline.base.hardware import local_cpu_flags, refusal
+    from quantmint.pipeline.serving.environment import find_vllm
 
     parser = argparse.ArgumentParser(
         description="Serve checkpoints of the zoo in vLLM's CPU build, and compare their log probabilities.",
@@ -373,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for (column, kind), count in sorted(counts.items()):
         sys.stdout.write(f"{column:16} {kind:18} {count}\n")
     if options.json is not None:
-        from pipeline.serving.reference.model import reference_version
+        from quantmint.pipeline.serving.reference.model import reference_version
 
         write_outcomes(options.json, outcomes, {"vllm": vllm.version, "reference": reference_version()})
     return int(any(outcome.outcome in ("differs", "not loaded") for outcome in outcomes))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.base.schemes import scheme
-from pipeline.quantize.rounding import round_activations
-from pipeline.serving.reference.model import load
+from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.quantize.rounding import round_activations
+from quantmint.pipeline.serving.reference.model import load
 from tests.zoo import matrix, served
 
 MODELS = {

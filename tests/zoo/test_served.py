@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.serving.environment import find_vllm
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.serving.environment import find_vllm
 from tests.zoo.models import read, write
 from tests.zoo.served import Folders, ServedOutcome, make, serve
 

@@ -25,11 +25,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from calibration.room import free_bytes
-from pipeline.base.errors import UserError, first_line
-from pipeline.base.machine import Machine, cpu_name, versions
-from pipeline.base.processes import child_environment
-from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
+from quantmint.calibration.room import free_bytes
+from quantmint.pipeline.base.errors import UserError, first_line
+from quantmint.pipeline.base.machine import Machine, cpu_name, versions
+from quantmint.pipeline.base.processes import child_environment
+from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
 
 VARIABLE = "RAY_ADDRESS"
 HERE = "auto"

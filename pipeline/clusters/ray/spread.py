@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from calibration.calibrate import Order, Share
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.progress import Progress
-from pipeline.clusters.ray import tasks
-from pipeline.clusters.ray.nodes import (
+from quantmint.calibration.calibrate import Order, Share
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.clusters.ray import tasks
+from quantmint.pipeline.clusters.ray.nodes import (
     CORES_A_SHARD,
     Ask,
     Facts,
@@ -34,11 +34,11 @@ from pipeline.clusters.ray.nodes import (
     require_same,
     versions_here,
 )
-from pipeline.clusters.ray.tasks import RETRIES, answers, results
-from pipeline.quantize.engines.stream.schedule import Order as WriteOrder
-from pipeline.recipe.schema import Recipe
-from pipeline.serving.running.launchers import Cluster
-from pipeline.store.disk import disk_errors
+from quantmint.pipeline.clusters.ray.tasks import RETRIES, answers, results
+from quantmint.pipeline.quantize.engines.stream.schedule import Order as WriteOrder
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.serving.running.launchers import Cluster
+from quantmint.pipeline.store.disk import disk_errors
 
 
 @contextmanager

@@ -14,16 +14,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from calibration.calibrate import Order as ShareOrder
-from calibration.calibrate import Share, measure_share
-from calibration.durable import fsync
-from calibration.lazy import torch
-from calibration.room import free_bytes
-from pipeline.base.errors import QuantmintError, StageError, UserError, first_line, last_line
-from pipeline.clusters.ray.nodes import HINT, Ask, Facts, Node, facts_here, forget_secrets, nodes_of, require_versions
-from pipeline.quantize.engines.stream.plan import ShardPlan
-from pipeline.quantize.engines.stream.schedule import Order, write_shards
-from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
+from quantmint.calibration.calibrate import Order as ShareOrder
+from quantmint.calibration.calibrate import Share, measure_share
+from quantmint.calibration.durable import fsync
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.room import free_bytes
+from quantmint.pipeline.base.errors import QuantmintError, StageError, UserError, first_line, last_line
+from quantmint.pipeline.clusters.ray.nodes import (
+    HINT,
+    Ask,
+    Facts,
+    Node,
+    facts_here,
+    forget_secrets,
+    nodes_of,
+    require_versions,
+)
+from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
+from quantmint.pipeline.quantize.engines.stream.schedule import Order, write_shards
+from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
 
 T = TypeVar("T")
 RETRIES = 3

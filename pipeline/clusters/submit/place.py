@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
-from pipeline.base.errors import SECRET, StageError, UserError
-from pipeline.base.hardware import hardware
-from pipeline.recipe.schema import Recipe
-from pipeline.serving.planning.target import parse_target
+from quantmint.pipeline.base.errors import SECRET, StageError, UserError
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.serving.planning.target import parse_target
 
 Kind = Literal["rocm", "cuda", "cpu"]
 BROKEN: Final = 5
@@ -88,7 +88,7 @@ def task_for(
 def program_here() -> tuple[str, ...]:
     """This `quantmint` by its absolute path, which the nodes have too."""
     script = Path(sys.executable).parent / "quantmint"
-    return (str(script),) if script.is_file() else (sys.executable, "-m", "pipeline")
+    return (str(script),) if script.is_file() else (sys.executable, "-P", "-m", "quantmint")
 
 
 def require_no_secret(option: str, name: str, instead: str) -> None:

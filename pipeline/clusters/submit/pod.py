@@ -18,11 +18,17 @@ from pathlib import Path, PurePosixPath
 from posixpath import normpath
 from typing import Any
 
-from pipeline.base.errors import SECRET, RecipeError, UserError, shown_path
-from pipeline.clusters.submit.place import Kind, Task, require_no_secret
-from pipeline.recipe.yaml_positions import parse, text_of
-from pipeline.serving.environment import IMAGE_VARIABLE
-from pipeline.serving.render.containers import RESOURCES, SHARED_MOUNT, SHARED_VOLUME, object_name, plain_variables
+from quantmint.pipeline.base.errors import SECRET, RecipeError, UserError, shown_path
+from quantmint.pipeline.clusters.submit.place import Kind, Task, require_no_secret
+from quantmint.pipeline.recipe.yaml_positions import parse, text_of
+from quantmint.pipeline.serving.environment import IMAGE_VARIABLE
+from quantmint.pipeline.serving.render.containers import (
+    RESOURCES,
+    SHARED_MOUNT,
+    SHARED_VOLUME,
+    object_name,
+    plain_variables,
+)
 
 CONTAINER = "quantmint"
 WORK = "/work"

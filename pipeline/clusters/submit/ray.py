@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import QuantmintError, StageError, UserError
-from pipeline.base.transience import is_transient
-from pipeline.clusters.submit.place import (
+from quantmint.pipeline.base.errors import QuantmintError, StageError, UserError
+from quantmint.pipeline.base.transience import is_transient
+from quantmint.pipeline.clusters.submit.place import (
     BROKEN,
     Log,
     State,

@@ -24,8 +24,8 @@ from os.path import normpath
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.clusters.submit.place import (
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.clusters.submit.place import (
     BROKEN,
     State,
     Submitted,
@@ -35,10 +35,10 @@ from pipeline.clusters.submit.place import (
     require_no_secret,
     require_plain,
 )
-from pipeline.clusters.submit.pod import by_digest
-from pipeline.serving.environment import IMAGE_VARIABLE
-from pipeline.serving.render.containers import object_name
-from pipeline.store.disk import disk_errors
+from quantmint.pipeline.clusters.submit.pod import by_digest
+from quantmint.pipeline.serving.environment import IMAGE_VARIABLE
+from quantmint.pipeline.serving.render.containers import object_name
+from quantmint.pipeline.store.disk import disk_errors
 
 WARNING_S = 120
 """Seconds before the time limit at which the job leaves for the queue."""

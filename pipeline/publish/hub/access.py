@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from pipeline.base.errors import UserError, did_you_mean
-from pipeline.publish.hub.client import Client
-from pipeline.publish.hub.repository import Repository, look, tree
-from pipeline.publish.release import MANIFEST
-from pipeline.recipe.sections import Hub
+from quantmint.pipeline.base.errors import UserError, did_you_mean
+from quantmint.pipeline.publish.hub.client import Client
+from quantmint.pipeline.publish.hub.repository import Repository, look, tree
+from quantmint.pipeline.publish.release import MANIFEST
+from quantmint.pipeline.recipe.sections import Hub
 
 _WRITERS: Final = frozenset({"admin", "write", "contributor"})
 """Roles of an organisation's members that may create repositories (https://huggingface.co/docs/hub/organizations-security);

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from pipeline.base import errors
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.progress import Progress, reporter_for
-from pipeline.base.transience import is_transient, is_transient_status
+from quantmint.pipeline.base import errors
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.progress import Progress, reporter_for
+from quantmint.pipeline.base.transience import is_transient, is_transient_status
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState

@@ -17,16 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.progress import Progress
-from pipeline.publish.hub import access
-from pipeline.publish.hub import repository as hub
-from pipeline.publish.hub.client import Client, MissingError, RefusedError, connect
-from pipeline.publish.hub.repository import CANDIDATE, MAIN, Repository, Tree
-from pipeline.publish.place import Difference, Listed, Operation, Place, State, named
-from pipeline.publish.release import MANIFEST, Release
-from pipeline.recipe.sections import Hub
-from pipeline.store.files import Wanted
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.publish.hub import access
+from quantmint.pipeline.publish.hub import repository as hub
+from quantmint.pipeline.publish.hub.client import Client, MissingError, RefusedError, connect
+from quantmint.pipeline.publish.hub.repository import CANDIDATE, MAIN, Repository, Tree
+from quantmint.pipeline.publish.place import Difference, Listed, Operation, Place, State, named
+from quantmint.pipeline.publish.release import MANIFEST, Release
+from quantmint.pipeline.recipe.sections import Hub
+from quantmint.pipeline.store.files import Wanted
 
 
 class HubPlace(Place):

@@ -20,12 +20,12 @@ from glob import escape
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.progress import reporter_for
-from pipeline.publish.hub.client import Client, MissingError, MovedError
-from pipeline.publish.place import Listed, newest_first
-from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
-from pipeline.store.files import File, Wanted, require_digest, require_safe
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.progress import reporter_for
+from quantmint.pipeline.publish.hub.client import Client, MissingError, MovedError
+from quantmint.pipeline.publish.place import Listed, newest_first
+from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
+from quantmint.pipeline.store.files import File, Wanted, require_digest, require_safe
 
 MAIN: Final = "main"
 """The branch that readers get."""

@@ -12,22 +12,22 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from eval.gate import changes
-from eval.verdict import Verdict
-from pipeline import __version__
-from pipeline.base.canonical import difference
-from pipeline.base.errors import UserError
-from pipeline.publish.release import RECIPE
-from pipeline.publish.verify import limits
-from pipeline.publish.verify.subject import Check, Subject, fails, judged, not_checked
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.formats.layout import layout_of
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.builder import meta_model
-from pipeline.quantize.model.structure import read_structure
-from pipeline.recipe.json_schema import faults_of
-from pipeline.recipe.schema import Quantization, Recipe
-from pipeline.recipe.yaml_positions import parse
+from quantmint.eval.gate import changes
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline import __version__
+from quantmint.pipeline.base.canonical import difference
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.publish.release import RECIPE
+from quantmint.pipeline.publish.verify import limits
+from quantmint.pipeline.publish.verify.subject import Check, Subject, fails, judged, not_checked
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.formats.layout import layout_of
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.model.builder import meta_model
+from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.recipe.json_schema import faults_of
+from quantmint.pipeline.recipe.schema import Quantization, Recipe
+from quantmint.pipeline.recipe.yaml_positions import parse
 
 
 def check_recipe(subject: Subject) -> Check:

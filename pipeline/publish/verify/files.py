@@ -9,16 +9,34 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.canonical import difference
-from pipeline.base.errors import StageError
-from pipeline.publish import signing
-from pipeline.publish.allowed import misnamed, refused
-from pipeline.publish.manifest import contradictions
-from pipeline.publish.provenance import ABSENT, statement
-from pipeline.publish.release import CARD, MANIFEST, PROVENANCE, SBOM, SIGNATURE, UNLISTED, identity_in, tag_of
-from pipeline.publish.signing import SignatureError, Signed, read_signature
-from pipeline.publish.verify.subject import Check, Outcome, Subject, UnreadableError, fails, first, judged, not_checked
-from pipeline.store.files import File
+from quantmint.pipeline.base.canonical import difference
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.publish import signing
+from quantmint.pipeline.publish.allowed import misnamed, refused
+from quantmint.pipeline.publish.manifest import contradictions
+from quantmint.pipeline.publish.provenance import ABSENT, statement
+from quantmint.pipeline.publish.release import (
+    CARD,
+    MANIFEST,
+    PROVENANCE,
+    SBOM,
+    SIGNATURE,
+    UNLISTED,
+    identity_in,
+    tag_of,
+)
+from quantmint.pipeline.publish.signing import SignatureError, Signed, read_signature
+from quantmint.pipeline.publish.verify.subject import (
+    Check,
+    Outcome,
+    Subject,
+    UnreadableError,
+    fails,
+    first,
+    judged,
+    not_checked,
+)
+from quantmint.pipeline.store.files import File
 
 
 def check_manifest(subject: Subject) -> Check:

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from eval import suites
-from eval.errors import DefinitionError
-from eval.gate import GateReport, Policy
-from eval.measurements import Measurements
-from eval.records import is_path
-from eval.samples import SampleSet
-from eval.suites import Suite, SuiteTask
-from pipeline import __version__
-from pipeline.base.canonical import Change, difference, plain
-from pipeline.publish.verify.subject import Subject, UnreadableError
-from pipeline.recipe.load import PROVEN_SUITE
-from pipeline.recipe.schema import Recipe
+from quantmint.eval import suites
+from quantmint.eval.errors import DefinitionError
+from quantmint.eval.gate import GateReport, Policy
+from quantmint.eval.measurements import Measurements
+from quantmint.eval.records import is_path
+from quantmint.eval.samples import SampleSet
+from quantmint.eval.suites import Suite, SuiteTask
+from quantmint.pipeline import __version__
+from quantmint.pipeline.base.canonical import Change, difference, plain
+from quantmint.pipeline.publish.verify.subject import Subject, UnreadableError
+from quantmint.pipeline.recipe.load import PROVEN_SUITE
+from quantmint.pipeline.recipe.schema import Recipe
 
 
 @dataclass(frozen=True, slots=True)

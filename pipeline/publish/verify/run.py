@@ -6,18 +6,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from pipeline.base.argument import HUB_SCHEME, classify
-from pipeline.base.errors import QuantmintError, UserError
-from pipeline.base.progress import Progress
-from pipeline.publish import manifest as manifests
-from pipeline.publish.folder import RELEASES
-from pipeline.publish.places import open_place
-from pipeline.publish.release import EVIDENCE, MANIFEST
-from pipeline.publish.signing import hashed
-from pipeline.publish.verify import checkpoint, files, shown
-from pipeline.publish.verify.files import Trust
-from pipeline.publish.verify.shown import Relaunch
-from pipeline.publish.verify.subject import Check, Outcome, Subject, Wanted, fails, listing, not_checked
+from quantmint.pipeline.base.argument import HUB_SCHEME, classify
+from quantmint.pipeline.base.errors import QuantmintError, UserError
+from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.folder import RELEASES
+from quantmint.pipeline.publish.places import open_place
+from quantmint.pipeline.publish.release import EVIDENCE, MANIFEST
+from quantmint.pipeline.publish.signing import hashed
+from quantmint.pipeline.publish.verify import checkpoint, files, shown
+from quantmint.pipeline.publish.verify.files import Trust
+from quantmint.pipeline.publish.verify.shown import Relaunch
+from quantmint.pipeline.publish.verify.subject import Check, Outcome, Subject, Wanted, fails, listing, not_checked
 
 
 def verify(

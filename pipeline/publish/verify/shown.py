@@ -15,25 +15,25 @@ from pathlib import Path
 from typing import Any, Final, cast
 from xml.etree import ElementTree
 
-from eval.gate import GateReport
-from eval.measurements import Launch as MeasuredLaunch
-from eval.measurements import Measurements
-from eval.report import junit, markdown, page
-from eval.report.model import CARD as REPORT_CARD
-from eval.report.model import DATA, JUNIT, PAGE, Report
-from eval.report.numbers import level
-from pipeline import __version__
-from pipeline.base.canonical import difference, plain
-from pipeline.base.machine import versions
-from pipeline.publish.allowed import SCORES
-from pipeline.publish.card import CardFacts, Launch, eval_results, notice, render
-from pipeline.publish.facts import CardRecord, decode, facts_of
-from pipeline.publish.licences import TEXTS
-from pipeline.publish.release import CARD, CARD_FACTS, EVIDENCE, NOTICE, RECIPE
-from pipeline.publish.verify.subject import Check, Subject, first, judged, not_checked
-from pipeline.quantize.inspection.findings import INSPECTION
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.yaml_positions import parse, plain_value
+from quantmint.eval.gate import GateReport
+from quantmint.eval.measurements import Launch as MeasuredLaunch
+from quantmint.eval.measurements import Measurements
+from quantmint.eval.report import junit, markdown, page
+from quantmint.eval.report.model import CARD as REPORT_CARD
+from quantmint.eval.report.model import DATA, JUNIT, PAGE, Report
+from quantmint.eval.report.numbers import level
+from quantmint.pipeline import __version__
+from quantmint.pipeline.base.canonical import difference, plain
+from quantmint.pipeline.base.machine import versions
+from quantmint.pipeline.publish.allowed import SCORES
+from quantmint.pipeline.publish.card import CardFacts, Launch, eval_results, notice, render
+from quantmint.pipeline.publish.facts import CardRecord, decode, facts_of
+from quantmint.pipeline.publish.licences import TEXTS
+from quantmint.pipeline.publish.release import CARD, CARD_FACTS, EVIDENCE, NOTICE, RECIPE
+from quantmint.pipeline.publish.verify.subject import Check, Subject, first, judged, not_checked
+from quantmint.pipeline.quantize.inspection.findings import INSPECTION
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.recipe.yaml_positions import parse, plain_value
 
 Relaunch = Callable[[Path, Recipe, CardFacts], tuple[Launch, ...]]
 """Plans the launches that a card shows, from the checkpoint's folder, its recipe and the card's other facts."""

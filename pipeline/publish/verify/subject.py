@@ -14,17 +14,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from eval import record as gate_record
-from eval.errors import MeasurementError
-from eval.gate import GateReport, judge
-from eval.measurements import Measurements
-from pipeline.base.errors import UserError
-from pipeline.publish.manifest import Manifest, strict_object
-from pipeline.publish.release import CARD, EVIDENCE, UNLISTED
-from pipeline.quantize.digest import NAMED_TEMPLATES, folder_digest
+from quantmint.eval import record as gate_record
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate import GateReport, judge
+from quantmint.eval.measurements import Measurements
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.publish.manifest import Manifest, strict_object
+from quantmint.pipeline.publish.release import CARD, EVIDENCE, UNLISTED
+from quantmint.pipeline.quantize.digest import NAMED_TEMPLATES, folder_digest
 
 if TYPE_CHECKING:
-    from pipeline.base.progress import Progress
+    from quantmint.pipeline.base.progress import Progress
 
 
 LARGEST: Final = 1 << 25

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import yaml
 
-from pipeline.base.data import beside, rows
-from pipeline.base.errors import UserError
-from pipeline.quantize.formats.checkpoint import Checkpoint
+from quantmint.pipeline.base.data import beside, rows
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
 
 #: What of the model differs from its 16-bit source, beside rounding: see the head of `algorithms.yaml`.
 Alters = Literal["nothing", "rounding", "channels", "everything"]

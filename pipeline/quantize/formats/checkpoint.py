@@ -20,12 +20,12 @@ from pathlib import Path
 from threading import Lock, local
 from typing import Any
 
-from calibration.errors import CalibrationError
-from calibration.index import INDEX_NAME as INDEX_NAME
-from calibration.index import SINGLE_NAME as SINGLE_NAME
-from calibration.index import weight_files
-from calibration.lazy import torch
-from pipeline.base.errors import StageError, UserError
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.index import INDEX_NAME as INDEX_NAME
+from quantmint.calibration.index import SINGLE_NAME as SINGLE_NAME
+from quantmint.calibration.index import weight_files
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.base.errors import StageError, UserError
 
 ITEM_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,

@@ -16,9 +16,9 @@ from functools import cache
 from math import ceil
 from typing import Any, ClassVar
 
-from pipeline.base.data import beside
-from pipeline.base.errors import UserError
-from pipeline.quantize.formats.checkpoint import tensor_bytes
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.formats.checkpoint import tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)

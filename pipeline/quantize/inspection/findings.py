@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint
-from pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of, weight_tensors
-from pipeline.quantize.model.loader import LoaderView, fusion_names, load_view
-from pipeline.quantize.model.structure import OUTPUT_HEAD, UNQUANTIZED, Structure
+from quantmint.pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint
+from quantmint.pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of, weight_tensors
+from quantmint.pipeline.quantize.model.loader import LoaderView, fusion_names, load_view
+from quantmint.pipeline.quantize.model.structure import OUTPUT_HEAD, UNQUANTIZED, Structure
 
 INSPECTION = "inspection.json"
 """The file that an inspection is kept in, in the store and in the evidence of a release."""

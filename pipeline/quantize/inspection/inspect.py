@@ -10,18 +10,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from eval.report.model import KvScale, Size
-from eval.report.model import LayerError as ReportedError
-from pipeline.base.machine import cores
-from pipeline.quantize.engines.algorithms import Alters, recorded_alterations
-from pipeline.quantize.engines.stream.schedule import many_small_workers
-from pipeline.quantize.formats.checkpoint import Checkpoint, Reader, TensorInfo
-from pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of
-from pipeline.quantize.inspection.findings import Finding, Inspection, LayerError, check_structure, expected_tensors
-from pipeline.quantize.inspection.numbers import check_copy, check_kv_scale, check_module
-from pipeline.quantize.model.experts import WeightSource
-from pipeline.quantize.model.source import SourceReader, carried
-from pipeline.quantize.model.structure import Structure
+from quantmint.eval.report.model import KvScale, Size
+from quantmint.eval.report.model import LayerError as ReportedError
+from quantmint.pipeline.base.machine import cores
+from quantmint.pipeline.quantize.engines.algorithms import Alters, recorded_alterations
+from quantmint.pipeline.quantize.engines.stream.schedule import many_small_workers
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, TensorInfo
+from quantmint.pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of
+from quantmint.pipeline.quantize.inspection.findings import (
+    Finding,
+    Inspection,
+    LayerError,
+    check_structure,
+    expected_tensors,
+)
+from quantmint.pipeline.quantize.inspection.numbers import check_copy, check_kv_scale, check_module
+from quantmint.pipeline.quantize.model.experts import WeightSource
+from quantmint.pipeline.quantize.model.source import SourceReader, carried
+from quantmint.pipeline.quantize.model.structure import Structure
 
 
 def inspect_checkpoint(

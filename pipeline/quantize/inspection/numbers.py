@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from calibration.lazy import torch
-from pipeline.base.schemes import scheme as row_of
-from pipeline.quantize.engines.algorithms import Alters
-from pipeline.quantize.formats.checkpoint import Reader
-from pipeline.quantize.formats.layout import StoredTensor
-from pipeline.quantize.inspection.findings import Finding, LayerError
-from pipeline.quantize.model.experts import WeightSource
-from pipeline.quantize.model.source import SourceReader
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.base.schemes import scheme as row_of
+from quantmint.pipeline.quantize.engines.algorithms import Alters
+from quantmint.pipeline.quantize.formats.checkpoint import Reader
+from quantmint.pipeline.quantize.formats.layout import StoredTensor
+from quantmint.pipeline.quantize.inspection.findings import Finding, LayerError
+from quantmint.pipeline.quantize.model.experts import WeightSource
+from quantmint.pipeline.quantize.model.source import SourceReader
 
 # Bits of exponent and of mantissa of the OCP Microscaling 1.0 elements, which have no infinity and no NaN.
 _MINIFLOATS = {"e2m1": (2, 1), "e2m3": (2, 3), "e3m2": (3, 2)}

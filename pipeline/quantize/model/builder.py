@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from calibration.classes import build_model
-from pipeline.base.errors import UserError, first_line
+from quantmint.calibration.classes import build_model
+from quantmint.pipeline.base.errors import UserError, first_line
 
 # Packages that transformers imports where they are installed, for features that nobody uses here: assisted generation,
 # an event loop, Amazon's API. They would take a third of the start of a process.

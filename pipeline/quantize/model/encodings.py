@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-from calibration.encodings import BLOCK, SCALE_SUFFIX, is_block_fp8
-from pipeline.base.errors import UserError
-from pipeline.quantize.formats.checkpoint import TensorInfo
-from pipeline.recipe.modules import declared_quantization
+from quantmint.calibration.encodings import BLOCK, SCALE_SUFFIX, is_block_fp8
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.formats.checkpoint import TensorInfo
+from quantmint.pipeline.recipe.modules import declared_quantization
 
 
 def quantized_by(config: Mapping[str, Any]) -> str | None:

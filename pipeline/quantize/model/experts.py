@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from calibration.lazy import torch
-from calibration.replica import STACKS
-from pipeline.base.errors import UserError
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.replica import STACKS
+from quantmint.pipeline.base.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

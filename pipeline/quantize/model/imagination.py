@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from math import ceil
 from typing import Any
 
-from calibration.encodings import BLOCK, SCALE_SUFFIX
-from pipeline.quantize.formats.checkpoint import SINGLE_NAME, TensorInfo, tensor_bytes
-from pipeline.quantize.model.encodings import quantized_by
-from pipeline.recipe.modules import declared_quantization
+from quantmint.calibration.encodings import BLOCK, SCALE_SUFFIX
+from quantmint.pipeline.quantize.formats.checkpoint import SINGLE_NAME, TensorInfo, tensor_bytes
+from quantmint.pipeline.quantize.model.encodings import quantized_by
+from quantmint.pipeline.recipe.modules import declared_quantization
 
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)\.")
 

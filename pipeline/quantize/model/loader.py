@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.recipe.modules import expert_count, fused_with, siblings, text_config
+from quantmint.pipeline.recipe.modules import expert_count, fused_with, siblings, text_config
 
 _TABLES = Path(__file__).with_name("loaders")
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")

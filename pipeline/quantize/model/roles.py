@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.quantize.model.experts import holds_experts, stacks_experts
+from quantmint.pipeline.quantize.model.experts import holds_experts, stacks_experts
 
 
 def routers(modules: Mapping[str, Any], layers: str) -> frozenset[str]:

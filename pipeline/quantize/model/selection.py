@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pipeline.base.errors import UserError, did_you_mean
-from pipeline.base.schemes import scheme as scheme_row
-from pipeline.quantize.formats.layout import Choice, most_frequent
-from pipeline.quantize.model.structure import UNQUANTIZED, Structure, kind_of
-from pipeline.recipe.modules import assigned, is_excluded, matches, override_of
-from pipeline.recipe.schema import AUTO, Quantization
+from quantmint.pipeline.base.errors import UserError, did_you_mean
+from quantmint.pipeline.base.schemes import scheme as scheme_row
+from quantmint.pipeline.quantize.formats.layout import Choice, most_frequent
+from quantmint.pipeline.quantize.model.structure import UNQUANTIZED, Structure, kind_of
+from quantmint.pipeline.recipe.modules import assigned, is_excluded, matches, override_of
+from quantmint.pipeline.recipe.schema import AUTO, Quantization
 
 ABSORBED_BITS = 8
 """Fewest bits of a weight that vLLM absorbs: it first restores it to 16 bit, which it does from FP8 and INT8."""

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from threading import local
 
-from calibration.encodings import BLOCK, decode_blocks
-from calibration.lazy import torch
-from pipeline.quantize.formats.checkpoint import Checkpoint, Reader
-from pipeline.quantize.model.experts import WeightSource
-from pipeline.quantize.model.structure import Structure
+from quantmint.calibration.encodings import BLOCK, decode_blocks
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader
+from quantmint.pipeline.quantize.model.experts import WeightSource
+from quantmint.pipeline.quantize.model.structure import Structure
 
 
 def divided(structure: Structure, quantized: Collection[str]) -> Mapping[str, Sequence[str]]:

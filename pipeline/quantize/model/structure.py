@@ -21,18 +21,18 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from calibration.calls import replay_obstacle, skipped_layers
-from calibration.lazy import torch
-from calibration.parts import attention_modules, text_obstacle
-from calibration.replica import Renaming, on_disk, sources
-from pipeline.base.canonical import fingerprint
-from pipeline.base.data import beside
-from pipeline.base.errors import StoreError, UserError
-from pipeline.base.machine import cache_folder, versions
-from pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint, TensorInfo, read_json
-from pipeline.quantize.model.builder import decoder_prefix, meta_model, stored_tensors, towers
-from pipeline.quantize.model.encodings import encoded_weights, quantized_by
-from pipeline.quantize.model.experts import (
+from quantmint.calibration.calls import replay_obstacle, skipped_layers
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.parts import attention_modules, text_obstacle
+from quantmint.calibration.replica import Renaming, on_disk, sources
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.errors import StoreError, UserError
+from quantmint.pipeline.base.machine import cache_folder, versions
+from quantmint.pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint, TensorInfo, read_json
+from quantmint.pipeline.quantize.model.builder import decoder_prefix, meta_model, stored_tensors, towers
+from quantmint.pipeline.quantize.model.encodings import encoded_weights, quantized_by
+from quantmint.pipeline.quantize.model.experts import (
     UnknownLayoutError,
     WeightSource,
     expert_shape,
@@ -42,11 +42,11 @@ from pipeline.quantize.model.experts import (
     stacked_names,
     stacks_experts,
 )
-from pipeline.quantize.model.imagination import imagined_tensors
-from pipeline.quantize.model.loader import LoaderView, load_view
-from pipeline.quantize.model.roles import Predictor, routers
-from pipeline.recipe.modules import declared_quantization, text_config
-from pipeline.store.disk import sha256_of, write_atomic
+from quantmint.pipeline.quantize.model.imagination import imagined_tensors
+from quantmint.pipeline.quantize.model.loader import LoaderView, load_view
+from quantmint.pipeline.quantize.model.roles import Predictor, routers
+from quantmint.pipeline.recipe.modules import declared_quantization, text_config
+from quantmint.pipeline.store.disk import sha256_of, write_atomic
 
 Tensors = Mapping[str, tuple[str, TensorInfo]]
 

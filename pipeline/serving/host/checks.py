@@ -11,14 +11,14 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from pipeline.base import hardware
-from pipeline.base.data import beside
-from pipeline.base.machine import Machine
-from pipeline.serving.environment import parse_version
-from pipeline.serving.host.detect import CUDA, HIP
-from pipeline.serving.host.subject import Finding, Outcome, Status, Subject, Wanted, look, target_of
-from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ
-from pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.base import hardware
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.serving.environment import parse_version
+from quantmint.pipeline.serving.host.detect import CUDA, HIP
+from quantmint.pipeline.serving.host.subject import Finding, Outcome, Status, Subject, Wanted, look, target_of
+from quantmint.pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ
+from quantmint.pipeline.serving.plan import LaunchPlan
 
 _DOCKER = "docker run --device /dev/kfd --device /dev/dri --group-add=video"
 _NOISE = 1 << 30  # what a driver and a desktop may hold of an idle GPU

@@ -15,12 +15,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from pipeline.base import hardware as accelerators
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import Hardware
-from pipeline.base.machine import Device, Machine, cpu_name
-from pipeline.serving.plan import VisibleDevices
-from pipeline.serving.planning.target import Target, checked
+from quantmint.pipeline.base import hardware as accelerators
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import Hardware
+from quantmint.pipeline.base.machine import Device, Machine, cpu_name
+from quantmint.pipeline.serving.plan import VisibleDevices
+from quantmint.pipeline.serving.planning.target import Target, checked
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 AMD = 0x1002

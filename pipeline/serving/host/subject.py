@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pipeline.base.errors import QuantmintError, UserError
-from pipeline.base.machine import Machine
-from pipeline.serving.environment import find_vllm
-from pipeline.serving.host.detect import Detected, detect
-from pipeline.serving.model.facts import ModelFacts, model_facts
-from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.planning.target import Target, checked, parse_target
+from quantmint.pipeline.base.errors import QuantmintError, UserError
+from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.serving.environment import find_vllm
+from quantmint.pipeline.serving.host.detect import Detected, detect
+from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
+from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.planning.target import Target, checked, parse_target
 
 _ASK = """
 import importlib.metadata as m, json, sys
@@ -156,7 +156,7 @@ def wanted_of(model: str) -> tuple[Wanted, Target | None]:
     folder = Path(model)
     if folder.is_dir():
         return wanted_by(model_facts(folder)), None
-    from pipeline.recipe.load import load_recipe
+    from quantmint.pipeline.recipe.load import load_recipe
 
     recipe = load_recipe(model).recipe
     made, target = recipe.quantization, recipe.target

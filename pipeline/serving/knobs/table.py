@@ -17,12 +17,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from pipeline.base.data import rows
-from pipeline.base.errors import UserError, did_you_mean
-from pipeline.recipe.yaml_positions import parse
-from pipeline.serving.environment import Version, parse_version, within
-from pipeline.serving.plan import Layout, Reason
-from pipeline.serving.planning.target import Target
+from quantmint.pipeline.base.data import rows
+from quantmint.pipeline.base.errors import UserError, did_you_mean
+from quantmint.pipeline.recipe.yaml_positions import parse
+from quantmint.pipeline.serving.environment import Version, parse_version, within
+from quantmint.pipeline.serving.plan import Layout, Reason
+from quantmint.pipeline.serving.planning.target import Target
 
 OLDEST_READ, NEWEST_READ = "0.19.0", "0.33.0"
 """The versions of vLLM that the tables of knobs and backends were written for; older ones are refused."""
@@ -160,7 +160,7 @@ def knob(name: str) -> Knob:
 @cache
 def table() -> Mapping[str, Knob]:
     """Every knob by its name, in the order of the files and of their entries."""
-    folder = resources.files("pipeline.serving.knobs") / "entries"
+    folder = resources.files("quantmint.pipeline.serving.knobs") / "entries"
     files = sorted((item for item in folder.iterdir() if item.name.endswith(".yaml")), key=lambda item: item.name)
     found: dict[str, Any] = {}
     for item in files:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.base.errors import UserError
-from pipeline.recipe.modules import text_config
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.recipe.modules import text_config
 
 Kind = Literal["full", "sliding", "chunked", "delta", "mamba2", "none"]
 """What mixes the tokens of a layer: attention to all, to a window, to a chunk; a gated delta net; Mamba-2; nothing."""

@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.base.errors import UserError
-from pipeline.base.schemes import table
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
-from pipeline.quantize.formats.layout import layout as layout_of_method
-from pipeline.recipe.modules import assigned, declared_quantization, expert_names, expert_schemes, matches
-from pipeline.recipe.schema import Quantization
-from pipeline.serving.model.architecture import Shape, read_shape
-from pipeline.serving.model.weights import Piece, count_pieces, measure_pieces
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.schemes import table
+from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
+from quantmint.pipeline.quantize.formats.layout import layout as layout_of_method
+from quantmint.pipeline.recipe.modules import assigned, declared_quantization, expert_names, expert_schemes, matches
+from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.serving.model.architecture import Shape, read_shape
+from quantmint.pipeline.serving.model.weights import Piece, count_pieces, measure_pieces
 
 Attention = Literal["mha", "mla", "dsa", "none"]
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pipeline.base.schemes import SCALE_BITS, table
-from pipeline.quantize.formats.checkpoint import TensorInfo
-from pipeline.serving.model.architecture import Shape, integer
+from quantmint.pipeline.base.schemes import SCALE_BITS, table
+from quantmint.pipeline.quantize.formats.checkpoint import TensorInfo
+from quantmint.pipeline.serving.model.architecture import Shape, integer
 
 Role = Literal[
     "embeddings", "head", "attention", "indexer", "linear-attention", "mlp", "experts", "shared-experts", "router",

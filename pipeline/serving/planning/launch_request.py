@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pipeline.base import hardware as accelerators
-from pipeline.base.data import beside
-from pipeline.recipe.schema import Speculative
-from pipeline.serving.environment import Version, parse_version, within
-from pipeline.serving.knobs.table import Fact, table, value_of
-from pipeline.serving.model.facts import ModelFacts
-from pipeline.serving.plan import HostCheck, Layout, Memory, Reason
-from pipeline.serving.planning.memory import fit, kv_bytes_per_token
-from pipeline.serving.planning.target import Profile, Target
+from quantmint.pipeline.base import hardware as accelerators
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.recipe.schema import Speculative
+from quantmint.pipeline.serving.environment import Version, parse_version, within
+from quantmint.pipeline.serving.knobs.table import Fact, table, value_of
+from quantmint.pipeline.serving.model.facts import ModelFacts
+from quantmint.pipeline.serving.plan import HostCheck, Layout, Memory, Reason
+from quantmint.pipeline.serving.planning.memory import fit, kv_bytes_per_token
+from quantmint.pipeline.serving.planning.target import Profile, Target
 
 Purpose = Literal["serve", "measure", "tune"]
 """For users; a side of a comparison; or a server for users while its knobs are measured."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from pipeline.base.data import beside
-from pipeline.serving.model.facts import ModelFacts
-from pipeline.serving.plan import Layout, Memory
-from pipeline.serving.planning.launch_request import LaunchRequest
-from pipeline.serving.planning.target import Profile
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.serving.model.facts import ModelFacts
+from quantmint.pipeline.serving.plan import Layout, Memory
+from quantmint.pipeline.serving.planning.launch_request import LaunchRequest
+from quantmint.pipeline.serving.planning.target import Profile
 
 LOW, CROSSING, HIGH = 128, 256, 512
 """Requests in flight up to which, and from which on, the guides decide (ROCm 2026: Parallelism strategies); and the

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import Hardware
-from pipeline.serving.environment import parse_version
-from pipeline.serving.model.facts import ModelFacts
-from pipeline.serving.model.weights import Piece
-from pipeline.serving.plan import Layout, Memory
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import Hardware
+from quantmint.pipeline.serving.environment import parse_version
+from quantmint.pipeline.serving.model.facts import ModelFacts
+from quantmint.pipeline.serving.model.weights import Piece
+from quantmint.pipeline.serving.plan import Layout, Memory
 
 _VOCABULARY_STEP = 64  # rows are padded to it (vLLM 0.26 layers/vocab_parallel_embedding.py)
 _MXFP4_STEPS = {"rocm": (256, 256), "cuda": (1, 64), "cpu": (32, 32)}

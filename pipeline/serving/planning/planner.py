@@ -13,12 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from eval.report.numbers import size
-from pipeline.base import hardware as accelerators
-from pipeline.base.errors import UserError
-from pipeline.recipe.schema import Speculative
-from pipeline.serving.environment import Version, parse_version
-from pipeline.serving.knobs.table import (
+from quantmint.eval.report.numbers import size
+from quantmint.pipeline.base import hardware as accelerators
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.recipe.schema import Speculative
+from quantmint.pipeline.serving.environment import Version, parse_version
+from quantmint.pipeline.serving.knobs.table import (
     NEWEST_READ,
     OLDEST_READ,
     checked_arguments,
@@ -26,9 +26,9 @@ from pipeline.serving.knobs.table import (
     layout_said,
     table,
 )
-from pipeline.serving.model.facts import ModelFacts, as_quantized
-from pipeline.serving.plan import LaunchPlan, Layout, Memory, Reason
-from pipeline.serving.planning.launch_request import (
+from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized
+from quantmint.pipeline.serving.plan import LaunchPlan, Layout, Memory, Reason
+from quantmint.pipeline.serving.planning.launch_request import (
     GIVEN,
     LEN_FLAG,
     SET,
@@ -38,8 +38,8 @@ from pipeline.serving.planning.launch_request import (
     running,
     takes,
 )
-from pipeline.serving.planning.layout import Choice, choose, split_faults
-from pipeline.serving.planning.target import Profile, Target, checked
+from quantmint.pipeline.serving.planning.layout import Choice, choose, split_faults
+from quantmint.pipeline.serving.planning.target import Profile, Target, checked
 
 _KV_FLAG = "--kv-cache-dtype"
 _SCALED = ("fp8", "fp8_e4m3")  # by scales of the checkpoint; others compute theirs, or have the range of 16 bit

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from pipeline.base import hardware as accelerators
-from pipeline.base.data import beside, rows
-from pipeline.base.errors import UserError, did_you_mean
+from quantmint.pipeline.base import hardware as accelerators
+from quantmint.pipeline.base.data import beside, rows
+from quantmint.pipeline.base.errors import UserError, did_you_mean
 
 _FORM = re.compile(r"(?P<name>[a-z0-9_.-]+)(?::(?P<gpus>\d+)(?:x(?P<nodes>\d+))?)?", re.IGNORECASE)
 

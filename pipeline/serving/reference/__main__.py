@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import QuantmintError, UserError
+from quantmint.pipeline.base.errors import QuantmintError, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Load and answer; returns an exit code where that did not come about."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.serving.reference",
+        prog="python -m quantmint.pipeline.serving.reference",
         description="Answer through transformers, computed as the checkpoint's format means it.",
     )
     add = parser.add_argument
@@ -47,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _answer(options: argparse.Namespace) -> None:
-    from eval.harness_child import Session, Tell, answer_on
-    from pipeline.quantize.device import resolve_device
-    from pipeline.serving.host.detect import device_here
-    from pipeline.serving.reference.lm import ReferenceLM, load_tokenizer, prompt_logprobs
-    from pipeline.serving.reference.model import load, reference_version
+    from quantmint.eval.harness_child import Session, Tell, answer_on
+    from quantmint.pipeline.quantize.device import resolve_device
+    from quantmint.pipeline.serving.host.detect import device_here
+    from quantmint.pipeline.serving.reference.lm import ReferenceLM, load_tokenizer, prompt_logprobs
+    from quantmint.pipeline.serving.reference.model import load, reference_version
 
     folder, device = Path(options.model), resolve_device(options.device)
     loaded = load(folder, device, trust_remote_code=options.trust_remote_code)

@@ -14,10 +14,10 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer, GenerationConfig
 
-from eval.harness_client import TokenizerFacts
-from pipeline.base.errors import UserError, first_line
-from pipeline.quantize.rounding import kv_cache
-from pipeline.serving.reference.model import Loaded
+from quantmint.eval.harness_client import TokenizerFacts
+from quantmint.pipeline.base.errors import UserError, first_line
+from quantmint.pipeline.quantize.rounding import kv_cache
+from quantmint.pipeline.serving.reference.model import Loaded
 
 _LOGITS: Final = 1 << 27  # of a batch: half a GiB in float32, and lm-eval holds them twice
 

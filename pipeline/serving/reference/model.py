@@ -8,25 +8,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibration.errors import CalibrationError
-from calibration.hooks import taking_inputs
-from calibration.lazy import torch
-from calibration.replica import Renaming, owners
-from calibration.weights import Shards, Weights, held, settle_buffers
-from pipeline.base.errors import UserError
-from pipeline.base.machine import versions
-from pipeline.base.schemes import ActivationFormat
-from pipeline.base.schemes import scheme as row_of
-from pipeline.quantize.engines.stream.kernels import MX_GROUP
-from pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
-from pipeline.quantize.formats.layout import Claims, layout_of
-from pipeline.quantize.inspection.findings import check_structure, expected_tensors
-from pipeline.quantize.inspection.numbers import dequantize
-from pipeline.quantize.model.builder import meta_model
-from pipeline.quantize.model.experts import ExpertSlice, expert_slice
-from pipeline.quantize.model.structure import Structure, read_structure
-from pipeline.quantize.rounding import Scales, round_activations
-from pipeline.recipe.modules import text_config
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.hooks import taking_inputs
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.replica import Renaming, owners
+from quantmint.calibration.weights import Shards, Weights, held, settle_buffers
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.machine import versions
+from quantmint.pipeline.base.schemes import ActivationFormat
+from quantmint.pipeline.base.schemes import scheme as row_of
+from quantmint.pipeline.quantize.engines.stream.kernels import MX_GROUP
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
+from quantmint.pipeline.quantize.formats.layout import Claims, layout_of
+from quantmint.pipeline.quantize.inspection.findings import check_structure, expected_tensors
+from quantmint.pipeline.quantize.inspection.numbers import dequantize
+from quantmint.pipeline.quantize.model.builder import meta_model
+from quantmint.pipeline.quantize.model.experts import ExpertSlice, expert_slice
+from quantmint.pipeline.quantize.model.structure import Structure, read_structure
+from quantmint.pipeline.quantize.rounding import Scales, round_activations
+from quantmint.pipeline.recipe.modules import text_config
 
 _NAMES = {"e4m3": "FP8", "int8": "INT8", "e2m1": "FP4", "e2m3": "FP6", "e3m2": "FP6"}
 _RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")

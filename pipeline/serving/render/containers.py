@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from pipeline.base.errors import UserError
-from pipeline.serving.plan import PORT, LaunchPlan, Process
-from pipeline.serving.render.invocation import LOOPBACK, accelerator, arguments, comments, dump, image_of
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.serving.plan import PORT, LaunchPlan, Process
+from quantmint.pipeline.serving.render.invocation import LOOPBACK, accelerator, arguments, comments, dump, image_of
 
 _COMPOSED = {
     **{"--network": "network_mode", "--ipc": "ipc"},

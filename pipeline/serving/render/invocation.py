@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 
-from eval.report.numbers import size
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import Hardware, hardware
-from pipeline.serving.knobs.table import table
-from pipeline.serving.model.facts import ModelFacts
-from pipeline.serving.plan import LaunchPlan, Memory, Process, waves
+from quantmint.eval.report.numbers import size
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import Hardware, hardware
+from quantmint.pipeline.serving.knobs.table import table
+from quantmint.pipeline.serving.model.facts import ModelFacts
+from quantmint.pipeline.serving.plan import LaunchPlan, Memory, Process, waves
 
 LOOPBACK = "127.0.0.1"
 """Where a server listens unless something stands between it and the network: it asks nobody for a password."""

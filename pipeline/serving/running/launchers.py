@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipeline.base.errors import ServingError, UserError
-from pipeline.base.processes import OFFLINE, Child, child_environment
-from pipeline.serving.environment import parse_version
-from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.containers import docker_run
-from pipeline.serving.render.invocation import image_of
-from pipeline.serving.running.server import HOST, Deployment, Say, Server, on_node, require_model, starting
+from quantmint.pipeline.base.errors import ServingError, UserError
+from quantmint.pipeline.base.processes import OFFLINE, Child, child_environment
+from quantmint.pipeline.serving.environment import parse_version
+from quantmint.pipeline.serving.plan import LaunchPlan, Process
+from quantmint.pipeline.serving.render.containers import docker_run
+from quantmint.pipeline.serving.render.invocation import image_of
+from quantmint.pipeline.serving.running.server import HOST, Deployment, Say, Server, on_node, require_model, starting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,8 @@ class LocalLauncher(Launcher):
 
 
 # A name in fingerprints, not what is run: it stays where the module moved, or what was measured would be again.
-_COMMAND = ("python", "-mpipeline.reference")
-_ROOT = Path(__file__).parents[3]  # where `pipeline` is found, however this process found it
+_COMMAND = ("python", "-mquantmint.pipeline.reference")
+_ROOT = Path(__file__).parents[4]  # where `quantmint` is found, however this process found it
 
 
 def reference_plan(
@@ -131,7 +131,7 @@ def reference_plan(
 def reference_command(plan: LaunchPlan, device: str) -> list[str]:
     """The command line of a `reference_plan`, but for the socket; ``device`` is PyTorch's name of it, or auto."""
     # -P: a folder here that is called pipeline is not ours.
-    return [sys.executable, "-P", "-m", "pipeline.serving.reference", *plan.argv[2:], "--device", device]
+    return [sys.executable, "-P", "-m", "quantmint.pipeline.serving.reference", *plan.argv[2:], "--device", device]
 
 
 def reference_environment(plan: LaunchPlan) -> dict[str, str]:

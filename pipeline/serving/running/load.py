@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from eval import load_generator
-from eval.errors import MeasurementError
-from eval.measurements import CellResult
-from eval.workloads import Cell
-from pipeline.base.processes import run_logged
-from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.running.sensors import Reading, Sensor
-from pipeline.serving.running.server import Server
+from quantmint.eval import load_generator
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.measurements import CellResult
+from quantmint.eval.workloads import Cell
+from quantmint.pipeline.base.processes import run_logged
+from quantmint.pipeline.serving.environment import VllmEnvironment
+from quantmint.pipeline.serving.running.sensors import Reading, Sensor
+from quantmint.pipeline.serving.running.server import Server
 
 CLIENT_ENV = {
     **{"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"},

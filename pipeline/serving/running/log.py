@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pipeline.base.data import beside
-from pipeline.base.errors import UserError
-from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.recipe.modules import declared_quantization
-from pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.recipe.modules import declared_quantization
+from quantmint.pipeline.serving.plan import LaunchPlan
 
 
 class Finding(NamedTuple):

@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from eval.measurements import Machine
-from pipeline.base import machine as host
-from pipeline.serving.host.detect import CUDA, amd_gpus, chosen, nvidia_smi, visible_amd
+from quantmint.eval.measurements import Machine
+from quantmint.pipeline.base import machine as host
+from quantmint.pipeline.serving.host.detect import CUDA, amd_gpus, chosen, nvidia_smi, visible_amd
 
 _HEADER = struct.Struct("<HBB")  # bytes of the table, its format, its content
 _REVISIONS = {(1, 6), (1, 7), (1, 8)}

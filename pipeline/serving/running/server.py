@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipeline.base.errors import RefusalError, ServingError, UserError
-from pipeline.base.processes import Child, stop
-from pipeline.serving.plan import LaunchPlan, Process, waves
-from pipeline.serving.running.log import LogScan, diagnose, last_lines, scan_log
+from quantmint.pipeline.base.errors import RefusalError, ServingError, UserError
+from quantmint.pipeline.base.processes import Child, stop
+from quantmint.pipeline.serving.plan import LaunchPlan, Process, waves
+from quantmint.pipeline.serving.running.log import LogScan, diagnose, last_lines, scan_log
 
 HOST = "127.0.0.1"
 _SHOWN = 300  # characters of a refusal that an error quotes

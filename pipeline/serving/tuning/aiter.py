@@ -16,16 +16,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.processes import run_logged
-from pipeline.base.progress import Reporter
-from pipeline.serving.model.facts import ModelFacts
-from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.tuning.space import Axis, Subject
-from pipeline.serving.tuning.trials import Budget
-from pipeline.store.disk import sha256_of
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.processes import run_logged
+from quantmint.pipeline.base.progress import Reporter
+from quantmint.pipeline.serving.model.facts import ModelFacts
+from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.tuning.space import Axis, Subject
+from quantmint.pipeline.serving.tuning.trials import Budget
+from quantmint.pipeline.store.disk import sha256_of
+from quantmint.pipeline.store.tree import Store
 
 FOLDER = "aiter"
 _MOST_TOKENS = 8192  # the last look-up pads no further where a product is wide

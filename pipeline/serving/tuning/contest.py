@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from eval.statistics.ranks import fewest_launches, rank_test, ratio_interval
-from pipeline.base.canonical import fingerprint
-from pipeline.serving.tuning.space import BASE, Point, Trial
+from quantmint.eval.statistics.ranks import fewest_launches, rank_test, ratio_interval
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.serving.tuning.space import BASE, Point, Trial
 
 ALPHA = 0.05
 """The chance that a sweep recommends a plan that is no better than the base plan."""

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.report.numbers import duration
-from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import ServingError, UserError
-from pipeline.base.progress import Reporter
-from pipeline.serving.tuning.contest import Contest, contest_of
-from pipeline.serving.tuning.space import BASE, STAGE, Point, Trial, label
-from pipeline.serving.tuning.sweep import Sweep, planned
-from pipeline.serving.tuning.trials import STARTUP_TIMEOUT_S, Budget, Outcome, OutOfTimeError, once
-from pipeline.store.entries import Entry
-from pipeline.store.tree import Store
+from quantmint.eval.report.numbers import duration
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.errors import ServingError, UserError
+from quantmint.pipeline.base.progress import Reporter
+from quantmint.pipeline.serving.tuning.contest import Contest, contest_of
+from quantmint.pipeline.serving.tuning.space import BASE, STAGE, Point, Trial, label
+from quantmint.pipeline.serving.tuning.sweep import Sweep, planned
+from quantmint.pipeline.serving.tuning.trials import STARTUP_TIMEOUT_S, Budget, Outcome, OutOfTimeError, once
+from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.tree import Store
 
 _PROOF = 2 * contest_of([BASE], None).launches
 """Launches of the smallest contest, which a budget keeps back while values are screened."""

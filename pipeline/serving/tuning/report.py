@@ -12,14 +12,23 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from eval.report.page import environment
-from eval.report.plots import WIDE, Spot, drawn, plane
-from pipeline.serving.plan import Process
-from pipeline.serving.render.invocation import command
-from pipeline.serving.tuning.space import BASE, TUNABLEOP, Point, Value, change_label, device_name, gated, label
-from pipeline.serving.tuning.sweep import Objective, Sweep, frontier
-from pipeline.serving.tuning.trials import Budget
-from pipeline.store.disk import write_atomic
+from quantmint.eval.report.page import environment
+from quantmint.eval.report.plots import WIDE, Spot, drawn, plane
+from quantmint.pipeline.serving.plan import Process
+from quantmint.pipeline.serving.render.invocation import command
+from quantmint.pipeline.serving.tuning.space import (
+    BASE,
+    TUNABLEOP,
+    Point,
+    Value,
+    change_label,
+    device_name,
+    gated,
+    label,
+)
+from quantmint.pipeline.serving.tuning.sweep import Objective, Sweep, frontier
+from quantmint.pipeline.serving.tuning.trials import Budget
+from quantmint.pipeline.store.disk import write_atomic
 
 Report: TypeAlias = dict[str, Any]
 """`tuning.json`. Throughputs are output tokens per second of one server, latencies ms, `noise` factors.

@@ -15,18 +15,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
-from eval.workloads import Cell, Workload
-from pipeline.base.canonical import fingerprint
-from pipeline.base.data import beside
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import hardware
-from pipeline.base.machine import Machine, cores, cpu_name
-from pipeline.serving.environment import VllmEnvironment, parse_version
-from pipeline.serving.host.detect import Detected, detect
-from pipeline.serving.knobs.table import LAYOUT
-from pipeline.serving.knobs.table import knob as knob_of
-from pipeline.serving.plan import LaunchPlan, Layout
-from pipeline.serving.planning.target import Target
+from quantmint.eval.workloads import Cell, Workload
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.base.machine import Machine, cores, cpu_name
+from quantmint.pipeline.serving.environment import VllmEnvironment, parse_version
+from quantmint.pipeline.serving.host.detect import Detected, detect
+from quantmint.pipeline.serving.knobs.table import LAYOUT
+from quantmint.pipeline.serving.knobs.table import knob as knob_of
+from quantmint.pipeline.serving.plan import LaunchPlan, Layout
+from quantmint.pipeline.serving.planning.target import Target
 
 Value: TypeAlias = "str | bool"
 Point: TypeAlias = tuple[tuple[str, Value], ...]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from statistics import geometric_mean, median
 from typing import Literal, TypeAlias
 
-from pipeline.base.canonical import fingerprint
-from pipeline.serving.tuning.contest import (
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.serving.tuning.contest import (
     MOST_FINALISTS,
     Contest,
     Standing,
@@ -24,8 +24,8 @@ from pipeline.serving.tuning.contest import (
     simplest,
     standings,
 )
-from pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial
-from pipeline.serving.tuning.trials import Outcome
+from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial
+from quantmint.pipeline.serving.tuning.trials import Outcome
 
 FIGURES = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "tpot_p50", "tpot_p99")
 """Fields of `CellResult` that a sweep looks at: tokens/s, and milliseconds."""

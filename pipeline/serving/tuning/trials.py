@@ -12,21 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.errors import MeasurementError
-from eval.measurements import CellResult
-from eval.records import Record
-from eval.workloads import Cell
-from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import ServingError, StageError
-from pipeline.base.progress import Progress, Reporter
-from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.running.launchers import LocalLauncher
-from pipeline.serving.running.load import run_cell
-from pipeline.serving.running.log import diagnose, scan_log
-from pipeline.serving.running.server import Server
-from pipeline.serving.tuning.space import BASE, TUNED_FILE, Subject, Tuned, with_tunableop
-from pipeline.store.disk import sha256_of
-from pipeline.store.tree import Store
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.measurements import CellResult
+from quantmint.eval.records import Record
+from quantmint.eval.workloads import Cell
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.errors import ServingError, StageError
+from quantmint.pipeline.base.progress import Progress, Reporter
+from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.running.launchers import LocalLauncher
+from quantmint.pipeline.serving.running.load import run_cell
+from quantmint.pipeline.serving.running.log import diagnose, scan_log
+from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.tuning.space import BASE, TUNED_FILE, Subject, Tuned, with_tunableop
+from quantmint.pipeline.store.disk import sha256_of
+from quantmint.pipeline.store.tree import Store
 
 SERVER_LOG, CLIENT_LOG = "server.log", "bench.log"
 STARTUP_TIMEOUT_S = 3600.0

@@ -18,24 +18,24 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from calibration.errors import CalibrationError
-from calibration.sets import load_set
-from eval import suites
-from eval.errors import DefinitionError
-from eval.suites import located
-from pipeline.base.canonical import Json
-from pipeline.base.errors import QuantmintError
-from pipeline.publish import manifest
-from pipeline.publish.hub.client import Client, MissingError, connect
-from pipeline.publish.hub.place import HubPlace
-from pipeline.publish.hub.repository import MAIN
-from pipeline.publish.manifest import Manifest, ManifestError
-from pipeline.publish.place import Listed, Place
-from pipeline.publish.places import places_of
-from pipeline.publish.release import MANIFEST, TAG, day_in, identity_in
-from pipeline.recipe.load import LoadedRecipe
-from pipeline.recipe.schema import COMMIT, Recipe
-from pipeline.store.files import DamagedError
+from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.sets import load_set
+from quantmint.eval import suites
+from quantmint.eval.errors import DefinitionError
+from quantmint.eval.suites import located
+from quantmint.pipeline.base.canonical import Json
+from quantmint.pipeline.base.errors import QuantmintError
+from quantmint.pipeline.publish import manifest
+from quantmint.pipeline.publish.hub.client import Client, MissingError, connect
+from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.hub.repository import MAIN
+from quantmint.pipeline.publish.manifest import Manifest, ManifestError
+from quantmint.pipeline.publish.place import Listed, Place
+from quantmint.pipeline.publish.places import places_of
+from quantmint.pipeline.publish.release import MANIFEST, TAG, day_in, identity_in
+from quantmint.pipeline.recipe.load import LoadedRecipe
+from quantmint.pipeline.recipe.schema import COMMIT, Recipe
+from quantmint.pipeline.store.files import DamagedError
 
 TIMEOUT_S: Final = 5.0
 """Of one request to the Hub."""

@@ -20,10 +20,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pipeline.base.canonical import ABSENT, Json, difference
-from pipeline.publish.manifest import Manifest
-from pipeline.recipe.faults import YamlPath
-from pipeline.recipe.sections import Cause
+from quantmint.pipeline.base.canonical import ABSENT, Json, difference
+from quantmint.pipeline.publish.manifest import Manifest
+from quantmint.pipeline.recipe.faults import YamlPath
+from quantmint.pipeline.recipe.sections import Cause
 
 RECIPE: Final = "recipe"
 """The ``stage`` of a change that is a line of the recipe."""

@@ -14,23 +14,23 @@ from typing import Any, Literal
 
 import yaml
 
-from eval.verdict import Verdict
-from pipeline import __version__
-from pipeline.base.canonical import ABSENT, Json, fingerprint
-from pipeline.base.errors import QuantmintError, UserError
-from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.recipe.faults import refuse
-from pipeline.recipe.load import LoadedRecipe, load_recipe
-from pipeline.recipe.sections import Cause
-from pipeline.stages.checks import check
-from pipeline.stages.planning import build_plan, find_entry, foreseen, known_unsound, missing_stages
-from pipeline.stages.session import assemble
-from pipeline.stages.source import identify
-from pipeline.stages.stage import Commits, Planned, Setting, SourceIdentity
-from pipeline.store.tree import Store
-from pipeline.upkeep.due.answers import Answers, Places, Released, UnaskedError, ask
-from pipeline.upkeep.due.causes import RECIPE, Change, apart_from_unknown, changes, what_changed
-from pipeline.upkeep.schedule.export import here
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline import __version__
+from quantmint.pipeline.base.canonical import ABSENT, Json, fingerprint
+from quantmint.pipeline.base.errors import QuantmintError, UserError
+from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.recipe.faults import refuse
+from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe
+from quantmint.pipeline.recipe.sections import Cause
+from quantmint.pipeline.stages.checks import check
+from quantmint.pipeline.stages.planning import build_plan, find_entry, foreseen, known_unsound, missing_stages
+from quantmint.pipeline.stages.session import assemble
+from quantmint.pipeline.stages.source import identify
+from quantmint.pipeline.stages.stage import Commits, Planned, Setting, SourceIdentity
+from quantmint.pipeline.store.tree import Store
+from quantmint.pipeline.upkeep.due.answers import Answers, Places, Released, UnaskedError, ask
+from quantmint.pipeline.upkeep.due.causes import RECIPE, Change, apart_from_unknown, changes, what_changed
+from quantmint.pipeline.upkeep.schedule.export import here
 
 State = Literal["current", "due", "held", "broken", "damaged", "unknown"]
 

@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.base.errors import redact
-from pipeline.base.processes import Child
-from pipeline.base.progress import CONTROL
-from pipeline.store.disk import disk_errors
-from pipeline.upkeep.fleet.events import folder_of
+from quantmint.pipeline.base.errors import redact
+from quantmint.pipeline.base.processes import Child
+from quantmint.pipeline.base.progress import CONTROL
+from quantmint.pipeline.store.disk import disk_errors
+from quantmint.pipeline.upkeep.fleet.events import folder_of
 
 _KEPT: Final = 5
 _POLL_S: Final = 0.1

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pipeline.base.machine import Machine
-from pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, chosen, nvidia_smi, visible_amd
-from pipeline.store.locks import HEARTBEAT_S, Lock, is_held
-from pipeline.upkeep.fleet.events import folder_of
+from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, chosen, nvidia_smi, visible_amd
+from quantmint.pipeline.store.locks import HEARTBEAT_S, Lock, is_held
+from quantmint.pipeline.upkeep.fleet.events import folder_of
 
 
 @dataclass(frozen=True, slots=True)

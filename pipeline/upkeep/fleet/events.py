@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Literal
 
-from eval.report.numbers import duration
-from pipeline.store.disk import disk_errors, write_atomic
-from pipeline.store.tree import REFRESH
+from quantmint.eval.report.numbers import duration
+from quantmint.pipeline.store.disk import disk_errors, write_atomic
+from quantmint.pipeline.store.tree import REFRESH
 
 _STATE: Final = 1
 

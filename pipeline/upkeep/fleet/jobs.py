@@ -16,17 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from pipeline.base.hardware import hardware
-from pipeline.base.machine import Machine
-from pipeline.store.files import DamagedError
-from pipeline.store.locks import Lock
-from pipeline.store.tree import Store
-from pipeline.upkeep.fleet.attempt import Attempted
-from pipeline.upkeep.fleet.devices import NONE, Devices, devices_of
-from pipeline.upkeep.fleet.events import Ended, RecipeState, State, now_utc, read_state
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.store.files import DamagedError
+from quantmint.pipeline.store.locks import Lock
+from quantmint.pipeline.store.tree import Store
+from quantmint.pipeline.upkeep.fleet.attempt import Attempted
+from quantmint.pipeline.upkeep.fleet.devices import NONE, Devices, devices_of
+from quantmint.pipeline.upkeep.fleet.events import Ended, RecipeState, State, now_utc, read_state
 
 if TYPE_CHECKING:
-    from pipeline.upkeep.due.due import Due
+    from quantmint.pipeline.upkeep.due.due import Due
 
 Look = Callable[[Sequence[str]], "tuple[Due, ...]"]
 """Which of these recipes are due: `pipeline.upkeep.due.due.look` with everything but the recipes given."""
@@ -63,8 +63,8 @@ class Options:
     vllm: str | None = None
     remote: str | None = None
     device: str = "auto"
-    command: tuple[str, ...] = (sys.executable, "-m", "pipeline", "run")
-    submit_command: tuple[str, ...] = (sys.executable, "-m", "pipeline", "submit")
+    command: tuple[str, ...] = (sys.executable, "-P", "-m", "quantmint", "run")
+    submit_command: tuple[str, ...] = (sys.executable, "-P", "-m", "quantmint", "submit")
     grace_s: float = 30.0
     first_wait_s: float = 60.0
 
@@ -89,7 +89,7 @@ class Options:
 
     def look(self) -> Look:
         """`pipeline.upkeep.due.due.look` as these options want it."""
-        from pipeline.upkeep.due.due import look
+        from quantmint.pipeline.upkeep.due.due import look
 
         return partial(look, store=Store(self.store), vllm=self.vllm, device=self.device)
 
@@ -193,7 +193,7 @@ def unaffordable(one: Job, room: Room) -> str | None:
     if left <= 0:
         return "the round's time is used up"
     if one.expected_s > left:
-        from eval.report.numbers import duration
+        from quantmint.eval.report.numbers import duration
 
         return f"it took {duration(one.expected_s)} the last time, and {duration(left)} are left"
     return None
@@ -250,7 +250,7 @@ def ran(job: Job, attempted: Attempted, stopped_by: int | None) -> Ended:
 
 
 def _left(request: Request, due: Due, state: State, code: int, reason: str) -> Ended:
-    from pipeline.upkeep.due.causes import what_changed
+    from quantmint.pipeline.upkeep.due.causes import what_changed
 
     never = (due.reason,) if due.state == "due" else ()
     return Ended(

@@ -21,18 +21,28 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from pipeline.base.errors import QuantmintError, redact
-from pipeline.base.machine import Machine
-from pipeline.store.disk import disk_errors
-from pipeline.store.locks import Lock
-from pipeline.upkeep.fleet import jobs
-from pipeline.upkeep.fleet.attempt import Attempted, attempt, new_log, quotable
-from pipeline.upkeep.fleet.devices import NONE, devices_of, free_of, take, try_lock
-from pipeline.upkeep.fleet.events import Ended, Event, Kind, State, Summary, folder_of, now_utc, read_state, write_state
-from pipeline.upkeep.fleet.jobs import Job, Look, Options, Request, Room
+from quantmint.pipeline.base.errors import QuantmintError, redact
+from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.store.disk import disk_errors
+from quantmint.pipeline.store.locks import Lock
+from quantmint.pipeline.upkeep.fleet import jobs
+from quantmint.pipeline.upkeep.fleet.attempt import Attempted, attempt, new_log, quotable
+from quantmint.pipeline.upkeep.fleet.devices import NONE, devices_of, free_of, take, try_lock
+from quantmint.pipeline.upkeep.fleet.events import (
+    Ended,
+    Event,
+    Kind,
+    State,
+    Summary,
+    folder_of,
+    now_utc,
+    read_state,
+    write_state,
+)
+from quantmint.pipeline.upkeep.fleet.jobs import Job, Look, Options, Request, Room
 
 if TYPE_CHECKING:
-    from pipeline.upkeep.due.due import Due
+    from quantmint.pipeline.upkeep.due.due import Due
 
 _ASK_AGAIN_S: Final = 1.0  # between two looks at what another fleet has
 _STOPPED: Final = "it was told to stop"

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any, Final
 from zoneinfo import available_timezones
 
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import hardware
-from pipeline.base.times import classic, next_times, parsed, ranges, weekdays, words
-from pipeline.clusters.submit.pod import Pod, by_digest, job_spec, require_lasting
-from pipeline.recipe.load import find, load_recipe, recipe_names
-from pipeline.recipe.schema import Recipe
-from pipeline.serving.render.containers import object_name
-from pipeline.serving.render.invocation import dump
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.base.times import classic, next_times, parsed, ranges, weekdays, words
+from quantmint.pipeline.clusters.submit.pod import Pod, by_digest, job_spec, require_lasting
+from quantmint.pipeline.recipe.load import find, load_recipe, recipe_names
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.serving.render.containers import object_name
+from quantmint.pipeline.serving.render.invocation import dump
 
 EXAMPLE: Final = "refresh: {schedule: 0 3 * * 6, timezone: Europe/Berlin}"
 

@@ -15,12 +15,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from pipeline.base.errors import QuantmintError, UserError
-from pipeline.base.processes import stop_signals
-from pipeline.upkeep.fleet.events import Event
-from pipeline.upkeep.fleet.jobs import Look, Options, Request
-from pipeline.upkeep.fleet.rounds import Fleet
-from pipeline.upkeep.schedule.export import EXAMPLE, Scheduled, here, load_scheduled
+from quantmint.pipeline.base.errors import QuantmintError, UserError
+from quantmint.pipeline.base.processes import stop_signals
+from quantmint.pipeline.upkeep.fleet.events import Event
+from quantmint.pipeline.upkeep.fleet.jobs import Look, Options, Request
+from quantmint.pipeline.upkeep.fleet.rounds import Fleet
+from quantmint.pipeline.upkeep.schedule.export import EXAMPLE, Scheduled, here, load_scheduled
 
 _LONGEST_SLEEP_S: Final = 30.0  # a sleeping machine's time does not pass for a wait, and files of recipes change
 

@@ -16,8 +16,8 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from eval import record
-from eval.gate import judge
+from quantmint.eval import record
+from quantmint.eval.gate import judge
 
 FOLDER = Path(__file__).parent
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.commands.cli import main
+from quantmint.pipeline.commands.cli import main
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_library_is_not_spread(refused: Callable[..., str]) -> None:
 def test_without_ray_it_says_where_it_comes_from(models: Callable[..., Path], tmp_path: Path) -> None:
     script = (
         "import sys; sys.modules['ray'] = None\n"
-        "from pipeline.commands.cli import main\n"
+        "from quantmint.pipeline.commands.cli import main\n"
         f"main(['quantize', {str(models('llama'))!r}, {str(tmp_path / 'out')!r}, '--scheme', 'ptpc_fp8', "
         "'--on', 'ray', '--json'])"
     )

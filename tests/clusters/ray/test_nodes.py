@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.clusters.ray.nodes import (
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.clusters.ray.nodes import (
     Ask,
     Node,
     address_of,
@@ -23,7 +23,7 @@ from pipeline.clusters.ray.nodes import (
     require_versions,
     versions_here,
 )
-from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
+from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
 
 SMALL, LARGE = Node("1", "small", 4, 0), Node("2", "large", 64, 0)
 WITH_GPUS = Node("3", "gpus", 96, 8, "AMD-Instinct-MI300X-OAM")

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from calibration.calibrate import calibrate
-from calibration.observers import Observation
-from calibration.ranges import Ranges
-from pipeline.base.errors import UserError
-from pipeline.clusters.ray.spread import RaySpread
-from pipeline.commands.cli import main
-from pipeline.quantize.engines.stream.engine import Written, scale_ranges, write_checkpoint
-from pipeline.quantize.engines.stream.plan import plan_shards
-from pipeline.quantize.engines.stream.schedule import Order
-from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.structure import read_structure
+from quantmint.calibration.calibrate import calibrate
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.ranges import Ranges
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.clusters.ray.spread import RaySpread
+from quantmint.pipeline.commands.cli import main
+from quantmint.pipeline.quantize.engines.stream.engine import Written, scale_ranges, write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+from quantmint.pipeline.quantize.engines.stream.schedule import Order
+from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.model.structure import read_structure
 from tests.bench.model import Shape, write_model
 from tests.clusters.ray.conftest import ROOT, Nodes, Told
 
@@ -211,7 +211,7 @@ def test_a_killed_driver_is_gone_on_with(
     out = tmp_path / "out"
     command = ["quantize", str(fat), str(out), "--scheme", "mxfp4", "--no-inspect"]
     driver = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", *command, "--on", "ray"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "quantmint", *command, "--on", "ray"], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
     try:
         while not (manifests := list(tmp_path.rglob("manifest.jsonl"))) or not manifests[0].read_text().count("\n"):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from calibration.calibrate import Order, Share
-from calibration.observers import Observation
-from pipeline.base.errors import StageError, UserError
-from pipeline.clusters.ray import spread, tasks
-from pipeline.clusters.ray.nodes import Ask, Node
-from pipeline.clusters.ray.spread import Places
+from quantmint.calibration.calibrate import Order, Share
+from quantmint.calibration.observers import Observation
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.clusters.ray import spread, tasks
+from quantmint.pipeline.clusters.ray.nodes import Ask, Node
+from quantmint.pipeline.clusters.ray.spread import Places
 from tests.clusters.ray.conftest import Told
 
 NODE = Node("1", "node one", 8, 0)

@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
-from pipeline.clusters.submit import slurm as slurm_script
-from pipeline.clusters.submit.place import Task, task_for
-from pipeline.clusters.submit.pod import Claim, Pod, Reference, manifest, read_template
-from pipeline.recipe.load import load_recipe
-from pipeline.serving.render.invocation import dump
+from quantmint.pipeline.clusters.submit import slurm as slurm_script
+from quantmint.pipeline.clusters.submit.place import Task, task_for
+from quantmint.pipeline.clusters.submit.pod import Claim, Pod, Reference, manifest, read_template
+from quantmint.pipeline.recipe.load import load_recipe
+from quantmint.pipeline.serving.render.invocation import dump
 
 FOLDER = Path("/shared/models")
 LOGS = FOLDER / "store/logs/slurm"

@@ -11,11 +11,11 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from pipeline.base.errors import UserError
-from pipeline.clusters.submit import ray
-from pipeline.clusters.submit import slurm as sbatch
-from pipeline.clusters.submit.place import Task
-from pipeline.clusters.submit.pod import Claim, Pod, manifest
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.clusters.submit import ray
+from quantmint.pipeline.clusters.submit import slurm as sbatch
+from quantmint.pipeline.clusters.submit.place import Task
+from quantmint.pipeline.clusters.submit.pod import Claim, Pod, manifest
 from tests.clusters.submit.cases import FOLDER, GOLDEN, IMAGE, LOGS, script, task
 from tests.serving.render.test_kubernetes import held_against_the_api
 

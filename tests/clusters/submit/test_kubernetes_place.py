@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.clusters.submit import place as places
-from pipeline.clusters.submit.kubernetes import Kubernetes
-from pipeline.clusters.submit.place import follow
-from pipeline.clusters.submit.pod import Claim, Pod
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.clusters.submit import place as places
+from quantmint.pipeline.clusters.submit.kubernetes import Kubernetes
+from quantmint.pipeline.clusters.submit.place import follow
+from quantmint.pipeline.clusters.submit.pod import Claim, Pod
 from tests.clusters.submit.cases import IMAGE, task
 from tests.clusters.submit.kubernetes_api import Api, served
 from tests.clusters.submit.slurm import free_ports

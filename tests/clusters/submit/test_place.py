@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.clusters.submit import place as places
-from pipeline.clusters.submit.place import Place, State, follow
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.clusters.submit import place as places
+from quantmint.pipeline.clusters.submit.place import Place, State, follow
 
 AWAY = StageError("the place is away", transient=True)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.base.errors import RecipeError, UserError
-from pipeline.clusters.submit.pod import (
+from quantmint.pipeline.base.errors import RecipeError, UserError
+from quantmint.pipeline.clusters.submit.pod import (
     Claim,
     Pod,
     Reference,

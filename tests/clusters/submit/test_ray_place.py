@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import QuantmintError, StageError, UserError
-from pipeline.clusters.submit import place as places
-from pipeline.clusters.submit import ray
-from pipeline.clusters.submit.place import follow
-from pipeline.clusters.submit.ray import RayJobs, run_attached
+from quantmint.pipeline.base.errors import QuantmintError, StageError, UserError
+from quantmint.pipeline.clusters.submit import place as places
+from quantmint.pipeline.clusters.submit import ray
+from quantmint.pipeline.clusters.submit.place import follow
+from quantmint.pipeline.clusters.submit.ray import RayJobs, run_attached
 from tests.clusters.submit.cases import task
 from tests.clusters.submit.slurm import free_ports
 from tests.clusters.submit.test_command import ended
@@ -263,7 +263,7 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/env/bin/python")
     place = Path("/shared/models"), {"HF_HOME": "/cache"}
     sent = ray.description(task("llama70b-fp8kv", memory_gb=200), *place)
-    run = "/env/bin/python -m pipeline run llama70b-fp8kv --json --store store"
+    run = "/env/bin/python -P -m quantmint run llama70b-fp8kv --json --store store"
     assert sent == {
         "entrypoint": f"cd /shared/models || exit 5; exec {run}",
         "metadata": {"quantmint": "llama70b-fp8kv"},

@@ -13,10 +13,10 @@ from unittest.mock import patch
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.clusters.submit import place as places
-from pipeline.clusters.submit.place import Task, follow
-from pipeline.clusters.submit.slurm import _NOTED, Options, Slurm, _state
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.clusters.submit import place as places
+from quantmint.pipeline.clusters.submit.place import Task, follow
+from quantmint.pipeline.clusters.submit.slurm import _NOTED, Options, Slurm, _state
 from tests.clusters.submit import slurm
 from tests.clusters.submit.cases import task
 from tests.clusters.submit.test_command import ended

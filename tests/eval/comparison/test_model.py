@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.accuracy import better, compare, compare_all
-from eval.comparison.model import (
+from quantmint.eval.accuracy import better, compare, compare_all
+from quantmint.eval.comparison.model import (
     Comparison,
     Report,
     Score,
@@ -21,9 +21,9 @@ from eval.comparison.model import (
     side_by_side,
     to_json,
 )
-from eval.errors import MeasurementError
-from eval.samples import SampleSet, pair
-from eval.verdict import Verdict
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.samples import SampleSet, pair
+from quantmint.eval.verdict import Verdict
 from tests.checkpoints import GOOD, SMALL, WORSE, Checkpoint, answers
 
 

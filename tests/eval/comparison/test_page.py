@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.comparison.model import Comparison, read, side_by_side
-from eval.comparison.page import render
-from eval.report.plots import apart
+from quantmint.eval.comparison.model import Comparison, read, side_by_side
+from quantmint.eval.comparison.page import render
+from quantmint.eval.report.plots import apart
 from tests.checkpoints import GOOD, SMALL, WORSE
 from tests.pages import visit
 

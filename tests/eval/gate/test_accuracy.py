@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eval.gate import Finding, GateReport, Policy, judge
-from eval.gate.accuracy import control as measure
-from eval.measurements import Measurements
-from eval.samples import Sample, SampleSet
-from eval.statistics.sequential import plan_looks
-from eval.suites import Suite, SuiteTask
-from eval.verdict import Verdict
+from quantmint.eval.gate import Finding, GateReport, Policy, judge
+from quantmint.eval.gate.accuracy import control as measure
+from quantmint.eval.measurements import Measurements
+from quantmint.eval.samples import Sample, SampleSet
+from quantmint.eval.statistics.sequential import plan_looks
+from quantmint.eval.suites import Suite, SuiteTask
+from quantmint.eval.verdict import Verdict
 from tests.eval.measured import again, make_pair
 
 PASS, FAIL, INCONCLUSIVE, INVALID = Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.INVALID

@@ -7,10 +7,10 @@ import doctest
 
 import pytest
 
-from eval.gate import Policy, judge, judgement
-from eval.gate.judgement import claims
-from eval.measurements import Measurements
-from eval.verdict import Verdict
+from quantmint.eval.gate import Policy, judge, judgement
+from quantmint.eval.gate.judgement import claims
+from quantmint.eval.measurements import Measurements
+from quantmint.eval.verdict import Verdict
 
 
 def test_claims_are_about_this_kind_of_checkpoint() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from eval.gate import Policy, judge
-from eval.measurements import Launch, Machine, Measurements
-from eval.verdict import Verdict
+from quantmint.eval.gate import Policy, judge
+from quantmint.eval.measurements import Launch, Machine, Measurements
+from quantmint.eval.verdict import Verdict
 
 Launches = list[Launch]
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from scipy.stats import mannwhitneyu
 
-import eval.gate.reach as module
-from eval import suites
-from eval.gate import Policy
-from eval.gate.reach import detectable_shift, reach
-from eval.statistics.ranks import critical_pairs, rank_test
+import quantmint.eval.gate.reach as module
+from quantmint.eval import suites
+from quantmint.eval.gate import Policy
+from quantmint.eval.gate.reach import detectable_shift, reach
+from quantmint.eval.statistics.ranks import critical_pairs, rank_test
 
 
 @pytest.mark.parametrize("launches", [3, 4, 8])

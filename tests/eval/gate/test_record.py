@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from eval import record
-from eval.errors import MeasurementError
-from eval.gate import Policy, judge
-from eval.measurements import Measurements
-from eval.verdict import Verdict
+from quantmint.eval import record
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate import Policy, judge
+from quantmint.eval.measurements import Measurements
+from quantmint.eval.verdict import Verdict
 from tests.eval.measured import make_pair
 
 

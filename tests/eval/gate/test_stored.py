@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from eval import record
-from eval.gate import GateReport, changes, judge
-from eval.verdict import Verdict
+from quantmint.eval import record
+from quantmint.eval.gate import GateReport, changes, judge
+from quantmint.eval.verdict import Verdict
 
 FOLDER = Path(__file__).parents[2] / "assets" / "gate"
 ROOT = Path(__file__).parents[3]
@@ -30,7 +30,7 @@ CASES = {
 
 # What another process says of every record, as the bytes that a file of it would have.
 _JUDGE = (
-    "import json, sys; from pathlib import Path; from eval import record;"
+    "import json, sys; from pathlib import Path; from quantmint.eval import record;"
     "print(json.dumps([record.rejudge(Path(path)).to_json() for path in sys.argv[1:]], indent=1))"
 )
 

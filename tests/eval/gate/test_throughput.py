@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from eval.gate import Policy, judge
-from eval.measurements import Launch, Machine, Measurements, order
-from eval.verdict import Verdict
+from quantmint.eval.gate import Policy, judge
+from quantmint.eval.measurements import Launch, Machine, Measurements, order
+from quantmint.eval.verdict import Verdict
 from tests.eval.measured import make_cell
 
 PASS, FAIL, INCONCLUSIVE = Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE

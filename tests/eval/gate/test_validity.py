@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from eval.gate import Finding, Policy, judge
-from eval.gate.validity import kv_cache_fault, standard_error
-from eval.measurements import Measurements, Server, differences
-from eval.samples import Sample, SampleSet
-from eval.verdict import Verdict
+from quantmint.eval.gate import Finding, Policy, judge
+from quantmint.eval.gate.validity import kv_cache_fault, standard_error
+from quantmint.eval.measurements import Measurements, Server, differences
+from quantmint.eval.samples import Sample, SampleSet
+from quantmint.eval.verdict import Verdict
 from tests.eval.measured import make_pair, make_samples
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from eval import record
-from eval.canary import CanaryPolicy
-from eval.gate import Policy, judge
-from eval.measurements import Measurements, Structure
-from eval.verdict import Verdict
+from quantmint.eval import record
+from quantmint.eval.canary import CanaryPolicy
+from quantmint.eval.gate import Policy, judge
+from quantmint.eval.measurements import Measurements, Structure
+from quantmint.eval.verdict import Verdict
 from tests.eval.measured import make_pair
 
 PASS, FAIL, INCONCLUSIVE, INVALID = Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.INVALID

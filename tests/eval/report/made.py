@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from eval.canary import Canary
-from eval.gate import Policy, judge
-from eval.measurements import CellResult, Launch, Machine, Measurements, Server, Structure, order
-from eval.report.model import Flip, KvScale, LayerError, Report, Stage
-from eval.samples import Sample, SampleSet
-from eval.statistics.sequential import plan_looks
-from eval.verdict import Verdict
+from quantmint.eval.canary import Canary
+from quantmint.eval.gate import Policy, judge
+from quantmint.eval.measurements import CellResult, Launch, Machine, Measurements, Server, Structure, order
+from quantmint.eval.report.model import Flip, KvScale, LayerError, Report, Stage
+from quantmint.eval.samples import Sample, SampleSet
+from quantmint.eval.statistics.sequential import plan_looks
+from quantmint.eval.verdict import Verdict
 from tests.eval.measured import digest
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eval.report import page
+from quantmint.eval.report import page
 from tests.eval.report import made
 from tests.pages import contrast, luminance, media
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from eval.report import flips as report_flips
-from eval.report.model import Flip
+from quantmint.eval.report import flips as report_flips
+from quantmint.eval.report.model import Flip
 from tests.eval.report import made
 
 BEFORE = made.samples("t", [1, 0, 1, 1, 0.25], "acc", looks=1)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from lxml import etree
 
-from eval.gate import GateReport
-from eval.measurements import Structure
-from eval.report import junit
-from eval.report.model import Report
-from eval.verdict import Verdict
+from quantmint.eval.gate import GateReport
+from quantmint.eval.measurements import Structure
+from quantmint.eval.report import junit
+from quantmint.eval.report.model import Report
+from quantmint.eval.verdict import Verdict
 from tests.eval.report import made
 
 SCHEMA = etree.XMLSchema(etree.parse(Path(__file__).parents[2] / "assets" / "junit.xsd"))

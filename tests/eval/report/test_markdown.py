@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from markdown_it import MarkdownIt
 
-from eval.report import markdown
+from quantmint.eval.report import markdown
 from tests.eval.report import made
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from markupsafe import Markup
 
-from eval.gate import Policy
-from eval.measurements import Structure
-from eval.report import accuracy, flips, layers, page, run, throughput
-from eval.report.model import Flip, Report
-from eval.verdict import Verdict
+from quantmint.eval.gate import Policy
+from quantmint.eval.measurements import Structure
+from quantmint.eval.report import accuracy, flips, layers, page, run, throughput
+from quantmint.eval.report.model import Flip, Report
+from quantmint.eval.verdict import Verdict
 from tests.eval.report import made
 from tests.pages import Tags
 

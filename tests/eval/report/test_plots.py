@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 
 import pytest
 
-from eval.report import numbers
-from eval.report.layers import BIT_DB, heatmap, scale, span
-from eval.report.model import Stage
-from eval.report.numbers import signed, unit_of
-from eval.report.plots import HEATS, Grid, number, shorten, whole_ticks
-from eval.report.run import _packed, command
+from quantmint.eval.report import numbers
+from quantmint.eval.report.layers import BIT_DB, heatmap, scale, span
+from quantmint.eval.report.model import Stage
+from quantmint.eval.report.numbers import signed, unit_of
+from quantmint.eval.report.plots import HEATS, Grid, number, shorten, whole_ticks
+from quantmint.eval.report.run import _packed, command
 
 
 def stage(name: str, began: float, seconds: float) -> Stage:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from scipy import stats
 
-from eval.samples import Kind, Pairs
-from eval.statistics.paired import LOWER_CORRECTION, UPPER_CORRECTION, score_deviation
-from eval.statistics.sequential import boundary, decide, plan_looks
+from quantmint.eval.samples import Kind, Pairs
+from quantmint.eval.statistics.paired import LOWER_CORRECTION, UPPER_CORRECTION, score_deviation
+from quantmint.eval.statistics.sequential import boundary, decide, plan_looks
 
 
 def tolerated(rate: float, runs: int) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from eval.statistics.paired import LOWER_CORRECTION, UPPER_CORRECTION, mcnemar, score_deviation, tango_bounds
+from quantmint.eval.statistics.paired import LOWER_CORRECTION, UPPER_CORRECTION, mcnemar, score_deviation, tango_bounds
 
 
 @pytest.mark.parametrize(("gains", "losses"), [(0, 0), (5, 5), (3, 12), (30, 11)])

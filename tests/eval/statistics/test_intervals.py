@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from eval import accuracy
-from eval.statistics import paired
-from eval.statistics.paired import recovery
+from quantmint.eval import accuracy
+from quantmint.eval.statistics import paired
+from quantmint.eval.statistics.paired import recovery
 from tests.eval.statistics.designs import asked, tolerated
 
 

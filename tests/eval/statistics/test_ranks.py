@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eval.statistics.ranks import fewest_launches, rank_test, ratio_interval
+from quantmint.eval.statistics.ranks import fewest_launches, rank_test, ratio_interval
 
 
 def enumerated(higher: list[float], lower: list[float]) -> float:

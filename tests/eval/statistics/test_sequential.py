@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from eval import accuracy
-from eval.errors import MeasurementError
-from eval.samples import Pairs
-from eval.statistics.sequential import LEAST_ITEMS, boundary, decide, plan_looks, until
+from quantmint.eval import accuracy
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.samples import Pairs
+from quantmint.eval.statistics.sequential import LEAST_ITEMS, boundary, decide, plan_looks, until
 from tests.eval.statistics.designs import asked
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from eval.samples import Pairs
-from eval.statistics.sequential import decide
+from quantmint.eval.samples import Pairs
+from quantmint.eval.statistics.sequential import decide
 
 ITEMS, MARGIN, TRIES, RUNS = 400, 0.05, 4, 400
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eval import power
-from eval.samples import Pairs
-from eval.statistics.sequential import decide, plan_looks
+from quantmint.eval import power
+from quantmint.eval.samples import Pairs
+from quantmint.eval.statistics.sequential import decide, plan_looks
 from tests.bench.gate import KINDS, LAUNCHES, PROMISE, Design, launched, partly, shares, speed, speed_before
 from tests.eval.statistics.designs import asked, decisions, evaluations, tolerated
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eval.statistics.sequential import boundary, crossing, inflation, spent
+from quantmint.eval.statistics.sequential import boundary, crossing, inflation, spent
 
 # Lan-DeMets, O'Brien-Fleming type, one-sided 0.025, equal looks: Reboussin, DeMets, Kim and Lan, "Computations for
 # group sequential boundaries using the Lan-DeMets spending function method", Controlled Clinical Trials 21 (2000);

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eval import workloads
-from pipeline.publish.card import Base, Calibrated, CardFacts, Made
-from pipeline.publish.licences import terms
-from pipeline.recipe.load import load_recipe
-from pipeline.recipe.sections import Licence
-from pipeline.serving.model.facts import as_quantized, model_facts
-from pipeline.stages.card import launches
+from quantmint.eval import workloads
+from quantmint.pipeline.publish.card import Base, Calibrated, CardFacts, Made
+from quantmint.pipeline.publish.licences import terms
+from quantmint.pipeline.recipe.load import load_recipe
+from quantmint.pipeline.recipe.sections import Licence
+from quantmint.pipeline.serving.model.facts import as_quantized, model_facts
+from quantmint.pipeline.stages.card import launches
 from tests.eval.report import made as reports
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.publish.card import CardFacts, eval_results
+from quantmint.pipeline.publish.card import CardFacts, eval_results
 from tests.publish.card import made
 
 

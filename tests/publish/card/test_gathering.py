@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.publish.card import CardFacts, eval_results, render
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.recipe.schema import Quantization
-from pipeline.recipe.sections import Publish
-from pipeline.stages.card import gather, settings
-from pipeline.stages.session import open_setting
-from pipeline.stages.stage import Job, Setting
-from pipeline.store.disk import sha256_of
-from pipeline.store.entries import Entry, FileFact, Record
-from pipeline.store.tree import Store
+from quantmint.pipeline.publish.card import CardFacts, eval_results, render
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.sections import Publish
+from quantmint.pipeline.stages.card import gather, settings
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.stage import Job, Setting
+from quantmint.pipeline.store.disk import sha256_of
+from quantmint.pipeline.store.entries import Entry, FileFact, Record
+from quantmint.pipeline.store.tree import Store
 from tests.eval.report import made as reports
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.publish.card import CardFacts, front_matter, metadata, render
-from pipeline.publish.licences import terms
-from pipeline.recipe.sections import Licence
+from quantmint.pipeline.publish.card import CardFacts, front_matter, metadata, render
+from quantmint.pipeline.publish.licences import terms
+from quantmint.pipeline.recipe.sections import Licence
 from tests.hub.standin import HubStandIn
 from tests.publish.card import made
 

@@ -10,15 +10,15 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from eval import workloads
-from eval.report import markdown
-from pipeline.publish.card import notice, render, sentence
-from pipeline.publish.licences import terms
-from pipeline.recipe.load import load_recipe
-from pipeline.recipe.schema import Speculative
-from pipeline.recipe.sections import Licence
-from pipeline.serving.model.facts import model_facts
-from pipeline.stages.card import launches
+from quantmint.eval import workloads
+from quantmint.eval.report import markdown
+from quantmint.pipeline.publish.card import notice, render, sentence
+from quantmint.pipeline.publish.licences import terms
+from quantmint.pipeline.recipe.load import load_recipe
+from quantmint.pipeline.recipe.schema import Speculative
+from quantmint.pipeline.recipe.sections import Licence
+from quantmint.pipeline.serving.model.facts import model_facts
+from quantmint.pipeline.stages.card import launches
 from tests.eval.report import made as reports
 from tests.publish.card import made
 

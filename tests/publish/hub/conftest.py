@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.progress import PlainReporter
-from pipeline.publish.hub.place import HubPlace
-from pipeline.publish.place import Published
-from pipeline.publish.release import Release
-from pipeline.recipe.sections import Hub
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.place import Published
+from quantmint.pipeline.publish.release import Release
+from quantmint.pipeline.recipe.sections import Hub
 from tests.hub.standin import HubStandIn
 
 REPO = "my-org/tiny"

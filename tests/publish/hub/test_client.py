@@ -13,8 +13,8 @@ import pytest
 from huggingface_hub import errors
 from tenacity import nap
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.publish.hub.client import (
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.publish.hub.client import (
     TRIES,
     Client,
     MissingError,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.publish.release import Release
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.publish.release import Release
 from tests.publish.hub.conftest import Publisher
 
 MakeRelease = Callable[..., Release]

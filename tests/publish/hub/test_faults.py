@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import get_session
 
-from pipeline.base.errors import StageError
-from pipeline.publish.hub.client import MovedError, RefusedError, connect, redact
-from pipeline.publish.release import Release
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.publish.hub.client import MovedError, RefusedError, connect, redact
+from quantmint.pipeline.publish.release import Release
 from tests.hub.standin import Fault
 from tests.publish.hub.conftest import REPO, Publisher
 

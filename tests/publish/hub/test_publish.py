@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.publish.hub.client import connect
-from pipeline.publish.hub.repository import require_release
-from pipeline.publish.place import Operation
-from pipeline.publish.release import Release
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.publish.hub.client import connect
+from quantmint.pipeline.publish.hub.repository import require_release
+from quantmint.pipeline.publish.place import Operation
+from quantmint.pipeline.publish.release import Release
 from tests.publish.hub.conftest import REPO, Publisher
 
 MakeRelease = Callable[..., Release]

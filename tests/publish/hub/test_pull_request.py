@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipeline.publish.hub.client import MovedError, RefusedError
-from pipeline.publish.place import Operation
-from pipeline.publish.release import Release
+from quantmint.pipeline.publish.hub.client import MovedError, RefusedError
+from quantmint.pipeline.publish.place import Operation
+from quantmint.pipeline.publish.release import Release
 from tests.hub.standin import Fault
 from tests.publish.hub.conftest import REPO, Publisher, Told
 

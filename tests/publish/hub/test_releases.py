@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.publish.hub.client import MovedError
-from pipeline.publish.release import Release
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.publish.hub.client import MovedError
+from quantmint.pipeline.publish.release import Release
 from tests.hub.standin import Fault
 from tests.publish.conftest import MakeRelease
 from tests.publish.hub.conftest import REPO, Publisher, Told

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.publish.place import Operation
-from pipeline.publish.release import Release
+from quantmint.pipeline.publish.place import Operation
+from quantmint.pipeline.publish.release import Release
 from tests.hub.standin import Fault
 from tests.publish.hub.conftest import REPO, Publisher
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.progress import PlainReporter
-from pipeline.commands.cli import main
-from pipeline.publish.release import SIGNATURE
-from pipeline.publish.signing import sign
-from pipeline.publish.verify.files import Trust
-from pipeline.publish.verify.run import verify
-from pipeline.publish.verify.subject import Check
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.commands.cli import main
+from quantmint.pipeline.publish.release import SIGNATURE
+from quantmint.pipeline.publish.signing import sign
+from quantmint.pipeline.publish.verify.files import Trust
+from quantmint.pipeline.publish.verify.run import verify
+from quantmint.pipeline.publish.verify.subject import Check
 from tests.conftest import Models, Quantize
 from tests.publish.conftest import bucket, s3_server
 from tests.publish.verify import honest

@@ -11,28 +11,28 @@ from typing import Any
 
 import yaml
 
-from eval import record, suites, workloads
-from eval.gate import Policy, judge
-from eval.measurements import Measurements
-from eval.report import page as report_files
-from eval.report.model import DATA, Report
-from pipeline import __version__
-from pipeline.base.canonical import fingerprint
-from pipeline.publish import facts as card_facts
-from pipeline.publish import manifest as manifests
-from pipeline.publish.card import CardFacts, render
-from pipeline.publish.licences import terms
-from pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
-from pipeline.publish.provenance import encode, sbom, statement
-from pipeline.publish.release import CARD, CARD_FACTS, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED
-from pipeline.quantize.digest import folder_digest
-from pipeline.quantize.inspection.findings import INSPECTION, Inspection
-from pipeline.recipe.load import PROVEN_SUITE
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sections import Licence
-from pipeline.serving.model.facts import model_facts
-from pipeline.stages.card import launches, vllm_of
-from pipeline.store.files import File
+from quantmint.eval import record, suites, workloads
+from quantmint.eval.gate import Policy, judge
+from quantmint.eval.measurements import Measurements
+from quantmint.eval.report import page as report_files
+from quantmint.eval.report.model import DATA, Report
+from quantmint.pipeline import __version__
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.publish import facts as card_facts
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.card import CardFacts, render
+from quantmint.pipeline.publish.licences import terms
+from quantmint.pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.provenance import encode, sbom, statement
+from quantmint.pipeline.publish.release import CARD, CARD_FACTS, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED
+from quantmint.pipeline.quantize.digest import folder_digest
+from quantmint.pipeline.quantize.inspection.findings import INSPECTION, Inspection
+from quantmint.pipeline.recipe.load import PROVEN_SUITE
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.recipe.sections import Licence
+from quantmint.pipeline.serving.model.facts import model_facts
+from quantmint.pipeline.stages.card import launches, vllm_of
+from quantmint.pipeline.store.files import File
 from tests.checkpoints import Checkpoint, answers
 
 WHEN = "2026-03-14T09:26:53.000Z"
@@ -77,9 +77,9 @@ def forge(folder: Path, **changes: Any) -> None:
 
 
 def _inspect(folder: Path, source: Path) -> Inspection:
-    from pipeline.quantize.formats.checkpoint import open_checkpoint
-    from pipeline.quantize.inspection.inspect import inspect_checkpoint
-    from pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+    from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+    from quantmint.pipeline.quantize.model.structure import read_structure
 
     checkpoint, original = open_checkpoint(folder), open_checkpoint(source)
     return inspect_checkpoint(checkpoint, read_structure(source, original.tensors), source=original)
@@ -187,7 +187,7 @@ def write_recipe(folder: Path) -> dict[str, Any]:
 
 def make(folder: Path, source: Path) -> Path:
     """Write the evidence of a checkpoint that lies in ``folder``, and the manifest over all."""
-    from pipeline.quantize.formats.checkpoint import open_checkpoint
+    from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 
     artefact = folder_digest({path.name: (path.stat().st_size, sha256(path)) for path in folder.iterdir()})
     recipe = write_recipe(folder)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from eval import record, samples, suites
-from eval.errors import DefinitionError, MeasurementError
-from eval.samples import SampleSet
-from pipeline.publish.verify.subject import Outcome
+from quantmint.eval import record, samples, suites
+from quantmint.eval.errors import DefinitionError, MeasurementError
+from quantmint.eval.samples import SampleSet
+from quantmint.pipeline.publish.verify.subject import Outcome
 from tests.publish.verify import honest
 from tests.publish.verify.conftest import Verify
 from tests.publish.verify.test_tampering import GATE, edit, said

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.publish.verify.files import Trust
-from pipeline.publish.verify.subject import Outcome, exit_code
+from quantmint.pipeline.publish.verify.files import Trust
+from quantmint.pipeline.publish.verify.subject import Outcome, exit_code
 from tests.publish.verify.conftest import Quantmint, Verify
 
 NAMES = ["manifest", "files", "digests", "signature", "provenance", "recipe", "structure", "gate", "report", "card"]
@@ -62,7 +62,7 @@ def test_the_published_folder_is_enough(signed: Path, keys: Keys, tmp_path: Path
         "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     public = shutil.copy(keys("ours")[1], tmp_path / "ours.pub")
-    command = [sys.executable, "-m", "pipeline", "verify", str(signed), "--key", str(public), "--json"]
+    command = [sys.executable, "-m", "quantmint", "verify", str(signed), "--key", str(public), "--json"]
     ended = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr.count("Traceback")) == (0, 0), ended.stdout + ended.stderr
     assert {check["outcome"] for check in json.loads(ended.stdout)["checks"]} == {"OK"}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE
-from pipeline.publish.verify.subject import Outcome, listing
+from quantmint.pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE
+from quantmint.pipeline.publish.verify.subject import Outcome, listing
 from tests.publish.verify import honest
 from tests.publish.verify.conftest import Quantmint, Verify
 from tests.publish.verify.test_tampering import GATE, REPORT, edit, said

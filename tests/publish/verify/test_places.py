@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.progress import PlainReporter
-from pipeline.publish import manifest as manifests
-from pipeline.publish.folder import FolderPlace
-from pipeline.publish.hub.place import HubPlace
-from pipeline.publish.release import MANIFEST, SIGNATURE, Release, tag_of
-from pipeline.store.files import File
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.folder import FolderPlace
+from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, Release, tag_of
+from quantmint.pipeline.store.files import File
 from tests.hub.standin import HubStandIn
 from tests.publish.conftest import Bucket
 from tests.publish.verify import honest

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.canonical import fingerprint
-from pipeline.base.progress import PlainReporter
-from pipeline.publish import manifest as manifests
-from pipeline.publish.folder import FolderPlace
-from pipeline.publish.hub.place import HubPlace
-from pipeline.publish.release import CARD, CARD_FACTS, MANIFEST, RECIPE, SBOM, SIGNATURE
-from pipeline.publish.verify.files import Trust
-from pipeline.publish.verify.subject import Outcome
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.folder import FolderPlace
+from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.release import CARD, CARD_FACTS, MANIFEST, RECIPE, SBOM, SIGNATURE
+from quantmint.pipeline.publish.verify.files import Trust
+from quantmint.pipeline.publish.verify.subject import Outcome
 from tests.hub.standin import HubStandIn
 from tests.publish.verify import honest
 from tests.publish.verify.conftest import Quantmint, Verify, signed_by

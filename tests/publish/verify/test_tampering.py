@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.canonical import fingerprint
-from pipeline.publish import manifest as manifests
-from pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE, SIGNATURE
-from pipeline.publish.verify.files import Trust
-from pipeline.publish.verify.subject import Check, Outcome
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE, SIGNATURE
+from quantmint.pipeline.publish.verify.files import Trust
+from quantmint.pipeline.publish.verify.subject import Check, Outcome
 from tests.conftest import Models, Quantize
 from tests.publish.verify import honest
 from tests.publish.verify.conftest import Quantmint, Verify, signed_by

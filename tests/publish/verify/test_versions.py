@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from eval.gate import judgement
-from eval.gate.report import Finding
-from pipeline.base.canonical import fingerprint
-from pipeline.publish.release import MANIFEST
-from pipeline.publish.verify.subject import Outcome
+from quantmint.eval.gate import judgement
+from quantmint.eval.gate.report import Finding
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.publish.release import MANIFEST
+from quantmint.pipeline.publish.verify.subject import Outcome
 from tests.publish.verify import honest
 from tests.publish.verify.conftest import Quantmint, Verify
 from tests.publish.verify.test_tampering import GATE, edit, given_to_the_gate, said
@@ -47,8 +47,8 @@ def test_sentences_of_another_version_fail_no_release(release: Path, earlier: Pa
 
 @pytest.mark.usefixtures("reworded")
 def test_sentences_of_another_version_stop_no_publication(release: Path) -> None:
-    from eval import record
-    from eval.gate import changes
+    from quantmint.eval import record
+    from quantmint.eval.gate import changes
 
     path = release / GATE
     assert changes(record.read(path)[1], record.rejudge(path)) == ()
@@ -79,8 +79,8 @@ def test_another_version_of_the_judgement_is_said_and_not_held_against_a_release
 
 def worse_answers(folder: Path, task: str = "facts") -> None:
     """A third of the right answers are wrong, the record is judged by a margin of 45 %, and its report with it."""
-    from eval import record
-    from eval.gate import judge
+    from quantmint.eval import record
+    from quantmint.eval.gate import judge
 
     path = folder / f"quantmint/samples/{task}.candidate.json.gz"
     data = json.loads(gzip.decompress(path.read_bytes()))
@@ -155,8 +155,8 @@ def test_defaults_of_the_canary_may_have_been_others(release: Path, check: Verif
 
 def fewer_items(folder: Path, planned: int = 320) -> None:
     """The first fifth of the items of a task is dropped from both sides, and fewer are said to have been planned."""
-    from eval import record
-    from eval.gate import judge
+    from quantmint.eval import record
+    from quantmint.eval.gate import judge
 
     for side in ("baseline", "candidate"):
         path = folder / f"quantmint/samples/facts.{side}.json.gz"

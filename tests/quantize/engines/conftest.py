@@ -8,12 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.quantize.engines.stream.engine import write_checkpoint
-from pipeline.quantize.engines.stream.plan import plan_shards
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, encode_header, open_checkpoint, tensor_bytes
-from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.experts import WeightSource
-from pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+from quantmint.pipeline.quantize.formats.checkpoint import (
+    INDEX_NAME,
+    Checkpoint,
+    encode_header,
+    open_checkpoint,
+    tensor_bytes,
+)
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.model.experts import WeightSource
+from quantmint.pipeline.quantize.model.structure import Structure
 
 Shape = tuple[int, ...]
 Shards = Mapping[str, Mapping[str, tuple[str, Shape]]]

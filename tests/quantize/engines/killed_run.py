@@ -18,12 +18,12 @@ from typing import Any
 
 import torch  # noqa: F401  (imported once, before the forks)
 
-from pipeline.quantize.engines.stream.engine import write_checkpoint
-from pipeline.quantize.engines.stream.plan import plan_shards
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.experts import WeightSource
-from pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.model.experts import WeightSource
+from quantmint.pipeline.quantize.model.structure import Structure
 
 
 def engine(source: Path, work: Path, advance: Callable[[int], None]) -> None:

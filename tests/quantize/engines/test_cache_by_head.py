@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from calibration.replica import load_resident
-from pipeline.base.errors import UserError
-from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
-from pipeline.quantize.engines.stream.kernels import fp8_scale
-from pipeline.quantize.engines.stream.plan import plan_shards
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.formats.layout import Choice, layout
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.structure import read_structure
+from quantmint.calibration.replica import load_resident
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale
+from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.formats.layout import Choice, layout
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.model.structure import read_structure
 from tests.measuring import observe
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from calibration.observers import Observation
-from calibration.replica import load_resident
-from pipeline.quantize.engines.stream.engine import scale_ranges
-from pipeline.quantize.engines.stream.kernels import fp8_scale
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.structure import read_structure
+from quantmint.calibration.observers import Observation
+from quantmint.calibration.replica import load_resident
+from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges
+from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.model.structure import read_structure
 from tests.measuring import observe
 
 pytestmark = pytest.mark.slow

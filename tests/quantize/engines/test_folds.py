@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from calibration import layers
-from calibration.replica import replica
-from calibration.sequential import Seen
-from pipeline.quantize.engines.algorithms import recorded_algorithms
-from pipeline.quantize.engines.stream import layerwise
-from pipeline.quantize.engines.stream.engine import write_checkpoint
-from pipeline.quantize.engines.stream.folds import study
-from pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
-from pipeline.quantize.engines.stream.plan import plan_shards
-from pipeline.quantize.engines.stream.scaling import Reader, best_factors
-from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.quantize.formats.checkpoint import Reader as Tensors
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.selection import select
-from pipeline.quantize.model.structure import read_structure
-from pipeline.recipe.schema import Quantization
-from pipeline.serving.reference.model import load
+from quantmint.calibration import layers
+from quantmint.calibration.replica import replica
+from quantmint.calibration.sequential import Seen
+from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
+from quantmint.pipeline.quantize.engines.stream import layerwise
+from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.folds import study
+from quantmint.pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
+from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+from quantmint.pipeline.quantize.engines.stream.scaling import Reader, best_factors
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from quantmint.pipeline.quantize.formats.checkpoint import Reader as Tensors
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.model.selection import select
+from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.serving.reference.model import load
 
 Models = Callable[..., Path]
 SCALED = {"dampening": 0.01, "activation_order": True, "compensation": 0.5, "scaling": True}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.quantize.engines.stream import gptq as gptq_module
-from pipeline.quantize.engines.stream.gptq import compensated, factored, gptq, gptq_stack
-from pipeline.quantize.engines.stream.kernels import KERNELS, MX_GROUP
-from pipeline.quantize.inspection.numbers import dequantize
+from quantmint.pipeline.quantize.engines.stream import gptq as gptq_module
+from quantmint.pipeline.quantize.engines.stream.gptq import compensated, factored, gptq, gptq_stack
+from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS, MX_GROUP
+from quantmint.pipeline.quantize.inspection.numbers import dequantize
 
 ALL = ["mxfp4", "mxfp4_unsigned_zero", "ptpc_fp8", "fp8", "w4a16"]
 

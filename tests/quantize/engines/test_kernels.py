@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.quantize.engines.stream.kernels import fp8_scale, ptpc_fp8
-from pipeline.quantize.inspection.numbers import dequantize
+from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale, ptpc_fp8
+from quantmint.pipeline.quantize.inspection.numbers import dequantize
 
 DTYPES = [torch.bfloat16, torch.float16]
 SIXTEEN_BITS = st.integers(0, 0xFFFF)

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from calibration import layers
-from calibration.errors import CalibrationError
-from pipeline.quantize.engines.algorithms import recorded_algorithms
-from pipeline.quantize.engines.stream import layerwise
-from pipeline.quantize.engines.stream.engine import write_checkpoint
-from pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
-from pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
-from pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
-from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.inspection.numbers import dequantize
-from pipeline.quantize.model.selection import select
-from pipeline.quantize.model.structure import Structure, read_structure
-from pipeline.recipe.schema import Quantization
+from quantmint.calibration import layers
+from quantmint.calibration.errors import CalibrationError
+from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
+from quantmint.pipeline.quantize.engines.stream import layerwise
+from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
+from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.inspection.numbers import dequantize
+from quantmint.pipeline.quantize.model.selection import select
+from quantmint.pipeline.quantize.model.structure import Structure, read_structure
+from quantmint.pipeline.recipe.schema import Quantization
 from tests.zoo.models import build
 
 PARAMETERS = {"dampening": 0.01, "activation_order": True, "compensation": 0.5}

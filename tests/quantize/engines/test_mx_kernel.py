@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.quantize.engines.stream.kernels import E8M0_UNCERTAIN, MX_GROUP, mxfp4, mxfp4_unsigned_zero
-from pipeline.quantize.inspection.numbers import dequantize
+from quantmint.pipeline.quantize.engines.stream.kernels import E8M0_UNCERTAIN, MX_GROUP, mxfp4, mxfp4_unsigned_zero
+from quantmint.pipeline.quantize.inspection.numbers import dequantize
 
 
 @pytest.fixture(scope="module", autouse=True)

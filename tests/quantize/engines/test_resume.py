@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import StageError
-from pipeline.quantize.engines.stream import schedule
-from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
-from pipeline.quantize.formats.checkpoint import Checkpoint
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.quantize.engines.stream import schedule
+from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
 from tests.quantize.engines.conftest import layers
 
 ROOT = Path(__file__).parents[3]

@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from calibration.encodings import decode_blocks
-from pipeline.base.errors import StageError
-from pipeline.quantize.engines.stream import schedule
-from pipeline.quantize.engines.stream.engine import Written, write_checkpoint
-from pipeline.quantize.engines.stream.kernels import KERNELS, kernel_name
-from pipeline.quantize.engines.stream.plan import plan_shards
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.inspection.numbers import compare, dequantize
-from pipeline.quantize.model.experts import WeightSource
-from pipeline.quantize.model.structure import Structure
+from quantmint.calibration.encodings import decode_blocks
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.quantize.engines.stream import schedule
+from quantmint.pipeline.quantize.engines.stream.engine import Written, write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS, kernel_name
+from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.inspection.numbers import compare, dequantize
+from quantmint.pipeline.quantize.model.experts import WeightSource
+from quantmint.pipeline.quantize.model.structure import Structure
 
 SCHEMES = ["ptpc_fp8", "fp8", "fp8_block", "mxfp4"]
 EXPERTS, HIDDEN, INNER = 3, 192, 160

@@ -10,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from pipeline.quantize.engines.stream.schedule import many_small_workers
-from pipeline.quantize.model import builder
+from quantmint.pipeline.quantize.engines.stream.schedule import many_small_workers
+from quantmint.pipeline.quantize.model import builder
 
 TRIM, MMAP = -1, -3
 

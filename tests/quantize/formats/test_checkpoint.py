@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.base.errors import UserError
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, Reader, open_checkpoint
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, Reader, open_checkpoint
 
 
 @pytest.fixture

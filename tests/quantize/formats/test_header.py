@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pipeline.base.errors import UserError
-from pipeline.quantize.formats.checkpoint import ITEM_BITS, encode_header, read_header, tensor_bytes
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.formats.checkpoint import ITEM_BITS, encode_header, read_header, tensor_bytes
 
 TORCH = {
     "BOOL": torch.bool,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.base.errors import UserError
-from pipeline.base.schemes import table
-from pipeline.quantize.formats.checkpoint import tensor_bytes
-from pipeline.quantize.formats.layout import Choice, layout, layout_of, stores, weight_tensors
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.schemes import table
+from quantmint.pipeline.quantize.formats.checkpoint import tensor_bytes
+from quantmint.pipeline.quantize.formats.layout import Choice, layout, layout_of, stores, weight_tensors
 
 Golden = Callable[[str], dict[str, Any]]
 

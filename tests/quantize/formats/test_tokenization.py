@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.quantize.digest import template_digest, tokenizer_digest
+from quantmint.pipeline.quantize.digest import template_digest, tokenizer_digest
 
 
 def test_a_template_is_told_from_its_file_or_its_entry(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.inspection.findings import Inspection
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.inspection.findings import Inspection
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.model.structure import read_structure
 
 
 def inspect(folder: Path, source: Path) -> Inspection:

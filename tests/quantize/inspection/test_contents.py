@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.quantize.formats.checkpoint import Reader, open_checkpoint
-from pipeline.quantize.inspection.inspect import inspect_checkpoint, kv_scales, layer_errors, short_names, sizes
+from quantmint.pipeline.quantize.formats.checkpoint import Reader, open_checkpoint
+from quantmint.pipeline.quantize.inspection.inspect import (
+    inspect_checkpoint,
+    kv_scales,
+    layer_errors,
+    short_names,
+    sizes,
+)
 
 Quantize = Callable[..., Any]
 
@@ -66,7 +72,7 @@ def test_wide_rows_are_looked_at_in_the_memory_of_a_piece(
             read.append(found.numel() if name.endswith(".weight") else 0)
             return found
 
-    monkeypatch.setattr("pipeline.quantize.inspection.inspect.Reader", Small)
+    monkeypatch.setattr("quantmint.pipeline.quantize.inspection.inspect.Reader", Small)
     known = dict.fromkeys(made.structure.linear, 31.0) if proven else None
     assert inspect_checkpoint(made.checkpoint, made.structure, source=made.source, proven=known).passed
     assert 0 < max(read) <= piece

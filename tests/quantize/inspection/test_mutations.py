@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.formats.layout import layout
-from pipeline.quantize.inspection.findings import Inspection
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.formats.layout import layout
+from quantmint.pipeline.quantize.inspection.findings import Inspection
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 
 FORMATS = ("compressed-tensors", "quark")
 MODULE = "model.layers.1.mlp.up_proj"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.schemes import table
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.inspection.findings import Inspection
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.base.schemes import table
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.inspection.findings import Inspection
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 
 PAIRS = [(name, layout) for name, row in table().items() for layout in row.formats if "stream" in row.makers(layout)]
 MODULE = "model.layers.0.mlp.down_proj"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.quantize.formats.checkpoint import SINGLE_NAME, open_checkpoint
-from pipeline.quantize.model.structure import Structure, read_structure
+from quantmint.pipeline.quantize.formats.checkpoint import SINGLE_NAME, open_checkpoint
+from quantmint.pipeline.quantize.model.structure import Structure, read_structure
 
 StructureOf = Callable[[Path], Structure]
 

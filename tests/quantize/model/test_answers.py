@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.model import structure as module
-from pipeline.quantize.model.structure import Structure, read_structure
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.model import structure as module
+from quantmint.pipeline.quantize.model.structure import Structure, read_structure
 
 
 class AskedError(Exception):

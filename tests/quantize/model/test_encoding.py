@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.base.errors import UserError
-from pipeline.quantize.model.experts import WeightSource
-from pipeline.quantize.model.selection import select
-from pipeline.quantize.model.structure import Structure
-from pipeline.recipe.schema import Quantization
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.model.experts import WeightSource
+from quantmint.pipeline.quantize.model.selection import select
+from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.recipe.schema import Quantization
 
 Models = Callable[..., Path]
 StructureOf = Callable[[Path], Structure]

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.base.errors import UserError
-from pipeline.quantize.formats.checkpoint import SINGLE_NAME
-from pipeline.quantize.model.experts import WeightSource
-from pipeline.quantize.model.selection import select
-from pipeline.quantize.model.structure import Structure, imagine
-from pipeline.recipe.schema import Quantization
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.formats.checkpoint import SINGLE_NAME
+from quantmint.pipeline.quantize.model.experts import WeightSource
+from quantmint.pipeline.quantize.model.selection import select
+from quantmint.pipeline.quantize.model.structure import Structure, imagine
+from quantmint.pipeline.recipe.schema import Quantization
 
 Models = Callable[..., Path]
 StructureOf = Callable[[Path], Structure]

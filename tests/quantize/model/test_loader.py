@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.base.errors import UserError
-from pipeline.quantize.model import loader
-from pipeline.quantize.model.loader import LoaderView, architectures, fusion_names, load_view
-from pipeline.serving.environment import find_vllm
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.model import loader
+from quantmint.pipeline.quantize.model.loader import LoaderView, architectures, fusion_names, load_view
+from quantmint.pipeline.serving.environment import find_vllm
 
 LOADERS = Path(loader.__file__).with_name("loaders")
 LAYER = "model.layers.3"

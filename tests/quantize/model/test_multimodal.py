@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.model.structure import Structure
 
 Models = Callable[..., Path]
 StructureOf = Callable[[Path], Structure]

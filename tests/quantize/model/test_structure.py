@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.base.errors import UserError
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.model.builder import meta_model
-from pipeline.quantize.model.selection import select
-from pipeline.quantize.model.structure import Structure, imagine, read_structure
-from pipeline.recipe.schema import Quantization
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.model.builder import meta_model
+from quantmint.pipeline.quantize.model.selection import select
+from quantmint.pipeline.quantize.model.structure import Structure, imagine, read_structure
+from quantmint.pipeline.recipe.schema import Quantization
 
 ASSETS = Path(__file__).parents[2] / "assets" / "configs"
 FIXTURES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3", "gemma3-text", "phi3")

@@ -1,6 +1,6 @@
 """Run several jobs of one library in one process, because importing it takes longer than a tiny model.
 
-    python -m tests.quantize.oracles.library_jobs pipeline.quantize.engines.libraries.with_quark JOB.json...
+    python -m tests.quantize.oracles.library_jobs quantmint.pipeline.quantize.engines.libraries.with_quark JOB.json...
 
 Says ``failed NAME: reason`` for a job that ends with an exception, and goes on.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.quantize.engines.libraries.job import LibraryJob
+from quantmint.pipeline.quantize.engines.libraries.job import LibraryJob
 
 if __name__ == "__main__":
     worker = importlib.import_module(sys.argv[1])

@@ -12,12 +12,12 @@ from typing import Any
 
 import yaml
 
-from pipeline.base.errors import UserError
-from pipeline.recipe.schema import Speculative
-from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
-from pipeline.serving.plan import LaunchPlan, Reason, processes
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import parse_target, profile
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.recipe.schema import Speculative
+from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
+from quantmint.pipeline.serving.plan import LaunchPlan, Reason, processes
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import parse_target, profile
 
 FOLDER = Path(__file__).parent
 CONFIGS = FOLDER.parents[1] / "assets" / "configs"

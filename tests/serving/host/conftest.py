@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.machine import Machine
-from pipeline.serving.host.subject import Finding
+from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.serving.host.subject import Finding
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def finding(vllm: Path) -> Callable[..., Finding]:
     """Look at a machine for one check: ``finding("iommu", machine, target="mi300x:8")``."""
-    from pipeline.serving.host.checks import checks
-    from pipeline.serving.host.subject import look
-    from pipeline.serving.planning.target import parse_target
+    from quantmint.pipeline.serving.host.checks import checks
+    from quantmint.pipeline.serving.host.subject import look
+    from quantmint.pipeline.serving.planning.target import parse_target
 
     def one(name: str, machine: Machine, *, target: str | None = None, **given: object) -> Finding:
         parsed = None if target is None else parse_target(target)

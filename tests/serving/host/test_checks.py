@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.serving.host.checks import LOOKS, checks, examine, preflight
-from pipeline.serving.host.subject import look, script
-from pipeline.serving.knobs.table import table
-from pipeline.serving.model.facts import model_facts
-from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import Target, parse_target, profile
+from quantmint.pipeline.serving.host.checks import LOOKS, checks, examine, preflight
+from quantmint.pipeline.serving.host.subject import look, script
+from quantmint.pipeline.serving.knobs.table import table
+from quantmint.pipeline.serving.model.facts import model_facts
+from quantmint.pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, machine
 
@@ -128,7 +128,7 @@ def test_what_the_planner_demands_is_met_by_a_healthy_machine(tmp_path: Path, vl
     ],
 )
 def test_what_a_plan_needs_of_a_node(tmp_path: Path, vllm: Path, layout: dict[str, int], target: str, needed: Target):
-    from pipeline.serving.host.subject import target_of
+    from quantmint.pipeline.serving.host.subject import target_of
 
     assert target_of(plan(target=target, **layout)) == needed
 

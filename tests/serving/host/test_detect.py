@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.base.machine import Device
-from pipeline.serving.host.detect import chosen, detect, device_here, visible_amd
-from pipeline.serving.planning.target import Target
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.machine import Device
+from quantmint.pipeline.serving.host.detect import chosen, detect, device_here, visible_amd
+from quantmint.pipeline.serving.planning.target import Target
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, KEPT, machine
 

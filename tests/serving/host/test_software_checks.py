@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.machine import run_command
-from pipeline.serving.host.subject import Wanted, look
+from quantmint.pipeline.base.machine import run_command
+from quantmint.pipeline.serving.host.subject import Wanted, look
 from tests.serving.host import trees
 from tests.serving.host.trees import machine
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.machine import Space, file_system, open_device, run_command
+from quantmint.pipeline.base.machine import Space, file_system, open_device, run_command
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, machine
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.machine import Machine, Space
+from quantmint.pipeline.base.machine import Machine, Space
 
 GIB = 1 << 30
 #: What the driver keeps for itself of the memory of a card.

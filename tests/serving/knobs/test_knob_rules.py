@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.serving.environment import parse_version
-from pipeline.serving.knobs.table import Fact, table, value_of
+from quantmint.pipeline.serving.environment import parse_version
+from quantmint.pipeline.serving.knobs.table import Fact, table, value_of
 
 BASE: dict[str, Fact] = {
     **{"kind": "rocm", "arch": "gfx942", "nodes": 1, "vllm_version": "0.33.0", "cpu_threads": 2, "cpu_kv_gib": 1},

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.base.errors import UserError
-from pipeline.commands.cli import main
-from pipeline.serving.environment import parse_version, within
-from pipeline.serving.knobs.table import (
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.commands.cli import main
+from quantmint.pipeline.serving.environment import parse_version, within
+from quantmint.pipeline.serving.knobs.table import (
     NEWEST_READ,
     OLDEST_READ,
     checked_arguments,

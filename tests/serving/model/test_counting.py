@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.model.builder import meta_model
-from pipeline.serving.model.architecture import read_shape
-from pipeline.serving.model.facts import facts_of_config, model_facts
-from pipeline.serving.model.weights import count_pieces
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.model.builder import meta_model
+from quantmint.pipeline.serving.model.architecture import read_shape
+from quantmint.pipeline.serving.model.facts import facts_of_config, model_facts
+from quantmint.pipeline.serving.model.weights import count_pieces
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 # transformers 5.17 does not know it; its layers are DeepSeek-V3's.
@@ -110,8 +110,8 @@ def test_counted_bytes_are_those_of_the_shards(name: str, models: Callable[..., 
 def test_a_quantized_checkpoint_is_recognised_and_foreseen(
     name: str, scheme: str, checkpoint_format: str, models: Callable[..., Path], quantize: Callable[..., object]
 ) -> None:
-    from pipeline.base.schemes import table
-    from pipeline.serving.model.facts import as_quantized
+    from quantmint.pipeline.base.schemes import table
+    from quantmint.pipeline.serving.model.facts import as_quantized
 
     if checkpoint_format not in table()[scheme].formats:
         pytest.skip(f"no {scheme} in {checkpoint_format}")

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.errors import UserError
-from pipeline.base.schemes import table as schemes
-from pipeline.serving.knobs.table import table as knobs
-from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
-from pipeline.serving.plan import LaunchPlan, processes
-from pipeline.serving.planning.layout import split_faults
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import Target, profile, profiles
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.schemes import table as schemes
+from quantmint.pipeline.serving.knobs.table import table as knobs
+from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
+from quantmint.pipeline.serving.plan import LaunchPlan, processes
+from quantmint.pipeline.serving.planning.layout import split_faults
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import Target, profile, profiles
 from tests.serving.golden.text import CONFIGS, FOLDER, cases, plan_of, text_of
 from tests.tools.vllm_interface import read_table
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.serving.model.facts import ModelFacts, model_facts
-from pipeline.serving.plan import Layout
-from pipeline.serving.planning.layout import load, rows, split_faults
-from pipeline.serving.planning.target import profile
+from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
+from quantmint.pipeline.serving.plan import Layout
+from quantmint.pipeline.serving.planning.layout import load, rows, split_faults
+from quantmint.pipeline.serving.planning.target import profile
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 GUIDES = ("ROCm 2025", "ROCm 2026", "vLLM MI300X 2024", "ROCm FP8 2024", "vLLM parallelism", "vLLM 0.", "quantmint")

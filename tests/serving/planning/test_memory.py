@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import hardware
-from pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
-from pipeline.serving.plan import Layout, Memory
-from pipeline.serving.planning.memory import LayerCache, cache_groups, fit, kv_bytes_per_token, stage_bytes
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
+from quantmint.pipeline.serving.plan import Layout, Memory
+from quantmint.pipeline.serving.planning.memory import LayerCache, cache_groups, fit, kv_bytes_per_token, stage_bytes
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 NAMES = sorted(path.name for path in CONFIGS.iterdir())

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.hardware import hardware
-from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.model.facts import model_facts
-from pipeline.serving.plan import Layout
-from pipeline.serving.planning.memory import fit
-from pipeline.serving.running.log import scan_log
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.serving.environment import VllmEnvironment
+from quantmint.pipeline.serving.model.facts import model_facts
+from quantmint.pipeline.serving.plan import Layout
+from quantmint.pipeline.serving.planning.memory import fit
+from quantmint.pipeline.serving.running.log import scan_log
 from tests.serving.shapes import small
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]

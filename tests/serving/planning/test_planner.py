@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from eval.measurements import Server, differences
-from pipeline.base.canonical import canonical_json
-from pipeline.base.errors import UserError
-from pipeline.base.hardware import refusal
-from pipeline.base.schemes import table as schemes
-from pipeline.recipe.schema import Speculative
-from pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
-from pipeline.serving.plan import LaunchPlan, Layout, processes
-from pipeline.serving.planning.launch_request import aiter_mla, opposite, running
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import parse_target, profile
+from quantmint.eval.measurements import Server, differences
+from quantmint.pipeline.base.canonical import canonical_json
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.hardware import refusal
+from quantmint.pipeline.base.schemes import table as schemes
+from quantmint.pipeline.recipe.schema import Speculative
+from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
+from quantmint.pipeline.serving.plan import LaunchPlan, Layout, processes
+from quantmint.pipeline.serving.planning.launch_request import aiter_mla, opposite, running
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import parse_target, profile
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 LLAMA_8B, LLAMA_70B, LLAMA_405B = (f"Llama-3.1-{size}-Instruct" for size in ("8B", "70B", "405B"))

@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
-from eval import records, workloads
-from pipeline.base.errors import UserError
-from pipeline.serving.planning.target import Target, parse_target, profile, profiles
+from quantmint.eval import records, workloads
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.serving.planning.target import Target, parse_target, profile, profiles
 
 
 def test_workloads_and_plans_call_profiles_by_the_same_names():

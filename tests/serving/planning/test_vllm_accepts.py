@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.model.facts import model_facts
-from pipeline.serving.plan import LaunchPlan, processes
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import parse_target, profile, profiles
+from quantmint.pipeline.serving.environment import VllmEnvironment
+from quantmint.pipeline.serving.model.facts import model_facts
+from quantmint.pipeline.serving.plan import LaunchPlan, processes
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import parse_target, profile, profiles
 from tests.serving.golden.text import cases, plan_of
 from tests.tools.vllm_interface import read_table
 

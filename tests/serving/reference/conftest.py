@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.serving.reference.model import Loaded, load
+from quantmint.pipeline.serving.reference.model import Loaded, load
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from pipeline.base.errors import UserError
-from pipeline.serving.reference.lm import ReferenceLM, load_tokenizer, logits_of, prompt_logprobs
-from pipeline.serving.reference.model import Loaded, load
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.serving.reference.lm import ReferenceLM, load_tokenizer, logits_of, prompt_logprobs
+from quantmint.pipeline.serving.reference.model import Loaded, load
 
 CONTEXTS = ("w5 w6 w7", "w9", "w40 w41 w42 w43 w44 w45 w46", "w9 w10")
 END = "w2"

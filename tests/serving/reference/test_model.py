@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.base.errors import UserError
-from pipeline.quantize.model.experts import stacks_experts
-from pipeline.quantize.rounding import kv_cache
-from pipeline.serving.reference.model import load
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.model.experts import stacks_experts
+from quantmint.pipeline.quantize.rounding import kv_cache
+from quantmint.pipeline.serving.reference.model import load
 from tests.serving.served.answers import Answers
 from tests.serving.served.cases import Case, make_case
 from tests.serving.served.readings import AS_MEANT

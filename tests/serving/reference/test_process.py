@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from eval import harness
-from eval.harness import read_asked
-from eval.suites import TASKS_FOLDER, SuiteTask
-from pipeline.base.errors import StageError
-from pipeline.base.processes import Conversation, conversation
-from pipeline.serving.running.launchers import reference_command, reference_environment, reference_plan
+from quantmint.eval import harness
+from quantmint.eval.harness import read_asked
+from quantmint.eval.suites import TASKS_FOLDER, SuiteTask
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.base.processes import Conversation, conversation
+from quantmint.pipeline.serving.running.launchers import reference_command, reference_environment, reference_plan
 from tests.processes import processes_naming
 from tests.serving.served.cases import MODEL
 
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 OWNER = """
 import sys
 from pathlib import Path
-from pipeline.serving.running.launchers import reference_command, reference_environment, reference_plan
-from pipeline.base.processes import conversation
+from quantmint.pipeline.serving.running.launchers import reference_command, reference_environment, reference_plan
+from quantmint.pipeline.base.processes import conversation
 plan = reference_plan(Path(sys.argv[1]), served_model_name="m", max_model_len=64, kv_cache_dtype="auto")
 command = reference_command(plan, "cpu")
 with conversation(command, Path(sys.argv[2]), what="the runtime", env=reference_environment(plan)) as talk:
@@ -103,7 +103,7 @@ def test_it_ends_with_its_owner_however_that_ends(models: Any, tmp_path: Path) -
     )
     assert owner.stdout is not None
     assert owner.stdout.readline() == b"ready\n"
-    assert any("pipeline.serving.reference" in line for line in processes_naming(str(folder)))
+    assert any("quantmint.pipeline.serving.reference" in line for line in processes_naming(str(folder)))
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     end = time.monotonic() + 30

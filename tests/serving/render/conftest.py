@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
-from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory, Process, Reason
+from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
+from quantmint.pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory, Process, Reason
 
 SPECULATION = '{"method": "eagle3", "model": "/models/draft $1", "num_speculative_tokens": 2}'
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.base.errors import UserError
-from pipeline.serving.knobs.table import table
-from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.containers import compose, docker_run, mounted
-from pipeline.serving.render.invocation import arguments
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.serving.knobs.table import table
+from quantmint.pipeline.serving.plan import LaunchPlan, Process
+from quantmint.pipeline.serving.render.containers import compose, docker_run, mounted
+from quantmint.pipeline.serving.render.invocation import arguments
 
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
 MODEL = "/models/it's a model"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipeline.serving.model.facts import ModelFacts
-from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.invocation import explain
+from quantmint.pipeline.serving.model.facts import ModelFacts
+from quantmint.pipeline.serving.plan import LaunchPlan, Process
+from quantmint.pipeline.serving.render.invocation import explain
 
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
 

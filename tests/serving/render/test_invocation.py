@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.recipe.yaml_positions import parse
-from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.invocation import arguments, command, dump, script
+from quantmint.pipeline.recipe.yaml_positions import parse
+from quantmint.pipeline.serving.plan import LaunchPlan, Process
+from quantmint.pipeline.serving.render.invocation import arguments, command, dump, script
 
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
 Run = Callable[..., list[dict[str, Any]]]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.base.errors import UserError
-from pipeline.serving.plan import LaunchPlan, Layout, Process
-from pipeline.serving.render.containers import manifests
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.serving.plan import LaunchPlan, Layout, Process
+from quantmint.pipeline.serving.render.containers import manifests
 
 if find_spec("kubernetes") is None:
     pytest.skip("kubernetes is not installed, whose models of the API are the oracle", allow_module_level=True)

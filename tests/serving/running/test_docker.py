@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import ServingError
-from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.running.launchers import DockerLauncher
+from quantmint.pipeline.base.errors import ServingError
+from quantmint.pipeline.serving.plan import LaunchPlan, Process
+from quantmint.pipeline.serving.running.launchers import DockerLauncher
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVING = Path(__file__).resolve().parents[1]
@@ -25,7 +25,7 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from pipeline.serving.running.launchers import DockerLauncher
+from quantmint.pipeline.serving.running.launchers import DockerLauncher
 from test_docker import launch
 plan, processes = launch(Path(sys.argv[1]))
 with DockerLauncher("mine:1", stop_grace=1).deploy(plan, processes, Path(sys.argv[2]), say=lambda line: None):

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import ServingError, UserError
-from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.running.launchers import EndpointLauncher, endpoint_url
-from pipeline.serving.running.server import Server
+from quantmint.pipeline.base.errors import ServingError, UserError
+from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.running.launchers import EndpointLauncher, endpoint_url
+from quantmint.pipeline.serving.running.server import Server
 
 
 class Endpoint:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import ServingError, UserError
-from pipeline.base.processes import Child
-from pipeline.serving.plan import LaunchPlan, Layout, Process
-from pipeline.serving.running.launchers import LocalLauncher
-from pipeline.serving.running.server import BALANCER, Say
+from quantmint.pipeline.base.errors import ServingError, UserError
+from quantmint.pipeline.base.processes import Child
+from quantmint.pipeline.serving.plan import LaunchPlan, Layout, Process
+from quantmint.pipeline.serving.running.launchers import LocalLauncher
+from quantmint.pipeline.serving.running.server import BALANCER, Say
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,7 +25,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
-from pipeline.serving.running.launchers import LocalLauncher
+from quantmint.pipeline.serving.running.launchers import LocalLauncher
 from test_local import launch
 command, model, logs = sys.argv[1:4]
 plan, processes = launch(Path(model), replicas=3)
@@ -100,7 +100,7 @@ def test_replicas_answer_each_with_its_devices_and_log(
 def test_servers_of_one_gpu_load_one_after_the_other(
     fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.serving.running.server._HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("quantmint.pipeline.serving.running.server._HEARTBEAT_S", 0.0)
     model = fake_model(mode="slow", seconds=0.3)
     plan, processes = launch(model, replicas=4)
     plan = replace(plan, layout=Layout(replicas=2, packed=2))

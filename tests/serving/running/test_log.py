@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.serving.plan import LaunchPlan, Layout, Memory
-from pipeline.serving.running.log import LogScan, broken_promises, checkpoint_quantization, diagnose, scan_log
+from quantmint.pipeline.serving.plan import LaunchPlan, Layout, Memory
+from quantmint.pipeline.serving.running.log import LogScan, broken_promises, checkpoint_quantization, diagnose, scan_log
 
 LOGS = Path(__file__).resolve().parents[2] / "assets" / "server-logs"
 

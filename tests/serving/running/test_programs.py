@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import StageError
-from pipeline.base.processes import Child, run_logged
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.base.processes import Child, run_logged
 
 ROOT = Path(__file__).parents[3]
 # Starts a child in a session of its own, says both process ids, and never ends.
@@ -26,7 +26,7 @@ time.sleep(600)
 OWNER = """
 import sys
 from pathlib import Path
-from pipeline.base.processes import run_logged
+from quantmint.pipeline.base.processes import run_logged
 run_logged([sys.executable, "-c", sys.argv[1], sys.argv[2]], Path(sys.argv[3]), what="it", env={})
 """
 

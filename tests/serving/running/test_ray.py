@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.serving.plan import LaunchPlan, Layout
-from pipeline.serving.running.launchers import Cluster, ClusterLauncher
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.serving.plan import LaunchPlan, Layout
+from quantmint.pipeline.serving.running.launchers import Cluster, ClusterLauncher
 
 HERE = Cluster("10.1.2.3:6379", "10.1.2.4")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.serving.running.sensors import Reading, amd_sensor, sensor_for, summary
+from quantmint.pipeline.serving.running.sensors import Reading, amd_sensor, sensor_for, summary
 from tests.serving.host import trees
 
 SMI = """\

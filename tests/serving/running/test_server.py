@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import ServingError, UserError
-from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.running.launchers import LocalLauncher
+from quantmint.pipeline.base.errors import ServingError, UserError
+from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.running.launchers import LocalLauncher
 
 ROOT = Path(__file__).resolve().parents[3]
 
 OWNER = """
 import signal, sys, time
 from pathlib import Path
-from pipeline.serving.running.launchers import LocalLauncher
-from pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.running.launchers import LocalLauncher
+from quantmint.pipeline.serving.plan import LaunchPlan
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits it ignored
 command, model, log = sys.argv[1:]
 plan = LaunchPlan({}, ("vllm", "serve", model, "--served-model-name", "m"), "m", 1, ())

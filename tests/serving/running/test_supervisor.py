@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.supervisor import descendants
+from quantmint.pipeline.base.supervisor import descendants
 
 # Its first thread has ended, another goes on; and it has a child.
 HEADLESS = """

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.processes import run_logged
-from pipeline.serving.running.load import LoadWatch, Seen, Used, _busiest, event_loops
-from pipeline.serving.running.sensors import Reading
+from quantmint.pipeline.base.processes import run_logged
+from quantmint.pipeline.serving.running.load import LoadWatch, Seen, Used, _busiest, event_loops
+from quantmint.pipeline.serving.running.sensors import Reading
 
 CLIENT = """
 import sys, time

@@ -9,18 +9,18 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.serving.model.facts import model_facts
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import parse_target, profile
-from pipeline.serving.running.launchers import LocalLauncher
-from pipeline.serving.running.log import LogScan
-from pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.model.facts import model_facts
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import parse_target, profile
+from quantmint.pipeline.serving.running.launchers import LocalLauncher
+from quantmint.pipeline.serving.running.log import LogScan
+from quantmint.pipeline.serving.running.server import Server
 from tests.serving.served.cases import MODEL, Case
 
 if TYPE_CHECKING:
     import torch
 
-    from pipeline.serving.environment import VllmEnvironment
+    from quantmint.pipeline.serving.environment import VllmEnvironment
 
 TASKS = Path(__file__).parents[3] / "eval" / "tasks"
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 192, 8

@@ -7,11 +7,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.base.hardware import local_cpu_flags, refusal
-from pipeline.base.progress import PlainReporter
-from pipeline.base.schemes import table
-from pipeline.recipe.load import recipe_of
-from pipeline.stages.quantization import make, open_job
+from quantmint.pipeline.base.hardware import local_cpu_flags, refusal
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.base.schemes import table
+from quantmint.pipeline.recipe.load import recipe_of
+from quantmint.pipeline.stages.quantization import make, open_job
 
 MODEL = Path(__file__).parents[3] / "recipes" / "tiny" / "model"
 ATTENTION = r"re:.*\.self_attn\.[qkvo]_proj"

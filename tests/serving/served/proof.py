@@ -14,14 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.base.errors import ServingError
+from quantmint.pipeline.base.errors import ServingError
 from tests.serving.served.answers import serve
 from tests.serving.served.cases import Case, make_case
 from tests.serving.served.compare import Judgement, judge, remembered
 from tests.serving.served.reference import Reference
 
 if TYPE_CHECKING:
-    from pipeline.serving.environment import VllmEnvironment
+    from quantmint.pipeline.serving.environment import VllmEnvironment
 
 VARIABLE = "QUANTMINT_SERVED"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pipeline.base.schemes import scheme as row_of
+from quantmint.pipeline.base.schemes import scheme as row_of
 from tests.serving.served.cases import Case
 
 if TYPE_CHECKING:

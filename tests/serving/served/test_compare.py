@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.base.hardware import local_cpu_flags
+from quantmint.pipeline.base.hardware import local_cpu_flags
 from tests.serving.served.answers import PROMPT_TOKENS, Answers, prompts
 from tests.serving.served.cases import SOME_LAYERS, Case, loaded, make_case, with_fp8_cache
 from tests.serving.served.compare import judge, remembered

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from eval.workloads import Cell, Workload
-from pipeline.base.progress import PlainReporter
-from pipeline.serving.plan import LaunchPlan, Layout
-from pipeline.serving.tuning.report import Report
-from pipeline.serving.tuning.space import Axis, Subject, Value
-from pipeline.serving.tuning.sweep import Design, Objective, Sweep
-from pipeline.stages.tuning import tune
-from pipeline.store.tree import Store
+from quantmint.eval.workloads import Cell, Workload
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.serving.plan import LaunchPlan, Layout
+from quantmint.pipeline.serving.tuning.report import Report
+from quantmint.pipeline.serving.tuning.space import Axis, Subject, Value
+from quantmint.pipeline.serving.tuning.sweep import Design, Objective, Sweep
+from quantmint.pipeline.stages.tuning import tune
+from quantmint.pipeline.store.tree import Store
 
 CELL = Cell("in8-out4-c2", 8, 4, 2, 4, 1)
 FAKE = Path(__file__).with_name("fake_vllm.py")

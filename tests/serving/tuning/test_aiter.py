@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
-from pipeline.serving.tuning.aiter import Gemms, gemms, shapes
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
+from quantmint.pipeline.serving.tuning.aiter import Gemms, gemms, shapes
 from tests.serving.tuning.sweeping import command_in, run, starts, subject_in, sweep_of
 
 LLAMA_70B = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.base.data import beside
-from pipeline.base.errors import UserError
-from pipeline.serving.knobs.table import table
-from pipeline.serving.tuning import space
-from pipeline.serving.tuning.space import default_axes, gated, given_axes, label
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.serving.knobs.table import table
+from quantmint.pipeline.serving.tuning import space
+from quantmint.pipeline.serving.tuning.space import default_axes, gated, given_axes, label
 
 DENSE = {
     "attention": "mha",

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.commands.cli import main
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.commands.cli import main
 from tests.serving.conftest import write_tiny_llama
 from tests.serving.tuning.sweeping import command_in, starts
 
@@ -104,7 +104,7 @@ def test_what_is_tuned_is_what_is_served(tune: Tune, project: Path, capsys: pyte
 def test_a_dry_run_needs_no_vllm(
     tune: Tune, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.stages.launch.find_vllm", _absent)
+    monkeypatch.setattr("quantmint.pipeline.stages.launch.find_vllm", _absent)
     elsewhere = ("model", "--target", "mi300x:1", "--workload", "tiny")
     assert tune(*elsewhere, "--dry-run") == 0
     assert "launches of vLLM 0.33.0 on mi300x:1" in capsys.readouterr().out

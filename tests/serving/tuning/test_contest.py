@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from eval.measurements import CellResult
-from eval.workloads import Cell, Workload
-from pipeline.base.progress import PlainReporter
-from pipeline.serving.tuning import launching
-from pipeline.serving.tuning.contest import ALPHA, Contest, contest_of, simplest, standings
-from pipeline.serving.tuning.launching import run_sweep
-from pipeline.serving.tuning.report import Report, report
-from pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial
-from pipeline.serving.tuning.sweep import Design, Objective, Sweep
-from pipeline.serving.tuning.trials import Budget, Outcome
-from pipeline.store.tree import Store
+from quantmint.eval.measurements import CellResult
+from quantmint.eval.workloads import Cell, Workload
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.serving.tuning import launching
+from quantmint.pipeline.serving.tuning.contest import ALPHA, Contest, contest_of, simplest, standings
+from quantmint.pipeline.serving.tuning.launching import run_sweep
+from quantmint.pipeline.serving.tuning.report import Report, report
+from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial
+from quantmint.pipeline.serving.tuning.sweep import Design, Objective, Sweep
+from quantmint.pipeline.serving.tuning.trials import Budget, Outcome
+from quantmint.pipeline.store.tree import Store
 from tests.serving.tuning.sweeping import FakeVllm, planner_for
 
 TEN_VALUES = (Axis("--a", tuple(map(str, range(10)))),)

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from eval.measurements import CellResult
-from eval.workloads import Cell, Workload
-from pipeline.recipe.load import load_recipe
-from pipeline.serving.tuning import report as page
-from pipeline.serving.tuning.contest import contest_of
-from pipeline.serving.tuning.report import Report, report, serve_section, serve_yaml
-from pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial
-from pipeline.serving.tuning.sweep import Design, Objective, Sweep
-from pipeline.serving.tuning.trials import Budget, Outcome
+from quantmint.eval.measurements import CellResult
+from quantmint.eval.workloads import Cell, Workload
+from quantmint.pipeline.recipe.load import load_recipe
+from quantmint.pipeline.serving.tuning import report as page
+from quantmint.pipeline.serving.tuning.contest import contest_of
+from quantmint.pipeline.serving.tuning.report import Report, report, serve_section, serve_yaml
+from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial
+from quantmint.pipeline.serving.tuning.sweep import Design, Objective, Sweep
+from quantmint.pipeline.serving.tuning.trials import Budget, Outcome
 from tests.pages import Tags, contrast, visit
 from tests.serving.tuning.sweeping import FakeVllm, planner_for
 

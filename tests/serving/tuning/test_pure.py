@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.measurements import CellResult
-from pipeline.base.errors import UserError
-from pipeline.base.times import parse_duration
-from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.tuning.space import BASE, Axis, Trial, parse_knob, same, value_in, without_base_values
-from pipeline.serving.tuning.sweep import Design, Objective, Sweep, frontier, grid_size, planned
-from pipeline.serving.tuning.trials import Budget, Outcome
+from quantmint.eval.measurements import CellResult
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.times import parse_duration
+from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.tuning.space import BASE, Axis, Trial, parse_knob, same, value_in, without_base_values
+from quantmint.pipeline.serving.tuning.sweep import Design, Objective, Sweep, frontier, grid_size, planned
+from quantmint.pipeline.serving.tuning.trials import Budget, Outcome
 
 FIGURE = st.integers(1, 40).map(float)
 POINTS = st.lists(st.tuples(FIGURE, FIGURE), min_size=1, max_size=40)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import ServingError
-from pipeline.serving.tuning.sweep import Objective
-from pipeline.store.gc import list_runs
+from quantmint.pipeline.base.errors import ServingError
+from quantmint.pipeline.serving.tuning.sweep import Objective
+from quantmint.pipeline.store.gc import list_runs
 from tests.serving.tuning.sweeping import run, starts, sweep_of
 
 pytestmark = pytest.mark.slow
@@ -123,8 +123,8 @@ def test_the_budget_is_kept_and_what_it_cut_off_is_named(surface: Surface) -> No
 
 
 def test_the_garbage_collector_spares_trials(surface: Surface) -> None:
-    from pipeline.store.gc import plan_gc
-    from pipeline.store.tree import Store
+    from quantmint.pipeline.store.gc import plan_gc
+    from quantmint.pipeline.store.tree import Store
 
     folder = surface(throughput=FACTORS)
     run(folder, sweep_of(folder, TWO))

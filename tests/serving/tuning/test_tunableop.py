@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import StageError
-from pipeline.serving.model.facts import model_facts
-from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import parse_target, profile
-from pipeline.serving.tuning.space import BASE, Trial, with_tunableop
-from pipeline.serving.tuning.space import TUNED_FILE as FILE
-from pipeline.serving.tuning.trials import read_tuned
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.serving.model.facts import model_facts
+from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import parse_target, profile
+from quantmint.pipeline.serving.tuning.space import BASE, Trial, with_tunableop
+from quantmint.pipeline.serving.tuning.space import TUNED_FILE as FILE
+from quantmint.pipeline.serving.tuning.trials import read_tuned
 from tests.serving.conftest import write_tiny_llama
 from tests.serving.tuning.fake_vllm import CSV
 from tests.serving.tuning.sweeping import run, starts, subject_in, sweep_of

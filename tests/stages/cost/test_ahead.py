@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from eval import suites
-from pipeline.stages.ahead import _item_s
+from quantmint.eval import suites
+from quantmint.pipeline.stages.ahead import _item_s
 
 TASK = """task: {name}
 dataset_path: json

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from pipeline.quantize.engines.stream.kernels import KERNELS
-from pipeline.stages.cost import CARRIED
-from pipeline.stages.rates import known, measured, rates_for, rates_here
+from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS
+from quantmint.pipeline.stages.cost import CARRIED
+from quantmint.pipeline.stages.rates import known, measured, rates_for, rates_here
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_where_nothing_can_be_measured_the_rates_stay_another_machines(monkeypat
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("pipeline.stages.rates.measured", fail)
+    monkeypatch.setattr("quantmint.pipeline.stages.rates.measured", fail)
     assert rates_here("cpu", 64) == (known("two-cores"), "borrowed")
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.stages.cost import CalibrateVolume, Machine, QuantizeVolume, calibrate_cost, quantize_cost
-from pipeline.stages.rates import known
+from quantmint.pipeline.stages.cost import CalibrateVolume, Machine, QuantizeVolume, calibrate_cost, quantize_cost
+from quantmint.pipeline.stages.rates import known
 
 Quantized = Callable[[str, str], QuantizeVolume]
 Calibrated = Callable[..., CalibrateVolume]

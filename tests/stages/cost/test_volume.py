@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.stages.cost import CARRIED, CalibrateVolume, QuantizeVolume, routed_share
+from quantmint.pipeline.stages.cost import CARRIED, CalibrateVolume, QuantizeVolume, routed_share
 
 Quantized = Callable[[str, str], QuantizeVolume]
 Calibrated = Callable[..., CalibrateVolume]

@@ -49,7 +49,7 @@ def start(vllm: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
     def run(*arguments: object, **variables: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "pipeline", "serve", "--vllm", vllm, "--target", "cpu", *arguments]
+        command = [sys.executable, "-m", "quantmint", "serve", "--vllm", vllm, "--target", "cpu", *arguments]
         process = subprocess.Popen(
             [str(word) for word in command],
             env={**os.environ, "PYTHONPATH": str(ROOT), **variables},

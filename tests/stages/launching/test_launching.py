@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.base.progress import PlainReporter
-from pipeline.recipe.load import load_recipe
-from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import Target, parse_target, profile
-from pipeline.stages import launch as module
-from pipeline.stages.launch import (
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.recipe.load import load_recipe
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
+from quantmint.pipeline.stages import launch as module
+from quantmint.pipeline.stages.launch import (
     Request,
     fetched,
     find_model,
@@ -26,7 +26,7 @@ from pipeline.stages.launch import (
     target_for,
     version_of,
 )
-from pipeline.stages.stage import SourceIdentity
+from quantmint.pipeline.stages.stage import SourceIdentity
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 COMMIT = "a" * 40

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.canonical import fingerprint
-from pipeline.publish import manifest as manifests
-from pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
-from pipeline.publish.release import CARD, MANIFEST, SIGNATURE, tag_of
-from pipeline.recipe.sections import Publish
-from pipeline.stages.gate import checkpoint_digest
-from pipeline.stages.publish import PublishStage
-from pipeline.stages.stage import Job, Setting
-from pipeline.store.files import File
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.release import CARD, MANIFEST, SIGNATURE, tag_of
+from quantmint.pipeline.recipe.sections import Publish
+from quantmint.pipeline.stages.gate import checkpoint_digest
+from quantmint.pipeline.stages.publish import PublishStage
+from quantmint.pipeline.stages.stage import Job, Setting
+from quantmint.pipeline.store.files import File
 
 WriteGate = Callable[..., Path]
 SIZE = 2 << 20  # bytes; more than what the store reads at every look

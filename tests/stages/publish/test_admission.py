@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.recipe.sections import Hub, Licence, Publish, Storage
-from pipeline.stages.publish import require_admission
-from pipeline.stages.stage import Setting
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.recipe.sections import Hub, Licence, Publish, Storage
+from quantmint.pipeline.stages.publish import require_admission
+from quantmint.pipeline.stages.stage import Setting
 from tests.hub.standin import HubStandIn
 
 REPO = Hub(repo="my-org/Small-FP8")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.publish.places import open_place
-from pipeline.stages.publish import published_in
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.publish.places import open_place
+from quantmint.pipeline.stages.publish import published_in
 from tests.hub.standin import Fault, HubStandIn
 
 REPO = "my-org/r"

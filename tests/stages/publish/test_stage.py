@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import StageError, UserError
-from pipeline.quantize.digest import file_digests, folder_digest
-from pipeline.stages.publish import published_in
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.quantize.digest import file_digests, folder_digest
+from quantmint.pipeline.stages.publish import published_in
 
 SIZE = 2 << 20  # bytes; more than what the store reads at every look
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from eval import record
-from eval.gate import judge
-from eval.measurements import Measurements
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.stages.report import FILES, ReportStage
-from pipeline.stages.stage import Job
+from quantmint.eval import record
+from quantmint.eval.gate import judge
+from quantmint.eval.measurements import Measurements
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.stages.report import FILES, ReportStage
+from quantmint.pipeline.stages.stage import Job
 from tests.eval.report import made as measured
 
 

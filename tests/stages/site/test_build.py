@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.stages import site as building
-from pipeline.stages.site import build
-from pipeline.store.locks import Lock
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.stages import site as building
+from quantmint.pipeline.stages.site import build
+from quantmint.pipeline.store.locks import Lock
+from quantmint.pipeline.store.tree import Store
 from tests.checkpoints import GOOD, SMALL, run
 
 Quantmint = Callable[..., Any]

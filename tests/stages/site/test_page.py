@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.stages.site import build
-from pipeline.store.tree import Store
+from quantmint.pipeline.stages.site import build
+from quantmint.pipeline.store.tree import Store
 from tests.checkpoints import GOOD, SMALL, run
 from tests.pages import visit
 

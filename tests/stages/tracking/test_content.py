@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from eval.comparison.model import read
-from pipeline.base.errors import UserError
-from pipeline.stages.tracking import FINGERPRINT, content_of, metrics, params, tags
-from pipeline.store.tree import Store
+from quantmint.eval.comparison.model import read
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.stages.tracking import FINGERPRINT, content_of, metrics, params, tags
+from quantmint.pipeline.store.tree import Store
 from tests.checkpoints import GOOD
 
 

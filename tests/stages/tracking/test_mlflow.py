@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.stages import tracking as server_side
-from pipeline.stages.finished import find
-from pipeline.stages.tracking import FINGERPRINT, Content, content_of, log, log_run
-from pipeline.store.tree import Store
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.stages import tracking as server_side
+from quantmint.pipeline.stages.finished import find
+from quantmint.pipeline.stages.tracking import FINGERPRINT, Content, content_of, log, log_run
+from quantmint.pipeline.store.tree import Store
 from tests.checkpoints import GOOD, run
 from tests.stages.tracking.conftest import free_port
 
@@ -188,8 +188,8 @@ def test_an_address_with_a_password_is_refused_unseen(
 
 
 def test_logging_is_no_part_of_what_is_proven(setting: Any, project: Path) -> None:
-    from pipeline.stages.planning import build_plan
-    from pipeline.stages.session import open_setting
+    from quantmint.pipeline.stages.planning import build_plan
+    from quantmint.pipeline.stages.session import open_setting
 
     text = (project / "r.yaml").read_text()
     (project / "r.yaml").write_text(f"{text}tracking: {{mlflow: 'http://internal:5000', experiment: nightly}}\n")

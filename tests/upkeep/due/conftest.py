@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.base.errors import UserError
+from quantmint.pipeline.base.errors import UserError
 from tests.publish.conftest import bucket, s3_server
 from tests.stages.conftest import FakeVllm, quantmint
 from tests.upkeep.due.world import CONFIG, World
@@ -33,7 +33,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
             raise UserError(f"no vLLM found: {explicit}")
         return FakeVllm(made.vllm)
 
-    monkeypatch.setattr("pipeline.stages.session.find_vllm", find_vllm)
+    monkeypatch.setattr("quantmint.pipeline.stages.session.find_vllm", find_vllm)
     save_file({"weight": np.zeros(1, np.float16)}, here / "model" / "model.safetensors")
     (here / "model" / "config.json").write_bytes(CONFIG)
     (here / "sentences.yaml").write_text("name: sentences\ndescription: Words.\nfile: words.jsonl\ntext: text\n")

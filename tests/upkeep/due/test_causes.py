@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.canonical import ABSENT
-from pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
-from pipeline.recipe.faults import YamlPath
-from pipeline.upkeep.due.causes import Change, apart_from_unknown, changes, keys, what_changed
+from quantmint.pipeline.base.canonical import ABSENT
+from quantmint.pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.recipe.faults import YamlPath
+from quantmint.pipeline.upkeep.due.causes import Change, apart_from_unknown, changes, keys, what_changed
 
 A, B, C, D = "a" * 40, "b" * 40, "c" * 64, "d" * 64
 WHEN = "2026-11-20T12:00:00.000Z"

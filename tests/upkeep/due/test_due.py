@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from eval.verdict import Verdict
-from pipeline.base import machine
-from pipeline.stages import canary, evaluate, package, quantize, report, stage
-from pipeline.upkeep.due.due import Due
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base import machine
+from quantmint.pipeline.stages import canary, evaluate, package, quantize, report, stage
+from quantmint.pipeline.upkeep.due.due import Due
 from tests.upkeep.due.world import RECIPE, World
 
 SERVED = ("serve-baseline", "canary-baseline", "serve-candidate", "canary-candidate")

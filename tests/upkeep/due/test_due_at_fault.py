@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.publish import manifest as manifests
-from pipeline.publish.bucket import BucketPlace
-from pipeline.publish.manifest import Digest
-from pipeline.publish.release import MANIFEST
-from pipeline.recipe.load import LoadedRecipe
-from pipeline.upkeep.due.due import plan_now
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.bucket import BucketPlace
+from quantmint.pipeline.publish.manifest import Digest
+from quantmint.pipeline.publish.release import MANIFEST
+from quantmint.pipeline.recipe.load import LoadedRecipe
+from quantmint.pipeline.upkeep.due.due import plan_now
 from tests.hub.standin import HubStandIn
 from tests.publish.conftest import Bucket
 from tests.upkeep.due.world import World
@@ -25,7 +25,7 @@ def test_a_fault_of_ours_stops_no_other_recipe(world: World, monkeypatch: pytest
             raise KeyError("settings")
         return plan_now(loaded, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("pipeline.upkeep.due.due.plan_now", faulty)
+    monkeypatch.setattr("quantmint.pipeline.upkeep.due.due.plan_now", faulty)
     world.recipe("good")
     broken, good = world.look("r.yaml", "good.yaml")
     assert (broken.name, broken.state, good.state) == ("r", "broken", "due")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.publish.release import MANIFEST
+from quantmint.pipeline.publish.release import MANIFEST
 from tests.hub.standin import Fault, HubStandIn
 from tests.stages.conftest import Ended
 from tests.upkeep.due.world import CONFIG, World
@@ -125,7 +125,7 @@ def test_nothing_heavy_is_imported(world: World) -> None:
     world.vllm = None
     code = (
         "import sys\n"
-        "from pipeline.commands.cli import main\n"
+        "from quantmint.pipeline.commands.cli import main\n"
         "try:\n"
         "    main(['due', 'r.yaml'])\n"
         "except SystemExit as end:\n"

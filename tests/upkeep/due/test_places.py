@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.publish.bucket import BucketPlace
-from pipeline.publish.folder import FolderPlace
-from pipeline.publish.hub.place import HubPlace
-from pipeline.publish.place import Place
-from pipeline.publish.release import MANIFEST
-from pipeline.upkeep.due.answers import ask_all
+from quantmint.pipeline.publish.bucket import BucketPlace
+from quantmint.pipeline.publish.folder import FolderPlace
+from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.place import Place
+from quantmint.pipeline.publish.release import MANIFEST
+from quantmint.pipeline.upkeep.due.answers import ask_all
 from tests.hub.standin import Fault, HubStandIn
 from tests.publish.conftest import Bucket
 from tests.upkeep.due.world import CONFIG, CORE, RECIPE, SILENT, World

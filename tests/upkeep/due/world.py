@@ -17,21 +17,21 @@ from typing import Any
 
 import yaml
 
-from pipeline import __version__
-from pipeline.base.canonical import fingerprint
-from pipeline.base.progress import PlainReporter
-from pipeline.publish import manifest as manifests
-from pipeline.publish.folder import FolderPlace
-from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
-from pipeline.publish.place import Place
-from pipeline.publish.release import MANIFEST, Release, tag_of
-from pipeline.stages.planning import build_plan
-from pipeline.stages.session import open_setting
-from pipeline.stages.source import LOCATION
-from pipeline.stages.stage import Planned, Setting
-from pipeline.store.files import File
-from pipeline.store.tree import Store
-from pipeline.upkeep.due.due import Due, look
+from quantmint.pipeline import __version__
+from quantmint.pipeline.base.canonical import fingerprint
+from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish.folder import FolderPlace
+from quantmint.pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.place import Place
+from quantmint.pipeline.publish.release import MANIFEST, Release, tag_of
+from quantmint.pipeline.stages.planning import build_plan
+from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.stages.source import LOCATION
+from quantmint.pipeline.stages.stage import Planned, Setting
+from quantmint.pipeline.store.files import File
+from quantmint.pipeline.store.tree import Store
+from quantmint.pipeline.upkeep.due.due import Due, look
 from tests.hub.standin import HubStandIn
 
 RECIPE: Mapping[str, Any] = {

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eval.verdict import Verdict
-from pipeline.recipe.load import LoadedRecipe, load_recipe
-from pipeline.upkeep.due.due import Due
-from pipeline.upkeep.fleet.events import Ended, Event, RecipeState, Summary, read_state, write_state
-from pipeline.upkeep.fleet.jobs import Look, Options, Request
-from pipeline.upkeep.fleet.rounds import Fleet
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe
+from quantmint.pipeline.upkeep.due.due import Due
+from quantmint.pipeline.upkeep.fleet.events import Ended, Event, RecipeState, Summary, read_state, write_state
+from quantmint.pipeline.upkeep.fleet.jobs import Look, Options, Request
+from quantmint.pipeline.upkeep.fleet.rounds import Fleet
 
 CHILD = Path(__file__).with_name("recipe_child.py")
 SHIPPED = "tiny-ptpc-fp8kv"

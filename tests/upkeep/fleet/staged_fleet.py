@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pipeline.base.processes import stop_signals
-from pipeline.upkeep.fleet.events import Event
-from pipeline.upkeep.fleet.jobs import Request
+from quantmint.pipeline.base.processes import stop_signals
+from quantmint.pipeline.upkeep.fleet.events import Event
+from quantmint.pipeline.upkeep.fleet.jobs import Request
 from tests.upkeep.fleet.staged import Stage
 
 

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pipeline.base.machine import Machine
-from pipeline.upkeep.fleet.devices import Devices, devices_of, free_of, take
+from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.upkeep.fleet.devices import Devices, devices_of, free_of, take
 
 UUIDS = "GPU-aaaa\nGPU-bbbb\nGPU-cccc\nGPU-dddd\n"
 
@@ -53,7 +53,7 @@ def test_all_or_none(tmp_path: Path) -> None:
 
 
 def test_a_dead_fleets_device_is_free_at_once(tmp_path: Path) -> None:
-    code = "import os, sys; from pathlib import Path; from pipeline.upkeep.fleet.devices import take\n"
+    code = "import os, sys; from pathlib import Path; from quantmint.pipeline.upkeep.fleet.devices import take\n"
     code += "assert take(Path(sys.argv[1]), (0,)); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path.cwd(), env=os.environ).returncode == 9
     assert free_of(tmp_path, (0,)) == (0,)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.upkeep.fleet.events import Event, line_of
+from quantmint.pipeline.upkeep.fleet.events import Event, line_of
 
 
 def event(kind: Any, recipe: str = "llama8b-ptpc", **facts: Any) -> Event:

@@ -13,9 +13,9 @@ from time import monotonic, sleep
 
 import pytest
 
-from pipeline.store.locks import Lock
-from pipeline.upkeep.fleet.events import Event
-from pipeline.upkeep.fleet.jobs import Request
+from quantmint.pipeline.store.locks import Lock
+from quantmint.pipeline.upkeep.fleet.events import Event
+from quantmint.pipeline.upkeep.fleet.jobs import Request
 from tests.upkeep.fleet.staged import Stage, alive, by_name
 
 FLEET = Path(__file__).with_name("staged_fleet.py")

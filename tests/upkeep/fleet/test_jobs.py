@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.upkeep.fleet.attempt import Attempted
-from pipeline.upkeep.fleet.jobs import again_in_s
+from quantmint.pipeline.upkeep.fleet.attempt import Attempted
+from quantmint.pipeline.upkeep.fleet.jobs import again_in_s
 
 AWAY = {"error": "no answer", "exit_code": 5, "transient": True}
 

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.clusters.ray.nodes import jobs_address_of
-from pipeline.upkeep.fleet.devices import Devices
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.clusters.ray.nodes import jobs_address_of
+from quantmint.pipeline.upkeep.fleet.devices import Devices
 from tests.upkeep.fleet.staged import CHILD, Stage, by_name
 
 
 def test_all_at_once_and_no_device_of_ours(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Devices("HIP_VISIBLE_DEVICES", {0: "0"})
-    monkeypatch.setattr("pipeline.upkeep.fleet.rounds.devices_of", lambda *_: ours)
+    monkeypatch.setattr("quantmint.pipeline.upkeep.fleet.rounds.devices_of", lambda *_: ours)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
     names = [stage.recipe(f"r{number}", gpus=8) for number in range(4)]
     child = (sys.executable, "-I", "-S", str(CHILD), str(stage.children))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.upkeep.due.due import Due
-from pipeline.upkeep.fleet.events import RecipeState
-from pipeline.upkeep.fleet.jobs import Job, Request, Room, next_begin, ordered, unaffordable
+from quantmint.pipeline.upkeep.due.due import Due
+from quantmint.pipeline.upkeep.fleet.events import RecipeState
+from quantmint.pipeline.upkeep.fleet.jobs import Job, Request, Room, next_begin, ordered, unaffordable
 from tests.upkeep.fleet.staged import loaded
 
 HOUR = 3600.0

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from eval.verdict import Verdict
-from pipeline.upkeep.due.due import Due
-from pipeline.upkeep.fleet.devices import Devices, take
-from pipeline.upkeep.fleet.events import Event, Summary
-from pipeline.upkeep.fleet.jobs import Request
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.upkeep.due.due import Due
+from quantmint.pipeline.upkeep.fleet.devices import Devices, take
+from quantmint.pipeline.upkeep.fleet.events import Event, Summary
+from quantmint.pipeline.upkeep.fleet.jobs import Request
 from tests.upkeep.fleet.staged import Stage, by_name
 
 
@@ -172,7 +172,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def have(count: int) -> None:
         found = Devices("HIP_VISIBLE_DEVICES", {number: str(number) for number in range(count)})
-        monkeypatch.setattr("pipeline.upkeep.fleet.rounds.devices_of", lambda *_: found)
+        monkeypatch.setattr("quantmint.pipeline.upkeep.fleet.rounds.devices_of", lambda *_: found)
 
     return have
 

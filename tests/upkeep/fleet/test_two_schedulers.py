@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("huggingface_hub")
 
-from pipeline.store.locks import STALE_AFTER_S
+from quantmint.pipeline.store.locks import STALE_AFTER_S
 from tests.hub.standin import HubStandIn
 from tests.processes import processes_naming
 from tests.upkeep.fleet.world import FLEET, World, build, environment, made
@@ -51,7 +51,7 @@ class Scheduler:
 
     def __init__(self, world: World, name: str, *arguments: str, elsewhere: bool = False) -> None:
         self._answer, self._said = world.home / f"{name}.json", world.home / f"{name}.log"
-        command = [str(world.python), "-m", "pipeline"]
+        command = [str(world.python), "-m", "quantmint"]
         if elsewhere:
             command = [*_APART, sys.executable, "-c", _ELSEWHERE]
         with self._answer.open("wb") as answer, self._said.open("wb") as said:

@@ -123,7 +123,7 @@ class World:
         """A command with ``--json`` to its end."""
         began = time.monotonic()
         done = subprocess.run(
-            [python or self.python, "-m", "pipeline", *arguments, "--json"],
+            [python or self.python, "-m", "quantmint", *arguments, "--json"],
             cwd=self.home,
             env={**self.environment, **variables},
             stdin=subprocess.DEVNULL,
@@ -143,7 +143,7 @@ class World:
         """A command that goes on while we look; what it says is in ``log``."""
         with log.open("wb") as stream:
             return subprocess.Popen(
-                [self.python, "-m", "pipeline", *arguments],
+                [self.python, "-m", "quantmint", *arguments],
                 cwd=self.home,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.upkeep.fleet.events import Event
+from quantmint.pipeline.upkeep.fleet.events import Event
 from tests.upkeep.notices.receiver import Receiver, receiving
 
 

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.base.errors import UserError
-from pipeline.upkeep.fleet.events import Event, RecipeState, state_path, write_state
-from pipeline.upkeep.notices import Metrics, outlets
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.upkeep.fleet.events import Event, RecipeState, state_path, write_state
+from quantmint.pipeline.upkeep.notices import Metrics, outlets
 
 Make = Callable[..., Event]
 Samples = dict[tuple[str, ...], float]

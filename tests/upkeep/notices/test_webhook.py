@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.upkeep.fleet.events import Event
-from pipeline.upkeep.notices import Webhook, host_of, outlets
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.upkeep.fleet.events import Event
+from quantmint.pipeline.upkeep.notices import Webhook, host_of, outlets
 from tests.upkeep.notices.receiver import Receiver
 
 Make = Callable[..., Event]

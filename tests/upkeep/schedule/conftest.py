@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.upkeep.schedule.export import Scheduled, scheduled
+from quantmint.pipeline.upkeep.schedule.export import Scheduled, scheduled
 
 Written = Callable[..., Scheduled]
 
@@ -53,7 +53,7 @@ class Called:
 @pytest.fixture
 def schedule(capsys: pytest.CaptureFixture[str]) -> Callable[..., Called]:
     """Call `quantmint schedule` in this process."""
-    from pipeline.commands.cli import main
+    from quantmint.pipeline.commands.cli import main
 
     def call(*arguments: object) -> Called:
         capsys.readouterr()

@@ -10,10 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-from pipeline.commands.schedule import Log
-from pipeline.upkeep.fleet.events import Event
-from pipeline.upkeep.notices import outlets
-from pipeline.upkeep.schedule.resident import stay
+from quantmint.pipeline.commands.schedule import Log
+from quantmint.pipeline.upkeep.fleet.events import Event
+from quantmint.pipeline.upkeep.notices import outlets
+from quantmint.pipeline.upkeep.schedule.resident import stay
 from tests.upkeep.fleet.staged import Stage
 
 

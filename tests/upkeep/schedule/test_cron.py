@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.times import classic, fault_of, next_times, words
+from quantmint.pipeline.base.times import classic, fault_of, next_times, words
 
 BERLIN = "Europe/Berlin"
 SPRING, AUTUMN = datetime(2027, 3, 28, 1, tzinfo=UTC), datetime(2027, 10, 31, 1, tzinfo=UTC)

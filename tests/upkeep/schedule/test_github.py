@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.base.errors import UserError
-from pipeline.upkeep.schedule.export import CHECKOUT, Export, workflow
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.upkeep.schedule.export import CHECKOUT, Export, workflow
 from tests.upkeep.schedule.conftest import Written
 
 RUNNER = ("self-hosted", "mi300x")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.base.errors import UserError
-from pipeline.clusters.submit.pod import Claim, Pod, Reference
-from pipeline.upkeep.schedule.export import Export, cron_job
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.clusters.submit.pod import Claim, Pod, Reference
+from quantmint.pipeline.upkeep.schedule.export import Export, cron_job
 from tests.upkeep.schedule.conftest import Written
 
 DIGEST = "registry.example.com/quantmint@sha256:" + "0a" * 32

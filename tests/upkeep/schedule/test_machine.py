@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.base.times import next_times
-from pipeline.upkeep.schedule.export import Export, crontab, on_calendar, units
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.base.times import next_times
+from quantmint.pipeline.upkeep.schedule.export import Export, crontab, on_calendar, units
 from tests.upkeep.schedule.conftest import Written
 
 ANALYZE = shutil.which("systemd-analyze")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.upkeep.schedule.resident import Schedules
+from quantmint.pipeline.upkeep.schedule.resident import Schedules
 
 SATURDAY = datetime(2026, 3, 28, 2, tzinfo=UTC)  # 03:00 in Berlin, the day before its clocks go ahead
 WEEKLY = {"schedule": "0 3 * * 6", "timezone": "Europe/Berlin"}

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.commands.cli import cli
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.commands.cli import cli
 from tests.processes import processes_naming
 from tests.upkeep.fleet.staged import Stage, alive
 

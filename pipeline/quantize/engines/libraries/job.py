@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from calibration.batches import batched
-from calibration.lazy import torch
-from eval.report.numbers import size
-from pipeline.base.errors import UserError
-from pipeline.quantize.formats.checkpoint import Checkpoint, tensor_bytes
-from pipeline.quantize.formats.layout import Choice, layout, most_frequent, weight_tensors
-from pipeline.quantize.model.builder import meta_model
-from pipeline.quantize.model.structure import Structure
+from quantmint.calibration.batches import batched
+from quantmint.calibration.lazy import torch
+from quantmint.eval.report.numbers import size
+from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, tensor_bytes
+from quantmint.pipeline.quantize.formats.layout import Choice, layout, most_frequent, weight_tensors
+from quantmint.pipeline.quantize.model.builder import meta_model
+from quantmint.pipeline.quantize.model.structure import Structure
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibration.replica import Renaming
-from pipeline.quantize.engines.algorithms import RECIPE, recorded_algorithms
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, encode_header, open_checkpoint, read_header
-from pipeline.quantize.formats.layout import Choice, layout, layout_of
-from pipeline.quantize.inspection.findings import check_structure
-from pipeline.quantize.model.builder import meta_model
-from pipeline.quantize.model.structure import Structure
+from quantmint.calibration.replica import Renaming
+from quantmint.pipeline.quantize.engines.algorithms import RECIPE, recorded_algorithms
+from quantmint.pipeline.quantize.formats.checkpoint import (
+    INDEX_NAME,
+    Checkpoint,
+    encode_header,
+    open_checkpoint,
+    read_header,
+)
+from quantmint.pipeline.quantize.formats.layout import Choice, layout, layout_of
+from quantmint.pipeline.quantize.inspection.findings import check_structure
+from quantmint.pipeline.quantize.model.builder import meta_model
+from quantmint.pipeline.quantize.model.structure import Structure
 
 _COPY = 16 << 20  # bytes at a time
 

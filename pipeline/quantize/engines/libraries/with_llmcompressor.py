@@ -1,4 +1,6 @@
-"""Run one job with llm-compressor 0.14: ``python -m pipeline.quantize.engines.libraries.with_llmcompressor JOB.json``.
+"""Run one job with llm-compressor 0.14.
+
+    python -m quantmint.pipeline.quantize.engines.libraries.with_llmcompressor JOB.json
 
 What it does not do by itself, or not rightly:
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeline.quantize.engines.libraries.job import (
+from quantmint.pipeline.quantize.engines.libraries.job import (
     LibraryJob,
     linear_names,
     load_batches,

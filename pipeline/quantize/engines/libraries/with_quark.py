@@ -1,4 +1,4 @@
-"""Run one job with amd-quark 0.13: ``python -m pipeline.quantize.engines.libraries.with_quark JOB.json``.
+"""Run one job with amd-quark 0.13: ``python -m quantmint.pipeline.quantize.engines.libraries.with_quark JOB.json``.
 
 What it does not do by itself, or not rightly:
 
@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipeline.base.data import beside
-from pipeline.quantize.engines.libraries.job import (
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.quantize.engines.libraries.job import (
     LibraryJob,
     UnfitError,
     linear_names,

@@ -17,21 +17,21 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from calibration.durable import fsync
-from calibration.lazy import torch
-from calibration.ranges import Ranges
-from pipeline.base.errors import StageError, UserError
-from pipeline.base.schemes import scheme
-from pipeline.quantize.digest import companions
-from pipeline.quantize.engines.algorithms import RECIPE, record
-from pipeline.quantize.engines.stream.kernels import fp8_scale
-from pipeline.quantize.engines.stream.plan import STATIC_ROLES, ShardPlan
-from pipeline.quantize.engines.stream.schedule import Order, WriteShards, write_shards
-from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, torch_dtype
-from pipeline.quantize.formats.layout import Choice, layout
-from pipeline.quantize.inspection.numbers import Error
-from pipeline.store.disk import write_atomic
+from quantmint.calibration.durable import fsync
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.ranges import Ranges
+from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.quantize.digest import companions
+from quantmint.pipeline.quantize.engines.algorithms import RECIPE, record
+from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale
+from quantmint.pipeline.quantize.engines.stream.plan import STATIC_ROLES, ShardPlan
+from quantmint.pipeline.quantize.engines.stream.schedule import Order, WriteShards, write_shards
+from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
+from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, torch_dtype
+from quantmint.pipeline.quantize.formats.layout import Choice, layout
+from quantmint.pipeline.quantize.inspection.numbers import Error
+from quantmint.pipeline.store.disk import write_atomic
 
 
 def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict[str, torch.Tensor]:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from calibration.activations import States
-from calibration.caches import empty_cache
-from calibration.calls import Call, record
-from calibration.lazy import torch
-from calibration.replica import Replica
-from calibration.weights import held
-from pipeline.quantize.model.experts import expert_slice, stacks_experts
+from quantmint.calibration.activations import States
+from quantmint.calibration.caches import empty_cache
+from quantmint.calibration.calls import Call, record
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.replica import Replica
+from quantmint.calibration.weights import held
+from quantmint.pipeline.quantize.model.experts import expert_slice, stacks_experts
 
 _TOLERANCE = 1e-4
 _TOKENS = 32

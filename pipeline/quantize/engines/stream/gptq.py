@@ -30,9 +30,9 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from calibration.lazy import torch
-from calibration.room import ROUNDED_AT_A_TIME
-from pipeline.quantize.engines.stream.kernels import (
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.room import ROUNDED_AT_A_TIME
+from quantmint.pipeline.quantize.engines.stream.kernels import (
     E2M1_MAX,
     FP8_MAX,
     INT4_GROUP,
@@ -46,11 +46,11 @@ from pipeline.quantize.engines.stream.kernels import (
     pack_int4,
     to_nearest,
 )
-from pipeline.quantize.engines.stream.schedule import many_small_workers
-from pipeline.quantize.inspection.numbers import dequantize
+from quantmint.pipeline.quantize.engines.stream.schedule import many_small_workers
+from quantmint.pipeline.quantize.inspection.numbers import dequantize
 
 if TYPE_CHECKING:
-    from pipeline.quantize.engines.stream.kernels import Parts
+    from quantmint.pipeline.quantize.engines.stream.kernels import Parts
 
 _BLOCK = 128
 """Columns that one product of matrices brings up to date."""

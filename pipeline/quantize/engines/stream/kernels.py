@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from calibration.lazy import torch
+from quantmint.calibration.lazy import torch
 
 Parts = dict[str, "torch.Tensor"]
 

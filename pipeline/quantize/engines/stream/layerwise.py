@@ -21,12 +21,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibration.activations import save_whole
-from calibration.hessians import Inputs, Rounding
-from calibration.layers import PARTS
-from calibration.lazy import torch
-from calibration.replica import Replica, replica, sources
-from calibration.room import (
+from quantmint.calibration.activations import save_whole
+from quantmint.calibration.hessians import Inputs, Rounding
+from quantmint.calibration.layers import PARTS
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.replica import Replica, replica, sources
+from quantmint.calibration.room import (
     activations_for,
     free_bytes,
     host_bytes,
@@ -35,25 +35,33 @@ from calibration.room import (
     require_rounding_room,
     rounding_bytes,
 )
-from calibration.sequential import Look, run_sequential
-from pipeline.base.errors import StageError
-from pipeline.base.schemes import ActivationFormat, scheme
-from pipeline.quantize.engines.stream.folds import Fold, Matrix, study
-from pipeline.quantize.engines.stream.gptq import CARRIED, Made, compensated, factored, gptq, gptq_stack, in_tf32
-from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale
-from pipeline.quantize.engines.stream.plan import ShardPlan, Step
-from pipeline.quantize.engines.stream.scaling import Reader, scale_layer
-from pipeline.quantize.engines.stream.shard import ERRORS, error_of
-from pipeline.quantize.formats.checkpoint import torch_dtype
-from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.inspection.numbers import Error, dequantize
-from pipeline.quantize.model.experts import expert_slice
-from pipeline.quantize.model.structure import Structure
-from pipeline.quantize.rounding import round_activations, round_mx
-from pipeline.recipe.modules import fused_with
+from quantmint.calibration.sequential import Look, run_sequential
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.base.schemes import ActivationFormat, scheme
+from quantmint.pipeline.quantize.engines.stream.folds import Fold, Matrix, study
+from quantmint.pipeline.quantize.engines.stream.gptq import (
+    CARRIED,
+    Made,
+    compensated,
+    factored,
+    gptq,
+    gptq_stack,
+    in_tf32,
+)
+from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale
+from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, Step
+from quantmint.pipeline.quantize.engines.stream.scaling import Reader, scale_layer
+from quantmint.pipeline.quantize.engines.stream.shard import ERRORS, error_of
+from quantmint.pipeline.quantize.formats.checkpoint import torch_dtype
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.inspection.numbers import Error, dequantize
+from quantmint.pipeline.quantize.model.experts import expert_slice
+from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.quantize.rounding import round_activations, round_mx
+from quantmint.pipeline.recipe.modules import fused_with
 
 if TYPE_CHECKING:
-    from pipeline.quantize.engines.stream.kernels import Parts
+    from quantmint.pipeline.quantize.engines.stream.kernels import Parts
 
 _MADE = "made"  # a file a layer
 _STATES = "layers"  # what an interrupted run is gone on with

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from calibration.lazy import torch
-from calibration.sequential import Look, Seen
-from pipeline.quantize.engines.stream.folds import Fold, Matrix
-from pipeline.quantize.engines.stream.gptq import in_tf32
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.sequential import Look, Seen
+from quantmint.pipeline.quantize.engines.stream.folds import Fold, Matrix
+from quantmint.pipeline.quantize.engines.stream.gptq import in_tf32
 
 _STEPS = 10  # and the halves beside the best of them
 

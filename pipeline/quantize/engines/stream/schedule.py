@@ -17,13 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from calibration.durable import fsync
-from calibration.lazy import torch
-from pipeline.base.errors import StageError
-from pipeline.base.machine import cores as machine_cores
-from pipeline.quantize.engines.stream.plan import Piece, Scan, ShardPlan
-from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, OpenShard, Stopped, Sum, WrittenShard, read_back
-from pipeline.quantize.engines.stream.worker import Worker
+from quantmint.calibration.durable import fsync
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.base.machine import cores as machine_cores
+from quantmint.pipeline.quantize.engines.stream.plan import Piece, Scan, ShardPlan
+from quantmint.pipeline.quantize.engines.stream.shard import (
+    PARTIAL_SUFFIX,
+    OpenShard,
+    Stopped,
+    Sum,
+    WrittenShard,
+    read_back,
+)
+from quantmint.pipeline.quantize.engines.stream.worker import Worker
 
 CPU_PIECE = 2 << 20  # bytes: with the intermediate results of its parts, about a core's own cache
 GPU_PIECE = 32 << 20  # bytes: the bus at its full speed

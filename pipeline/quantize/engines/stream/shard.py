@@ -23,10 +23,10 @@ from pathlib import Path
 from threading import Condition
 from typing import TYPE_CHECKING, NamedTuple
 
-from calibration.lazy import torch
-from pipeline.base.errors import StageError
-from pipeline.quantize.engines.stream.kernels import BLOCK, E8M0_UNCERTAIN, KERNELS, Parts, amax
-from pipeline.quantize.engines.stream.plan import (
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.quantize.engines.stream.kernels import BLOCK, E8M0_UNCERTAIN, KERNELS, Parts, amax
+from quantmint.pipeline.quantize.engines.stream.plan import (
     NUMBERS,
     STATIC_ROLES,
     Origin,
@@ -37,10 +37,10 @@ from pipeline.quantize.engines.stream.plan import (
     cut,
     is_deferred,
 )
-from pipeline.quantize.engines.stream.worker import Sink, Worker
-from pipeline.quantize.formats.checkpoint import Files, torch_dtype
-from pipeline.quantize.formats.layout import StoredTensor
-from pipeline.quantize.inspection.numbers import Error, dequantize
+from quantmint.pipeline.quantize.engines.stream.worker import Sink, Worker
+from quantmint.pipeline.quantize.formats.checkpoint import Files, torch_dtype
+from quantmint.pipeline.quantize.formats.layout import StoredTensor
+from quantmint.pipeline.quantize.inspection.numbers import Error, dequantize
 
 if TYPE_CHECKING:
     import numpy as np

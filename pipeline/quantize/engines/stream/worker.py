@@ -16,12 +16,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from calibration.encodings import decode_blocks
-from calibration.lazy import torch
-from pipeline.base.errors import StageError
-from pipeline.quantize.engines.stream.kernels import BLOCK
-from pipeline.quantize.engines.stream.plan import Origin, blocks
-from pipeline.quantize.formats.checkpoint import Files, torch_dtype
+from quantmint.calibration.encodings import decode_blocks
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.quantize.engines.stream.kernels import BLOCK
+from quantmint.pipeline.quantize.engines.stream.plan import Origin, blocks
+from quantmint.pipeline.quantize.formats.checkpoint import Files, torch_dtype
 
 _FLUSH = 16 << 20  # bytes of a file that the disk is asked to begin with together
 

@@ -29,7 +29,7 @@ ended=/shared/models/store/logs/slurm/"$SLURM_JOB_ID".code; rm -f "$ended"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 --cpus-per-task=64 sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0.new" && mv -f "$0.new" "$0"; exit "$code"' "$ended" '/shared/quantmint env/bin/python' -m pipeline run llama70b-fp8kv --json --store store &
+srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 --cpus-per-task=64 sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0.new" && mv -f "$0.new" "$0"; exit "$code"' "$ended" '/shared/quantmint env/bin/python' -P -m quantmint run llama70b-fp8kv --json --store store &
 run=$!
 wait "$run"
 code=$?

@@ -21,7 +21,7 @@ ended=/shared/models/store/logs/slurm/"$SLURM_JOB_ID".code; rm -f "$ended"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 bash -c 'if [ -n "$ROCR_VISIBLE_DEVICES" ]; then export HIP_VISIBLE_DEVICES="$ROCR_VISIBLE_DEVICES"; fi; unset ROCR_VISIBLE_DEVICES; exec "$@"' bash ray symmetric-run --address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):6379" --min-nodes 2 --num-gpus 8 -- sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0.new" && mv -f "$0.new" "$0"; exit "$code"' "$ended" '/shared/quantmint env/bin/python' -m pipeline run llama405b-fp8kv --json --store /big/store --on ray &
+srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 bash -c 'if [ -n "$ROCR_VISIBLE_DEVICES" ]; then export HIP_VISIBLE_DEVICES="$ROCR_VISIBLE_DEVICES"; fi; unset ROCR_VISIBLE_DEVICES; exec "$@"' bash ray symmetric-run --address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):6379" --min-nodes 2 --num-gpus 8 -- sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0.new" && mv -f "$0.new" "$0"; exit "$code"' "$ended" '/shared/quantmint env/bin/python' -P -m quantmint run llama405b-fp8kv --json --store /big/store --on ray &
 run=$!
 wait "$run"
 code=$?

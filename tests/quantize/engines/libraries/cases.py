@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from pipeline.quantize.engines.algorithms import recorded_algorithms
-from pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
-from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.structure import Structure
-from pipeline.recipe.schema import Quantization
+from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
+from quantmint.pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.recipe.schema import Quantization
 
 FORMATS = {"llmcompressor": "compressed-tensors", "quark": "quark"}
 
@@ -68,7 +68,7 @@ def run_jobs(python: Path, engine: str, jobs: Iterable[Path]) -> None:
             python,
             "-m",
             "tests.quantize.oracles.library_jobs",
-            f"pipeline.quantize.engines.libraries.with_{engine}",
+            f"quantmint.pipeline.quantize.engines.libraries.with_{engine}",
             *jobs,
         ],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.quantize.formats.checkpoint import Checkpoint
-from pipeline.quantize.formats.layout import layout
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
+from quantmint.pipeline.quantize.formats.layout import layout
 from tests.quantize.engines.libraries.cases import Adopted, Case, Make
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from pipeline.base.schemes import table
-from pipeline.quantize.engines import algorithms
-from pipeline.quantize.engines.libraries import with_llmcompressor, with_quark
-from pipeline.quantize.engines.libraries.job import LibraryJob, load_batches, save_samples
+from quantmint.pipeline.base.schemes import table
+from quantmint.pipeline.quantize.engines import algorithms
+from quantmint.pipeline.quantize.engines.libraries import with_llmcompressor, with_quark
+from quantmint.pipeline.quantize.engines.libraries.job import LibraryJob, load_batches, save_samples
 
 
 def job(samples: Path | None) -> LibraryJob:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from pipeline.quantize.engines.libraries.job import checkpoint_bytes
+from quantmint.pipeline.quantize.engines.libraries.job import checkpoint_bytes
 from tests.quantize.engines.libraries.cases import KV, MIXED, Adopted, Case, Make, assert_as_asked, tensors
 
 pytestmark = pytest.mark.slow

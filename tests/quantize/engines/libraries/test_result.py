@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
-from pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 
 MODULE = "model.layers.0.mlp.down_proj"
 ATTENTION = "model.layers.1.self_attn"
