@@ -88,7 +88,7 @@ zoo: $(TEST_ENV)  ## quantize 165 tiny models of as many architectures in seven 
 	@$(BIN)/python -m tests.zoo.page build/zoo.json
 
 mutation: $(TEST_ENV)  ## change 100 places of the product by a seed, and list those that no test notices (hours)
-	@$(BIN)/python -m tests.tools.mutation --json build/mutation.json $(ARGS)
+	@$(BIN)/python -m tests.tools.mutation --jobs 2 --json build/mutation.json $(ARGS)
 
 soak: $(TEST_ENV)  ## 200 rounds of a recipe, most of them killed: what is left of them; ARGS="--rounds 20"
 	@$(BIN)/python -m tests.bench.soak --json docs/soak.json $(ARGS)

@@ -2,13 +2,13 @@
 
 ::
 
-    python -m tests.tools.mutation --count 100 --seed 1 --json build/mutation.json
+    python -m tests.tools.mutation --count 100 --seed 1 --jobs 2 --json build/mutation.json
     python -m tests.tools.mutation --count 10 --room store
 
 Places are drawn by a seed from the syntax trees of the rooms below: a comparison that is turned, a number that is one
 larger, a condition that is negated, an error that is not raised. Each is made in a copy of the working tree, where the
-fast tests of the room run until one fails. A place that no test notices is listed with its line as it was and as it
-became: somebody must say whether the two mean the same.
+fast tests of the room run until one fails, those first that name the module. A place that no test notices is listed
+with its line as it was and as it became: somebody must say whether the two mean the same.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import Queue
 
 import click
 
@@ -41,7 +45,10 @@ ROOMS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 """Folder and tests of each room."""
-_COPIED = ("pipeline", "calibration", "eval", "recipes", "tests", "docs", "pyproject.toml", "README.md", "Makefile")
+_COPIED = (
+    "quantmint", "pipeline", "calibration", "eval", "recipes", "tests", "docs",
+    "pyproject.toml", "README.md", "Makefile",
+)  # fmt: skip
 _COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
@@ -153,12 +160,26 @@ def run(room: str, place: Place, tree: Path) -> Result:
     path.write_text(changed, encoding="utf-8")
     start = time.monotonic()
     try:
-        code = _tests(ROOMS[room][1], tree)
+        code = _tests(_ordered(ROOMS[room][1], place.path), tree)
     finally:
         path.write_text(source, encoding="utf-8")
     outcome = {None: "slow", 0: "survived"}.get(code, "killed")
     lines = [text.splitlines()[place.line - 1].strip() for text in (source, changed)]
     return Result(room, place, *lines, outcome, round(time.monotonic() - start, 1))
+
+
+def _ordered(paths: Sequence[str], changed: str) -> list[str]:
+    """Return the files of tests, those first that name the changed module, then those of the folder of its name."""
+    module, room = Path(changed).stem, Path(changed).parent.name
+    files = [file for path in paths for file in sorted((ROOT / path).rglob("test_*.py"), key=str)]
+    files += [ROOT / path for path in paths if (ROOT / path).is_file()]
+
+    def rank(file: Path) -> tuple[int, str]:
+        text = file.read_text(encoding="utf-8")
+        named = f"{room}.{module} import" in text or re.search(rf"\.{room} import .*\b{module}\b", text) is not None
+        return (0 if named else 1 if file.parent.name == room or module in file.stem else 2), str(file)
+
+    return [file.relative_to(ROOT).as_posix() for file in sorted(dict.fromkeys(files), key=rank)]
 
 
 def _tests(paths: Sequence[str], tree: Path) -> int | None:
@@ -173,27 +194,59 @@ def _tests(paths: Sequence[str], tree: Path) -> int | None:
         return None
 
 
+class Trees:
+    """Copies of the working tree below ``folder``, each used by one worker at a time."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._free: Queue[Path] = Queue()
+        for number in range(count):
+            tree = folder / str(number)
+            tree.mkdir()
+            for name in _COPIED:
+                if (ROOT / name).is_dir():
+                    shutil.copytree(ROOT / name, tree / name, symlinks=True)
+                else:
+                    shutil.copyfile(ROOT / name, tree / name)
+            self._free.put(tree)
+
+    @contextmanager
+    def one(self) -> Iterator[Path]:
+        """Lend a copy that nobody else uses meanwhile."""
+        tree = self._free.get()
+        try:
+            yield tree
+        finally:
+            self._free.put(tree)
+
+
 @click.command()
 @click.option("--count", default=100, show_default=True, help="Places to change.")
 @click.option("--seed", default=1, show_default=True, help="What decides which.")
 @click.option("--room", "rooms", multiple=True, type=click.Choice(list(ROOMS)), help="Rooms (default: all).")
+@click.option("--jobs", default=1, show_default=True, help="Places that are tried at a time.")
 @click.option("--json", "target", type=click.Path(path_type=Path), help="File for the results.")
-def command(count: int, seed: int, rooms: tuple[str, ...], target: Path | None) -> None:
+def command(count: int, seed: int, rooms: tuple[str, ...], jobs: int, target: Path | None) -> None:
     """Change places drawn by a seed, one at a time, and list those that no test notices."""
     chosen = draw(rooms or tuple(ROOMS), count, seed)
     results: list[Result] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        tree = Path(scratch) / "tree"
-        tree.mkdir()
-        for name in _COPIED:
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-            copy(ROOT / name, tree / name)
-        for room in dict.fromkeys(room for room, _ in chosen):
-            if _tests(ROOMS[room][1], tree) != 0:
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
+        trees = Trees(Path(scratch), jobs)
+
+        def unchanged(room: str) -> int | None:
+            with trees.one() as tree:
+                return _tests(ROOMS[room][1], tree)
+
+        def tried(drawn: tuple[str, Place]) -> Result:
+            with trees.one() as tree:
+                return run(*drawn, tree)
+
+        used = list(dict.fromkeys(room for room, _ in chosen))
+        for room, code in zip(used, pool.map(unchanged, used), strict=True):
+            if code != 0:
                 raise click.ClickException(f"{room}: its tests fail before anything is changed")
-        for room, place in chosen:
-            result = run(room, place, tree)
+        for result in pool.map(tried, chosen):
             results.append(result)
+            place = result.place
             click.echo(f"{result.outcome:8} {result.seconds:6.1f} s  {place.path}:{place.line}")
             if result.outcome == "survived":
                 click.echo(f"    - {result.before}\n    + {result.after}")
