@@ -14,11 +14,12 @@ from quantmint.pipeline.base.progress import Reporter, reporter_for
 from quantmint.pipeline.commands.options import emit, json_option, store_option, vllm_option
 from quantmint.pipeline.commands.tables import plain, table, terminal
 from quantmint.pipeline.publish.place import Operation, Published
-from quantmint.pipeline.publish.places import elsewhere, open_place, places_of, published_folder
+from quantmint.pipeline.publish.places import EXPECTED, elsewhere, open_place, places_of, published_folder
+from quantmint.pipeline.recipe.destinations import KINDS
 from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from quantmint.pipeline.stages.runner import Outcome
     from quantmint.pipeline.stages.stage import Planned, Setting
@@ -28,12 +29,19 @@ _MAY_RUN = ("report", "package", "sign", "publish")
 _dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 
 
+def _places_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add an option for each kind of place."""
+    for kind in KINDS:
+        shown = "This repository" if "/" in kind.metavar else f"{kind.metavar}/NAME"
+        text = f"{shown}, instead of the recipe's places."
+        command = click.option(f"--{kind.key}", metavar=kind.metavar, help=text)(command)
+    return command
+
+
 @click.command(name="publish")
 @click.argument("recipe")
 @click.option("--to", type=click.Choice(["release", "candidate"]), help="Instead of what the recipe says.")
-@click.option("--hub", metavar="ORG/NAME", help="This repository, instead of the recipe's places.")
-@click.option("--folder", metavar="FOLDER", help="FOLDER/NAME, instead of the recipe's places.")
-@click.option("--storage", metavar="URL", help="URL/NAME, instead of the recipe's places.")
+@_places_options
 @_dry_run_option
 @vllm_option
 @store_option
@@ -41,13 +49,11 @@ _dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what wo
 def publish(
     recipe: str,
     to: str | None,
-    hub: str | None,
-    folder: str | None,
-    storage: str | None,
     dry_run: bool,
     vllm: str | None,
     store_path: Path,
     as_json: bool,
+    **places: str | None,
 ) -> int:
     """Publish what a finished run of RECIPE left in the store, if it passed: nothing is measured, nothing quantized.
 
@@ -61,7 +67,7 @@ def publish(
 
     reporter = reporter_for(json=as_json)
     setting = stand_in(open_setting(recipe, store=Store(store_path, on_warning=reporter.warn), vllm=vllm))
-    section = elsewhere(setting.recipe.publish, to=to, hub=hub, folder=folder, storage=storage)
+    section = elsewhere(setting.recipe.publish, places, to=to)
     changed = setting.recipe.model_copy(update={"publish": section})
     setting = replace(setting, loaded=replace(setting.loaded, recipe=changed))
     plan = foreseen(build_plan(setting), setting)
@@ -76,14 +82,11 @@ def publish(
     return do(plan, setting, reporter, as_json=as_json)
 
 
-@click.command(name="releases")
+@click.command(name="releases", epilog=f"PLACE is {EXPECTED}.")
 @click.argument("place")
 @json_option
 def releases(place: str, as_json: bool) -> None:
-    """List what is published in PLACE, the newest first, and which of it readers get.
-
-    PLACE is a published folder (published/NAME), a bucket (s3://bucket/prefix/NAME) or a repository (org/name).
-    """
+    """List what is published in PLACE, the newest first, and which of it readers get."""
     there = open_place(place)
     found = there.releases()
     if as_json:

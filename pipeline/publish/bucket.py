@@ -29,6 +29,7 @@ from quantmint.pipeline.base.progress import Progress
 from quantmint.pipeline.publish import manifest
 from quantmint.pipeline.publish.place import Difference, Listed, Place, State, moved, named, newest_first, require_same
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
+from quantmint.pipeline.recipe.destinations import Storage
 from quantmint.pipeline.store.disk import disk_errors
 from quantmint.pipeline.store.files import DamagedError, Wanted, fetch
 from quantmint.pipeline.store.locks import Lock
@@ -56,6 +57,11 @@ class Pointer:
 
 class BucketPlace(Place):
     """``url/name``. ``endpoint`` is the address of an S3-compatible server (None: AWS, or AWS_ENDPOINT_URL)."""
+
+    @classmethod
+    def of(cls, destination: Storage, name: str, home: Path, *, typed: bool = False) -> BucketPlace:
+        """See `Place.of`."""
+        return cls(destination.url, name, destination.endpoint)
 
     def __init__(self, url: str, name: str, endpoint: str | None = None) -> None:
         self._url = f"{url.rstrip('/')}/{name}"

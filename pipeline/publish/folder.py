@@ -41,16 +41,21 @@ from quantmint.pipeline.publish.place import (
     said_of,
 )
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in, identity_in
+from quantmint.pipeline.recipe.destinations import RELEASES, Folder
 from quantmint.pipeline.store.disk import disk_errors, folders, free_bytes
 from quantmint.pipeline.store.files import Wanted, chunks, copy, digest_of, fetch
 from quantmint.pipeline.store.locks import Lock
 
-RELEASES: Final = ".releases"
 _PARTIAL: Final = ".partial"
 
 
 class FolderPlace(Place):
     """``folder/name``. Publishers exclude each other by a lock."""
+
+    @classmethod
+    def of(cls, destination: Folder, name: str, home: Path, *, typed: bool = False) -> FolderPlace:
+        """See `Place.of`."""
+        return cls((home / destination.path).resolve() if not typed else Path(destination.path), name)
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder

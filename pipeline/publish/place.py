@@ -98,6 +98,15 @@ class Difference:
 class Place(ABC):
     """A place. Errors are `StageError` (try again) and `UserError` (it will never work so); both lose nothing."""
 
+    @classmethod
+    @abstractmethod
+    def of(cls, destination: Any, name: str, home: Path, *, typed: bool = False) -> Place:
+        """Return the place of a recipe of that name, relative to ``home``; nothing is asked of it.
+
+        ``destination`` is of the class in `recipe.destinations` whose place this is.
+        ``typed``: a person named it on the command line, so no setting of it is to be changed.
+        """
+
     @property
     @abstractmethod
     def address(self) -> str:

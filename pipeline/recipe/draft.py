@@ -22,6 +22,7 @@ from quantmint.pipeline.base.argument import classify
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import hardware, local_cpu_flags
 from quantmint.pipeline.base.schemes import scheme as scheme_of
+from quantmint.pipeline.recipe.destinations import section_of
 from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.recipe.schema import AUTO
 
@@ -193,9 +194,8 @@ def _recipe(wish: Wish, folder: Path, samples: int) -> str:
             lines.append(
                 "serve: {knobs: {--dtype: float32}}  # bfloat16 is slow without AVX-512; both sides are served so"
             )
-    lines.append(
-        f"publish: {_place(wish.publish)}  # only what passed; `licence: {{id: apache-2.0}}` where the model says none"
-    )
+    place = section_of(wish.publish or "published")
+    lines.append(f"publish: {place}  # only what passed; `licence: {{id: apache-2.0}}` where the model says none")
     return "\n".join(lines) + "\n"
 
 
@@ -219,12 +219,3 @@ def _quantization(scheme: str, base: str, *, cpu: bool) -> str:
     scheme_of(scheme)  # refuses a name that is none
     cache = ", kv_cache: auto" if cpu and base != "_base-ptpc" else ""
     return f"{{scheme: {scheme}{cache}}}"
-
-
-def _place(given: str | None) -> str:
-    found = classify(given or "published")
-    if found.kind == "bucket":
-        return f"{{folder: null, storage: {{url: {json.dumps(given)}}}}}"
-    if found.kind == "repository":
-        return f"{{folder: null, hub: {{repo: {found.place.removeprefix('hf://')}}}}}"
-    return f"{{folder: {json.dumps(given or 'published')}}}"

@@ -18,7 +18,8 @@ from quantmint.calibration.observers import ExpertTokens, Observation, ObserverN
 from quantmint.calibration.sets import load_set
 from quantmint.pipeline.base import hardware, schemes
 from quantmint.pipeline.base.schemes import Engine, Format
-from quantmint.pipeline.recipe.sections import PRINTABLE, Evaluation, Gate, Publish, Refresh, Section, Tracking, wrong
+from quantmint.pipeline.recipe.section import PRINTABLE, Section, wrong
+from quantmint.pipeline.recipe.sections import Evaluation, Gate, Publish, Refresh, Tracking
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -1,39 +1,20 @@
-"""What a recipe says about its proof, its publication and its upkeep, and what all of its sections share."""
+"""What a recipe says about its proof, its publication and its upkeep."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, model_validator
 
 from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.recipe.destinations import Address, Destinations
+from quantmint.pipeline.recipe.section import PRINTABLE, Section, wrong
 
 if TYPE_CHECKING:
     from quantmint.eval.canary import CanaryPolicy
     from quantmint.eval.gate import Policy
     from quantmint.eval.suites import Suite
-
-
-PRINTABLE = r"^[^\x00-\x1f]+$"
-"""Pattern of paths and addresses: none can hold the rest."""
-
-
-def wrong(expected: str, *, found: str = "", at: str = "") -> PydanticCustomError:
-    """A fault of a rule: `found` stands for the value itself where it is empty, `at` for a field below it."""
-    return PydanticCustomError("rule", "expected {expected}", {"found": found, "expected": expected, "at": at})
-
-
-class Section(BaseModel):
-    """What all sections share: no unknown keys, no silent conversion, no change after loading.
-
-    What stands below a field is what editors show.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 Runtime = Literal["vllm", "reference"]
@@ -167,16 +148,6 @@ class Gate(Section):
         )
 
 
-def _without_credentials(address: object) -> object:
-    if isinstance(address, str) and "@" in address:
-        # The message must not repeat what it refuses.
-        raise wrong("an address without credentials, which come from the environment", found="an address with an @")
-    return address
-
-
-Address = Annotated[str, BeforeValidator(_without_credentials)]
-
-
 class Tracking(Section):
     """Where the figures of a run are logged, beside the report."""
 
@@ -184,32 +155,6 @@ class Tracking(Section):
     """Tracking URI of an MLflow server (null: none). A key for it is read from MLflow's own variables."""
     experiment: str = Field(default="quantmint", min_length=1)
     """Experiment that the runs are put into."""
-
-
-class Hub(Section):
-    """A repository of the Hugging Face Hub, or of a server that speaks its protocol (HF_ENDPOINT)."""
-
-    repo: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Repository as organisation/name; it is created if it is not there."""
-    private: bool = True
-    """Only members of the organisation see it."""
-    gated: Literal["auto", "manual"] | None = None
-    """Readers share their address first, and are let in automatically or by hand (null: not gated)."""
-    via: Literal["commit", "pull-request"] = "commit"
-    """commit: one commit. pull-request: one commit on a pull request, verified there and then merged."""
-    collection: str | None = Field(default=None, min_length=1, pattern=PRINTABLE)
-    """Collection that lists the repository: its slug (organisation/title-id), or a title of one of the organisation's,
-    which is created if it is not there."""
-
-
-class Storage(Section):
-    """A bucket: S3 and what is compatible with it, Google, Azure, or a folder that machines share."""
-
-    url: Address = Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\x00-\x1f?#]+$")
-    """Prefix that receives a subfolder with the recipe's name: s3://bucket/prefix. Credentials come from the
-    environment or the provider's own files, never from here."""
-    endpoint: Address | None = Field(default=None, pattern=r"^https?://[^\x00-\x20]+$")
-    """Address of an S3-compatible server (null: AWS, or what AWS_ENDPOINT_URL says)."""
 
 
 class Signing(Section):
@@ -241,15 +186,9 @@ class Licence(Section):
     licence has such conditions."""
 
 
-class Publish(Section):
+class Publish(Destinations):
     """Where a checkpoint that passed goes."""
 
-    folder: str | None = Field(default="published", min_length=1, pattern=PRINTABLE)
-    """Folder that receives a subfolder with the recipe's name; relative to where the run starts (null: no folder)."""
-    hub: Hub | None = None
-    """Repository of the Hub (null: none)."""
-    storage: Storage | None = None
-    """Bucket (null: none)."""
     to: Literal["release", "candidate"] = "release"
     """release: it is what readers get at once. candidate: it waits beside what they get for `quantmint promote`."""
     keep: int | None = Field(default=None, ge=1)
@@ -259,12 +198,6 @@ class Publish(Section):
     """Signature over all files (null: none)."""
     licence: Licence = Field(default_factory=Licence)
     """Terms of the source, where its card is silent."""
-
-    @model_validator(mode="after")
-    def _somewhere(self) -> Publish:
-        if self.folder is None and self.hub is None and self.storage is None:
-            raise wrong("a folder, a hub or a storage (`quantmint run --until report` publishes nowhere)", found="none")
-        return self
 
 
 Cause = Literal["base", "dataset", "recipe", "toolchain", "serving"]

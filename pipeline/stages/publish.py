@@ -16,11 +16,11 @@ from quantmint.eval.gate import changes
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import QuantmintError, StageError, UserError, shown_path
 from quantmint.pipeline.base.progress import Progress
-from quantmint.pipeline.publish.folder import RELEASES
 from quantmint.pipeline.publish.licences import TEXTS, refusal, terms
 from quantmint.pipeline.publish.place import Place, Published
 from quantmint.pipeline.publish.places import places_of, public_names, published_folder
 from quantmint.pipeline.publish.release import MANIFEST, Release
+from quantmint.pipeline.recipe.destinations import RELEASES
 from quantmint.pipeline.stages import package
 from quantmint.pipeline.stages.card import base_metadata
 from quantmint.pipeline.stages.gate import GATE, checkpoint_digest

@@ -14,7 +14,7 @@ from quantmint.pipeline.publish.folder import FolderPlace
 from quantmint.pipeline.publish.hub.place import HubPlace
 from quantmint.pipeline.publish.place import Place, Published
 from quantmint.pipeline.publish.release import Release
-from quantmint.pipeline.recipe.sections import Hub
+from quantmint.pipeline.recipe.destinations import Hub
 
 KINDS = ("folder", "bucket", "file", "hub", "pull-request")
 TOLD = PlainReporter(io.StringIO())

@@ -120,12 +120,12 @@ def test_the_places_of_a_recipe(tmp_path: Path) -> None:
 
 def test_other_places_than_the_recipe_names() -> None:
     section = recipe(folder="out", hub=HUB, storage=STORAGE, to="candidate", keep=2).publish
-    assert elsewhere(section) == section
-    assert elsewhere(section, to="release") == section.model_copy(update={"to": "release"})
-    there: Any = elsewhere(section, hub="my-org/other", folder="mine")
+    assert elsewhere(section, {}) == section
+    assert elsewhere(section, {"hub": None}, to="release") == section.model_copy(update={"to": "release"})
+    there: Any = elsewhere(section, {"hub": "my-org/other", "folder": "mine"})
     assert (there.hub.repo, there.hub.gated, there.folder, there.storage) == ("my-org/other", "manual", "mine", None)
     assert (there.to, there.keep) == ("candidate", 2)
-    stored: Any = elsewhere(section, storage="s3://elsewhere/x").storage
+    stored: Any = elsewhere(section, {"storage": "s3://elsewhere/x"}).storage
     assert (stored.url, stored.endpoint) == ("s3://elsewhere/x", "http://127.0.0.1:9")
 
 
@@ -139,4 +139,4 @@ def test_other_places_than_the_recipe_names() -> None:
 )
 def test_what_is_no_other_place(given: dict[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        elsewhere(recipe(folder="out").publish, **given)
+        elsewhere(recipe(folder="out").publish, given)

@@ -107,7 +107,7 @@ CASES = {
     ),
     "publishing to nowhere": (
         OK + "publish: {folder: null}\n",
-        "r.yaml:4:10: publish: found none, expected a folder, a hub or a storage "
+        "r.yaml:4:10: publish: found none, expected a folder, a storage or a hub "
         "(`quantmint run --until report` publishes nowhere)",
     ),
     "a signature by two": (

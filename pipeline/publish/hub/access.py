@@ -13,7 +13,7 @@ from quantmint.pipeline.base.errors import UserError, did_you_mean
 from quantmint.pipeline.publish.hub.client import Client
 from quantmint.pipeline.publish.hub.repository import Repository, look, tree
 from quantmint.pipeline.publish.release import MANIFEST
-from quantmint.pipeline.recipe.sections import Hub
+from quantmint.pipeline.recipe.destinations import Hub
 
 _WRITERS: Final = frozenset({"admin", "write", "contributor"})
 """Roles of an organisation's members that may create repositories (https://huggingface.co/docs/hub/organizations-security);

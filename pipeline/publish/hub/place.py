@@ -25,12 +25,17 @@ from quantmint.pipeline.publish.hub.client import Client, MissingError, RefusedE
 from quantmint.pipeline.publish.hub.repository import CANDIDATE, MAIN, Repository, Tree
 from quantmint.pipeline.publish.place import Difference, Listed, Operation, Place, State, named
 from quantmint.pipeline.publish.release import MANIFEST, Release
-from quantmint.pipeline.recipe.sections import Hub
+from quantmint.pipeline.recipe.destinations import Hub
 from quantmint.pipeline.store.files import Wanted
 
 
 class HubPlace(Place):
     """``section`` is what the recipe says of it; None where a person named it, and then no setting is touched."""
+
+    @classmethod
+    def of(cls, destination: Hub, name: str, home: Path, *, typed: bool = False) -> HubPlace:
+        """See `Place.of`."""
+        return cls(destination.repo, None if typed else destination)
 
     def __init__(self, repo: str, section: Hub | None = None) -> None:
         self.repo = repo

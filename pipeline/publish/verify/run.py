@@ -10,7 +10,6 @@ from quantmint.pipeline.base.argument import HUB_SCHEME, classify
 from quantmint.pipeline.base.errors import QuantmintError, UserError
 from quantmint.pipeline.base.progress import Progress
 from quantmint.pipeline.publish import manifest as manifests
-from quantmint.pipeline.publish.folder import RELEASES
 from quantmint.pipeline.publish.places import open_place
 from quantmint.pipeline.publish.release import EVIDENCE, MANIFEST
 from quantmint.pipeline.publish.signing import hashed
@@ -18,6 +17,7 @@ from quantmint.pipeline.publish.verify import checkpoint, files, shown
 from quantmint.pipeline.publish.verify.files import Trust
 from quantmint.pipeline.publish.verify.shown import Relaunch
 from quantmint.pipeline.publish.verify.subject import Check, Outcome, Subject, Wanted, fails, listing, not_checked
+from quantmint.pipeline.recipe.destinations import RELEASES
 
 
 def verify(

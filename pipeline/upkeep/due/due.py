@@ -178,7 +178,7 @@ def _state(
     if unknown:
         return "unknown", unknown[0]
     publish = now.setting.recipe.publish
-    waits = publish.to == "candidate" or (publish.hub is not None and publish.hub.via == "pull-request")
+    waits = publish.to == "candidate" or any(each.needs_approval() for each in publish.destinations())
     if release is None or release.shown in (None, release.tag) or waits:
         return "current", "nothing changed"
     return "current", f"nothing changed; {_readers_get(release, release.tag)}"

@@ -14,7 +14,7 @@ from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.publish.hub.place import HubPlace
 from quantmint.pipeline.publish.place import Published
 from quantmint.pipeline.publish.release import Release
-from quantmint.pipeline.recipe.sections import Hub
+from quantmint.pipeline.recipe.destinations import Hub
 from tests.hub.standin import HubStandIn
 
 REPO = "my-org/tiny"

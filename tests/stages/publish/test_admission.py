@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.recipe.sections import Hub, Licence, Publish, Storage
+from quantmint.pipeline.recipe.destinations import Hub, Storage
+from quantmint.pipeline.recipe.sections import Licence, Publish
 from quantmint.pipeline.stages.publish import require_admission
 from quantmint.pipeline.stages.stage import Setting
 from tests.hub.standin import HubStandIn

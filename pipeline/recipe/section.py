@@ -1,0 +1,25 @@
+"""What all sections of a recipe share."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
+
+PRINTABLE = r"^[^\x00-\x1f]+$"
+"""Pattern of paths and addresses: none can hold the rest."""
+
+
+def wrong(expected: str, *, found: str = "", at: str = "") -> PydanticCustomError:
+    """A fault of a rule: `found` stands for the value itself where it is empty, `at` for a field below it."""
+    return PydanticCustomError("rule", "expected {expected}", {"found": found, "expected": expected, "at": at})
+
+
+class Section(BaseModel):
+    """What all sections share: no unknown keys, no silent conversion, no change after loading.
+
+    What stands below a field is what editors show.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
