@@ -7,6 +7,10 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
+
+PARTIAL: Final = ".partial"
+"""How names of files end that are not whole yet."""
 
 
 @contextmanager
@@ -16,7 +20,7 @@ def whole(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     ``temporary`` is that name (None: a new one beside ``path`` that ends with ".partial"), on the same filesystem.
     Whatever fails in the block or here, an interrupt as well, removes the file again. Raises `OSError`.
     """
-    partial = temporary or path.with_suffix(f".{secrets.token_hex(4)}.partial")
+    partial = temporary or path.with_suffix(f".{secrets.token_hex(4)}{PARTIAL}")
     try:
         yield partial
         fsync(partial)
@@ -25,6 +29,12 @@ def whole(path: Path, temporary: Path | None = None) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
         raise
     fsync(path.parent)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the files that killed processes left in `whole`; nobody else may write there meanwhile. Raises `OSError`."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        path.unlink()
 
 
 def fsync(path: Path) -> None:

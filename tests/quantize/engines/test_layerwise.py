@@ -174,7 +174,11 @@ def test_a_killed_run_makes_the_same_bytes(
     monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         made.rounded(blocks)
+    done = next((tmp_path / "killed").rglob("*.safetensors"))
+    stale = done.with_suffix(".0123abcd.partial")  # as a kill leaves it while a file is written
+    stale.write_bytes(b"half a layer")
     checkpoint = made.written(made.rounded(blocks).plans)
+    assert not stale.exists()
     assert seen[:7] == [0, 0, 0, 0, 1, 1, 1]
     for shard in expected.shards:
         assert (checkpoint.folder / shard).read_bytes() == (expected.folder / shard).read_bytes()

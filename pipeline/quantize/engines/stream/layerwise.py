@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantmint.calibration.activations import save_whole
+from quantmint.calibration.durable import sweep
 from quantmint.calibration.hessians import Inputs, Rounding
 from quantmint.calibration.layers import PARTS
 from quantmint.calibration.lazy import torch
@@ -131,6 +132,7 @@ def round_layers(
         require_rounding_room(need, gptq_bytes(structure, choice.schemes), free_bytes(used[0]), used[0])
         made = work / _MADE
         made.mkdir(parents=True, exist_ok=True)
+        sweep(made)
         layers = _Layers(one, plans, structure, choice, made, parameters, ranges)
         unscaled = layers.study(batches[0]) if parameters.get("scaling") else ()
         with bar(len(one.walkable.layers) * sum(batch.shape[0] for batch in batches)) as advance:
