@@ -32,7 +32,7 @@ def whole(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the files that killed processes left in `whole`; nobody else may write there meanwhile. Raises `OSError`."""
+    """Remove what killed processes left in `whole`; nobody else may write there meanwhile. Raises `OSError`."""
     for path in folder.glob(f"*{PARTIAL}"):
         path.unlink()
 
