@@ -85,7 +85,7 @@ def test_a_fault_of_one_ends_the_others(cancelled: list[Any], monkeypatch: pytes
 
 
 def test_a_node_without_quantmint_is_named(cancelled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "The remote function failed to import:\n\nTraceback\nModuleNotFoundError: No module named 'pipeline'"
+    said = "The remote function failed to import:\n\nTraceback\nModuleNotFoundError: No module named 'quantmint'"
     monkeypatch.setattr("ray.get", fails(task_error(RuntimeError(said))))
     with pytest.raises(UserError, match=r"^node one: quantmint does not run there: ModuleNotFoundError") as caught:
         list(tasks.answers({"a": NODE}))

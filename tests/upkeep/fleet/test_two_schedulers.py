@@ -32,7 +32,7 @@ _ELSEWHERE = """
 import runpy, socket, sys
 socket.sethostname("elsewhere")
 sys.argv = ["quantmint", *sys.argv[1:]]
-runpy.run_module("pipeline", run_name="__main__")
+runpy.run_module("quantmint", run_name="__main__")
 """
 _PATIENCE_S = 600.0
 
