@@ -128,9 +128,12 @@ def places(path: Path) -> list[Place]:
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that a program computes with: no annotations, and nothing that is there for type checkers."""
+    """Yield the nodes that a program computes with: no annotations or decorators, nothing that only type checkers read.
+
+    Decorators are those of data classes: whether one is frozen or has slots changes nothing that is computed.
+    """
     for name, value in ast.iter_fields(tree):
-        if name in ("annotation", "returns", "type_params"):
+        if name in ("annotation", "decorator_list", "returns", "type_params"):
             continue
         for node in value if isinstance(value, list) else [value]:
             if not isinstance(node, ast.AST) or isinstance(node, ast.JoinedStr):  # whose parts have no place in 3.11
