@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import save_file
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, Reader, open_checkpoint
+from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, ITEM_BITS, Reader, open_checkpoint, tensor_bytes
 
 
 @pytest.fixture
@@ -117,3 +119,12 @@ def test_what_follows_first_rows_is_not_fetched_ahead(folder: Path, monkeypatch:
     assert not asked
     assert torch.equal(read.rows("a", 1, 2), torch.ones(1, 3))
     assert asked == [start + 24]
+
+
+@pytest.mark.parametrize("dtype", ITEM_BITS)
+def test_tensors_are_as_long_as_safetensors_has_them(dtype: str) -> None:
+    """The library refuses a header whose length does not follow from dtype and shape."""
+    length = tensor_bytes(dtype, (4, 6))
+    header = json.dumps({"x": {"dtype": dtype, "shape": [4, 6], "data_offsets": [0, length]}}).encode()
+    ((name, content),) = safetensors.deserialize(struct.pack("<Q", len(header)) + header + bytes(length))
+    assert (name, content["dtype"], len(content["data"])) == ("x", dtype, length)

@@ -14,6 +14,7 @@ from quantmint.pipeline.quantize.model.builder import meta_model
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure, imagine, read_structure
 from quantmint.pipeline.recipe.schema import Quantization
+from tests.zoo.models import build
 
 ASSETS = Path(__file__).parents[2] / "assets" / "configs"
 FIXTURES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3", "gemma3-text", "phi3")
@@ -215,3 +216,14 @@ def test_code_of_a_model_is_not_run_unasked(tmp_path: Path) -> None:
     with pytest.raises(UserError):
         read_structure(tmp_path, {})
     assert not (tmp_path / "ran").exists()
+
+
+def test_modules_are_listed_by_the_names_that_vllm_asks_for(tmp_path: Path) -> None:
+    """Parts of Falcon-H1 ask for a quantization under other names than their own; the rest of it does not."""
+    expected: dict[str, tuple[str, ...]] = {}
+    for layer in range(2):
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            expected[f"model.layers.{layer}.self_attn.{part}"] = (f"model.layers.{layer}.{part}",)
+        for part in ("in_proj", "out_proj"):
+            expected[f"model.layers.{layer}.mamba.{part}"] = (f"model.{layer}.mixer.{part}",)
+    assert structure_of(build("falcon_h1", tmp_path / "model")).aliases == expected
