@@ -139,3 +139,11 @@ def test_the_costliest_groups_are_told_with_their_share_of_what_is_left() -> Non
     found = costliest(groups, point.schemes, most=len(groups))
     assert sum(share for *_, share in found) == pytest.approx(1)
     assert [share for *_, share in found] == sorted((share for *_, share in found), reverse=True)
+
+
+def test_an_option_on_the_line_between_two_others_is_not_worth_its_price() -> None:
+    options = (Option("mxfp4", 3.0, 1.0), Option("mxfp6", 2.0, 2.0), Option("ptpc_fp8", 1.0, 3.0))
+    (straight,) = (Group("layer", ("layer",), 1, options),)
+    assert [option.scheme for option in straight.hull] == ["mxfp4", "ptpc_fp8"]
+    bent = Group("layer", ("layer",), 1, (options[0], Option("mxfp6", 1.9, 2.0), options[2]))
+    assert [option.scheme for option in bent.hull] == ["mxfp4", "mxfp6", "ptpc_fp8"]

@@ -4,6 +4,7 @@
 
     python -m tests.tools.mutation --count 100 --seed 1 --jobs 2 --json build/mutation.json
     python -m tests.tools.mutation --count 10 --room store
+    python -m tests.tools.mutation --again build/mutation.json    # those that survived, by the slow tests too
 
 Places are drawn by a seed from the syntax trees of the rooms below: a comparison that is turned, a number that is one
 larger, a condition that is negated, an error that is not raised. Each is made in a copy of the working tree, where the
@@ -155,7 +156,13 @@ def draw(rooms: Sequence[str], count: int, seed: int) -> list[tuple[str, Place]]
     return [(found[each], each) for each in chosen]
 
 
-def run(room: str, place: Place, tree: Path) -> Result:
+def survivors(results: Path) -> list[tuple[str, Place]]:
+    """Return the places of an earlier run that no test noticed."""
+    kept = json.loads(results.read_text(encoding="utf-8"))
+    return [(each["room"], Place(**each["place"])) for each in kept if each["outcome"] == "survived"]
+
+
+def run(room: str, place: Place, tree: Path, *, slow: bool = False) -> Result:
     """Run a room's tests in a copy of the tree with one place changed, and put the file back."""
     path = tree / place.path
     source = path.read_text(encoding="utf-8")
@@ -163,7 +170,7 @@ def run(room: str, place: Place, tree: Path) -> Result:
     path.write_text(changed, encoding="utf-8")
     start = time.monotonic()
     try:
-        code = _tests(_ordered(ROOMS[room][1], place.path), tree)
+        code = _tests(_ordered(ROOMS[room][1], place.path), tree, slow=slow)
     finally:
         path.write_text(source, encoding="utf-8")
     outcome = {None: "slow", 0: "survived"}.get(code, "killed")
@@ -185,10 +192,11 @@ def _ordered(paths: Sequence[str], changed: str) -> list[str]:
     return [file.relative_to(ROOT).as_posix() for file in sorted(dict.fromkeys(files), key=rank)]
 
 
-def _tests(paths: Sequence[str], tree: Path) -> int | None:
+def _tests(paths: Sequence[str], tree: Path, *, slow: bool = False) -> int | None:
     """Return pytest's exit code, None where it did not end in time."""
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    order = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *paths]
+    which = () if slow else ("-m", "not slow")
+    order = [sys.executable, "-P", "-m", "pytest", "-q", "-x", *which, "-p", "no:cacheprovider", *paths]
     try:
         return subprocess.run(
             order, cwd=tree, env=environment, capture_output=True, timeout=_LIMIT_S, check=False
@@ -227,10 +235,13 @@ class Trees:
 @click.option("--seed", default=1, show_default=True, help="What decides which.")
 @click.option("--room", "rooms", multiple=True, type=click.Choice(list(ROOMS)), help="Rooms (default: all).")
 @click.option("--jobs", default=1, show_default=True, help="Places that are tried at a time.")
+@click.option(
+    "--again", type=click.Path(exists=True, path_type=Path), help="The survivors in this file, by slow tests too."
+)
 @click.option("--json", "target", type=click.Path(path_type=Path), help="File for the results.")
-def command(count: int, seed: int, rooms: tuple[str, ...], jobs: int, target: Path | None) -> None:
+def command(count: int, seed: int, rooms: tuple[str, ...], jobs: int, again: Path | None, target: Path | None) -> None:
     """Change places drawn by a seed, one at a time, and list those that no test notices."""
-    chosen = draw(rooms or tuple(ROOMS), count, seed)
+    chosen = draw(rooms or tuple(ROOMS), count, seed) if again is None else survivors(again)
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
         trees = Trees(Path(scratch), jobs)
@@ -241,9 +252,9 @@ def command(count: int, seed: int, rooms: tuple[str, ...], jobs: int, target: Pa
 
         def tried(drawn: tuple[str, Place]) -> Result:
             with trees.one() as tree:
-                return run(*drawn, tree)
+                return run(*drawn, tree, slow=again is not None)
 
-        used = list(dict.fromkeys(room for room, _ in chosen))
+        used = list(dict.fromkeys(room for room, _ in chosen if again is None))
         for room, code in zip(used, pool.map(unchanged, used), strict=True):
             if code != 0:
                 raise click.ClickException(f"{room}: its tests fail before anything is changed")

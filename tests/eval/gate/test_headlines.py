@@ -54,3 +54,12 @@ def test_what_was_not_measured_is_neither_kept_nor_broken(measurements: Measurem
 def test_a_claim_of_a_later_table_is_left_out(measurements: Measurements, policy: Policy) -> None:
     later = dataclasses.replace(measurements, claims={"latency": 1.1})
     assert judge(later, policy).headlines == ()
+
+
+@pytest.mark.parametrize("weights", [(1000, 0), (0, 1000)])
+def test_bytes_of_one_side_alone_say_nothing(
+    measurements: Measurements, policy: Policy, weights: tuple[int, int]
+) -> None:
+    judged = judge(dataclasses.replace(measurements, weights=weights), policy)
+    rows = {row.name: row for row in judged.headlines}
+    assert (rows["memory_fp8"].measured, rows["memory_fp8"].kept) == (None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -124,3 +125,12 @@ def test_what_stands_in_for_vllm_measures_no_speed(measurements: Measurements, p
     assert report.verdict is INCONCLUSIVE
     assert report.reasons == (f"The promise of 1 times is open: {words} measures no throughput.",)
     assert judge(there, dataclasses.replace(policy, min_ratio=None)).verdict is PASS
+
+
+def test_an_interval_is_shown_where_a_side_was_launched_more_than_once(
+    measurements: Measurements, policy: Policy
+) -> None:
+    promised = dataclasses.replace(policy, min_ratio=1.0)
+    interval = re.compile(r"in c \(\d\.\d{3} to \d\.\d{3}, ")
+    assert interval.search(verdict(measurements, promised, STEADY, STEADY)[1])
+    assert not interval.search(verdict(measurements, promised, STEADY[:1], STEADY[:1])[1])
