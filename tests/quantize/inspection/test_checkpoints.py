@@ -35,6 +35,11 @@ def test_ours_pass(quantize: Callable[..., Any], model: str, sharded: bool, chec
     assert inspection.findings == ()
     assert inspection.quantized_modules == len(made.structure.linear)
     assert len(inspection.kv_scales) == 4
+    worst = min(inspection.layers, key=lambda layer: layer.sqnr_db)
+    assert inspection.summary() == (
+        f"{len(made.structure.linear)} quantized modules, 4 KV scales, nothing missing; "
+        f"least SQNR {worst.sqnr_db:.1f} dB at {worst.module}"
+    )
     assert inspect(made.folder, made.source.folder).findings == ()
 
 
