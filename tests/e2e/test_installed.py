@@ -67,7 +67,7 @@ def test_a_run_beside_modules_of_the_same_names(environment: Path, warm_vllm: Vl
     for file in ("eval/__init__.py", "calibration.py", "pipeline.py", "recipes.py"):
         (tmp_path / file).write_text(f"raise SystemExit('imported {file} of the working folder')\n")
     (tmp_path / "own.yaml").write_text(f"name: own\nextends: {RECIPE}\n")
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}  # every process finds them first
     ended = subprocess.run(
         [environment / "bin" / "quantmint", "run", "own.yaml", "--json"],
         cwd=tmp_path,
