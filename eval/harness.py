@@ -18,7 +18,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,31 @@ class Asked:
     settings: Mapping[str, Any]
     samples: tuple[Sample, ...]
     answers: tuple[Mapping[str, Any], ...]
+
+    def on(self, items: Collection[Item]) -> Asked:
+        """Return the part of the batch that is about these items."""
+        samples = tuple(sample for sample in self.samples if (sample.task, sample.doc_id) in items)
+        answers = tuple(answer for answer in self.answers if (answer["task"], answer["doc_id"]) in items)
+        return Asked(self.settings, samples, answers)
+
+
+def joined(batches: Sequence[Asked]) -> Asked:
+    """Return batches as one, its samples and answers in the order of the items.
+
+    Raises `MeasurementError` where they were not asked in the same way.
+    """
+    first, *rest = batches
+    for batch in rest:
+        if batch.settings != first.settings:
+            raise MeasurementError(f"items were asked as {dict(first.settings)}, {dict(batch.settings)}")
+    samples = sorted((sample for batch in batches for sample in batch.samples), key=lambda s: (s.task, s.doc_id))
+    answers = sorted((shown for batch in batches for shown in batch.answers), key=lambda a: (a["task"], a["doc_id"]))
+    return Asked(first.settings, tuple(samples), tuple(answers))
+
+
+def items_digest(items: Iterable[Item]) -> str:
+    """Return the SHA-256 of a set of items, which names their batch."""
+    return hashlib.sha256(json.dumps(sorted(items)).encode()).hexdigest()
 
 
 def digest(value: object) -> str:

@@ -114,7 +114,8 @@ class Harness:
                 ]
         settings = {
             "temperature": max(self._model.temperatures, default=None),
-            "num_fewshot": _one([leaf.config.num_fewshot for leaf in asked]),
+            # Of all leaf tasks, for two batches of a group are asked alike whichever of its tasks they are of.
+            "num_fewshot": _one([leaves[leaf].config.num_fewshot for leaf in sorted(leaves)]),
             "chat_template": self._model.template_digest() if task.chat else None,
             "bos": bos,
             "seed": self._seed,

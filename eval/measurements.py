@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from quantmint.eval.canary import Canary
 from quantmint.eval.errors import MeasurementError
+from quantmint.eval.history import EarlierVerdict
 from quantmint.eval.records import Part, Record
 from quantmint.eval.samples import SampleSet
 from quantmint.eval.verdict import Verdict
@@ -233,7 +234,8 @@ class Measurements(Record):
     the guides promise of such a checkpoint (`eval.gate.judgement`), `chance` the score that guessing among choices
     reaches, by task (a task without choices is not in it). `stopped` names the measurement that ended the
     run: nothing after it was measured. `faults` are sentences about measurements that were tried and broke (the text
-    of a `MeasurementError`): each makes the verdict INVALID, with its reason on record.
+    of a `MeasurementError`): each makes the verdict INVALID, with its reason on record. `history` are the verdicts on
+    this model that were known when it was judged, by their times.
     """
 
     artefact: str
@@ -249,6 +251,7 @@ class Measurements(Record):
     chance: Mapping[str, float] = field(default_factory=dict)
     stopped: str | None = None
     faults: tuple[str, ...] = ()
+    history: tuple[EarlierVerdict, ...] = ()
 
     @property
     def kv_tokens(self) -> dict[Side, float]:
@@ -269,6 +272,7 @@ class Measurements(Record):
             **({"chance": dict(self.chance)} if self.chance else {}),  # earlier records do not know of it
             "stopped": self.stopped,
             "faults": list(self.faults),
+            **({"history": [earlier.to_json() for earlier in self.history]} if self.history else {}),  # nor of that
         }
 
     @classmethod

@@ -15,6 +15,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.gate import GateReport, Policy, judge
@@ -76,13 +77,28 @@ def read(path: Path) -> tuple[Measurements, GateReport]:
             for task, sides in recorded["samples"].items()
         }
         control = {task: _samples(path, entry) for task, entry in recorded["control"].items()}
-        judgement = {name: value for name, value in data.items() if name not in ("schema", "measurements")}
-        judgement.setdefault("judgement", _UNNAMED)
-        return Measurements.read(recorded, samples, control), GateReport.from_json(judgement)
+        return Measurements.read(recorded, samples, control), report_of(data)
     except OSError as error:
         raise MeasurementError(f"{error.filename}: cannot be read: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise MeasurementError(f"{path}: not a record of the gate: {_fault(error)}") from error
+
+
+def read_report(path: Path) -> GateReport:
+    """Read the judgement of a `gate.json` without its samples. Raises `MeasurementError` where it is none."""
+    try:
+        return report_of(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise MeasurementError(f"{path}: not a record of the gate: {error}") from error
+
+
+def report_of(data: Any) -> GateReport:
+    """Return the judgement in the content of a `gate.json`. Raises `MeasurementError` where it holds none."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise MeasurementError(f"not a record of the gate in schema {SCHEMA}")
+    judgement = {name: value for name, value in data.items() if name not in ("schema", "measurements")}
+    judgement.setdefault("judgement", _UNNAMED)
+    return GateReport.from_json(judgement)
 
 
 def rejudge(path: Path, policy: Policy | None = None) -> GateReport:

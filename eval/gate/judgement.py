@@ -128,6 +128,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         throughput=tuple(cells),
         headlines=tuple(headlines(measurements, cells)),
         policy=policy,
+        history=measurements.history,
     )
     rounded: GateReport = _rounded(report)
     return replace(rounded, policy=policy)

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.canary import Canary, CanaryPolicy
+from quantmint.eval.history import EarlierVerdict
 from quantmint.eval.measurements import UNKNOWN
 from quantmint.eval.records import Record
 from quantmint.eval.statistics.sequential import Look
@@ -128,6 +129,7 @@ class GateReport(Record):
     `runtime` and `hardware` are part of the verdict: a figure belongs to what it was measured on. `hardware` is a name
     of the table of targets, `device` what the accelerator calls itself. `looks` maps a task to the looks up to the one
     that decided (none where it is shown only), `control` to how often the baseline disagrees with itself on it.
+    `history` are the verdicts on this model from before, by their times; they change nothing here.
     `judgement` is the version of the judgement, which `eval.record` keeps beside the rest.
     """
 
@@ -144,11 +146,13 @@ class GateReport(Record):
     throughput: tuple[Throughput, ...]
     headlines: tuple[Headline, ...] = ()
     policy: Policy
+    history: tuple[EarlierVerdict, ...] = ()
     judgement: int = field(default=JUDGEMENT, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping of the fields, without the version of the judgement."""
-        return {name: value for name, value in Record.to_json(self).items() if name != "judgement"}
+        """Return a mapping of the fields, without the version of the judgement, and without a history that is empty."""
+        left_out = ("judgement",) if self.history else ("judgement", "history")  # earlier records know of none
+        return {name: value for name, value in Record.to_json(self).items() if name not in left_out}
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -194,8 +198,8 @@ def changes(recorded: GateReport, found: GateReport) -> tuple[str, ...]:
     old, new = Counter(map(_outcome, recorded.findings)), Counter(map(_outcome, found.findings))
     sentences += [f"Only the record says: {_told(f)}" for f in recorded.findings if _outcome(f) in old - new]
     sentences += [f"The record does not say: {_told(f)}" for f in found.findings if _outcome(f) in new - old]
-    figures = _figures(found)
-    others = [name for name, value in _figures(recorded).items() if value != figures[name]]
+    before, after = _figures(recorded), _figures(found)
+    others = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     shared = {row.name: row for row in recorded.headlines}
     if any(_factors(shared[row.name]) != _factors(row) for row in found.headlines if row.name in shared):
         others.append("headlines")

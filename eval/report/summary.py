@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from quantmint.eval.gate import Finding, GateReport, Kind
 from quantmint.eval.report import numbers
+from quantmint.eval.report.history import history_notes
 from quantmint.eval.report.model import LaunchPlan, Report
 from quantmint.eval.report.numbers import ARROW, TIMES, unit_of
 from quantmint.eval.verdict import Verdict
@@ -96,7 +97,7 @@ def tiles(report: Report, gate: GateReport) -> list[tuple[str, str, str]]:
 
 
 def notes(report: Report, gate: GateReport) -> list[str]:
-    """What a reader must know before the figures: first of all where they do not come from."""
+    """Return what a reader must know before the figures: earlier verdicts, and where the figures do not come from."""
     promised = gate.policy.hardware
     found = []
     if gate.throughput and promised is not None and gate.hardware != promised:
@@ -104,7 +105,7 @@ def notes(report: Report, gate: GateReport) -> list[str]:
             f"The recipe promises its throughput on {promised}. What was measured on {gate.device or gate.hardware} "
             "neither keeps nor breaks that promise: it is shown as what it is."
         )
-    return found + report["notes"]
+    return [*history_notes(gate), *found, *report["notes"]]
 
 
 def _accuracy(gate: GateReport) -> list[tuple[str, str, str]]:

@@ -15,6 +15,7 @@ from quantmint.eval import record
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.gate import Finding, GateReport, changes, judge
+from quantmint.eval.report.history import history_notes
 from quantmint.eval.report.numbers import figure, level, percent, ratio, unit_of
 from quantmint.eval.report.summary import worst_first
 from quantmint.eval.throughput import Throughput
@@ -183,6 +184,8 @@ def print_judgement(
         _print_throughput(console, report.throughput)
     if report.unmeasured_speed is not None:
         click.echo(report.unmeasured_speed)
+    for note in history_notes(report):
+        click.echo(paragraph(console, "", note))
 
 
 def _print_accuracy(console: Console, results: Sequence[Accuracy]) -> None:

@@ -13,21 +13,25 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from quantmint.eval import harness as draw
 from quantmint.eval.accuracy import margin_in_units
 from quantmint.eval.errors import MeasurementError
-from quantmint.eval.harness import Asked, compressed
+from quantmint.eval.harness import Asked, Item, compressed, joined, read_asked
 from quantmint.eval.samples import SampleSet, pair
 from quantmint.eval.statistics import sequential
 from quantmint.eval.suites import SuiteTask
 from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.serving.running.server import Server
 from quantmint.pipeline.stages import lm_eval
+from quantmint.pipeline.stages.answers import KnownAnswers, chunks, known_answers
 from quantmint.pipeline.stages.lm_eval import Harness, open_harness
 from quantmint.pipeline.stages.serve import SERVER_LOG, faults, keep_log, launch_plan, model_key, runtime_tools
 from quantmint.pipeline.stages.source import model_folder
@@ -39,7 +43,7 @@ DATASETS = "datasets"
 
 
 class EvaluateStage(SideStage):
-    """A look that was finished is not asked again after an interruption."""
+    """Ask a side the items of the suite; those that were asked before in the same way are taken from the store."""
 
     family = "evaluate"
     version = 2
@@ -67,41 +71,130 @@ class EvaluateStage(SideStage):
         return {**versions("lm-eval", "transformers", "datasets"), **runtime_tools(setting)}
 
     def run(self, job: Job) -> Output:
-        """One task after the other, by one lm-eval process."""
+        """Ask one task after the other, by one lm-eval process; neither it nor a server starts where all is known."""
         setting = job.setting
-        tokenizer = model_folder(job.inputs["model"])
-        unfinished = [task for task in setting.suite.tasks if not lm_eval.samples_file(job.path, task).is_file()]
         for folder in (lm_eval.SAMPLES, ANSWERS, DATASETS):
             (job.path / folder).mkdir(exist_ok=True)
-        server = job.servers.get(self.side, launch_plan(setting, self.side, tokenizer))
-        if unfinished:
-            concurrency = setting.recipe.evaluation.concurrency
-            with open_harness(job, server, tokenizer, unfinished, concurrency=concurrency) as lm:
-                # All of them first: data that cannot be had is told before the first hour of asking.
-                loaded = {task.task: lm.load(task) for task in unfinished}
-                for task in unfinished:
-                    _require_whole(task, loaded[task.task]["documents"])
-                for task in unfinished:
-                    held = self.side == "candidate" and task.gated and setting.recipe.evaluation.looks > 1
-                    baseline = read_samples(job.inputs["baseline"].path, task) if held else None
-                    _evaluate(job, task, lm, loaded[task.task], baseline)
+        with _Questions(job, self) as questions:
+            # All of them first: data that cannot be had is told before the first hour of asking.
+            for task in setting.suite.tasks:
+                _require_whole(task, questions.load(task))
+            for task in setting.suite.tasks:
+                held = self.side == "candidate" and task.gated and setting.recipe.evaluation.looks > 1
+                baseline = read_samples(job.inputs["baseline"].path, task) if held else None
+                _evaluate(job, task, questions, baseline)
+            found = questions.faults()
         sets = {task.task: read_samples(job.path, task) for task in setting.suite.tasks}
         scores = {name: samples.mean for name, samples in sets.items()}
         lm_eval.tidy(job.path)
         write_json(job.path / ENVIRONMENT, environment_here(self.tools(setting)).to_json())
-        scan = keep_log(server, job.path / SERVER_LOG)
         return Output(
             result={
                 "scores": scores,
                 "items": {name: [len(samples.samples), samples.planned] for name, samples in sets.items()},
+                "asked": questions.asked,
                 "datasets": {name: json.loads((job.path / DATASETS / f"{name}.json").read_text()) for name in sets},
-                "faults": faults(scan),
+                "faults": found,
             },
             summary=", ".join(
                 _summary(samples, read_samples(job.inputs["baseline"].path, task) if "baseline" in job.inputs else None)
                 for task, samples in zip(setting.suite.tasks, sets.values(), strict=True)
             ),
         )
+
+
+class _Questions:
+    """Answers to the items of a suite's tasks: those that are known from the store, the others from the server.
+
+    The server and lm-eval start with the first item that nobody has asked yet. ``asked`` counts such items by task.
+    """
+
+    def __init__(self, job: Job, stage: EvaluateStage) -> None:
+        self.asked: dict[str, int] = {}
+        self._job = job
+        self._stage = stage
+        self._stack = ExitStack()
+        self._server: Server | None = None
+        self._loaded: dict[str, Mapping[str, Any]] = {}
+        self._known: dict[str, KnownAnswers] = {}
+        self._in_harness: set[str] = set()
+
+    def __enter__(self) -> _Questions:
+        self._stack.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    @cached_property
+    def _lm(self) -> Harness:
+        job, setting = self._job, self._job.setting
+        tokenizer = model_folder(job.inputs["model"])
+        self._server = job.servers.get(self._stage.side, launch_plan(setting, self._stage.side, tokenizer))
+        concurrency = setting.recipe.evaluation.concurrency
+        opened = open_harness(job, self._server, tokenizer, setting.suite.tasks, concurrency=concurrency)
+        return self._stack.enter_context(opened)
+
+    def load(self, task: SuiteTask) -> Mapping[str, Sequence[str]]:
+        """Load a task, and return what `documents` does."""
+        known = known_answers(self._job, self._stage, task)
+        loaded = known.documents()
+        if loaded is None:
+            loaded = self._ready(task)
+            commits = lm_eval.data_commits(self._job.setting, task)
+            if all(data["path"] in commits for data in loaded["datasets"]):
+                known.keep_documents(loaded)
+            else:
+                known = KnownAnswers(lm_eval.batches(self._job.path) / task.task)
+        self._loaded[task.task], self._known[task.task] = loaded, known
+        return self.documents(task)
+
+    def documents(self, task: SuiteTask) -> Mapping[str, Sequence[str]]:
+        """Return the cluster of each document of a loaded task, by leaf task."""
+        documents: Mapping[str, Sequence[str]] = self._loaded[task.task]["documents"]
+        return documents
+
+    def datasets(self, task: SuiteTask) -> Any:
+        """Return the data sets of the Hub that a task's documents come from."""
+        return self._loaded[task.task]["datasets"]
+
+    def answers(self, task: SuiteTask, items: Sequence[Item], planned: int, advance: Callable[[int], None]) -> Asked:
+        """Return the answers to items of a task of which so many are ``planned``; ``advance`` hears of them."""
+        known = self._known[task.task]
+        found = known.find(items)
+        missing = _missing(items, found)
+        advance(len(items) - len(missing))
+        while missing:
+            if task.task not in self._in_harness:
+                self._ready(task)
+            for chunk in chunks(missing, planned):
+                batch = self._lm.ask(task, chunk, advance)
+                known.keep(batch, chunk, self._server_faults())
+                self.asked[task.task] = self.asked.get(task.task, 0) + len(chunk)
+            found, before = known.find(items), missing
+            missing = _missing(items, found)  # those that were asked in another way than the newest
+            if missing == before:
+                raise MeasurementError(f"{task.task}: no two batches of items were asked in the same way")
+        return joined(found)
+
+    def faults(self) -> list[str]:
+        """Return what the logs of the servers that gave these answers say that voids a measurement."""
+        told = [fault for known in self._known.values() for fault in known.faults()]
+        return list(dict.fromkeys([*told, *self._server_faults()]))
+
+    def _ready(self, task: SuiteTask) -> Mapping[str, Any]:
+        self._in_harness.add(task.task)
+        return self._lm.load(task)
+
+    def _server_faults(self) -> list[str]:
+        if self._server is None:
+            return []
+        return faults(keep_log(self._server, self._job.path / SERVER_LOG))
+
+
+def _missing(items: Sequence[Item], found: Sequence[Asked]) -> list[Item]:
+    there = {(sample.task, sample.doc_id) for batch in found for sample in batch.samples}
+    return [item for item in items if item not in there]
 
 
 def read_samples(folder: Path, task: SuiteTask) -> SampleSet:
@@ -132,10 +225,11 @@ def _require_whole(task: SuiteTask, documents: Mapping[str, Sequence[str]]) -> N
         )
 
 
-def _evaluate(job: Job, task: SuiteTask, lm: Harness, loaded: Mapping[str, Any], baseline: SampleSet | None) -> None:
+def _evaluate(job: Job, task: SuiteTask, questions: _Questions, baseline: SampleSet | None) -> None:
     """Ask a task until it is decided or over, and keep its samples and answers."""
     evaluation = job.setting.recipe.evaluation
-    looks = draw.draw(loaded["documents"], looks=evaluation.looks, seed=evaluation.seed, limit=evaluation.limit)
+    documents = questions.documents(task)
+    looks = draw.draw(documents, looks=evaluation.looks, seed=evaluation.seed, limit=evaluation.limit)
     planned = sum(map(len, looks))
     in_looks = f" in {len(looks)} looks" if len(looks) > 1 else ""
     job.progress.say(f"{task.task}: {planned:,} items{in_looks}")
@@ -143,19 +237,22 @@ def _evaluate(job: Job, task: SuiteTask, lm: Harness, loaded: Mapping[str, Any],
     decision: str | None = None
     with job.progress.bar(planned, f"{task.task} items") as advance:
         for number, items in enumerate(looks):
-            found = lm.ask(task, items, number, advance)
+            found = questions.answers(task, items, planned, advance)
             asked.append(replace(found, samples=tuple(replace(sample, look=number) for sample in found.samples)))
             samples = _together(job.setting, task, asked, planned, len(looks))
             decision = None if baseline is None else _decision(job, task, baseline, samples)
             if decision is not None:
                 break
+    known = len(samples.samples) - questions.asked.get(task.task, 0)
+    if known:
+        job.progress.say(f"{task.task}: {known:,} of {len(samples.samples):,} answers were known from earlier runs")
     if decision is not None:
         job.progress.say(f"{task.task}: {decision} after {len(samples.samples):,} of {planned:,} items")
-    write_json(job.path / DATASETS / f"{task.task}.json", loaded["datasets"])
+    write_json(job.path / DATASETS / f"{task.task}.json", questions.datasets(task))
     answers = [answer for part in asked for answer in part.answers]
     if answers:
         (job.path / ANSWERS / f"{task.task}.jsonl.gz").write_bytes(compressed(answers))
-    write_json(lm_eval.samples_file(job.path, task), samples.to_json())  # the last: it says that the task is finished
+    write_json(lm_eval.samples_file(job.path, task), samples.to_json())
 
 
 def _together(setting: Setting, task: SuiteTask, asked: list[Asked], planned: int, looks: int) -> SampleSet:
@@ -239,7 +336,7 @@ class ControlStage(Stage):
                 items = draw.some(first, evaluation.control or len(first), evaluation.seed)
                 lm.load(task)
                 with job.progress.bar(len(items), f"{task.task} items") as advance:
-                    asked = lm.ask(task, items, 0, advance)
+                    asked = read_asked(lm.ask(task, items, advance))
                 settings = {**asked.settings, "limit": setting.recipe.evaluation.limit}
                 again = SampleSet(task.task, task.metric, asked.samples, task.kind, settings=settings)
                 pairs = pair(baseline.on(again), again)

@@ -9,6 +9,7 @@ from quantmint.eval import record
 from quantmint.eval.gate import Policy, judge
 from quantmint.eval.gate.judgement import claims
 from quantmint.eval.measurements import Both, Measurements, Server, Side, Structure
+from quantmint.eval.report.history import widened
 from quantmint.eval.samples import SampleSet
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.schemes import scheme
@@ -17,6 +18,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read
 from quantmint.pipeline.stages.bench import read_launches
 from quantmint.pipeline.stages.canary import read_comparison
 from quantmint.pipeline.stages.evaluate import guessing, read_samples
+from quantmint.pipeline.stages.history import Model, earlier_verdicts
 from quantmint.pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
 from quantmint.pipeline.stages.serve import LAUNCH, SIDES
 from quantmint.pipeline.stages.source import model_folder
@@ -50,7 +52,10 @@ GATE = record.NAME
 
 @dataclass(frozen=True)
 class GateStage(Stage):
-    """Pure over the entries before it. ``stopped``: nothing was measured after the canary, which stopped it."""
+    """Judge the entries before it, beside earlier verdicts on the model, which change no verdict.
+
+    ``stopped``: nothing was measured after the canary, which stopped it.
+    """
 
     stopped: bool = False
     family = "gate"
@@ -82,8 +87,14 @@ class GateStage(Stage):
                 chance[task.task] = guessed
             if "control" in job.inputs and task.kind == "score":
                 control[task.task] = read_samples(job.inputs["control"].path, task)
-        measurements = Measurements(
+        model = Model(
             artefact=checkpoint_digest(job.inputs["quantize"]),
+            source=job.inputs["source"].fingerprint,
+            schemes=job.setting.recipe.quantization.schemes,
+            kinds={task.task: task.kind for task in job.setting.suite.tasks},
+        )
+        measurements = Measurements(
+            artefact=model.artefact,
             structure=Structure(
                 Verdict(str(job.inputs["inspect"].record.result["verdict"])), reasons_of(job.inputs["inspect"])
             ),
@@ -100,11 +111,19 @@ class GateStage(Stage):
             claims=_claims(job.setting),
             chance=chance,
             stopped="canary" if self.stopped else None,
+            history=earlier_verdicts(job, model),
         )
         report = judge(measurements, policy_of(job.setting))
         record.write(job.path, measurements, report)
+        if (sentence := widened(report)) is not None:
+            job.progress.warn(sentence)
         return Output(
-            result={"verdict": report.verdict.value, "artefact": report.artefact, "reasons": list(report.reasons)},
+            result={
+                "verdict": report.verdict.value,
+                "artefact": report.artefact,
+                "reasons": list(report.reasons),
+                "schemes": sorted(model.schemes),
+            },
             summary=f"{report.verdict.value}: {next(iter(report.reasons), 'nothing was judged')}",
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 from quantmint.calibration.errors import CalibrationError
 from quantmint.eval import harness
 from quantmint.eval.errors import MeasurementError
-from quantmint.eval.harness import Asked, read_asked
+from quantmint.eval.harness import read_asked
 from quantmint.eval.suites import TASKS_FOLDER, SuiteTask, definition, located
 from quantmint.pipeline.base.errors import QuantmintError, StageError
 from quantmint.pipeline.base.processes import Conversation
@@ -69,25 +69,24 @@ class Harness:
                 )
         return loaded
 
-    def ask(self, task: SuiteTask, items: Sequence[harness.Item], batch: int, advance: Callable[[int], None]) -> Asked:
-        """The answers to items of a task that was loaded, kept by batch; ``advance`` hears of items as they come."""
-        path = self.job.path / _BATCHES / task.task / f"{batch}.jsonl.gz"
-        answers = _saved(path, items)
-        if answers is not None:
-            advance(len(items))
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            told = self.talk.ask(harness.asking(task, harness.by_leaf(items), path), _counter(len(items), advance))
-            if told["full"]:
-                room = self.job.setting.recipe.target.max_model_len
-                self.job.progress.warn(
-                    f"{task.task}: {told['full']} prompts fill the server's {room} tokens, and what is longer was cut "
-                    "at its beginning; target.max_model_len should be larger"
-                )
-            answers = _saved(path, items)
-        if answers is None:
+    def ask(self, task: SuiteTask, items: Sequence[harness.Item], advance: Callable[[int], None]) -> Path:
+        """Ask items of a task that was loaded, and return the file of their answers in the stage's own folder.
+
+        ``advance`` hears of items as they come. Raises `MeasurementError` where not all of them were answered.
+        """
+        path = batches(self.job.path) / task.task / f"{harness.items_digest(items)}.jsonl.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        told = self.talk.ask(harness.asking(task, harness.by_leaf(items), path), _counter(len(items), advance))
+        if told["full"]:
+            room = self.job.setting.recipe.target.max_model_len
+            self.job.progress.warn(
+                f"{task.task}: {told['full']} prompts fill the server's {room} tokens, and what is longer was cut "
+                "at its beginning; target.max_model_len should be larger"
+            )
+        answered = {(sample.task, sample.doc_id) for sample in read_asked(path).samples}
+        if answered != set(items):
             raise MeasurementError(f"{task.task}: lm-eval did not answer the {len(items)} items that it was asked")
-        return answers
+        return path
 
 
 @contextmanager
@@ -134,6 +133,11 @@ def open_harness(
         raise
 
 
+def batches(folder: Path) -> Path:
+    """Return the place of the answers by batch in a stage's folder, which `tidy` removes."""
+    return folder / _BATCHES
+
+
 def tidy(folder: Path) -> None:
     """Remove what only lm-eval needed from a stage's folder."""
     for name in (_OURS, _BATCHES):
@@ -167,17 +171,6 @@ def task_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
         "concurrency": setting.recipe.evaluation.concurrency,
         "max_length": setting.recipe.target.max_model_len,
     }
-
-
-def _saved(path: Path, items: Sequence[harness.Item]) -> Asked | None:
-    """A batch that was asked before an interruption, where it is of these items."""
-    if not path.is_file():
-        return None
-    try:
-        asked = read_asked(path)
-    except MeasurementError:  # a disk that was full, or lost its power
-        return None
-    return asked if sorted((sample.task, sample.doc_id) for sample in asked.samples) == sorted(items) else None
 
 
 def _counter(items: int, advance: Callable[[int], None]) -> Callable[[Mapping[str, Any]], None]:

@@ -132,6 +132,12 @@ def _choice(job: Job, gate: GateReport, stopped: str | None) -> list[str]:
     """What schemes were chosen by, and after a FAIL what would help."""
     chosen = job.setting.chosen
     told = [] if chosen is None or chosen.point is None else [f"{chosen.line}."]
+    if (search := job.setting.written.search) is not None:
+        asked, left = job.setting.written.gate.accuracy.confidence, job.setting.written.confidence
+        told.append(
+            f"A search tried up to {search.tries} checkpoints until one passed: each was judged at a confidence of "
+            f"{left:.4g}, so that all of them together err as seldom as one checkpoint at {asked:.4g}."
+        )
     groups = read_groups(job.inputs[KEY]) if KEY in job.inputs else None
     found = advise(job.setting, groups, verdict=gate.verdict, stopped=stopped)
     return [*told, *(f"{line[0].upper()}{line[1:]}." for line in found.lines)]

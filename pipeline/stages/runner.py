@@ -188,7 +188,7 @@ class _Run:
                 brought = setting.remote.bring(work, inputs, reporter)
                 if brought is not None:
                     return brought, True
-            output = stage.run(Job(setting, work.path, inputs, reporter, self.servers))
+            output = stage.run(Job(setting, work.path, inputs, reporter, self.servers, again))
             entry = work.commit(
                 payload=planned.payload,
                 result={**output.result, "summary": output.summary},

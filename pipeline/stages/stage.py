@@ -184,13 +184,17 @@ class Servers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One execution: where to work, what it starts from, whom to tell."""
+    """One execution: where to work, what it starts from, whom to tell.
+
+    ``again``: somebody wants it made anew (`--redo`), so nothing that earlier runs kept is taken.
+    """
 
     setting: Setting
     path: Path
     inputs: Mapping[str, Entry]
     progress: Progress
     servers: Servers
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

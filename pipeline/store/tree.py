@@ -44,7 +44,8 @@ QUARANTINE: Final = "quarantine"
 RUNS: Final = "runs"
 TRASH: Final = "trash"
 REFRESH: Final = "refresh"
-RESERVED: Final = frozenset({QUARANTINE, RUNS, TRASH, REFRESH})
+ANSWERS: Final = "answers"
+RESERVED: Final = frozenset({QUARANTINE, RUNS, TRASH, REFRESH, ANSWERS})
 STAGE: Final = re.compile(r"[a-z][a-z0-9_-]*")
 _CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # backup programs skip it: https://bford.info/cachedir/
 

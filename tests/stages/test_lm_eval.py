@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from quantmint.eval import suites
-from quantmint.eval.harness import Asked, Item, compressed
+from quantmint.eval.harness import Asked, Item, compressed, items_digest, write_asked
 from quantmint.eval.samples import Sample, SampleSet, pair
 from quantmint.eval.statistics.sequential import decide
 from quantmint.eval.suites import Suite, SuiteTask
@@ -65,7 +65,7 @@ class World:
     orchestra: Any
     servers: Mapping[str, Completions]
 
-    def run(self, *stages: Any) -> Outcome:
+    def run(self, *stages: Any, **options: Any) -> Outcome:
         o = self.orchestra
 
         def source(job: Any) -> None:
@@ -82,8 +82,23 @@ class World:
             o.stage("serve-baseline", "source"),
             o.stage("serve-candidate", "quantize"),
             *stages,
+            **options,
         )
         return outcome
+
+    def judge_by(self, **changes: object) -> None:
+        """Change fields of the suite's tasks, as an edit of its file does."""
+        setting = self.orchestra.setting
+        tasks = tuple(replace(task, **changes) for task in setting.suite.tasks)
+        self.orchestra.setting = replace(setting, suite=replace(setting.suite, tasks=tasks))
+
+    def evaluate_by(self, **changes: object) -> None:
+        """Change the recipe's section `evaluation`."""
+        setting = self.orchestra.setting
+        recipe = setting.recipe
+        section = recipe.evaluation.model_copy(update=changes)
+        loaded = replace(setting.loaded, recipe=recipe.model_copy(update={"evaluation": section}))
+        self.orchestra.setting = replace(setting, loaded=loaded)
 
     @property
     def said(self) -> str:
@@ -198,7 +213,7 @@ def test_a_lossless_candidate_is_asked_until_it_passes(world: Callable[..., Any]
 
 
 @pytest.mark.slow
-def test_kill_9_costs_the_look_that_was_being_asked(
+def test_kill_9_costs_the_batch_that_was_being_asked(
     world: Callable[..., Any],
     forked: Callable[[Callable[[], None]], int],
     code_of: Callable[[int], int],
@@ -207,10 +222,10 @@ def test_kill_9_costs_the_look_that_was_being_asked(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with world(FACTS, SUMS) as w:
+    with world(FACTS, SUMS, looks=1) as w:
         server = w.servers["baseline"]
         pid = forked(lambda: w.run(BASELINE))
-        # Looks of 300 prompts, 32 to a request: the third look has begun.
+        # Batches of 300 prompts, 32 to a request: the third batch of the only look has begun.
         while len(server.asked) < 25:
             time.sleep(0.01)
         # Its own line, which names a socket of its own, and not its supervisor's around that.
@@ -229,14 +244,48 @@ def test_kill_9_costs_the_look_that_was_being_asked(
         asked = w.counts()["baseline"]
         assert 60 < asked <= 60 + 2 * 300
         whole = samples(outcome, "evaluate-baseline", FACTS)
-        assert [s.look for s in whole.samples].count(0) == 100
+        assert "facts: 200 of 400 answers were known from earlier runs" in w.said
         assert sorted(sample.doc_id for sample in whole.samples) == list(range(400))
+
+
+@pytest.mark.slow
+def test_only_items_that_nobody_has_asked_are_asked(world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a narrower margin, a higher limit, a margin that known answers decide, and a wish for new answers."""
+    with world(FACTS, limit=300, looks=3) as w:
+        first = w.run(BASELINE, CANDIDATE)
+        decided = len(samples(first, "evaluate-candidate", FACTS).samples)
+        assert w.counts() == {"baseline": 3 * 300, "candidate": 3 * decided}
+        assert decided in (100, 200)
+        w.judge_by(margin=0.0001)
+        narrow = w.run(BASELINE, CANDIDATE)
+        assert w.counts() == {"baseline": 0, "candidate": 3 * (300 - decided)}
+        entry = narrow.entry("evaluate-candidate")
+        assert entry is not None
+        assert entry.record.result["asked"] == {"facts": 300 - decided}
+        assert f"facts: {decided} of 300 answers were known from earlier runs" in w.said
+        w.evaluate_by(limit=400, looks=1)
+        more = w.run(BASELINE, CANDIDATE)
+        assert w.counts() == {"baseline": 3 * 100, "candidate": 3 * 100}
+        assert sorted(s.doc_id for s in samples(more, "evaluate-candidate", FACTS).samples) == list(range(400))
+        assert pair(*(samples(more, f"evaluate-{side}", FACTS) for side in ("baseline", "candidate"))).planned == 400
+
+        def fails(*_: object) -> Server:
+            raise AssertionError("no server is needed")
+
+        w.judge_by(margin=0.5)
+        with monkeypatch.context() as without:
+            without.setattr("quantmint.pipeline.stages.serve.Servers.get", fails)
+            known = w.run(BASELINE, CANDIDATE)
+        assert samples(known, "evaluate-candidate", FACTS).samples == samples(more, "evaluate-candidate", FACTS).samples
+        w.run(BASELINE, CANDIDATE, redo=["evaluate-candidate"])
+        assert w.counts() == {"baseline": 0, "candidate": 3 * 400}
 
 
 class Answers:
     """In place of lm-eval: facts that each side knows some of, by their numbers."""
 
-    def __init__(self, known: int, **settings: object) -> None:
+    def __init__(self, folder: Path, known: int, **settings: object) -> None:
+        self.folder = folder
         self.known = known
         self.settings = settings
         self.batches: list[int] = []
@@ -244,11 +293,12 @@ class Answers:
     def load(self, task: SuiteTask) -> dict[str, Any]:
         return {"documents": {task.task: [""] * task.items}, "datasets": [{"path": "org/facts", "commit": None}]}
 
-    def ask(self, task: SuiteTask, items: Sequence[Item], batch: int, advance: Callable[[int], None]) -> Asked:
+    def ask(self, task: SuiteTask, items: Sequence[Item], advance: Callable[[int], None]) -> Path:
         advance(len(items))
-        self.batches.append(batch)
+        self.batches.append(len(items))
         rows = [Sample(leaf, n, "none", f"d{n}", f"p{n}", f"t{n}", float(n % 100 < self.known)) for leaf, n in items]
-        return Asked(self.settings, tuple(rows), ())
+        write_asked(path := self.folder / f"{items_digest(items)}.jsonl.gz", Asked(self.settings, tuple(rows), ()))
+        return path
 
 
 @pytest.fixture
@@ -273,15 +323,15 @@ def answered(
 @pytest.mark.parametrize(
     ("known", "margin", "batches", "says"),
     [
-        (80, 0.05, [0, 1], "facts: PASS after 200 of 400 items"),
-        (40, 0.05, [0], "facts: FAIL after 100 of 400 items"),
-        (75, 0.05, [0, 1, 2, 3], None),
+        (80, 0.05, [100, 100], "facts: PASS after 200 of 400 items"),
+        (40, 0.05, [100], "facts: FAIL after 100 of 400 items"),
+        (75, 0.05, [100, 100, 100, 100], None),
     ],
 )
 def test_asking_stops_where_the_look_decides(
-    answered: Callable[..., Any], known: int, margin: float, batches: list[int], says: str | None
+    answered: Callable[..., Any], known: int, margin: float, batches: list[int], says: str | None, tmp_path: Path
 ) -> None:
-    w, candidate, outcome = answered(Answers(80), Answers(known), replace(FACTS, margin=margin))
+    w, candidate, outcome = answered(Answers(tmp_path, 80), Answers(tmp_path, known), replace(FACTS, margin=margin))
     assert candidate.batches == batches
     assert (says or "400 items in 4 looks") in w.said
     found = samples(outcome, "evaluate-candidate", FACTS)
@@ -304,7 +354,7 @@ def test_asking_stops_where_the_look_decides(
     ],
 )
 def test_a_group_that_lacks_a_task(
-    answered: Callable[..., Any], gated: bool, documents: dict[str, int], refused: str | None
+    answered: Callable[..., Any], gated: bool, documents: dict[str, int], refused: str | None, tmp_path: Path
 ) -> None:
     class Group(Answers):
         def load(self, task: SuiteTask) -> dict[str, Any]:
@@ -312,7 +362,20 @@ def test_a_group_that_lacks_a_task(
 
     expected = pytest.raises(InvalidMeasurementError, match=refused) if refused else nullcontext()
     with expected:
-        answered(Group(80), Group(80), replace(FACTS, gated=gated))
+        answered(Group(tmp_path, 80), Group(tmp_path, 80), replace(FACTS, gated=gated))
+
+
+def test_faults_of_a_server_stay_with_its_answers(world: Callable[..., Any], tmp_path: Path) -> None:
+    with world(FACTS) as w:
+        log = "WARNING 11-26 [kv_cache.py:1] Using KV cache scaling factor 1.0 for fp8_e4m3.\n"
+        (tmp_path / "server.log").write_text(log)
+        void = w.run(BASELINE).entry("evaluate-baseline").record.result["faults"]
+        assert void
+        (tmp_path / "server.log").write_text("all is well\n")
+        w.evaluate_by(looks=2)
+        w.counts()
+        assert w.run(BASELINE).entry("evaluate-baseline").record.result["faults"] == void
+        assert w.counts()["baseline"] == 0
 
 
 def test_fingerprints(world: Callable[..., Any]) -> None:

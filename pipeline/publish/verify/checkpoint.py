@@ -8,11 +8,13 @@ never opened here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from quantmint.eval.gate import changes
+from quantmint.eval.report.history import history_notes
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base.canonical import difference
@@ -138,4 +140,5 @@ def check_gate(subject: Subject) -> Check:
     items = sum(len(candidate.samples) for _, candidate in measurements.samples.values())
     said = f"PASS again, from {items:,} items of {len(measurements.samples)} tasks"
     launches = f" and {len(measurements.launches)} launches" if measurements.launches else ""
-    return judged("gate", faults, f"{said}{launches}, for this checkpoint")
+    check = judged("gate", faults, f"{said}{launches}, for this checkpoint")
+    return check if faults else replace(check, details=tuple(history_notes(found)))
