@@ -16,6 +16,9 @@ smaller. So what is given is a lower bound of the true KL: where it is too large
 
 **Intervals** treat a prompt as a cluster: neighbouring positions err together. Both figures are ratios of sums over
 prompts (`eval.statistics.paired.ratio`), with Student's t.
+
+**Looks.** A quarter of the prompts decides most comparisons: `is_clear` ends one whose intervals at `EARLY_CONFIDENCE`
+lie wholly on one side. What is near a limit is asked all prompts, and judged by the figure itself.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 
@@ -106,8 +109,8 @@ class Canary(Record):
 class CanaryPolicy(Record):
     """What stops a checkpoint: an agreement below ``min_agreement`` (a share), a mean KL above ``max_kl`` (nats).
 
-    What is stopped is broken beyond ``broken_agreement`` or ``broken_kl``, and only unlikely to pass before. Where they
-    are None there is no before.
+    What is stopped is broken where its whole interval lies beyond ``broken_agreement`` or ``broken_kl`` (None: beyond
+    the limits above), and else only unlikely to pass.
     """
 
     min_agreement: Annotated[float, Field(ge=0, le=1)]
@@ -152,9 +155,10 @@ def compare(baseline: CanaryAnswers, candidate: CanaryAnswers, confidence: float
 
 
 def judge(canary: Canary, policy: CanaryPolicy) -> tuple[Verdict, str]:
-    """Where the whole interval of a figure lies beyond a limit FAIL, or INCONCLUSIVE; else PASS.
+    """Return the verdict on what was compared, and its reason.
 
-    A prompt without an answer is broken too.
+    FAIL where a prompt has no answer, or where the whole interval of a figure lies beyond the limit of what is broken;
+    INCONCLUSIVE where a figure itself lies beyond the limit of what may pass; else PASS. Each is what the reason says.
     """
     figures = (
         f"the likeliest token is the baseline's at {canary.agreement:.1%} of {canary.positions:,} positions "
@@ -166,21 +170,54 @@ def judge(canary: Canary, policy: CanaryPolicy) -> tuple[Verdict, str]:
     doubtful: list[str] = []
     if canary.unanswered:
         broken.append(f"no finite log probability for {len(canary.unanswered)} of {canary.prompts} prompts")
-    figure = canary.agreement_high
-    if policy.broken_agreement is not None and figure < policy.broken_agreement:
-        broken.append(f"agreement below {policy.broken_agreement:.1%}, which no sound quantization shows")
-    elif figure < policy.min_agreement:
-        (broken if policy.broken_agreement is None else doubtful).append(f"agreement below {policy.min_agreement:.1%}")
-    if policy.broken_kl is not None and canary.kl_low > policy.broken_kl:
-        broken.append(f"KL above {policy.broken_kl:.3g} nats, which no sound quantization shows")
-    elif canary.kl_low > policy.max_kl:
-        (broken if policy.broken_kl is None else doubtful).append(f"KL above {policy.max_kl:.3g} nats")
+    limit, sound = _broken(policy.broken_agreement, policy.min_agreement)
+    if canary.agreement_high < limit:
+        broken.append(f"agreement below {limit:.1%} by its whole interval{sound}")
+    elif canary.agreement < policy.min_agreement:
+        doubtful.append(f"agreement {canary.agreement:.1%} is below {policy.min_agreement:.1%}")
+    limit, sound = _broken(policy.broken_kl, policy.max_kl)
+    if canary.kl_low > limit:
+        broken.append(f"KL above {limit:.3g} nats by its whole interval{sound}")
+    elif canary.kl > policy.max_kl:
+        doubtful.append(f"KL {canary.kl:.3g} nats is above {policy.max_kl:.3g}")
     if broken:
         return Verdict.FAIL, f"{', '.join(broken)}: {figures}{worst}"
     if doubtful:
         ask = "stopped early, since hardly a task is passed so: to ask them all the same, `gate: {canary: null}`"
         return Verdict.INCONCLUSIVE, f"{', '.join(doubtful)}: {figures}{worst}; {ask}"
     return Verdict.PASS, f"{figures}; asked for: at least {policy.min_agreement:.1%}, at most {policy.max_kl:.3g}"
+
+
+def _broken(broken: float | None, least: float) -> tuple[float, str]:
+    """Return the limit that a whole interval must lie beyond to FAIL, and what that means."""
+    return (least, "") if broken is None else (broken, ", which no sound quantization shows")
+
+
+EARLY_CONFIDENCE: Final = 0.99
+"""Of the intervals by which a comparison is over before all prompts are asked."""
+_FEWEST_PROMPTS: Final = 12
+
+
+def look_ends(prompts: int) -> tuple[int, ...]:
+    """Return the numbers of prompts after which a comparison is looked at: a quarter, half, all; 12 at least."""
+    ends = (prompts // 4, prompts // 2, prompts)
+    return tuple(sorted({max(end, min(_FEWEST_PROMPTS, prompts)) for end in ends}))
+
+
+def is_clear(canary: Canary, policy: CanaryPolicy) -> bool:
+    """Return whether more prompts would hardly change the verdict: it is FAIL, or no limit lies within an interval."""
+    if judge(canary, policy)[0] is Verdict.FAIL:
+        return True
+    agreement = [policy.min_agreement, policy.broken_agreement]
+    kl = [policy.max_kl, policy.broken_kl]
+    return not any(
+        limit is not None and low < limit < high
+        for low, high, limits in (
+            (canary.agreement_low, canary.agreement_high, agreement),
+            (canary.kl_low, canary.kl_high, kl),
+        )
+        for limit in limits
+    )
 
 
 def divergence(

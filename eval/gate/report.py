@@ -60,10 +60,11 @@ class Policy(Record):
         return cls(margins={task.task: task.margin or margin for task in gated}, **limits)
 
 
-JUDGEMENT: Final = 1
+JUDGEMENT: Final = 2
 """Version of the judgement, raised whenever the same measurements and limits may get another verdict or other figures.
 
-A new wording of a reason or a headline is no new version: sentences are not compared.
+A new wording of a reason or a headline is no new version: sentences are not compared. Version 2 stops by the canary's
+figures themselves; version 1 stopped by the bounds of their intervals.
 """
 
 Kind = Literal["validity", "accuracy", "canary", "throughput", "structure"]

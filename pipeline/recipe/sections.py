@@ -68,11 +68,13 @@ class CanaryGate(Section):
     """What a checkpoint must show before the long evaluation: it says much the same as its baseline, token by token."""
 
     min_agreement: float | None = Field(default=None, ge=0, le=1)
-    """Least share of positions whose likeliest token is the baseline's, on held-out prompts; what has less fails. null:
-    by the scheme of the fewest bits, 0.7, or 0.45 in four bits, where it only fails below 0.35."""
+    """Least share of positions whose likeliest token is the baseline's, on held-out prompts. Less stops the run, with
+    FAIL where the whole interval is below. null: by the scheme of the fewest bits, 0.7, or 0.45 in four bits, where it
+    FAILs below 0.35."""
     max_kl: float | None = Field(default=None, gt=0)
-    """Largest mean KL divergence of the next token from the baseline's, in nats; what has more fails. null: by the
-    scheme of the fewest bits, 0.5, or 1.2 in four bits, where it only fails above 2."""
+    """Largest mean KL divergence of the next token from the baseline's, in nats. More stops the run, with FAIL where
+    the whole interval is above. null: by the scheme of the fewest bits, 0.5, or 1.2 in four bits, where it FAILs above
+    2."""
 
     def policy(self, schemes: Iterable[str]) -> CanaryPolicy:
         """The limits of a checkpoint that has these schemes."""

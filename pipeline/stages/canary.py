@@ -1,20 +1,33 @@
 """canary: held-out prompts read by both sides, and whether the candidate still says what its baseline says.
 
-One request at a time: nothing that happens to be in the same batch changes an answer, and the prompts are few.
+One request at a time: nothing that happens to be in the same batch changes an answer, and the prompts are few. The
+baseline, whose answers all recipes share, reads all of them; a candidate that is clearly sound or broken reads fewer.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from quantmint.eval import prompts
-from quantmint.eval.canary import DIGITS, Answer, Canary, CanaryAnswers, CanaryPolicy, compare, judge
+from quantmint.eval.canary import (
+    DIGITS,
+    EARLY_CONFIDENCE,
+    Answer,
+    Canary,
+    CanaryAnswers,
+    CanaryPolicy,
+    compare,
+    is_clear,
+    judge,
+    look_ends,
+)
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import InvalidMeasurementError, RefusalError
 from quantmint.pipeline.base.machine import versions
@@ -74,15 +87,35 @@ class CanaryStage(SideStage):
         else:
             asked = tuple((answer.prompt, answer.ids) for answer in baseline.answers)
         server = job.servers.get(self.side, launch_plan(job.setting, self.side, folder))
-        found: list[Answer] = []
+        # In an order of their own: texts of a kind stand together in the file, and a look needs some of each.
+        order = sorted(asked, key=lambda prompt: hashlib.sha256(prompt[0].encode()).digest())
+        by_name: dict[str, Answer] = {}
         with job.progress.bar(len(asked), "prompts") as advance:
-            for name, ids in asked:
-                found.append(_ask(server, name, ids))
-                advance(1)
-        answers = CanaryAnswers(tuple(found))
+            for end in look_ends(len(order)):
+                for name, ids in order[len(by_name) : end]:
+                    by_name[name] = _ask(server, name, ids)
+                    advance(1)
+                if baseline is not None and _is_clear(job.setting, baseline, by_name):
+                    break
+        answers = _in_order(asked, by_name)
         text = json.dumps(answers.to_json(), allow_nan=False, separators=(",", ":"))
         (job.path / ANSWERS).write_bytes(gzip.compress(text.encode(), mtime=0))  # the same answers are the same bytes
-        return _told(answers) if baseline is None else _compared(job, baseline, answers)
+        return _told(answers) if baseline is None else _compared(job, _on(baseline, by_name), answers)
+
+
+def _in_order(asked: Sequence[tuple[str, tuple[int, ...]]], by_name: Mapping[str, Answer]) -> CanaryAnswers:
+    return CanaryAnswers(tuple(by_name[name] for name, _ in asked if name in by_name))
+
+
+def _on(baseline: CanaryAnswers, names: Collection[str]) -> CanaryAnswers:
+    """Return the baseline's answers to some of its prompts."""
+    return CanaryAnswers(tuple(answer for answer in baseline.answers if answer.prompt in names))
+
+
+def _is_clear(setting: Setting, baseline: CanaryAnswers, by_name: Mapping[str, Answer]) -> bool:
+    known = _on(baseline, by_name)
+    candidate = CanaryAnswers(tuple(by_name[answer.prompt] for answer in known.answers))
+    return is_clear(compare(known, candidate, EARLY_CONFIDENCE), policy_of(setting))
 
 
 def policy_of(setting: Setting) -> CanaryPolicy:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.commands.cli import main
 from quantmint.pipeline.quantize.engines.stream.kernels import ptpc_fp8
 from quantmint.pipeline.stages.planning import build_plan
 from quantmint.pipeline.stages.quantize import CHECKPOINT
@@ -56,11 +57,18 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 def run(store: Store, tmp_path: Path, warm_python: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(sys, "executable", str(warm_python))  # what answers, and who asks
 
-    def through(name: str, quantization: dict[str, Any], remade: Remade | None = None) -> Outcome:
+    def through(
+        name: str,
+        quantization: dict[str, Any],
+        remade: Remade | None = None,
+        *,
+        margins: dict[str, float] | None = None,
+    ) -> Outcome:
         if remade is not None:
             plan_with(remade, monkeypatch)
         path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({"name": name, **BASE, "quantization": quantization}))
+        gate = {**BASE["gate"], "accuracy": {"margin": MARGIN, "margins": margins or {}}}
+        path.write_text(yaml.safe_dump({"name": name, **BASE, "gate": gate, "quantization": quantization}))
         setting = open_setting(str(path), store=store, device="cpu", to_run=True)
         assert setting.vllm is None
         setting = replace(setting, home=tmp_path)
@@ -91,6 +99,33 @@ def test_fp8_with_an_fp8_cache_passes_and_the_verdict_names_what_answered(run: R
     assert "bench" not in ran(outcome)
     assert (tmp_path / "published" / "ptpc" / "config.json").is_file()
     assert found["runtime"] in (tmp_path / "published" / "ptpc" / "quantmint" / "report.html").read_text()
+
+
+def test_a_margin_that_was_widened_after_a_verdict_is_told_to_every_reader(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Page, card, gate and verify; and the second verdict asks no item again."""
+    strict = run("strict", MXFP4)
+    assert strict.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE)
+    assert not (tmp_path / "published").exists()
+    wide = run("wide", MXFP4, margins={"tiny_facts": 0.3, "tiny_arithmetic": 0.6})
+    assert wide.verdict is Verdict.PASS
+    assert "Limits were widened after the data was seen" in capsys.readouterr().err
+    evaluated = wide.entry("evaluate-candidate")
+    assert evaluated is not None
+    assert evaluated.record.result["asked"] == {}
+    artefact = judged(wide)["artefact"]
+    [before] = [earlier for earlier in judged(wide)["history"] if earlier["artefact"] == artefact]
+    assert (before["verdict"], before["tasks"]["tiny_facts"]["margin"]) == (strict.verdict.value, MARGIN)
+    published = tmp_path / "published" / "wide"
+    told = "the margin of tiny_facts was \N{MINUS SIGN}3.00 pt and is \N{MINUS SIGN}30.00 pt"
+    for name in ("README.md", "quantmint/report.html", "quantmint/report.md"):
+        assert told in (published / name).read_text().replace("\N{NO-BREAK SPACE}", " ").replace("\\_", "_"), name
+    for command in (("gate", published), ("verify", published, "--unsigned")):
+        with pytest.raises(SystemExit) as ended:
+            main(list(map(str, command)))
+        shown = " ".join(capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ").split())
+        assert (ended.value.code, told in shown) == (0, True), shown
 
 
 def test_mxfp4_by_rounding_does_not_pass(run: Run, tmp_path: Path) -> None:

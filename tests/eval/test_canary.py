@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantmint.eval.canary import Answer, Canary, CanaryAnswers, CanaryPolicy, compare, divergence, judge
+from quantmint.eval.canary import (
+    Answer,
+    Canary,
+    CanaryAnswers,
+    CanaryPolicy,
+    compare,
+    divergence,
+    is_clear,
+    judge,
+    look_ends,
+)
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.verdict import Verdict
 
@@ -129,21 +139,29 @@ def test_an_interval_covers_the_mean_of_all_prompts() -> None:
     ("changes", "verdict", "words"),
     [
         ({}, Verdict.PASS, "asked for: at least 70.0%, at most 0.5"),
-        ({"agreement_high": 0.69}, Verdict.FAIL, "agreement below 70.0%: "),
-        ({"kl_low": 0.51}, Verdict.FAIL, "KL above 0.5 nats: "),
+        ({"agreement_high": 0.69}, Verdict.FAIL, "agreement below 70.0% by its whole interval: "),
+        ({"kl_low": 0.51}, Verdict.FAIL, "KL above 0.5 nats by its whole interval: "),
         ({"agreement_low": 0.2, "kl_high": 3.0}, Verdict.PASS, "may still be good"),
+        ({"agreement": 0.69, "agreement_low": 0.6}, Verdict.INCONCLUSIVE, "agreement 69.0% is below 70.0%: "),
+        ({"kl": 0.51, "kl_high": 0.6}, Verdict.INCONCLUSIVE, "KL 0.51 nats is above 0.5: "),
         ({"unanswered": ("a", "b")}, Verdict.FAIL, "no finite log probability for 2 of 48 prompts: "),
-        ({"agreement_high": 0.1, "kl_low": 2.0}, Verdict.FAIL, "agreement below 70.0%, KL above 0.5 nats: "),
+        (
+            {"agreement_high": 0.1, "kl_low": 2.0},
+            Verdict.FAIL,
+            "agreement below 70.0% by its whole interval, KL above 0.5 nats by its whole interval: ",
+        ),
     ],
 )
 def test_the_judgement(changes: dict[str, object], verdict: Verdict, words: str) -> None:
     good = Canary(48, 4000, 0.95, 0.9, 0.88, 0.92, 0.1, 0.05, 0.15, 6.0, 6.1, (("poem", 0.3),))
     found, reason = judge(replace(good, **changes), POLICY)  # type: ignore[arg-type]
     assert found is verdict
-    if verdict is Verdict.FAIL:
+    if verdict is not Verdict.PASS:
         assert reason.startswith(words)
+    if verdict is Verdict.FAIL:
         assert reason.endswith("worst: poem")
-    assert "the likeliest token is the baseline's at 90.0% of 4,000 positions" in reason
+    share = changes.get("agreement", 0.9)
+    assert f"the likeliest token is the baseline's at {share:.1%} of 4,000 positions" in reason
 
 
 # What was measured of sound four-bit checkpoints of a model of 135M parameters, and of a rotation that harms.
@@ -153,10 +171,20 @@ def test_the_judgement(changes: dict[str, object], verdict: Verdict, words: str)
         (0.60, 0.64, Verdict.PASS, "asked for: at least 45.0%, at most 1.2"),
         (0.592, 0.77, Verdict.PASS, "asked for"),
         (0.468, 1.138, Verdict.PASS, "asked for"),
-        (0.385, 1.698, Verdict.INCONCLUSIVE, "agreement below 45.0%, KL above 1.2 nats: the likeliest"),
+        (0.385, 1.698, Verdict.INCONCLUSIVE, "agreement 38.5% is below 45.0%, KL 1.7 nats is above 1.2: the likeliest"),
         (0.50, 1.3, Verdict.INCONCLUSIVE, "to ask them all the same, `gate: {canary: null}`"),
-        (0.30, 1.9, Verdict.FAIL, "agreement below 35.0%, which no sound quantization shows: the likeliest"),
-        (0.40, 2.1, Verdict.FAIL, "KL above 2 nats, which no sound quantization shows: the likeliest"),
+        (
+            0.30,
+            1.9,
+            Verdict.FAIL,
+            "agreement below 35.0% by its whole interval, which no sound quantization shows: the likeliest",
+        ),
+        (
+            0.40,
+            2.1,
+            Verdict.FAIL,
+            "KL above 2 nats by its whole interval, which no sound quantization shows: the likeliest",
+        ),
     ],
 )
 def test_what_may_be_sound_is_never_called_broken(agreement: float, kl: float, verdict: Verdict, words: str) -> None:
@@ -165,6 +193,33 @@ def test_what_may_be_sound_is_never_called_broken(agreement: float, kl: float, v
     assert found is verdict
     assert words in reason
     assert judge(replace(near, unanswered=("a",)), CanaryPolicy(0.45, 1.2, 0.35, 2.0))[0] is Verdict.FAIL
+
+
+def test_a_figure_near_its_limit_is_judged_by_itself_and_the_reason_says_so() -> None:
+    """41.4 % against a limit of 45 %: the upper bound of the interval, 45.09 %, is not what a reader is told."""
+    near = Canary(57, 9000, 0.95, 0.414, 0.377, 0.4509, 1.1, 0.9, 1.3, 6.0, 6.1, (("poem", 0.3),))
+    verdict, reason = judge(near, CanaryPolicy(0.45, 1.2, 0.35, 2.0))
+    assert verdict is Verdict.INCONCLUSIVE
+    assert reason.startswith("agreement 41.4% is below 45.0%: ")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ends"), [(57, (14, 28, 57)), (48, (12, 24, 48)), (20, (12, 20)), (5, (5,)), (2, (2,))]
+)
+def test_looks_at_prompts(prompts: int, ends: tuple[int, ...]) -> None:
+    assert look_ends(prompts) == ends
+
+
+def test_a_comparison_ends_early_only_where_more_prompts_would_change_nothing() -> None:
+    good = Canary(14, 900, 0.99, 0.9, 0.85, 0.95, 0.1, 0.0, 0.2, 6.0, 6.1, ())
+    limits = CanaryPolicy(0.7, 0.5, 0.5, 1.0)
+    assert is_clear(good, limits)
+    assert is_clear(replace(good, unanswered=("a",)), limits)
+    assert is_clear(replace(good, agreement=0.3, agreement_low=0.2, agreement_high=0.4), limits)
+    assert is_clear(replace(good, agreement=0.6, agreement_low=0.55, agreement_high=0.65), limits)
+    for near in ({"agreement_low": 0.69}, {"kl_high": 0.51},
+                 {"agreement": 0.4, "agreement_low": 0.3, "agreement_high": 0.51}):  # fmt: skip
+        assert not is_clear(replace(good, **near), limits), near  # type: ignore[arg-type]
 
 
 def test_a_prompt_without_numbers_agrees_nowhere_and_fails() -> None:

@@ -130,7 +130,7 @@ def test_the_baseline_reads_every_prompt_alone(ask: Any, tmp_path: Path) -> None
         assert all(isinstance(token, int) for token in body["prompt"])
     answers = read_answers(tmp_path / "baseline")
     assert [answer.prompt for answer in answers.answers] == [prompt.name for prompt in texts]
-    assert [list(answer.ids) for answer in answers.answers] == [body["prompt"] for body in model.bodies]
+    assert sorted(list(answer.ids) for answer in answers.answers) == sorted(body["prompt"] for body in model.bodies)
     first = answers.answers[0]
     assert {len(position) for position in first.tokens} == {20}
     assert all(list(row) == sorted(row, reverse=True) for row in first.logprobs)
@@ -157,7 +157,7 @@ def test_a_broken_candidate_fails_by_the_recipe_s_limits(
     ask("baseline", Model())
     broken = ask("candidate", Model(noise=6.0))
     assert broken.result["verdict"] == "FAIL"
-    assert "agreement below 70.0%" in broken.result["reasons"][0]
+    assert "agreement below 70.0% by its whole interval" in broken.result["reasons"][0]
     assert "the canary stops this checkpoint: " in capsys.readouterr().err
     gate = setting.recipe.gate
     lenient = gate.model_copy(update={"canary": gate.canary.model_copy(update={"min_agreement": 0.0, "max_kl": 50.0})})
@@ -165,6 +165,18 @@ def test_a_broken_candidate_fails_by_the_recipe_s_limits(
     changed = replace(setting, loaded=loaded)
     assert policy_of(changed) == CanaryPolicy(0.0, 50.0)
     assert ask("candidate", Model(noise=6.0), changed=changed).result["verdict"] == "PASS"
+
+
+def test_a_clear_candidate_reads_a_quarter_of_the_prompts(
+    ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sound or broken; one that is near the limit reads them all."""
+    monkeypatch.setattr("quantmint.eval.canary._FEWEST_PROMPTS", 2)
+    ask("baseline", Model())
+    near = Model(noise=2.0)
+    for model, prompts_read in ((Model(noise=0.01), 2), (Model(noise=30.0), 2), (near, PROMPTS)):
+        ask("candidate", model)
+        assert len(model.bodies) == prompts_read == read_comparison(tmp_path / "candidate").prompts
 
 
 def put(value: object) -> Callable[[list[Any]], object]:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from quantmint.eval.gate import changes
 from quantmint.eval.report.history import history_notes
+from quantmint.eval.report.numbers import NO_BREAK
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base.canonical import difference
@@ -141,4 +142,6 @@ def check_gate(subject: Subject) -> Check:
     said = f"PASS again, from {items:,} items of {len(measurements.samples)} tasks"
     launches = f" and {len(measurements.launches)} launches" if measurements.launches else ""
     check = judged("gate", faults, f"{said}{launches}, for this checkpoint")
-    return check if faults else replace(check, details=tuple(history_notes(found)))
+    return (
+        check if faults else replace(check, details=tuple(note.replace(NO_BREAK, " ") for note in history_notes(found)))
+    )

@@ -22,6 +22,7 @@ from quantmint.eval.report import junit, markdown, page
 from quantmint.eval.report.model import CARD as REPORT_CARD
 from quantmint.eval.report.model import DATA, JUNIT, PAGE, Report
 from quantmint.eval.report.numbers import level
+from quantmint.eval.report.summary import tiles
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base.canonical import difference, plain
 from quantmint.pipeline.base.machine import versions
@@ -31,6 +32,8 @@ from quantmint.pipeline.publish.facts import CardRecord, decode, facts_of
 from quantmint.pipeline.publish.licences import TEXTS
 from quantmint.pipeline.publish.release import CARD, CARD_FACTS, EVIDENCE, NOTICE, RECIPE
 from quantmint.pipeline.publish.verify.subject import Check, Subject, first, judged, not_checked
+from quantmint.pipeline.publish.verify.tables import cells_of, differences
+from quantmint.pipeline.publish.verify.tables import plain as plain_text
 from quantmint.pipeline.quantize.inspection.findings import INSPECTION
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.recipe.yaml_positions import parse, plain_value
@@ -48,12 +51,16 @@ def check_report(subject: Subject) -> Check:
     data = subject.object(f"{EVIDENCE}/{DATA}", largest=_LARGEST)
     texts = {name: subject.text(f"{EVIDENCE}/{name}", largest=_LARGEST) for name in (PAGE, REPORT_CARD, JUNIT)}
     faults = [*_data(subject, data, measurements, gate), *_harmless(texts[PAGE]), *_figures(texts, gate)]
+    if not faults:
+        tables = _expected(cast(Report, data), gate)
+        shown = differences(f"{EVIDENCE}/{REPORT_CARD}", texts[REPORT_CARD], tables)
+        faults += shown.faults
     if faults:
         return judged("report", faults, "")
     recorded = dict(subject.manifest.stages["report"].tools)
     quantmint = recorded.pop("quantmint", subject.manifest.quantmint)
     if quantmint != __version__:
-        return not_checked("report", _elsewhere("the report", quantmint))
+        return not_checked("report", _elsewhere("the report", quantmint), *shown.unknown)
     report = cast(Report, data)
     rendered = {PAGE: page.render(report), REPORT_CARD: markdown.render(report), JUNIT: junit.render(report)}
     other = [name for name, text in rendered.items() if text != texts[name]]
@@ -72,15 +79,16 @@ def check_card(subject: Subject, relaunch: Relaunch | None) -> Check:
     for what, wanted in (("checkpoint", manifest.artefact), ("commit of the base", manifest.base.commit)):
         if wanted is not None and wanted not in text:
             faults.append(f"{CARD} does not name the {what}, {wanted[:16]}…")
+    report = cast(Report, subject.object(f"{EVIDENCE}/{DATA}", largest=_LARGEST))
+    shown = differences(CARD, text, {**_expected(report, gate), "Measures": _measures(report, gate)})
+    faults += shown.faults
     if faults:
         return judged("card", faults, "")
     if CARD_FACTS not in subject.listing.files:
-        return not_checked(
-            "card", f"its figures are the gate's; the rest cannot be rendered again without {CARD_FACTS}"
-        )
+        return not_checked("card", f"{_SAME}; the rest cannot be rendered again without {CARD_FACTS}", *shown.unknown)
     record = decode(subject.text(CARD_FACTS).encode())
     if record.quantmint != __version__:
-        return not_checked("card", _elsewhere("the card", record.quantmint))
+        return not_checked("card", _elsewhere("the card", record.quantmint), *shown.unknown)
     facts = _facts(subject, record)
     faults = list(_contradictions(subject, record, facts, relaunch))
     other = [name for name, expected in _rendered(facts).items() if _text_of(subject, name) != expected]
@@ -90,8 +98,25 @@ def check_card(subject: Subject, relaunch: Relaunch | None) -> Check:
     return judged("card", faults, f"its figures are the gate's, for {len(gate.accuracy)} tasks, and all else its facts")
 
 
+_SAME: Final = "the figures in its tables are the gate's"
+
+
 def _elsewhere(what: str, version: str) -> str:
-    return f"its figures are the gate's; quantmint {version} rendered {what}, and this is {__version__}"
+    return f"{_SAME}; quantmint {version} rendered {what}, and this is {__version__}, so its text is not compared"
+
+
+def _expected(report: Report, gate: GateReport) -> dict[str, str]:
+    """Return the tables that a report and a card share, as this version writes them."""
+    return {
+        "Accuracy": markdown.accuracy(gate),
+        "Throughput": markdown.throughput(report, gate),
+        "Size": markdown.size(report),
+    }
+
+
+def _measures(report: Report, gate: GateReport) -> str:
+    """Return the table at the top of a card."""
+    return markdown.table(["Measure", "Value", "Detail"], tiles(report, gate))
 
 
 def _changed(tools: Mapping[str, str]) -> str:
@@ -188,7 +213,7 @@ def _figures(texts: Mapping[str, str], gate: GateReport) -> Iterator[str]:
     for result in gate.accuracy:
         for value in (result.baseline, result.candidate):
             if escape(level(result, value)) not in texts[PAGE]:
-                yield f"{EVIDENCE}/{PAGE} does not show that {result.task} has {_plain(level(result, value))}"
+                yield f"{EVIDENCE}/{PAGE} does not show that {result.task} has {plain_text(level(result, value))}"
     if gate.verdict.value not in texts[PAGE]:
         yield f"{EVIDENCE}/{PAGE} does not show the verdict {gate.verdict.value}"
     try:
@@ -225,30 +250,20 @@ def _other(what: str, expected: object, found: object) -> Iterator[str]:
 
 def _tables(name_of_file: str, text: str, gate: GateReport) -> Iterator[str]:
     """Tasks whose scores a Markdown file does not give, or gives otherwise in any row of any table."""
-    rows = [_cells(line) for line in text.splitlines() if line.startswith("|")]
+    rows = [cells_of(line) for line in text.splitlines() if line.startswith("|")]
     if f"**{gate.verdict.value}**" not in text:
         yield f"{name_of_file} does not show the verdict {gate.verdict.value}"
     for result in gate.accuracy:
-        name = _plain(f"{result.task} ({result.metric})")
+        name = plain_text(f"{result.task} ({result.metric})")
         about = [row for row in rows if row and row[0] == name]
-        wanted = [_plain(level(result, value)) for value in (result.baseline, result.candidate)]
+        wanted = [plain_text(level(result, value)) for value in (result.baseline, result.candidate)]
         if not about:
             yield f"{name_of_file}: the card has no scores of {result.task}, which the gate judged"
         for row in about:
-            if row[1:3] != wanted:
+            if list(row[1:3]) != wanted:
                 found, expected = " and ".join(row[1:3]), " and ".join(wanted)
                 wrong = f"{result.task} {found}, the gate says {expected}"
                 yield f"{name_of_file}: the card's numbers are not the gate's: {wrong}"
-
-
-def _cells(line: str) -> list[str]:
-    parts = re.split(r"(?<!\\)\|", line.strip())
-    return [_plain(_ESCAPED.sub(r"\1", cell)) for cell in parts[1:-1]]
-
-
-def _plain(text: str) -> str:
-    """Text whose blanks are all the same: a figure keeps its unit by one that does not break."""
-    return " ".join(text.split())
 
 
 def _metadata(subject: Subject) -> Iterator[str]:

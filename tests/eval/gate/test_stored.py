@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 CASES = {
     "pass": (Verdict.PASS, "accuracy", "Decided after 1,500 of 2,000 items, which saves 500."),
     "fail": (Verdict.FAIL, "accuracy", "-8.20 points on tiny_facts (500 items)"),
-    "stopped": (Verdict.FAIL, "canary", "Agreement below 75.0%, KL above 0.3 nats"),
+    "stopped": (Verdict.FAIL, "canary", "Agreement below 75.0% by its whole interval, KL above 0.3 nats"),
 }
 
 # What another process says of every record, as the bytes that a file of it would have.

@@ -95,7 +95,7 @@ TABLE: list[tuple[str, Change, Verdict, str]] = [
         FAIL,
         "a NaN in layer 3.",
     ),
-    ("broken", broken_canary, FAIL, "Agreement below 70.0%, KL above 0.5 nats"),
+    ("broken", broken_canary, FAIL, "Agreement below 70.0% by its whole interval, KL above 0.5 nats"),
     ("missing item", drop_first_sample, INVALID, "1 of 2000 items are missing from the candidate"),
     ("missing task", lambda m: dataclasses.replace(m, samples={}), INVALID, "tiny_facts decides, but was not measured"),
     (

@@ -119,6 +119,37 @@ def test_what_another_version_rendered_is_not_checked(release: Path, check: Veri
     assert (checks["report"].outcome, checks["card"].outcome) == (Outcome.FAILS, Outcome.NOT_CHECKED)
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after", "words"),
+    [
+        (CARD, "| 90.25 % | +0.25 pt", "| 90.25 % | +5.25 pt", "the table Accuracy says +5.25 pt"),
+        (CARD, "| 400 |", "| 4,000 |", "the table Accuracy says 4,000 of facts (acc) (Items)"),
+        (CARD, "PASS at \N{MINUS SIGN}5.00 pt", "PASS at \N{MINUS SIGN}1.00 pt", "(Verdict at margin)"),
+        (CARD, "| Size | **0.", "| Size | **0.1", "the table Measures says"),
+        ("quantmint/report.md", "| 400 |", "| 4,000 |", "report.md: the table Accuracy says 4,000"),
+    ],
+)  # fmt: skip
+def test_every_figure_of_a_table_is_compared_in_every_version(
+    release: Path, check: Verify, name: str, before: str, after: str, words: str
+) -> None:
+    text = (release / name).read_text().replace("\N{NO-BREAK SPACE}", " ")
+    assert before in text
+    (release / name).write_text(text.replace(before, after))
+    edit(release / CARD_FACTS, lambda data: data.update(quantmint="0.0.9"))
+    honest.forge(release, quantmint="0.0.9")
+    checks = check(release)
+    found = checks["card" if name == CARD else "report"]
+    assert (found.outcome, words in said(found)) == (Outcome.FAILS, True), said(found)
+
+
+def test_a_measure_that_this_version_does_not_know_is_said(release: Path, check: Verify) -> None:
+    changed(CARD, "| Size | **", "| Speedup | **5.00\N{MULTIPLICATION SIGN}** | of all |\n| Size | **")(release)
+    edit(release / CARD_FACTS, lambda data: data.update(quantmint="0.0.9"))
+    honest.forge(release, quantmint="0.0.9")
+    found = check(release)["card"]
+    assert (found.outcome, "Measures has Speedup" in said(found)) == (Outcome.NOT_CHECKED, True), said(found)
+
+
 def test_libraries_that_render_otherwise_are_no_contradiction(
     release: Path, check: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quantmint.eval.gate import judgement
+from quantmint.eval.gate import JUDGEMENT, judgement
 from quantmint.eval.gate.report import Finding
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.publish.release import MANIFEST
@@ -66,14 +66,14 @@ def test_another_version_of_the_judgement_is_said_and_not_held_against_a_release
     release: Path, quantmint: Quantmint, check: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later gate that finds a longer interval comes to other figures by a new version."""
-    assert json.loads((release / GATE).read_text())["judgement"] == 1
-    edit(release / GATE, lambda data: data.update(judgement=2))
+    assert json.loads((release / GATE).read_text())["judgement"] == JUDGEMENT
+    edit(release / GATE, lambda data: data.update(judgement=JUDGEMENT + 1))
     edit(release / GATE, lambda data: data["accuracy"][0].update(lower=-0.04))
     honest.forge(release)
     gate = check(release)["gate"]
     assert gate.outcome is Outcome.NOT_CHECKED
-    assert "version 2 of the judgement made this record" in gate.reason
-    edit(release / GATE, lambda data: data.update(judgement=1))
+    assert f"version {JUDGEMENT + 1} of the judgement made this record" in gate.reason
+    edit(release / GATE, lambda data: data.update(judgement=JUDGEMENT))
     assert check(release)["gate"].outcome is Outcome.FAILS
 
 
