@@ -19,7 +19,7 @@ from quantmint.pipeline.base.errors import QuantmintError, did_you_mean
 _COMMANDS = {
     "init": ("recipes", "Make", "Write a first recipe for a model of your own."),
     "run": ("run", "Make", "Make, prove and publish what a recipe says."),
-    "plan": ("run", "Make", "Show what a run would do, and what it would cost."),
+    "plan": ("plan", "Make", "Show what a run would do, and what it would cost."),
     "quantize": ("quantize", "Make", "Quantize one model without a recipe."),
     "search": ("search", "Make", "Measure what precision costs where, and what a budget of bits is best spent on."),
     "submit": ("submit", "Make", "Run a recipe on Slurm, Kubernetes or a Ray cluster."),

@@ -130,7 +130,7 @@ def _overrides(texts: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: bool) -> None:
-    from quantmint.pipeline.stages.cost import forecast
+    from quantmint.pipeline.stages.forecast import forecast, machine_here
     from quantmint.pipeline.store.disk import free_bytes
 
     recipe, source = job.setting.recipe, job.setting.source
@@ -142,7 +142,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
         "schemes": dict(expected.schemes),
         "kept": prediction.kept,
         "predicted": asdict(prediction),
-        "costs": forecast(expected.source, expected.structure, recipe, job.setting.device),
+        "costs": forecast(expected.source, expected.structure, recipe, machine_here(job.setting.device)),
         "disk": {"needed": prediction.checkpoint, "free": free_bytes(job.out)},
     }
     if as_json:

@@ -21,6 +21,7 @@ _READABLE = 120
 _ORIGINS = {
     "table": "by the rates of such machines",
     "measured": "copying, hashing, products and rounding were measured for a second; no more is known of this one",
+    "data sheet": "nobody has measured it: its data sheet's operations and bandwidth, with an H100's efficiency",
     "borrowed": "that is ANOTHER machine, this one may be many times faster or slower; no rate of it is known",
 }
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from quantmint.eval import prompts
 from quantmint.eval.suites import Suite, SuiteTask, definition
+from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.stages.bench import START_S, TOKEN_S
 from quantmint.pipeline.stages.evaluate import EvaluateStage
@@ -28,6 +29,11 @@ _REQUEST_S, _READ_S = 0.001, 0.1
 """Of a server's own work for each request, and for one of which each position is told, as the canary's are."""
 _BUSY, _CPU_BUSY = 0.4, 0.15
 """Of the rate of products, a GPU's by its data sheet: what a server reaches that reads prompts."""
+_REFERENCE_BUSY, _REFERENCE_POSITION_S = 0.8, 0.0025
+"""Of the rate of products in float32: what the reference runtime reaches. And of each position whose likeliest tokens
+it tells."""
+_FIRST_LOOK = 0.25
+"""Of the canary's prompts: what a candidate reads that is clearly sound."""
 _CHOICES, _ITEM, _SHOT, _ANSWER, _PAGE = 4, 100, 120, 150, 5000
 """Of an item of the Hub: its choices, the tokens of one, of a shot before it, of an answer, and of a text whose
 perplexity is asked."""
@@ -42,7 +48,7 @@ def ahead(
     """Seconds of a plan's stages: 0 where one is "cached", as in an earlier run of this store ("seen"), or "reckoned".
 
     ``guesses`` are the seconds that `reckoned` says, by stage. What a library takes to quantize is not known before it
-    was seen: its stage is left out.
+    was seen: its stage is left out, and the sum is a lower bound.
     """
     seen = _seen(setting)
     found: dict[str, tuple[float, str]] = {}
@@ -54,6 +60,24 @@ def ahead(
         elif planned.key in guesses:
             found[planned.key] = guesses[planned.key], "reckoned"
     return found
+
+
+_OF_A_TRY: Final = (
+    "quantize", "inspect", "serve-candidate", "canary-candidate", "evaluate-candidate", "bench", "gate", "report",
+)  # fmt: skip
+"""Stages that each try of a search runs again."""
+
+
+def further_tries(setting: Setting, took: Mapping[str, float], verdicts: Sequence[Verdict | None]) -> tuple[int, float]:
+    """Return how many tries a search may make after the next one, and the seconds that all of them take at most.
+
+    ``took`` are the seconds of the stages of a plan, ``verdicts`` those of the tries that were planned so far.
+    """
+    search = setting.written.search
+    if search is None:
+        return 0, 0.0
+    left = max(search.tries - 1 - sum(verdict is not None for verdict in verdicts), 0)
+    return left, left * sum(took.get(key, 0.0) for key in _OF_A_TRY)
 
 
 def _seen(setting: Setting) -> Mapping[str, tuple[str, float]]:
@@ -102,8 +126,12 @@ def reckoned(
     rates, own = costs["rates"], {name: cost["seconds"] for name, cost in costs["stages"].items() if name != "start"}
     target = setting.recipe.target
     on_cpu = target.hardware == "cpu"  # what serves is the target, whatever this machine is
+    by_reference = setting.recipe.evaluation.runtime == "reference"  # which computes on one device, in float32
     peak = dict(hardware(target.hardware).tflops).get("bf16", 989.4)  # what is not known is taken for an H100
-    flops = _CPU_BUSY * rates["flops"] if on_cpu else target.gpus * _BUSY * peak * 1e12
+    if by_reference:
+        flops = _REFERENCE_BUSY * rates["float32"]
+    else:
+        flops = _CPU_BUSY * rates["flops"] if on_cpu else target.gpus * _BUSY * peak * 1e12
     start = (_CPU_START_S if on_cpu else START_S) + size.source / rates["disk"]
     token_s = 2.0 * size.parameters / flops
     step_s = 0.005 + size.source / rates["read"] if on_cpu else TOKEN_S
@@ -112,8 +140,9 @@ def reckoned(
     items = _items(setting)
     answers = sum(items[name] * seconds for name, seconds in each.items())
     candidate = sum(min(items[name], asked.get(name) or items[name]) * seconds for name, seconds in each.items())
+    position_s = token_s + (_REFERENCE_POSITION_S if by_reference else 0.0)
     canary = sum(  # one after the other
-        _READ_S + len(prompt.text) / _TOKEN_BYTES * token_s for prompt in prompts.load(setting.suite.canary)
+        _READ_S + len(prompt.text) / _TOKEN_BYTES * position_s for prompt in prompts.load(setting.suite.canary)
     )
     return {
         "source": size.source / rates["hash"],
@@ -122,7 +151,7 @@ def reckoned(
         "serve-baseline": start,
         "serve-candidate": 0.0 if on_cpu else start,  # a CPU that has the room starts both at once
         "canary-baseline": canary,
-        "canary-candidate": canary,
+        "canary-candidate": _FIRST_LOOK * canary,
         "evaluate-baseline": _HARNESS_S + answers,
         "control": sum(count * each[name] for name, count in _again(setting).items()),
         "evaluate-candidate": candidate,

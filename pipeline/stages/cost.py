@@ -9,56 +9,30 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from types import SimpleNamespace
 from typing import Any
 
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.room import Mode, Need, decide, forward_bytes
-from quantmint.pipeline.base.machine import cores
-from quantmint.pipeline.quantize.device import device_memory, resolve_devices
-from quantmint.pipeline.quantize.engines.stream.layerwise import gptq_bytes
-from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
+from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
 from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
-from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.modules import expert_count
-from quantmint.pipeline.recipe.schema import Calibration, Recipe
-from quantmint.pipeline.stages.quantize import needs_ranges
-from quantmint.pipeline.stages.rates import Rates, rates_here
+from quantmint.pipeline.recipe.schema import Calibration
+from quantmint.pipeline.stages.rates import Rates
+
+_SHARE, _MOST = 2, 16
 
 
-def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: str) -> dict[str, Any]:
-    """Rates of such a machine and costs by stage, from headers real or imagined, as JSON; a library's has no stages.
+def sensitivity_samples(samples: int) -> int:
+    """Return how many samples of the calibration the sensitivities are measured with: one in two, at most 16.
 
-    Where the table knows no such machine, a second is spent to measure this one.
+    Each takes as long as four of the calibration, and one more a scheme.
     """
-    devices, count = resolve_devices(device), cores()  # several GPUs are taken to be of a kind
-    rates, origin = rates_here(devices[0], count)
-    machine = Machine(rates, count, device_memory("cpu"), devices, device_memory(devices[0]))
-    stages: dict[str, Cost] = {}
-    quantization = recipe.quantization
-    if quantization.engine == "stream":
-        parts = {"import": rates.start}
-        stages["start"] = Cost(rates.start, rates.start, rates.resident, 0, 0, bound="import", parts=parts)
-        if recipe.calibration is not None and needs_ranges(quantization):
-            stages["calibrate"] = calibrate_cost(calibrate_volume(source, structure, recipe.calibration), machine)
-        choice, shared = select(structure, quantization), quantization.shared_scales
-        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)
-        stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
-        if quantization.algorithm == "gptq" and recipe.calibration is not None:
-            once = calibrate_cost(gptq_volume(source, structure, recipe), machine)
-            stages["quantize"] = _after(stages["quantize"], once, gptq_bytes(structure, choice.schemes), machine)
-    return {
-        "rates": {"origin": origin, **asdict(rates)},
-        "stages": {name: asdict(cost) for name, cost in stages.items()},
-    }
-
-
-_FORWARDS = 3
-"""Forwards of each layer that GPTQ takes, the one that channels are scaled by among them, but for its own products."""
+    return min(_MOST, -(-samples // _SHARE))
 
 
 _SPELLINGS: Mapping[str, tuple[str, ...]] = {
@@ -72,29 +46,6 @@ def _size(text: Mapping[str, Any], name: str) -> int:
     """Return a size by any of its names, the largest of one that differs by layer; 0 where there is none."""
     value = next((text[spelling] for spelling in _SPELLINGS[name] if text.get(spelling)), 0)
     return int(max(value) if isinstance(value, list) else value)
-
-
-def gptq_volume(source: Checkpoint, structure: Structure, recipe: Recipe) -> CalibrateVolume:
-    """Return the volume of one forward of GPTQ, beside whose hidden states those of the 16-bit model are kept."""
-    assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
-    volume = replace(calibrate_volume(source, structure, recipe.calibration), mode="layer")
-    beside = recipe.quantization.parameters["compensation"]
-    states = volume.need.states * (2 if beside else 1)
-    return replace(volume, need=replace(volume.need, states=states))
-
-
-def _after(cost: Cost, once: Cost, rounding: int, machine: Machine) -> Cost:
-    """Return the cost of a checkpoint that is written after GPTQ, which takes ``rounding`` bytes of the device."""
-    on_cpu = machine.rates.link is None
-    once = replace(
-        once,
-        memory=once.memory + (rounding if on_cpu else 0),
-        device_memory=once.device_memory + (0 if on_cpu else rounding),
-    )
-    spent, bound = _FORWARDS * once.seconds, "forwards" if _FORWARDS * once.seconds > cost.seconds else cost.bound
-    memory, there = max(cost.memory, once.memory), max(cost.device_memory, once.device_memory)
-    later = replace(cost, seconds=cost.seconds + spent, written=cost.written + spent, bound=bound)
-    return replace(later, memory=memory, device_memory=there, parts={**cost.parts, "forwards": spent})
 
 
 _CACHED_SHARE = 0.8

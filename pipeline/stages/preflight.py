@@ -35,7 +35,7 @@ from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.stages.by_library import calibrated
 from quantmint.pipeline.stages.calibrate import pinned_set, read_tokens
-from quantmint.pipeline.stages.cost import gptq_volume
+from quantmint.pipeline.stages.forecast import gptq_volume
 from quantmint.pipeline.stages.package import require_signer
 from quantmint.pipeline.stages.planning import foreseen, missing_stages
 from quantmint.pipeline.stages.publish import require_admission

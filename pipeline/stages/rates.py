@@ -11,12 +11,13 @@ from typing import Literal, TypeAlias
 
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.base.machine import Machine as Host
 from quantmint.pipeline.base.machine import cpu_name
 from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS
 from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE
 
-Origin: TypeAlias = Literal["table", "measured", "borrowed"]
+Origin: TypeAlias = Literal["table", "measured", "borrowed", "data sheet"]
 _MEASURED_S = 0.2
 """Seconds of a measurement, after a first round that does not count."""
 _COPIED = 64 << 20  # bytes, more than a cache holds
@@ -37,9 +38,9 @@ class Rates:
     there to the disk. ``hash``: SHA-256 of one thread, because a file's bytes are hashed one after the other. ``load``:
     from a mapped file to the device, by one thread. ``kernels``: bytes of 16-bit weight, by kernel. ``link``: between
     memory and device, one way while the other is busy too; None where they are one. ``flops``: operations of bfloat16
-    products on the device. ``scores``: attention weights through a softmax there. ``resident``: memory of an
-    interpreter that has imported what the stages need, ``start``: the seconds until it has, and has asked a model that
-    it never saw for its structure.
+    products on the device, ``float32``: of those in float32. ``scores``: attention weights through a softmax there.
+    ``resident``: memory of an interpreter that has imported what the stages need, ``start``: the seconds until it has,
+    and has asked a model that it never saw for its structure.
     """
 
     machine: str
@@ -53,6 +54,7 @@ class Rates:
     kernels: Mapping[str, float]
     link: float | None
     flops: float
+    float32: float
     scores: float
     resident: int
     start: float
@@ -90,7 +92,7 @@ def measured(like: Rates, device: str, name: str) -> Rates:
     copied = _rate(lambda: target.copy_(source), _COPIED, "cpu") / like.read
     content = bytes(_HASHED)
     hashed = _rate(lambda: hashlib.sha256(content).digest(), _HASHED, "cpu")
-    flops = _products(device)
+    flops, float32 = (_products(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     # A worker of the engine computes with one thread of its own, and all cores have one: so do PyTorch's threads here.
     piece = CPU_PIECE * torch.get_num_threads() if on_cpu else GPU_PIECE
     weight = torch.ones((max(piece // (2 * _COLUMNS), 1), _COLUMNS), dtype=torch.bfloat16, device=device)
@@ -103,16 +105,17 @@ def measured(like: Rates, device: str, name: str) -> Rates:
         load=like.load * copied,
         hash=hashed,
         flops=flops,
+        float32=float32,
         scores=like.scores * flops / like.flops,
         kernels={name: rate * kernel for name, rate in like.kernels.items()},
     )
 
 
-def _products(device: str) -> float:
-    """Operations of bfloat16 products a second; some CPUs need a second for a product that others do in 5 ms."""
+def _products(device: str, dtype: torch.dtype) -> float:
+    """Return operations of products a second; some CPUs need a second for a product that others do in 5 ms."""
     rate = 0.0
     for width in _WIDTHS:
-        matrix = torch.ones((width, width), dtype=torch.bfloat16, device=device)
+        matrix = torch.ones((width, width), dtype=dtype, device=device)
         rate = _rate(partial(torch.mm, matrix, matrix), 2 * width**3, device, seconds=_BUSY_S)
         if 2 * width**3 / rate > _BUSY_S:
             return rate
@@ -134,6 +137,33 @@ def _rate(work: Callable[[], object], amount: int, device: str, *, seconds: floa
         settle()
         rounds += 1
     return amount * rounds / spent
+
+
+HOST_CORES, HOST_BYTES = 24, 256 << 30
+"""Of a node's host for each accelerator: two processors of 96 cores and 2 TiB beside eight."""
+
+
+def rates_of(target: str) -> tuple[Rates, Origin]:
+    """Return the rates of an accelerator by its name in the table of hardware, for planning on another machine.
+
+    Where nobody has measured it, they are those of an H100's machine, with the operations and the memory bandwidth of
+    its data sheet; the host and its disk are taken to be alike. Raises `UserError` for a name that the table lacks.
+    """
+    row, like = hardware(target), known("h100")
+    if row.kind == "cpu" or target == "h100":
+        return known("two-cores" if row.kind == "cpu" else "h100"), "table"
+    h100 = hardware("h100")
+    flops, moved = row.flops("bf16") / h100.flops("bf16"), row.bytes_per_second / h100.bytes_per_second
+    derived = replace(
+        like,
+        machine=f"{row.title} by its data sheet, for the host and its disk {like.machine}",
+        device_kind=row.kind,
+        flops=like.flops * flops,
+        float32=like.float32 * flops,
+        scores=like.scores * moved,
+        kernels={name: rate * moved for name, rate in like.kernels.items()},
+    )
+    return derived, "data sheet"
 
 
 def rates_for(device: str, cores: int) -> tuple[Rates, Literal["table", "borrowed"]]:

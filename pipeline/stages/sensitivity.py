@@ -36,7 +36,7 @@ from quantmint.pipeline.recipe.modules import fused_with, is_excluded, override_
 from quantmint.pipeline.recipe.schema import Quantization
 from quantmint.pipeline.serving.reference.model import round_inputs
 from quantmint.pipeline.stages.calibrate import data_identity, read_tokens
-from quantmint.pipeline.stages.cost import routed_share
+from quantmint.pipeline.stages.cost import routed_share, sensitivity_samples
 from quantmint.pipeline.stages.source import read_source
 from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from quantmint.pipeline.store.entries import Entry
@@ -44,8 +44,6 @@ from quantmint.pipeline.store.entries import Entry
 KEY = "sensitivity"
 SENSITIVITY = "sensitivity.json"
 _WORK = "layers"
-_SHARE, _MOST = 2, 16
-"""One in so many samples of the calibration, at most so many: each takes as long as four of it, and one a scheme."""
 
 
 class SensitivityStage(Stage):
@@ -75,7 +73,7 @@ class SensitivityStage(Stage):
         assert recipe.calibration is not None  # noqa: S101 - the recipe's checks
         job.progress.say("reading the calibration texts")
         samples = read_tokens(recipe.calibration, folder, trust_remote_code=trust)
-        samples = samples[: min(_MOST, -(-len(samples) // _SHARE))]
+        samples = samples[: sensitivity_samples(len(samples))]
         with measuring(folder):
             one = replica(folder, resolve_devices(job.setting.device)[0], trust_remote_code=trust)
             groups = _groups(structure.linear)

@@ -30,7 +30,9 @@ def require_shape(plan: dict[str, Any]) -> None:
         "recipe",
         "source",
         "stages",
+        "machine",
         "seconds",
+        "not_predicted",
         "savings",
         "predicted",
         "costs",
@@ -39,7 +41,8 @@ def require_shape(plan: dict[str, Any]) -> None:
         "bench",
         "cautions",
     }
-    assert plan.keys() - {"auto"} == keys
+    assert plan.keys() - {"auto", "further_tries", "seconds_of_all_tries"} == keys
+    assert plan["not_predicted"] == [stage["stage"] for stage in plan["stages"] if stage["by"] is None] == []
     assert all(stage.keys() == {"stage", "fingerprint", "cached", "seconds", "by"} for stage in plan["stages"])
     known = [stage["seconds"] for stage in plan["stages"] if stage["by"] is not None]
     assert plan["seconds"] == pytest.approx(sum(known) + plan["costs"]["rates"]["start"])
@@ -104,7 +107,12 @@ def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
     assert plan["disk"]["needed"].get("published copy") == copied
     costs = plan["costs"]["stages"]
     assert sizes["checkpoint"] == costs["quantize"]["disk"]
+    assert plan["machine"] == f"{recipe.target.hardware}:{gpus}"
+    assert plan["costs"]["rates"]["origin"] == "data sheet"
+    assert costs.get("calibrate", {"seconds": 0})["seconds"] < 600, "of eight Instincts, not of this machine"
     assert ("calibrate" in costs) == (recipe.calibration is not None)
+    assert ("sensitivity" in costs) == (recipe.quantization.scheme == "auto")
+    assert ("further_tries" in plan) == (recipe.search is not None)
     assert ("forwards" in costs["quantize"]["parts"]) == (recipe.quantization.algorithm == "gptq")
     assert not any(stage["cached"] for stage in plan["stages"])
     assert ("calibrate" in [stage["stage"] for stage in plan["stages"]]) == (recipe.calibration is not None)
@@ -226,12 +234,75 @@ def test_what_took_an_hour_is_expected_to_take_it_again(orchestra: Any, quantmin
     assert "about 2 h 00 min in all" in quantmint("plan", "r.yaml").out
 
 
+@pytest.mark.usefixtures("large_disk")
+def test_a_machine_is_planned_for_by_its_name(quantmint: Quantmint, project: Path) -> None:
+    plans = {
+        name: quantmint("plan", "r.yaml", "--for", name, "--json").json for name in ("here", "mi300x:1", "mi300x:8")
+    }
+    assert [plan["machine"] for plan in plans.values()] == list(plans)
+    assert plans["mi300x:8"]["costs"]["rates"]["machine"].startswith("AMD Instinct MI300X by its data sheet")
+    assert plans["here"]["costs"]["rates"]["machine"] != plans["mi300x:8"]["costs"]["rates"]["machine"]
+    told = quantmint("plan", "r.yaml", "--for", "mi300x:8")
+    assert "in all on mi300x:8, from here to the end" in told.out
+    assert "nobody has measured it" in told.out
+    wrong = quantmint("plan", "r.yaml", "--for", "mi300z:8")
+    assert (wrong.code, 'did you mean "mi300x"' in wrong.err) == (2, True)
+
+
+def test_a_disk_that_is_too_small_here_is_a_caution_for_a_run_elsewhere(
+    quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantmint.pipeline.store.disk.free_bytes", lambda path: 10_000_000)
+    ended = quantmint("plan", "r.yaml", "--for", "mi300x:8")
+    assert ended.code == 0
+    assert "are needed where it runs; on this machine" in " ".join(ended.out.split())
+
+
+@pytest.mark.usefixtures("large_disk")
+def test_a_total_without_a_stage_is_at_least(quantmint: Quantmint, project: Path) -> None:
+    """A library's time is nobody's to predict; sensitivities, GPTQ and further tries are ours."""
+    (project / "library.yaml").write_text(
+        "extends: r.yaml\nname: library\nquantization: {scheme: ptpc_fp8, kv_cache: auto, engine: llmcompressor, "
+        "format: compressed-tensors}\ncalibration: null\n"
+    )
+    plan = quantmint("plan", "library.yaml", "--json").json
+    assert plan["not_predicted"] == ["quantize"]
+    told = quantmint("plan", "library.yaml").out
+    assert "at least " in told
+    assert "; quantize not counted" in told
+    (project / "search.yaml").write_text(
+        "extends: r.yaml\nname: search\nquantization: {scheme: auto, from: [mxfp4, ptpc_fp8], bits: 5, kv_cache: auto, "
+        "format: quark, algorithm: gptq}\ncalibration: {set: sentences.yaml, samples: 8, sequence_length: 32}\n"
+        "search: {tries: 3}\ngate: {accuracy: {margins: {tiny_arithmetic: 0.06}}}\n"
+    )
+    ended = quantmint("plan", "search.yaml", "--json")
+    assert ended.code == 0, ended.err
+    plan = ended.json
+    assert plan["not_predicted"] == []
+    stages = {stage["stage"]: stage["seconds"] for stage in plan["stages"]}
+    assert stages["sensitivity"] > 0
+    assert plan["further_tries"] == 2
+    again = (
+        "quantize",
+        "inspect",
+        "serve-candidate",
+        "canary-candidate",
+        "evaluate-candidate",
+        "bench",
+        "gate",
+        "report",
+    )
+    one = sum(stages.get(key, 0.0) for key in again)
+    assert plan["seconds_of_all_tries"] == pytest.approx(plan["seconds"] + 2 * one)
+    assert "with 2 more tries of the search" in quantmint("plan", "search.yaml").out
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_disk_that_is_too_small(
     quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
     monkeypatch.setattr("quantmint.pipeline.store.disk.free_bytes", lambda path: 10_000_000)
-    ended = quantmint("plan", "r.yaml", *(["--json"] if as_json else []))
+    ended = quantmint("plan", "r.yaml", "--for", "here", *(["--json"] if as_json else []))
     assert ended.code == 2
     assert "10.0 MB are free" in ended.err
     assert ended.err.count("quantmint:") == 1
@@ -251,10 +322,11 @@ def test_a_disk_that_is_too_small_to_publish_to(
     monkeypatch.setattr(
         "quantmint.pipeline.stages.preflight.free_bytes", lambda path: 10 if path.is_relative_to(published) else 10**12
     )
-    ended = quantmint(command, "r.yaml")
+    here = ["--for", "here"] if command == "plan" else []
+    ended = quantmint(command, "r.yaml", *here)
     assert (ended.code, orchestra.ran) == (2, [])
     assert f"publish.folder: {published / 'r'}: " in ended.err
-    assert quantmint(command, "r.yaml", "--json").json["exit_code"] == 2, "one object, which says why"
+    assert quantmint(command, "r.yaml", *here, "--json").json["exit_code"] == 2, "one object, which says why"
 
 
 def test_a_run_refuses_such_a_disk_before_it_begins(
@@ -321,7 +393,7 @@ def test_a_config_that_is_none(quantmint: Quantmint, tmp_path: Path) -> None:
 
 
 def test_a_plan_says_whose_rates_it_has(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantmint.pipeline.stages.cost.cores", lambda: 64)
+    monkeypatch.setattr("quantmint.pipeline.stages.forecast.cores", lambda: 64)
     ended = quantmint("plan", "tiny-ptpc")
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.split())

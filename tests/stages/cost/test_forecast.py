@@ -1,0 +1,65 @@
+"""What GPTQ and the sensitivities are expected to take, beside what they took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.recipe.load import load_recipe
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.serving.planning.target import parse_target
+from quantmint.pipeline.stages.forecast import forecast, machine_of
+from quantmint.pipeline.stages.rates import known, rates_of
+
+TINY = Path(__file__).parents[3] / "recipes" / "tiny" / "model"
+
+
+def seconds(recipe: Recipe, target: str = "cpu") -> dict[str, float]:
+    """Seconds by stage, of a recipe with its schemes still to be chosen, on a machine of the table."""
+    source = open_checkpoint(TINY)
+    made = recipe.model_dump(mode="json")
+    made["quantization"] |= {"scheme": "mxfp4"}
+    made["quantization"] = {name: value for name, value in made["quantization"].items() if name not in ("from", "bits")}
+    chosen = Recipe.model_validate(made)
+    where = machine_of(parse_target(target))
+    stages = forecast(source, read_structure(TINY, source.tensors), chosen, where, written=recipe)["stages"]
+    return {name: cost["seconds"] for name, cost in stages.items()}
+
+
+def changed(**sections: dict[str, object]) -> Recipe:
+    data = load_recipe("tiny-mxfp4-auto").recipe.model_dump(mode="json")
+    for name, section in sections.items():
+        data[name] |= section
+    return Recipe.model_validate(data)
+
+
+def test_the_embedded_model_takes_what_it_took() -> None:
+    """27 s and 18 s on two cores of an AMD EPYC, 2026-11-26; the reference computes in float32."""
+    predicted = seconds(changed())
+    assert predicted["sensitivity"] == pytest.approx(27.2, rel=0.5)
+    assert predicted["quantize"] == pytest.approx(17.6, rel=0.5)
+
+
+@pytest.mark.parametrize("target", ["cpu", "mi300x:8"])
+def test_more_to_compute_takes_longer(target: str) -> None:
+    few = seconds(changed(), target)
+    samples = seconds(changed(calibration={"samples": 320}), target)
+    assert samples["quantize"] > few["quantize"]
+    assert samples["sensitivity"] == few["sensitivity"], "of sixteen samples at most"
+    schemes = seconds(changed(quantization={"from": ["mxfp4", "ptpc_fp8"]}), target)
+    assert schemes["sensitivity"] < few["sensitivity"]
+    rounded = seconds(changed(quantization={"algorithm": "none", "gptq": None}), target)
+    assert rounded["quantize"] < few["quantize"]
+    assert rounded["sensitivity"] < few["sensitivity"]
+
+
+def test_a_data_sheet_scales_what_was_measured() -> None:
+    rates, origin = rates_of("mi300x")
+    assert origin == "data sheet"
+    assert rates.flops / known("h100").flops == pytest.approx(1307.4 / 989.4)
+    assert rates.kernels["fp8"] / known("h100").kernels["fp8"] == pytest.approx(5.3 / 3.35)
+    assert rates.hash == known("h100").hash
+    assert rates_of("h100") == (known("h100"), "table")
