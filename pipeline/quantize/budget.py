@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
-from typing import Any
+from typing import Any, Final
 
 from quantmint.eval.workloads import Cell
 from quantmint.pipeline.base.errors import UserError
@@ -195,16 +195,40 @@ def spend(groups: Sequence[Group], budget: float) -> Point:
     return _point(groups, {group.name: chosen[group.name] for group in groups})
 
 
-def tries(groups: Sequence[Group], budget: float, count: int) -> tuple[Point, ...]:
-    """Choices from a budget to the least cost of all, of which each takes the same share off the predicted cost."""
-    first, last = spend(groups, budget), frontier(groups)[-1]
-    found = [first]
-    for number in range(1, count):
-        wanted = first.cost * (last.cost / first.cost) ** (number / (count - 1)) if first.cost > 0 else last.cost
-        reached = next((point for point in frontier(groups) if point.cost <= wanted * (1 + 1e-9)), last)
-        if reached.cost < found[-1].cost:
-            found.append(reached)
-    return tuple(found)
+RESOLUTION: Final = 0.25
+"""Bits a weight within which a search finds the fewest that pass."""
+
+
+def next_try(
+    groups: Sequence[Group], budget: float, count: int, failed: Sequence[Point], passed: Sequence[Point]
+) -> Point | None:
+    """Return the choice that a search of ``count`` tries makes next; None where it is over.
+
+    It begins with the budget. While nothing has passed it goes half of the way to the least cost of all, in bits and in
+    the logarithm of the predicted cost; the least cost is its last try. After a PASS it goes down again, half of the
+    way in bits to the largest choice that failed, until that is `RESOLUTION` away. Raises `UserError` where the budget
+    is too small.
+    """
+    if not failed and not passed:
+        return spend(groups, budget)
+    if not failed or len(failed) + len(passed) >= count:
+        return None
+    low = max(failed, key=lambda point: point.bits)
+    if passed:
+        high = min(passed, key=lambda point: point.bits)
+        wanted = (low.bits + high.bits) / 2
+        between = [point for point in frontier(groups) if low.bits + 1e-9 < point.bits < high.bits - 1e-9]
+        if high.bits - low.bits <= RESOLUTION or not between:
+            return None
+        return min(between, key=lambda point: abs(point.bits - wanted))
+    above = [point for point in frontier(groups) if point.bits > low.bits + 1e-9 and point.cost < low.cost]
+    if not above:
+        return None
+    last = above[-1]
+    if len(failed) + 1 == count or last.bits - low.bits <= RESOLUTION:
+        return last
+    cost, bits = math.sqrt(low.cost * last.cost) * (1 + 1e-9), (low.bits + last.bits) / 2 - 1e-9
+    return next(point for point in above if point.cost <= cost and point.bits >= bits)
 
 
 def costliest(groups: Sequence[Group], schemes: Mapping[str, str], most: int = 3) -> list[tuple[str, str, float]]:

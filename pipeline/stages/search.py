@@ -3,7 +3,8 @@
 A recipe with a choice to be made is run in two parts. The first measures what each group of modules costs in each
 scheme; the choice follows from that, and the second is the run of a recipe that says it in overrides, which is planned,
 made, judged and published like any other. With a `search`, a FAIL sends the run to the next such recipe, with more
-bits; what both have in common, the baseline's measurements before all, is taken from the store.
+bits, and a PASS after it to one with fewer, until the fewest that pass are known to a quarter bit; they are published.
+What the tries have in common, the baseline's measurements before all, is taken from the store.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import RecipeError
 from quantmint.pipeline.base.progress import Reporter
 from quantmint.pipeline.base.schemes import scheme, table
-from quantmint.pipeline.quantize.budget import Group, Point, overrides, spend, tries
+from quantmint.pipeline.quantize.budget import Group, Point, next_try, overrides
 from quantmint.pipeline.recipe.load import LoadedRecipe, validated
 from quantmint.pipeline.recipe.modules import override_of
 from quantmint.pipeline.recipe.schema import AUTO, BUDGET, Recipe
@@ -27,16 +28,9 @@ from quantmint.pipeline.stages.runner import Outcome, run_plan
 from quantmint.pipeline.stages.sensitivity import KEY, priced, read_groups, spendable
 from quantmint.pipeline.stages.stage import Chosen, Setting
 
+REPORT = "report"
 _GO_ON = (Verdict.FAIL, Verdict.INCONCLUSIVE)
 """What more bits may mend: a loss that is too large, or so near the margin that the items cannot tell."""
-
-
-def points(written: Setting, groups: tuple[Group, ...]) -> tuple[Point, ...]:
-    """The choices that a run may try, in their order. Raises `UserError` for a budget that is too small."""
-    recipe, left = written.recipe, spendable(written, groups)
-    budget = recipe.quantization.bits or recipe.quantization.speedup
-    assert budget is not None  # noqa: S101 - the recipe's checks
-    return (spend(left, budget),) if recipe.search is None else tries(left, budget, recipe.search.tries)
 
 
 def chosen(written: LoadedRecipe, groups: tuple[Group, ...], point: Point) -> LoadedRecipe:
@@ -71,27 +65,49 @@ def as_written(setting: Setting) -> Setting:
 
 
 def settled(setting: Setting) -> Setting:
-    """The setting with the choice that a run would follow, as far as the store knows: see `tried`.
+    """Return the setting with the choice that a run would follow, as far as the store knows: see `tried`.
 
-    Where nothing was measured yet, and where there is no choice, the setting as it was written.
+    That is the next try of a search that goes on; of one that is over the choice of the fewest bits that passed, or the
+    last one. Where nothing was measured yet, and where there is no choice, it is the setting as it was written.
     """
-    last = setting
-    for made, verdict in tried(setting):
-        last = made
-        if verdict not in _GO_ON:
-            break
-    return last
+    tries = list(tried(setting))
+    if not tries:
+        return setting
+    passed = [made for made, verdict in tries if verdict is Verdict.PASS]
+    if tries[-1][1] is None or not passed:
+        return tries[-1][0]
+    return min(passed, key=lambda made: _point_of(made).bits)
+
+
+def _point_of(made: Setting) -> Point:
+    assert made.chosen is not None  # noqa: S101 - it is a try
+    assert made.chosen.point is not None  # noqa: S101
+    return made.chosen.point
 
 
 def tried(setting: Setting) -> Iterator[tuple[Setting, Verdict | None]]:
-    """What a run may try one after the other, with the verdict that the store has of each."""
+    """Yield the tries of a search in their order, each with the verdict that the store has of it.
+
+    The last one has None where it is to be made, or where there is only one choice. Raises `UserError` for a budget
+    that is too small.
+    """
     written = as_written(setting)
     groups = _kept_groups(written) if written.recipe.quantization.scheme == AUTO else None
     if groups is None:
         return
-    for point in points(written, groups):
+    left, quantization = spendable(written, groups), written.recipe.quantization
+    budget = quantization.bits or quantization.speedup
+    assert budget is not None  # noqa: S101 - the recipe's checks
+    count = 1 if written.recipe.search is None else written.recipe.search.tries
+    failed: list[Point] = []
+    passed: list[Point] = []
+    while (point := next_try(left, budget, count, failed, passed)) is not None:
         made = replace(written, loaded=chosen(written.loaded, groups, point), chosen=Chosen(written.loaded, point))
-        yield made, _verdict(made)
+        verdict = _verdict(made)
+        yield made, verdict
+        if verdict is None or verdict not in (*_GO_ON, Verdict.PASS):
+            return
+        (passed if verdict is Verdict.PASS else failed).append(point)
 
 
 def _verdict(setting: Setting) -> Verdict | None:
@@ -186,13 +202,22 @@ def run_search(
         return run_plan(plan, likely, reporter, redo=redo), likely, ()
     setting, told = measured(setting, reporter, redo), []
     again = [name for name in redo if name != KEY]
+    searching = setting.written.search is not None and until is None
     while True:
         if setting.chosen is not None:
             reporter.say(setting.chosen.line)
-        outcome = run_plan(build_plan(setting, until), setting, reporter, redo=again)
+        # What is published is known when the search is over: a try ends with its report.
+        plan = build_plan(setting, until)
+        ends = REPORT if searching and any(planned.key == REPORT for planned in plan) else until
+        outcome = run_plan(build_plan(setting, ends), setting, reporter, redo=again)
         if setting.chosen is not None:
             told.append({**setting.chosen.to_json(), "verdict": outcome.verdict and outcome.verdict.value})
-        following = settled(setting) if outcome.verdict in _GO_ON else setting
-        if following.recipe == setting.recipe:
+        following = settled(setting)
+        same = following.recipe == setting.recipe
+        if not searching or outcome.verdict is Verdict.INVALID or (same and outcome.verdict is not Verdict.PASS):
             return outcome, setting, told
+        if same or _verdict(following) is not None:
+            break
         setting, again = following, []
+    reporter.say(f"the search is over after {len(told)} tries: the fewest bits that passed go on")
+    return run_plan(build_plan(following), following, reporter), following, told

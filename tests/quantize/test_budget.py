@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise, product
 from random import Random
 
@@ -10,7 +11,18 @@ import pytest
 from quantmint.eval.workloads import Cell
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import hardware
-from quantmint.pipeline.quantize.budget import Group, Option, Roofline, costliest, frontier, overrides, spend, tries
+from quantmint.pipeline.quantize.budget import (
+    RESOLUTION,
+    Group,
+    Option,
+    Point,
+    Roofline,
+    costliest,
+    frontier,
+    next_try,
+    overrides,
+    spend,
+)
 from quantmint.pipeline.recipe.modules import assigned
 from quantmint.pipeline.recipe.schema import Quantization
 
@@ -108,16 +120,36 @@ def test_a_budget_that_nothing_fits_is_refused_with_what_would() -> None:
         spend(model(0), 4.2)
 
 
-def test_tries_lead_from_the_budget_to_the_least_cost_each_with_the_same_share_off() -> None:
-    groups = model(1)
-    found = tries(groups, 4.5, 4)
-    assert found[0] == spend(groups, 4.5)
-    assert found[-1].cost == frontier(groups)[-1].cost
-    assert [point.bits for point in found] == sorted(point.bits for point in found)
-    for number, point in enumerate(found[1:], 1):
-        wanted = found[0].cost * (found[-1].cost / found[0].cost) ** (number / 3)
-        before = frontier(groups)[frontier(groups).index(point) - 1]
-        assert point.cost <= wanted * (1 + 1e-9) < before.cost
+def searched(groups: Sequence[Group], budget: float, count: int, passing: float) -> tuple[list[Point], list[Point]]:
+    """The choices that failed and those that passed, where all of at least so many bits pass."""
+    failed: list[Point] = []
+    passed: list[Point] = []
+    while (point := next_try(groups, budget, count, failed, passed)) is not None:
+        (passed if point.bits >= passing else failed).append(point)
+    return failed, passed
+
+
+@pytest.mark.parametrize("passing", [4.3, 5.0, 5.9, 6.5, 7.5, 7.9])
+def test_a_search_finds_the_fewest_bits_that_pass_to_a_quarter(passing: float) -> None:
+    groups = model(1, layers=120)
+    failed, passed = searched(groups, 4.5, 10, passing)
+    least = min(passed, key=lambda point: point.bits)
+    bits = [point.bits for point in (*failed, *passed)]
+    assert len(set(bits)) == len(bits), "nothing is tried twice"
+    if failed:
+        assert least.bits - max(point.bits for point in failed) <= RESOLUTION
+    assert len(failed) + len(passed) <= 8
+
+
+def test_a_search_ends_with_the_least_cost_of_all_where_nothing_passes() -> None:
+    groups = model(1, layers=120)
+    failed, passed = searched(groups, 4.5, 4, 99.0)
+    assert (len(failed), passed) == (4, [])
+    assert failed[0] == spend(groups, 4.5)
+    assert failed[-1].cost == frontier(groups)[-1].cost
+    assert [point.bits for point in failed] == sorted(point.bits for point in failed)
+    assert next_try(groups, 4.5, 1, failed[:1], []) is None, "one choice, no search"
+    assert searched(groups, 4.5, 4, 0.0) == ([], [spend(groups, 4.5)]), "a first PASS is what was asked for"
 
 
 def test_overrides_give_every_module_what_was_chosen() -> None:

@@ -58,7 +58,7 @@ def make(project: Path, orchestra: Any, with_vllm: Callable[..., Setting], monke
 
     plain = (project / "r.yaml").read_text().replace("mi300x", "mi355x").replace("margin: 0.02", MARGINS)
 
-    def made(bits: float | str = 5.0, passing: float = 0.0, search: str = "") -> Setting:
+    def made(bits: float | str = 5.0, passing: float = 0.0, search: str = "", published: bool = False) -> Setting:
         path = project / "r.yaml"
         text = plain.replace("{scheme: ptpc_fp8, kv_cache: fp8, format: compressed-tensors}", AUTO)
         path.write_text(text.replace("BITS", str(bits)) + search)
@@ -76,6 +76,7 @@ def make(project: Path, orchestra: Any, with_vllm: Callable[..., Setting], monke
                 orchestra.stage("evaluate-baseline", "source"),
                 orchestra.stage("quantize", "source", option=recipe[0]),
                 orchestra.stage("gate", "quantize", option=recipe, result={"verdict": verdict, "reasons": []}),
+                *([orchestra.stage("report", "gate"), orchestra.stage("publish", "report")] if published else []),
             ]
 
         monkeypatch.setattr(planning, "stages_of", stages)
@@ -132,10 +133,12 @@ def test_a_budget_below_what_its_overrides_leave_is_refused_with_what_is_needed(
 def test_a_fail_sends_the_run_to_more_bits_until_one_passes(make: Any, orchestra: Any) -> None:
     found = run(make(bits=5.2, passing=7.0, search="search: {until: pass, tries: 4}\n"))
     assert found[0].verdict is Verdict.PASS
-    assert [one["verdict"] for one in found[2]] == ["FAIL"] * (len(found[2]) - 1) + ["PASS"]
     bits = [one["bits"] for one in found[2]]
-    assert bits == sorted(set(bits))
-    assert 2 <= len(bits) <= 4
+    verdicts = [one["verdict"] for one in found[2]]
+    assert verdicts == ["PASS" if each >= 7.0 else "FAIL" for each in bits]
+    assert (verdicts[0], "PASS" in verdicts) == ("FAIL", True)
+    assert found[1].chosen.point.bits == min(each for each in bits if each >= 7.0), "of those that passed the fewest"
+    assert 2 <= len(set(bits)) == len(bits) <= 4
     assert orchestra.ran.count("evaluate-baseline") == orchestra.ran.count("sensitivity") == 1
     assert found[1].recipe.gate.accuracy.confidence == pytest.approx(1 - 0.05 / 4)
     # A second run goes where the first ended; so does whatever asks for the recipe's state.
@@ -145,12 +148,26 @@ def test_a_fail_sends_the_run_to_more_bits_until_one_passes(make: Any, orchestra
     assert orchestra.ran == ran
 
 
+def test_between_two_tries_a_search_goes_down_and_publishes_the_fewest_that_passed(make: Any, orchestra: Any) -> None:
+    """Only that one: a PASS on the way is reported, and stays unpublished. An interruption goes on where it was."""
+    search = "search: {tries: 10}\n"
+    found = run(make(bits=5.2, passing=6.0, search=search, published=True))
+    bits = [(one["bits"], one["verdict"]) for one in found[2]]
+    assert [verdict for _, verdict in bits] == ["FAIL", "PASS", "PASS"], bits
+    assert bits[2][0] < bits[1][0], "down again"
+    assert found[1].chosen.point.bits == pytest.approx(bits[2][0], abs=1e-3)
+    assert orchestra.ran.count("report") == 3
+    assert orchestra.ran.count("publish") == 1
+    assert [verdict for _, verdict in tried(found[1])] == [Verdict.FAIL, Verdict.PASS, Verdict.PASS]
+    assert settled(make(bits=5.2, passing=6.0, search=search, published=True)).recipe == found[1].recipe
+
+
 def test_where_none_passes_the_last_verdict_stays(make: Any) -> None:
     setting = make(bits=5.2, passing=99, search="search: {tries: 4}\n")  # four groups have three points worth a try
     found = run(setting)
-    assert (found[0].verdict, len(found[2])) == (Verdict.FAIL, 3)
+    assert (found[0].verdict, len(found[2])) == (Verdict.FAIL, 2)
     assert found[2][-1]["groups"] == {"ptpc_fp8": 4}
-    assert [verdict for _, verdict in tried(setting)] == [Verdict.FAIL] * 3
+    assert [verdict for _, verdict in tried(setting)] == [Verdict.FAIL] * 2
     assert settled(setting).recipe == found[1].recipe
 
 
