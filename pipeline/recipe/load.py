@@ -155,6 +155,11 @@ def choice_yaml(quantization: Quantization) -> str:
     return _yaml({"quantization": said})
 
 
+def sections_yaml(sections: Mapping[str, Any]) -> str:
+    """Sections as a block that stands in a recipe."""
+    return _yaml(sections)
+
+
 def _yaml(data: Mapping[str, Any]) -> str:
     return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 

@@ -2,22 +2,27 @@
 
 What layers cost is only known where it was measured, by `scheme: auto` or `quantmint search`: the errors of weights,
 which every run records, order layers no better than chance (docs/four-bits.md). Else the command that measures is told.
+The block to paste stands in a recipe as it is, in the place of the sections of its names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from quantmint.calibration.sets import load_set
 from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.errors import RecipeError
 from quantmint.pipeline.base.hardware import hardware, refusal
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.budget import Group, Point, costliest, frontier, overrides
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
-from quantmint.pipeline.recipe.load import choice_yaml
+from quantmint.pipeline.recipe.load import choice_yaml, sections_yaml, validated
 from quantmint.pipeline.recipe.modules import assigned, matches
-from quantmint.pipeline.recipe.schema import AUTO, Quantization, Recipe
+from quantmint.pipeline.recipe.schema import AUTO, BUDGET, Quantization, Recipe
+from quantmint.pipeline.stages.checks import accuracy_faults
 from quantmint.pipeline.stages.sensitivity import spendable
 from quantmint.pipeline.stages.stage import Setting
 
@@ -27,6 +32,12 @@ _EIGHT = "ptpc_fp8"
 _ROWS = 5
 _MORE = 0.75
 """Bits a weight above the fewest that a first budget has: where most of what four bits lose is won back."""
+_TRIES = (6, 5, 4, 3, 2)
+"""Of a search that is proposed, the most that the suite can test."""
+_HUB_SET, _LENGTH, _MOST_SAMPLES = "ultrachat", 512, 128
+"""Texts where the recipe has none, tokens of a sample of its own, and the most of those."""
+_SIXTEEN = "16 bit"
+_WIDEST = r"re:.*\.down_proj$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,47 +83,168 @@ def choices(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _precision(setting: Setting, groups: Sequence[Group] | None) -> Advice:
-    recipe = setting.recipe
+    made = setting.recipe.quantization
     point = None if setting.chosen is None else setting.chosen.point
     if groups is not None and point is not None:
-        return Advice(tuple(_more_bits(spendable(setting, tuple(groups)), point)))
-    if all(scheme(name).bits_per_weight >= scheme(_EIGHT).bits_per_weight for name in recipe.quantization.schemes):
-        return Advice(
-            ("all is in 8 bit; what loses most may stay in 16 by `quantization: {exclude: [...]}`: see its errors",)
-        )
+        left = spendable(setting, tuple(groups))
+        lines, budget = _more_bits(left, point)
+        if budget is None:
+            return in_sixteen(setting.recipe, left, point.schemes, lines)
+        return Advice(tuple(lines), _block(setting, {**_choosing(setting.written), **budget}))
+    eight = all(scheme(name).bits_per_weight >= scheme(_EIGHT).bits_per_weight for name in made.schemes)
     if groups is not None:
-        return in_eight(recipe.quantization, groups)
+        now = {group.name: assigned(made, group.modules[0]) or made.scheme for group in groups}
+        return in_sixteen(setting.recipe, groups, now) if eight else in_eight(made, groups)
+    return _of_eight_bits(setting) if eight else _of_few_bits(setting)
+
+
+def _of_few_bits(setting: Setting) -> Advice:
+    """What to do where nothing was measured and few bits lost too much."""
+    recipe, made = setting.recipe, setting.recipe.quantization
     lines: list[str] = []
-    own, texts = recipe.quantization, "" if recipe.calibration else ", with `calibration: {set: ultrachat}`"
-    gptq = algorithm("gptq")
-    if own.algorithm == "none" and any(gptq.refusal(own.engine, name) is None for name in own.schemes):
-        lines.append(f"at the same bits GPTQ loses less than rounding does: `quantization: {{algorithm: gptq}}`{texts}")
+    by_gptq = _takes_gptq(made, made.schemes)
+    if made.algorithm == "none" and by_gptq:
+        lines.append("at the same bits GPTQ loses less than rounding does: `quantization: {algorithm: gptq}`")
     names = choices(recipe)
-    if _EIGHT in names and recipe.quantization.scheme in names:
-        where = "" if recipe.calibration else " --calibration SET"
-        bits = min(scheme(name).bits_per_weight for name in names) + _MORE
-        lines += [
-            f"`quantmint search {recipe.name}{where}` measures the KL with one group of layers at a time in {_EIGHT}, "
-            "and prints the overrides to paste",
-            "or leave the choice to a run: "
-            f"`quantization: {{scheme: {AUTO}, from: [{', '.join(names)}], bits: {bits:g}}}`{texts}",
-        ]
-    return Advice(tuple(lines))
+    if _EIGHT not in names or made.scheme not in names:
+        return Advice(tuple(lines), _block(setting, {**_same(made), "algorithm": "gptq"}) if lines else "")
+    where = "" if recipe.calibration else " --calibration SET"
+    bits = min(scheme(name).bits_per_weight for name in names) + _MORE
+    lines += [
+        f"`quantmint search {recipe.name}{where}` measures the KL with one group of layers at a time in {_EIGHT}, "
+        "and prints the overrides to paste",
+        "or leave the choice to a run, which goes on to more bits until the gate passes: paste this into the recipe, "
+        "in the place of its sections of these names",
+    ]
+    return Advice(tuple(lines), _block(setting, {**_choosing(recipe, names), "bits": bits}))
 
 
-def _more_bits(groups: Sequence[Group], point: Point) -> list[str]:
-    """The groups that cost most as they were chosen, and what the next step up would cost in bits."""
-    worst = costliest(groups, point.schemes)
-    told = [f"{name} in {scheme} ({share:.0%})" for name, scheme, share in worst]
-    lines = [f"of the cost that was predicted, {point.cost:.3g} nats, most is that of {', '.join(told)}"]
+def _of_eight_bits(setting: Setting) -> Advice:
+    """What is known to lose less where all is in eight bits: scales by channel and token, no 8-bit cache, 16 bits."""
+    made, changes = setting.recipe.quantization, dict[str, Any]()
+    if made.scheme == "fp8" and scheme(_EIGHT).refusal(made.engine, made.format) is None:
+        changes["scheme"] = _EIGHT
+    if made.kv_cache != "auto":
+        changes["kv_cache"] = "auto"
+    if changes:
+        line = "scales by channel and token, and a KV cache in 16 bit, lose less than this: paste it into the recipe"
+    else:
+        changes["exclude"] = [*made.exclude, _WIDEST]
+        line = "the last product of an MLP, whose inputs vary most, may stay in 16 bit: paste this into the recipe"
+    return Advice((line,), _block(setting, {**_same(made), **changes}, search=False))
+
+
+def _same(made: Quantization) -> dict[str, Any]:
+    """What a recipe says of its quantization, without defaults."""
+    return made.model_dump(mode="json", exclude_defaults=True, by_alias=True) | {"scheme": made.scheme}
+
+
+def _choosing(recipe: Recipe, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """The section with its schemes to be chosen, by GPTQ where that rounds all of them; without a budget."""
+    made = _same(recipe.quantization)
+    from_ = list(names or recipe.quantization.from_ or ())
+    kept = {name: value for name, value in made.items() if name not in (*BUDGET, "overrides", "from")}
+    if names is None and recipe.quantization.overrides:
+        kept["overrides"] = made["overrides"]
+    if recipe.quantization.algorithm == "none" and _takes_gptq(recipe.quantization, from_):
+        kept["algorithm"] = "gptq"
+    return {**kept, "scheme": AUTO, "from": from_}
+
+
+def _takes_gptq(made: Quantization, names: Collection[str]) -> bool:
+    return all(algorithm("gptq").refusal(made.engine, name) is None for name in names)
+
+
+def _block(setting: Setting, section: Mapping[str, Any], *, search: bool = True) -> str:
+    """Return sections to paste: the quantization, the texts that it is measured on, and a search.
+
+    A search has as many tries as the suite can test its margins with, each judged by its share of the error.
+    """
+    recipe = setting.recipe
+    sections: dict[str, Any] = {"quantization": dict(section)}
+    needs_texts = section["scheme"] == AUTO or section.get("algorithm", "none") != "none"
+    if needs_texts and recipe.calibration is None:
+        sections["calibration"] = _texts(setting)
+    if section["scheme"] != AUTO or not search:
+        return _told(setting, sections) or ""
+    for tries in _TRIES:
+        if text := _told(setting, {**sections, "search": {"tries": tries}}):
+            return text
+    return _told(setting, sections) or ""
+
+
+def _told(setting: Setting, sections: Mapping[str, Any]) -> str | None:
+    """Return sections as YAML; None where the recipe would be refused with them."""
+    written = setting.loaded if setting.chosen is None else setting.chosen.written
+    data = written.recipe.model_dump(mode="json", by_alias=True) | dict(sections)
+    try:
+        loaded = validated(replace(written.positions, data=data), written.path)
+    except RecipeError:
+        return None
+    return None if list(accuracy_faults(loaded, setting.suite)) else sections_yaml(sections)
+
+
+def _texts(setting: Setting) -> dict[str, Any]:
+    """The calibration of a recipe that has none: texts that `init` wrote beside it, else a set of the Hub."""
+    written = setting.loaded if setting.chosen is None else setting.chosen.written
+    name = setting.recipe.name
+    own = written.path.parent / f"{name}-eval" / f"{name}-texts.yaml"
+    if not own.is_file():
+        return {"set": _HUB_SET}
+    file = load_set(str(own)).file
+    words = 0 if file is None else len(file.read_text(encoding="utf-8", errors="replace").split())
+    samples = min(_MOST_SAMPLES, max(1, words // _LENGTH))  # a word has a token or more
+    return {"set": f"{name}-eval/{name}-texts.yaml", "samples": samples, "sequence_length": _LENGTH}
+
+
+def _more_bits(groups: Sequence[Group], point: Point) -> tuple[list[str], dict[str, float] | None]:
+    """Return which groups cost most as they were chosen, and the budget of the next step up; None at the top."""
+    lines = [_costliest(groups, point.schemes, point.cost)]
     above = [each for each in frontier(groups) if each.cost < point.cost]
-    if above:
-        step = next((each for each in above if each.cost <= point.cost / 2), above[-1])
-        saved = 1 - step.cost / point.cost
-        more = f"{step.bits - point.bits:.2f} bits a weight more are predicted to save {saved:.0%} of it"
-        bits, speedup = math.ceil(step.bits * 100) / 100, math.floor((step.speedup or 0) * 100) / 100
-        lines.append(f"{more}: `bits: {bits:.2f}`" if step.speedup is None else f"{more}: `speedup: {speedup:.2f}`")
-    return lines
+    if not above:
+        return lines, None
+    step = next((each for each in above if each.cost <= point.cost / 2), above[-1])
+    saved = 1 - step.cost / point.cost
+    more = f"{step.bits - point.bits:.2f} bits a weight more are predicted to save {saved:.0%} of it"
+    bits, speedup = math.ceil(step.bits * 100) / 100, math.floor((step.speedup or 0) * 100) / 100
+    budget: dict[str, Any] = {"bits": bits} if step.speedup is None else {"objective": "throughput", "speedup": speedup}
+    lines.append(f"{more}: `bits: {bits:.2f}`" if step.speedup is None else f"{more}: `speedup: {speedup:.2f}`")
+    return lines, budget
+
+
+def _costliest(groups: Sequence[Group], schemes: Mapping[str, str], cost: float) -> str:
+    told = [f"{name} in {scheme} ({share:.0%})" for name, scheme, share in costliest(groups, schemes)]
+    return f"of the cost that was predicted, {cost:.3g} nats, most is that of {', '.join(told)}"
+
+
+def in_sixteen(
+    recipe: Recipe, groups: Sequence[Group], schemes: Mapping[str, str], lines: Sequence[str] = ()
+) -> Advice:
+    """Keep the groups in 16 bit that make half of the predicted cost, each now in its scheme of ``schemes``."""
+    costs = {
+        group.name: option.cost for group in groups for option in group.options if option.scheme == schemes[group.name]
+    }
+    total, kept = sum(costs.values()), list[str]()
+    for name in sorted(costs, key=lambda each: -costs[each]):
+        if sum(costs[each] for each in kept) >= total / 2:
+            break
+        kept.append(name)
+    if not kept:
+        return Advice(tuple(lines))
+    weights = {group.name: group.weights for group in groups}
+    share = sum(weights[name] for name in kept) / sum(weights.values())
+    left = [group for group in groups if group.name in costs]
+    _, patterns = overrides(left, {name: _SIXTEEN if name in kept else _EIGHT for name in costs})
+    chosen = [pattern for each in patterns if each["scheme"] == _SIXTEEN for pattern in each["modules"]]
+    if not chosen:  # those that stay are most: the others are the patterns
+        return Advice(tuple(lines))
+    section = {**_same(recipe.quantization), "exclude": [*recipe.quantization.exclude, *chosen]}
+    said = (
+        f"{len(kept)} of {len(costs)} groups make half of the predicted cost; with these, {share:.0%} of the weights, "
+        "in 16 bit it is halved: paste this into the recipe"
+    )
+    first = list(lines) or [_costliest(groups, schemes, total)]
+    return Advice((*first, said), sections_yaml({"quantization": section}))
 
 
 def in_eight(quantization: Quantization, groups: Sequence[Group]) -> Advice:

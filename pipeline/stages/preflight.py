@@ -153,7 +153,8 @@ def require_tokens(setting: Setting, missing: Collection[str]) -> None:
     A large file is not counted, and neither is one whose model lies elsewhere.
     """
     section, folder = setting.recipe.calibration, setting.source.folder
-    if section is None or folder is None or not calibrated(setting.recipe.quantization) or "quantize" not in missing:
+    read = ("quantize" in missing and calibrated(setting.recipe.quantization)) or "sensitivity" in missing
+    if section is None or folder is None or not read:
         return
     file = load_set(section.set).file
     if file is None or file.stat().st_size > _TOKEN_BYTES * section.samples * section.sequence_length:

@@ -16,6 +16,7 @@ from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.recipe.load import choice_yaml, load_recipe
+from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.stages import planning
 from quantmint.pipeline.stages.advice import advise
 from quantmint.pipeline.stages.planning import build_plan
@@ -234,11 +235,15 @@ def four(make: Any, project: Path) -> Callable[[str], Setting]:
 def test_after_a_fail_in_four_bits_what_helps_is_a_block_that_a_recipe_takes(four: Any, orchestra: Any) -> None:
     setting = four()
     assert known_groups(setting) is None
-    gptq, command, auto = advise(setting).lines
+    first = advise(setting)
+    gptq, command, auto = first.lines
     assert "`quantmint search r` measures the KL with one group of layers at a time in ptpc_fp8" in command
-    for line in (gptq, auto):  # what stands there in backticks is the recipe's section
-        said = yaml.safe_load(line.split("`")[1])["quantization"]
-        assert four(yaml.safe_dump({**yaml.safe_load(FOUR), **said}, default_flow_style=True, width=999).strip())
+    assert "paste this into the recipe" in auto
+    said = yaml.safe_load(gptq.split("`")[1])["quantization"]
+    assert four(yaml.safe_dump({**yaml.safe_load(FOUR), **said}, default_flow_style=True, width=999).strip())
+    sections = yaml.safe_load(first.paste)
+    assert sections["quantization"]["algorithm"] == "gptq", "at each bit it loses less"
+    assert pasted_into("r.yaml", first.paste).search.tries == sections["search"]["tries"] == 6
     stopped = advise(four(), stopped="canary-candidate").lines
     assert stopped[-1].endswith("`gate: {canary: null}`")
     assert advise(setting, verdict=Verdict.INCONCLUSIVE).lines == ()
@@ -274,6 +279,45 @@ def test_after_a_fail_in_four_bits_what_helps_is_a_block_that_a_recipe_takes(fou
     assert advise(pasted, groups).lines[0].startswith("predicted KL 10.2 nats")
 
 
-def test_in_eight_bits_there_is_nothing_to_search(four: Any) -> None:
-    [said] = advise(four("{scheme: ptpc_fp8}")).lines
-    assert "quantmint search" not in said
+def pasted_into(name: str, block: str) -> Recipe:
+    """Write a block over the sections of its names in a recipe, as a person pastes it; the recipe that it becomes."""
+    path = Path(name)
+    data = yaml.safe_load(path.read_text()) | yaml.safe_load(block)
+    path.with_name("pasted.yaml").write_text(yaml.safe_dump(data | {"name": "pasted"}, sort_keys=False))
+    return load_recipe("pasted.yaml").recipe
+
+
+def test_in_eight_bits_scales_by_channel_help_then_sixteen_bits(four: Any) -> None:
+    """What orders layers is their measured cost, never the errors of their weights."""
+    first = advise(four("{scheme: fp8, kv_cache: fp8}"))
+    assert yaml.safe_load(first.paste)["quantization"] == {"scheme": "ptpc_fp8", "kv_cache": "auto"}
+    assert pasted_into("r.yaml", first.paste).quantization.kv_cache == "auto"
+    second = advise(four("{scheme: ptpc_fp8}"))
+    assert yaml.safe_load(second.paste)["quantization"]["exclude"] == [r"re:.*\.down_proj$"]
+    assert pasted_into("r.yaml", second.paste).quantization.exclude == [r"re:.*\.down_proj$"]
+
+
+def test_where_costs_are_known_eight_bits_give_way_to_sixteen_where_they_cost_most(make: Any) -> None:
+    found = run(make(bits=8.0, passing=99))
+    advice = advise(found[1], read_groups(found[0].entry("sensitivity")))
+    assert "make half of the predicted cost" in advice.lines[-1]
+    excluded = pasted_into("r.yaml", advice.paste).quantization.exclude
+    assert excluded[0] == r"re:.*layers\.1\.", "what was excluded stays so"
+    assert any("down_proj" in pattern for pattern in excluded[1:]), "of 8 in 15 parts"
+
+
+def test_texts_that_init_wrote_are_named_with_as_many_samples_as_they_have(four: Any, project: Path) -> None:
+    setting = four("{scheme: mxfp4, format: quark}")
+    text = (project / "r.yaml").read_text()
+    head, _, tail = text.partition("calibration:")
+    (project / "r.yaml").write_text(head + tail.partition("\n")[2])
+    own = project / "r-eval"
+    own.mkdir()
+    (own / "r-texts.jsonl").write_text("\n".join(json.dumps({"text": "word " * 600}) for _ in range(8)))
+    (own / "r-texts.yaml").write_text("name: r-texts\ndescription: Some.\nfile: r-texts.jsonl\ntext: text\n")
+    setting = open_setting("r.yaml", store=setting.store)
+    assert setting.recipe.calibration is None
+    said = yaml.safe_load(advise(setting).paste)["calibration"]
+    assert said == {"set": "r-eval/r-texts.yaml", "samples": 9, "sequence_length": 512}
+    (own / "r-texts.yaml").unlink()
+    assert yaml.safe_load(advise(setting).paste)["calibration"] == {"set": "ultrachat"}
