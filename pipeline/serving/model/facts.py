@@ -19,7 +19,14 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.schemes import table
 from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
 from quantmint.pipeline.quantize.formats.layout import layout as layout_of_method
-from quantmint.pipeline.recipe.modules import assigned, declared_quantization, expert_names, expert_schemes, matches
+from quantmint.pipeline.recipe.modules import (
+    assigned,
+    declared_quantization,
+    expert_names,
+    expert_schemes,
+    matches,
+    text_config,
+)
 from quantmint.pipeline.recipe.schema import Quantization
 from quantmint.pipeline.serving.model.architecture import Shape, read_shape
 from quantmint.pipeline.serving.model.weights import Piece, count_pieces, measure_pieces
@@ -32,6 +39,8 @@ _LENGTHS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
     "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
+_PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Where a config.json counts the layers of a predictor of further tokens."""
 _DEFAULT_LENGTH = 2048  # vLLM's own where a configuration says nothing
 _SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default")
 _OURS = ("quark", "compressed-tensors")
@@ -47,7 +56,7 @@ class ModelFacts(Shape):
     schemes.yaml where it is one of ours, else the method's own name, "none" for 16 bit; ``expert_schemes`` are those of
     routed experts, without 16 bit, as far as their names are sure. ``group`` is how many elements of a quantized
     weight's input share a scale. ``weights`` are bytes, measured from headers or, with ``counted``,
-    computed from the configuration. ``parameters`` and ``weights`` leave out a predictor of further tokens.
+    computed from the configuration. ``parameters`` and ``weights`` leave out a ``predictor`` of further tokens.
     """
 
     architecture: str
@@ -70,6 +79,7 @@ class ModelFacts(Shape):
     weights: int
     counted: bool
     pieces: tuple[Piece, ...] = field(repr=False, compare=False)
+    predictor: bool = False
 
     @property
     def family(self) -> Literal["gpt-oss", "dsa", "mla", "moe", "dense"]:
@@ -162,6 +172,7 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
         weights=_bytes(pieces),
         counted=True,
         pieces=pieces,
+        predictor=any(section.get(key) for section in (config, text_config(config)) for key in _PREDICTORS),
     )
 
 

@@ -125,6 +125,9 @@ class LaunchRequest:
         if rule is not None and name == LEN_FLAG and not self.len_given:
             why = "nobody said how long requests are: so much is planned for, and one request of that length must fit"
             return str(self.max_model_len), why, "quantmint"
+        if rule is not None and name == LEN_FLAG and self.profile.longest and not self.profile.max_model_len:
+            why = f"the workload's longest request has {self.profile.longest:,} tokens, and this has room for it"
+            return str(self.max_model_len), why, "quantmint"
         return None if rule is None else (value_of(rule, facts), rule.why, rule.source)
 
     def memory(self, layout: Layout) -> Memory:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from quantmint.pipeline.base.data import beside
 from quantmint.pipeline.serving.model.facts import ModelFacts
@@ -169,7 +169,13 @@ def _layouts(case: _Case, form: str, *, expert: bool = False) -> list[Layout]:
         elif form == "stages":
             found.append(Layout(tensor, share * nodes, expert=experts, nodes=nodes))
     valid = [layout for layout in found if not split_faults(case.facts, layout)]
-    return valid if form in {"replicas", "data", "spread"} else valid[::-1]
+    ordered = valid if form in {"replicas", "data", "spread"} else valid[::-1]
+    return sorted(ordered, key=lambda layout: layout.tensor not in _REDUCED_AT_ONCE)
+
+
+_REDUCED_AT_ONCE: Final = frozenset((1, 2, 4, 6, 8))
+"""Sizes of tensor parallelism that vLLM's custom all-reduce takes (`CustomAllreduce`, vLLM 0.32
+distributed/device_communicators); others are tried last."""
 
 
 def _departure(facts: ModelFacts, row: Row, layout: Layout) -> str:

@@ -197,10 +197,15 @@ def _length(facts: ModelFacts, said: Mapping[str, str | bool], profile: Profile)
         asked: int | None = int(text)
     else:
         needed = 0 if profile.max_model_len else _needed(facts, profile)
-        asked = profile.max_model_len or (needed if needed > _CONTEXTS[0] else None)
+        asked = profile.max_model_len or (_with_room(needed, facts.context) if needed else None)
     if asked is not None and asked > facts.context:
         raise UserError(f"a context of {asked:,} tokens is asked for, but the model ends at {facts.context:,}")
     return asked
+
+
+def _with_room(needed: int, context: int) -> int:
+    """Return the least of the usual contexts that holds so many tokens; a longer request is planned for as it is."""
+    return min((length for length in _CONTEXTS if length >= needed), default=needed) if needed <= context else needed
 
 
 def _needed(facts: ModelFacts, profile: Profile) -> int:
@@ -248,6 +253,11 @@ def _remarks(request: LaunchRequest, layout: Layout) -> Iterator[str]:
         yield (
             f"planned for {request.max_model_len:,} tokens of the {facts.context:,} that the model knows, because"
             " nobody said how long requests are: --max-model-len says it"
+        )
+    if request.speculative is None and facts.predictor:
+        yield (
+            "--speculative-config is not set because nobody asked for it: the model has a predictor of further tokens, "
+            "and `serve: {speculative: {method: mtp, tokens: 1}}` in a recipe turns it on"
         )
     if request.purpose == "measure" and layout.replicas * layout.packed > 1:
         yield (

@@ -211,7 +211,9 @@ def _about(
     counted = ", counted from config.json" if facts.counted else ""
     yield _row("", f"{stored}, {size(facts.weights)} of weights{counted}")
     yield _row("target", f"{plan.target} ({accelerator(plan).title}), {plan.profile}")
-    if installed == plan.vllm_version:
+    if installed == plan.vllm_version and accelerator(plan).kind != "cpu" and "cpu" in installed:
+        note = f": the vLLM here is {installed}, for a CPU, and of the target's nothing is known"
+    elif installed == plan.vllm_version:
         note = ", the one installed"
     else:
         note = f"; installed is {installed}" if installed else "; none is installed here"

@@ -322,6 +322,21 @@ def test_a_cpu_plan_takes_little_memory():
     }
 
 
+def test_a_small_model_is_repeated_and_not_cut_in_three():
+    """vLLM's custom all-reduce takes 2, 4, 6 and 8 accelerators; nine heads are cut in three, or not at all."""
+    nine = replace(facts(), heads=9, kv_heads=3)
+    made = plan(nine, "mi300x:8", max_model_len=None)
+    assert (made.layout.tensor, made.layout.replicas) == (1, 8)
+    assert not any("stay idle" in warning for warning in made.warnings)
+
+
+def test_a_predictor_that_is_not_used_is_told_of():
+    made = plan(replace(facts(), predictor=True))
+    assert any("`serve: {speculative: {method: mtp, tokens: 1}}`" in warning for warning in made.warnings)
+    asked = plan(replace(facts(), predictor=True), speculative=Speculative(method="mtp", tokens=1))
+    assert not any("predictor of further tokens" in warning for warning in asked.warnings)
+
+
 def test_a_context_that_nobody_said_is_the_longest_that_fits():
     assert flag(plan(max_model_len=None), "--max-model-len") == "32768"
     assert any("nobody said" in warning for warning in plan(max_model_len=None).warnings)
@@ -332,7 +347,10 @@ def test_a_context_that_nobody_said_is_the_longest_that_fits():
 def test_a_plan_is_long_enough_for_its_workload():
     load = profile("throughput", concurrency=64, longest=33280)
     assert flag(plan(profile=load), "--max-model-len") == str(33280 + 33280 // 16)
-    assert flag(plan(profile=replace(load, longest=4352)), "--max-model-len") == "32768"
+    short = plan(profile=replace(load, longest=4352))
+    assert flag(short, "--max-model-len") == "8192", "the least of the usual contexts that has room"
+    assert not any("nobody said" in warning for warning in short.warnings)
+    assert any("the workload's longest request has 4,352 tokens" in reason.why for reason in short.reasons)
     assert flag(plan(profile=replace(load, longest=131060)), "--max-model-len") == "131072"
     assert flag(plan(profile=replace(load, max_model_len=8192)), "--max-model-len") == "8192"
     with pytest.raises(UserError, match="longest request has 131,073 tokens, but the model ends at 131,072"):

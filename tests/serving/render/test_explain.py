@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quantmint.pipeline.serving.model.facts import ModelFacts
 from quantmint.pipeline.serving.plan import LaunchPlan, Process
 from quantmint.pipeline.serving.render.invocation import explain
@@ -35,6 +37,15 @@ def test_without_reasons(one: Launch, facts: ModelFacts) -> None:
     text = explain(one[0], facts, one[1], installed="0.19.0", reasons=False)
     assert "AITER holds" not in text
     assert "planned for 0.33.0; installed is 0.19.0" in text
+
+
+def test_a_vllm_for_a_cpu_is_not_that_of_a_gpu(one: Launch, facts: ModelFacts) -> None:
+    plan = replace(one[0], vllm_version="0.32.0+cpu")
+    text = " ".join(explain(plan, facts, one[1], installed="0.32.0+cpu", reasons=False).split())
+    assert (
+        "planned for 0.32.0+cpu: the vLLM here is 0.32.0+cpu, for a CPU, and of the target's nothing is known" in text
+    )
+    assert "the one installed" not in text
 
 
 def test_rows(replicas: Launch, on_cpu: Launch, facts: ModelFacts) -> None:
