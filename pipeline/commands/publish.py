@@ -13,7 +13,7 @@ from quantmint.pipeline.base.errors import UserError, shown_path
 from quantmint.pipeline.base.progress import Reporter, reporter_for
 from quantmint.pipeline.commands.options import emit, json_option, store_option, vllm_option
 from quantmint.pipeline.commands.tables import plain, table, terminal
-from quantmint.pipeline.publish.place import Operation, Published
+from quantmint.pipeline.publish.place import Listed, Operation, Published
 from quantmint.pipeline.publish.places import EXPECTED, elsewhere, open_place, places_of, published_folder
 from quantmint.pipeline.recipe.destinations import KINDS
 from quantmint.pipeline.store.tree import Store
@@ -152,12 +152,24 @@ def _change(way: Literal["promote", "rollback"], place: str, tag: str | None, *,
 
 @click.command(name="prune")
 @click.argument("place")
-@click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="The newest N releases stay.")
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    required=True,
+    metavar="N",
+    help="The newest N releases stay, candidates not counted.",
+)
 @_dry_run_option
 @json_option
 def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
-    """Remove old releases from PLACE, never the current one or a candidate."""
+    """Remove old releases from PLACE, never the current one or a candidate.
+
+    Releases count from the newest. One that readers get stays although it is older, and so do all candidates.
+
+    Example: quantmint prune published/llama70b-fp8kv --keep 3
+    """
     there = open_place(place)
+    listed = there.releases()
     done = there.prune(keep=keep, dry_run=dry_run, progress=reporter_for(json=as_json))
     if as_json:
         removed = [one.what for one in done]
@@ -165,7 +177,18 @@ def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
         return
     _show(done)
     if not done:
-        click.echo(f"{shown_path(there.address)} has no release to remove")
+        click.echo(f"{shown_path(there.address)}: nothing to remove; {_kept(listed, keep)}")
+
+
+def _kept(listed: Sequence[Listed], keep: int) -> str:
+    """Say why each release of a place stays."""
+    counted = [release for release in listed if not release.candidate]
+    newest = ", ".join(release.tag for release in counted[:keep]) or "none"
+    parts = [f"the newest {keep} of {len(counted)} stay ({newest})"]
+    parts += [f"{release.tag} stays because readers get it" for release in counted[keep:] if release.current]
+    if candidates := [release.tag for release in listed if release.candidate]:
+        parts.append(f"{len(candidates)} candidate{'s are' if len(candidates) > 1 else ' is'} not counted")
+    return ", ".join(parts)
 
 
 def published_by(outcome: Outcome) -> Sequence[Published]:
@@ -197,7 +220,16 @@ def show_published(published: Sequence[Published], setting: Setting) -> None:
         waits = setting.recipe.publish.to == "candidate" and not one.current
         there = "  was there already" if one.again else ""
         waiting = f"  a candidate: quantmint promote {place}" if waits else ""
+        current = _current_in(one.place)
+        if current not in (None, one.tag) and not waits:
+            waiting = f"  readers get {current}: quantmint rollback {place} {one.tag} gives them this one"
         click.echo(f"checkpoint  {place}  {one.tag}{there}{waiting}")
+
+
+def _current_in(place: str) -> str | None:
+    """Return the tag of the release that readers of a published folder get now; None for any other place."""
+    folder = Path(place)
+    return folder.resolve().name if folder.is_symlink() else None
 
 
 def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:

@@ -170,8 +170,17 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
 def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as_json: bool) -> None:
     import shlex
 
+    from quantmint.pipeline.base.errors import UserError
+    from quantmint.pipeline.stages.source import require_tokenizer
+
     out, kv_cache = job.out, job.setting.recipe.quantization.kv_cache
-    serve = shlex.join(["vllm", "serve", str(out), *(["--kv-cache-dtype", "fp8"] if kv_cache == "fp8" else [])])
+    serve: str | None = shlex.join(
+        ["vllm", "serve", str(out), *(["--kv-cache-dtype", "fp8"] if kv_cache == "fp8" else [])]
+    )
+    try:
+        require_tokenizer(out)
+    except UserError:
+        serve = None
     facts = {name: value for name, value in record.items() if name not in ("payload", "files")}
     if as_json:
         emit({"checkpoint": str(out.absolute()), "made": made, **facts, "serve": serve})
@@ -193,7 +202,7 @@ def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as
         "time": ", ".join(f"{part} {took:.1f} s" for part, took in record["seconds"].items()),
         "error": None if worst is None else f"least SQNR {worst['sqnr_db']:.1f} dB, of {worst['module']}",
         "inspection": record["inspection"] or later,
-        "serve": serve,
+        "serve": serve or "not before a tokenizer lies beside it: the source has none, and vLLM needs one",
     }
     for name, text in lines.items():
         if text is not None:

@@ -113,7 +113,7 @@ def _show(comparison: Comparison) -> None:
 
 
 def _print_marks(console: Console, group: Group) -> None:
-    who = table("", "checkpoint", "verdict", "measured on")
+    who = table("", "checkpoint", "weights", "reported", "verdict", "measured on")
     figures = ("size", "of 16 bit", "recovery", "flips", "speed", "KV tokens", "canary")
     made = table("", *figures, right=figures)
     for mark in group.marks:
@@ -121,7 +121,10 @@ def _print_marks(console: Console, group: Group) -> None:
         canary = found.gate.canary
         letter = f"{mark.letter}{'*' if mark.on_front else ''}"
         place = f"{found.gate.hardware}, {found.gate.runtime}"
-        who.add_row(letter, plain(found.name), found.gate.verdict.value, plain(place))
+        reported = found.created[:16].replace("T", " ")
+        who.add_row(
+            letter, plain(found.name), found.gate.artefact[:8], reported, found.gate.verdict.value, plain(place)
+        )
         made.add_row(
             letter,
             size(found.size.candidate_bytes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -64,7 +65,7 @@ def command() -> None:
 def list_(recipes: tuple[str, ...], as_json: bool) -> None:
     """Show when RECIPES are next looked at (default: those of ./recipes that have a schedule).
 
-    Times are in the schedule's own zone, then in UTC.
+    Times are in the schedule's own zone, then in UTC. In a pipe each time has a line of its own, with tabs between.
     """
     from datetime import UTC, datetime
 
@@ -91,6 +92,19 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> None:
         return
     if not found:
         click.echo(f"no recipe of ./recipes has a schedule: {EXAMPLE}")
+        return
+    if not sys.stdout.isatty():  # a line for each time, with tabs between, for whatever reads it
+        for item in found:
+            for time in times[item.name]:
+                utc = time.astimezone(UTC)
+                fields = (
+                    item.name,
+                    f"{time:%Y-%m-%d %H:%M %Z}",
+                    f"{utc:%Y-%m-%d %H:%M} UTC",
+                    item.words,
+                    item.expression,
+                )
+                click.echo("\t".join(fields))
         return
     rows = [
         (

@@ -28,7 +28,7 @@ _ROWS = 16
 @click.option(
     "--calibration", metavar="SET", help="Set to measure on: a name or a YAML file. It goes before a recipe's own."
 )
-@click.option("--samples", type=int, help="Sequences of the set; a fifth of them is measured on, and 16 at most.")
+@click.option("--samples", type=int, help="Sequences of the set; half of them are measured on, and 16 at most.")
 @click.option("--sequence-length", type=int, help="Tokens of a sequence (default: the set's, else 2048).")
 @click.option("--bits", type=float, help="Print what so many bits a weight are best spent on, as a recipe says it.")
 @click.option("--speedup", type=float, help="The same for so many times the speed of 16 bit on the recipe's target.")

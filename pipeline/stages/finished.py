@@ -69,6 +69,8 @@ def gate_of(report: Path, store: Store) -> Path | None:
     if (report.parent / GATE).is_file():
         return report.parent / GATE
     folder = report.parent.resolve()
+    if folder.parent.name == "report":
+        store = Store(folder.parent.parent)  # the report's own, wherever it lies
     try:
         entry = store.find("report", folder.name) if folder.parent.name == "report" else None
     except ValueError:  # the folder's name is no fingerprint

@@ -156,6 +156,10 @@ def open_job(
     loaded: LoadedRecipe, out: Path, *, device: str = "auto", inspect: bool = True, to_run: bool = True
 ) -> QuantizationJob:
     """Resolve the source and refuse what can be refused from small files. Raises `UserError`."""
+    try:
+        (out / _WORK).exists()
+    except OSError as error:  # a name that no file system takes
+        raise UserError(f"OUT: {str(out)[:60]}... cannot be a folder: {error.strerror}") from None
     setting = stand_in(open_setting(loaded, store=Store(out / _WORK), device=device, to_run=to_run, proven=False))
     return QuantizationJob(setting, build_plan(setting, "inspect" if inspect else "quantize"), out)
 

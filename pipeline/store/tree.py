@@ -168,6 +168,8 @@ class Work:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         with disk_errors(self.path):
+            if error is not None and self.existing is None and not any(path.is_file() for path in self.path.rglob("*")):
+                shutil.rmtree(self.path, ignore_errors=True)  # nothing to go on with
             self.lock.release()
         if isinstance(error, OSError):
             named = isinstance(error.filename, str)  # a full disk is reported without a name

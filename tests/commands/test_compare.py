@@ -39,6 +39,17 @@ def test_published_store_entry_file_and_recipe_are_one_and_the_same(quantmint: Q
         assert group["notes"] == []
 
 
+def test_reports_of_another_store_bring_their_records(quantmint: Quantmint, made: Path) -> None:
+    """Two runs of one recipe are told apart by their weights and the times of their reports."""
+    reports = sorted(path.parent for path in (made / "store").glob("report/*/report.json"))[:2]
+    told = quantmint("compare", *reports, "--store", "elsewhere", "--json").json
+    assert told["groups"][0]["direct"]
+    shown = quantmint("compare", reports[0], reports[0], "--store", "elsewhere").out
+    contender = told["groups"][0]["contenders"]["A"]
+    assert contender["artefact"][:8] in shown
+    assert contender["created"][:10] in shown
+
+
 def test_a_lone_report_has_no_record(quantmint: Quantmint, made: Path, tmp_path: Path) -> None:
     shutil.copyfile(made / "published" / "good" / "quantmint" / "report.json", tmp_path / "lone.json")
     told = quantmint("compare", tmp_path / "lone.json", "small", "--store", made / "store", "--json").json

@@ -105,6 +105,16 @@ def test_a_model_without_a_tokenizer_is_made_with_a_warning(quantmint: Quantmint
     ended = quantmint("quantize", copied, "out", "--scheme", "ptpc_fp8")
     assert ended.code == 0
     assert "copied has no tokenizer: found no tokenizer.json" in ended.err
+    assert "vllm serve" not in ended.out, "as a plan has it: nothing can be asked of it"
+    assert "not before a tokenizer lies beside it" in ended.out
+
+
+def test_a_name_that_no_disk_takes_is_one_message(quantmint: Quantmint, source: Path) -> None:
+    ended = quantmint("quantize", source, "x" * 300, "--scheme", "ptpc_fp8")
+    assert (ended.code, ended.out) == (2, "")
+    assert "OUT: xxx" in ended.err
+    assert "cannot be a folder: File name too long" in ended.err
+    assert "report it" not in ended.err
 
 
 @pytest.mark.slow

@@ -242,6 +242,17 @@ def test_the_working_folder_outlives_an_exception(store: Store) -> None:
         assert list(work.path.iterdir()) == []
 
 
+def test_a_working_folder_without_a_file_does_not_outlive_a_refusal(store: Store) -> None:
+    def refused() -> None:
+        with store.working("sensitivity", DIGEST) as work:
+            (work.path / "layers").mkdir()
+            raise ValueError("too few tokens")
+
+    with pytest.raises(ValueError, match="too few"):
+        refused()
+    assert list((store.root / "sensitivity").iterdir()) == []
+
+
 def test_known_hashes_are_believed_and_sizes_are_not(store: Store) -> None:
     started = datetime.now(UTC)
     with store.working("quantize", DIGEST) as work:

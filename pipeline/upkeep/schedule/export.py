@@ -26,7 +26,7 @@ from zoneinfo import available_timezones
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.base.times import classic, next_times, parsed, ranges, weekdays, words
-from quantmint.pipeline.clusters.submit.pod import Pod, by_digest, job_spec, require_lasting
+from quantmint.pipeline.clusters.submit.pod import Pod, Reference, by_digest, job_spec, require_lasting
 from quantmint.pipeline.recipe.load import find, load_recipe, recipe_names
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.serving.render.containers import object_name
@@ -97,6 +97,8 @@ _CHECKOUT_VERSION: Final = "v6.0.2"
 _LONGEST_MINUTES: Final = 5 * 24 * 60
 """What GitHub allows a job on a runner of one's own; a job that says nothing ends after six hours."""
 _SECRET: Final = re.compile(r"(?!GITHUB_)[A-Za-z_][A-Za-z0-9_]*")
+CLUSTER_SECRET: Final = "quantmint"  # noqa: S105 - a name, no secret
+"""Of the Secret of a cluster that holds what nobody named another for."""
 _POD_RETRIES: Final = 1
 """Of a pod that was killed: `requantize` itself repeats what may succeed in a while."""
 
@@ -161,6 +163,9 @@ def cron_job(item: Scheduled, export: Export, pod: Pod, namespace: str | None = 
         raise refusal(item, f"a pod has the GPUs of one node, and {gpus} are of several", hint)
     pod = replace(pod, name=item.name, command=export.command(item), kind=machine.kind, gpus=gpus)
     pod = replace(pod, folder=export.directory, variables=export.variables)
+    named = {reference.variable for reference in pod.secrets}
+    missing = tuple(Reference(name, CLUSTER_SECRET, name) for name in needed_secrets(item.recipe) if name not in named)
+    pod = replace(pod, secrets=(*pod.secrets, *missing))
     job = job_spec(pod, retries=_POD_RETRIES)
     if pod.claims:  # else the store is where the image has it
         require_lasting(pod, export.store or "store")
@@ -180,6 +185,14 @@ def cron_job(item: Scheduled, export: Export, pod: Pod, namespace: str | None = 
     }
     file = f"{PREFIX}{item.name}.yaml"
     notes = [] if by_digest(pod.image) else ["the image is named by a tag: that it was moved makes no recipe due"]
+    if missing:
+        keys = " and ".join(reference.key for reference in missing)
+        notes.append(f"the Secret {CLUSTER_SECRET} must hold {keys}; --secret NAME=SECRET:KEY names another")
+    if item.recipe.source.folder is not None:
+        notes.append(
+            f"source.folder {item.recipe.source.folder} must lie on the volume of the claim: a pod does not see this "
+            "machine's disk"
+        )
     return {file: export.header(file, item.words, *notes) + dump(manifest)}
 
 

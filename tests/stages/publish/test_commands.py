@@ -158,6 +158,22 @@ def test_back_and_forth(passed: Any, quantmint: Any) -> None:
     assert shown.read_text() == before
 
 
+def test_after_a_rollback_a_run_says_what_readers_get(passed: Any, orchestra: Any, stages: Any, quantmint: Any) -> None:
+    first, second = passed(1), passed(2)
+    assert quantmint("rollback", "published/r", first).code == 0
+    told = quantmint("publish", "r.yaml").out
+    assert f"{second}  was there already  readers get {first}: quantmint rollback published/r {second}" in told
+
+
+def test_a_prune_that_removes_nothing_says_how_it_counts(passed: Any, quantmint: Any) -> None:
+    first, second = passed(1), passed(2)
+    assert quantmint("rollback", "published/r", first).code == 0
+    told = quantmint("prune", "published/r", "--keep", "1").out
+    assert told == (
+        f"published/r: nothing to remove; the newest 1 of 2 stay ({second}), {first} stays because readers get it\n"
+    )
+
+
 @pytest.mark.parametrize("command", [("releases",), ("promote",), ("rollback",), ("prune", "--keep", "1")])
 def test_a_place_where_nothing_is(quantmint: Any, project: Path, command: tuple[str, ...]) -> None:
     more = ["v20261121-01234567"] if command == ("rollback",) else []

@@ -79,3 +79,5 @@ def test_the_list(written: Callable[..., object], schedule: Callable[..., Any]) 
     text = schedule("list", "mine").out
     assert "At 03:00 on Saturday" in text
     assert "other" not in text
+    lines = [line.split("\t") for line in text.splitlines()]
+    assert [(len(fields), fields[0], fields[4]) for fields in lines] == [(5, "mine", "0 3 * * 6")] * 3, "one a time"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +55,20 @@ def test_a_cron_job(written: Written) -> None:
     (tagged,) = cron_job(item, export(), Pod(image="quantmint:1")).values()
     assert "QUANTMINT_IMAGE" not in tagged
     assert "# the image is named by a tag" in tagged
+
+
+def test_a_recipe_that_signs_gets_its_passphrase_and_a_local_source_is_told_of(written: Written) -> None:
+    sign = {"folder": "published", "licence": {"id": "apache-2.0"}, "sign": {"key": "signing.pem"}}
+    (text,) = cron_job(written("0 3 * * 6", publish=sign), export(), CLUSTER).values()
+    (container,) = manifest(text)["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    secrets = {entry["name"]: entry["valueFrom"] for entry in container["env"] if "valueFrom" in entry}
+    key = "QUANTMINT_SIGNING_PASSPHRASE"
+    assert secrets[key] == {"secretKeyRef": {"name": "quantmint", "key": key}}
+    assert f"# the Secret quantmint must hold {key}; --secret NAME=SECRET:KEY names another" in text
+    assert "# source.folder model must lie on the volume of the claim" in text
+    named = replace(CLUSTER, secrets=(*CLUSTER.secrets, Reference(key, "keys", "passphrase")))
+    (text,) = cron_job(written("0 3 * * 6", publish=sign), export(), named).values()
+    assert "the Secret quantmint" not in text
 
 
 def test_on_a_ray_cluster_the_pod_itself_holds_no_gpu(written: Written) -> None:
