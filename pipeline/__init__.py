@@ -1,3 +1,3 @@
 """The stages of quantmint and what they share."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -105,7 +105,32 @@ def notes(report: Report, gate: GateReport) -> list[str]:
             f"The recipe promises its throughput on {promised}. What was measured on {gate.device or gate.hardware} "
             "neither keeps nor breaks that promise: it is shown as what it is."
         )
-    return [*history_notes(gate), *found, *report["notes"]]
+    known = [*history_notes(gate), *found]
+    known += [sentence for sentence in (None if found else _target(report, gate), _size(report, gate)) if sentence]
+    return [*known, *report["notes"]]
+
+
+def _target(report: Report, gate: GateReport) -> str | None:
+    """Return that figures come from other hardware than the recipe's target, None where they do not."""
+    target = gate.policy.hardware
+    if target in (None, gate.hardware):
+        return None
+    return f"The recipe is for {target}; everything here was measured on {gate.device or gate.hardware}."
+
+
+def _size(report: Report, gate: GateReport) -> str | None:
+    """Return why the weights are not as small as a guide says of such a checkpoint, None where they are."""
+    row = next((row for row in gate.claims if row.name.startswith("memory") and row.kept is False), None)
+    size = report["size"]
+    whole = [part for part in size["parts"] if part["candidate_bytes"] >= part["baseline_bytes"] > 0]
+    if row is None or row.measured is None or not whole:
+        return None
+    kept = sum(part["candidate_bytes"] for part in whole)
+    names = ", ".join(part["name"] for part in whole)
+    return (
+        f"The weights are {row.measured:.2f} times smaller, and not {row.promised:.3g} times as a guide has it: "
+        f"{numbers.size(kept)} of {numbers.size(size['candidate_bytes'])} are as large as before: {names}."
+    )
 
 
 def _accuracy(gate: GateReport) -> list[tuple[str, str, str]]:

@@ -20,7 +20,7 @@ from quantmint.eval import workloads
 from quantmint.eval.suites import SuiteTask
 from quantmint.pipeline.base.argument import classify
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.base.hardware import hardware, local_cpu_flags
+from quantmint.pipeline.base.hardware import hardware, local_cpu_flags, refusal
 from quantmint.pipeline.base.schemes import scheme as scheme_of
 from quantmint.pipeline.recipe.destinations import section_of
 from quantmint.pipeline.recipe.load import load_recipe
@@ -33,6 +33,8 @@ _BASES: Final[Mapping[str, str]] = {
     "fp8": "_base-fp8kv",
     **dict.fromkeys(("mxfp4", "mxfp4_fp8", AUTO), "_base-mxfp4"),
 }
+_CHOICES: Final = ("mxfp4", "ptpc_fp8")
+"""What `scheme: auto` of a first recipe chooses from."""
 _SPREAD: Final = 0.02  # nats a word, between documents: what shipped suites expect of a sound checkpoint
 
 
@@ -155,7 +157,10 @@ def _evaluation(name: str, folder: Path, origin: str, held: Sequence[str], kept:
             "# items: 1319, data: [openai/gsm8k]}, or your own beside this file: docs/own-evaluation.md.\n"
             f"name: {name}-suite\ndescription: Prose of {origin}.\nexpected_flip_rate: 0.03\ntasks:\n"
             f"  # A perplexity's margin is relative, and this the least of whole per cents that {len(held)} passages\n"
-            "  # can show.\n"
+            "  # can show: the checkpoint may be so much more perplexed than the 16-bit model. Large models rise by\n"
+            "  # less than 1 % in eight bits; one of 135M parameters rose by 2.7 % in FP8, and by far more in four\n"
+            "  # bits: a small one may FAIL by its format alone. Accept that price before the first run, for a\n"
+            "  # margin that is widened after a verdict is told to every reader.\n"
             f"  - {{task: {task}, metric: word_perplexity, items: {len(held)}, expected_spread: {_SPREAD}, "
             f"margin: {margin:.2f}}}\n"
         ),
@@ -186,8 +191,14 @@ def _recipe(wish: Wish, folder: Path, samples: int) -> str:
         length = min(length, json.loads((Path(wish.model) / "config.json").read_bytes())["max_position_embeddings"])
     load = next((one for one in loads if max(cell.longest for cell in workloads.load(one).cells) <= length), "tiny")
     lines.append(f"target: {{hardware: {wish.target}, gpus: {wish.gpus}, workload: {load}, max_model_len: {length}}}")
-    if wish.text is not None:
-        lines.append(f"evaluation: {{suite: {own}/{wish.name}-suite.yaml, concurrency: {8 if cpu else 64}}}")
+    asked = [] if wish.text is None else [f"suite: {own}/{wish.name}-suite.yaml", f"concurrency: {8 if cpu else 64}"]
+    if _needs_reference(wish, base):
+        lines.append(
+            f"# vLLM for a CPU has no kernels for {wish.scheme}: transformers computes what the checkpoint means."
+        )
+        asked.append("runtime: reference")
+    if asked:
+        lines.append(f"evaluation: {{{', '.join(asked)}}}")
     if cpu:
         lines.append("gate: {throughput: {min_ratio: null}}  # a CPU shows no speed of a GPU: none is promised")
         if "avx512f" not in (local_cpu_flags() or ()):
@@ -197,6 +208,13 @@ def _recipe(wish: Wish, folder: Path, samples: int) -> str:
     place = section_of(wish.publish or "published")
     lines.append(f"publish: {place}  # only what passed; `licence: {{id: apache-2.0}}` where the model says none")
     return "\n".join(lines) + "\n"
+
+
+def _needs_reference(wish: Wish, base: str) -> bool:
+    """Return whether no vLLM for a CPU serves the scheme, so that the reference runtime has to answer."""
+    names = _CHOICES if wish.scheme == AUTO else (wish.scheme,)
+    layout = "compressed-tensors" if base == "_base-ptpc" else "quark"
+    return wish.target == "cpu" and any(refusal("cpu", name, "auto", layout) is not None for name in names)
 
 
 def _own_name(model: str) -> str:
@@ -215,7 +233,7 @@ def _source(model: str, folder: Path) -> str:
 
 def _quantization(scheme: str, base: str, *, cpu: bool) -> str:
     if scheme == AUTO:
-        return "{scheme: auto, from: [mxfp4, ptpc_fp8], bits: 5.0}  # `quantmint search` shows what bits buy"
+        return f"{{scheme: auto, from: [{', '.join(_CHOICES)}], bits: 5.0}}  # `quantmint search` shows what bits buy"
     scheme_of(scheme)  # refuses a name that is none
     cache = ", kv_cache: auto" if cpu and base != "_base-ptpc" else ""
     return f"{{scheme: {scheme}{cache}}}"

@@ -78,10 +78,20 @@ def test_each_scheme_is_a_recipe(here: Path, scheme: str, text: bool) -> None:
     assert default_scheme("mi355x") == "mxfp4"
 
 
-def test_what_the_target_cannot_serve_is_not_written(here: Path, quantmint: Quantmint) -> None:
-    ended = quantmint("init", "model", "--target", "cpu", "--scheme", "fp8", "--text", "manual.md")
-    assert (ended.code, "found fp8, which cpu cannot serve" in ended.err) == (2, True)
-    assert not list(Path("recipes").rglob("*.*"))
+@pytest.mark.parametrize("scheme", ["mxfp4", "auto", "fp8", "ptpc_fp8"])
+def test_what_no_vllm_for_a_cpu_serves_is_answered_by_the_reference(
+    here: Path, quantmint: Quantmint, scheme: str
+) -> None:
+    options = ("--target", "cpu", "--scheme", scheme, "--text", "manual.md", "--name", "mine")
+    ended = quantmint("init", "model", *options)
+    assert ended.code == 0, ended.err
+    recipe = load_recipe("mine").recipe
+    served = scheme == "ptpc_fp8"
+    assert recipe.evaluation.runtime == ("vllm" if served else "reference")
+    text = Path("recipes/mine.yaml").read_text()
+    assert (f"vLLM for a CPU has no kernels for {scheme}" in text) == (not served)
+    suite = Path("recipes/mine-eval/mine-suite.yaml").read_text()
+    assert "a small one may FAIL by its format alone" in suite.replace("\n  # ", " ")
 
 
 def test_all_or_nothing(here: Path) -> None:

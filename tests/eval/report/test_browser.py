@@ -49,6 +49,9 @@ def test_page_opens_silently_in_chromium(
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     doubled = "return [...document.querySelectorAll('[id]')].map(e => e.id).filter((x, i, a) => a.indexOf(x) != i)"
     assert browser.execute_script(doubled) == []
+    # On a phone a row of scores is a card: nothing of it lies behind a scroll.
+    cards = "[...document.querySelectorAll('#accuracy table.cards')]"
+    assert not any(browser.execute_script(f"return {cards}.map(t => t.scrollWidth > t.parentNode.clientWidth)"))
     # Each plot is there once, as large as it should be, with its drawing in it.
     shown = [svg for svg in browser.find_elements("css selector", "svg.plot") if svg.is_displayed()]
     assert len(shown) == len(browser.find_elements("css selector", "svg.plot")) / 2

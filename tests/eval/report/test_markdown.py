@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from markdown_it import MarkdownIt
 
+from quantmint.eval.gate import GateReport
 from quantmint.eval.report import markdown
+from quantmint.eval.report.summary import notes
 from tests.eval.report import made
 
 
@@ -22,6 +24,24 @@ def tables(text: str) -> list[list[list[str]]]:
         elif token.type == "inline" and inside:
             found[-1][-1].append("".join(child.content for child in token.children or ()))
     return found
+
+
+def test_the_target_stands_beside_where_it_was_measured() -> None:
+    assert "The recipe is for" not in markdown.render(made.good()), "it was measured there"
+    report = made.good()
+    elsewhere = GateReport.from_json({**report["gate"], "hardware": "mi355x", "throughput": []})
+    found = notes(report, elsewhere)
+    assert f"The recipe is for mi300x; everything here was measured on {elsewhere.device}." in found
+
+
+def test_a_size_that_falls_short_of_a_guide_says_why() -> None:
+    """9.08 GB of 16.1 GB are 1.77 times less, and the guide has 2."""
+    [found] = [
+        note for note in notes(made.good(), GateReport.from_json(made.good()["gate"])) if "a guide has it" in note
+    ]
+    assert found.startswith("The weights are 1.77 times smaller, and not 2 times as a guide has it: ")
+    assert "are as large as before: " in found
+    assert found in markdown.render(made.good()).replace("\\", "")
 
 
 def test_accuracy_and_throughput_have_intervals_and_counts() -> None:
