@@ -125,6 +125,7 @@ def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
     assert 1 < speed["least"] / speed["min_ratio"] < 1.03, "of a promise, what launches can show of it"
     load = workloads.load(recipe.target.workload).cells
     assert plan["bench"]["launches"] == 2 * speed["launches"] + 1
+    assert plan["bench"]["seconds"] <= 45 * 60, "a proof that a schedule repeats"
     assert plan["bench"]["prompts"] >= sum(12 * (cell.concurrency or 0) for cell in load)
     assert not Path("store").exists()
 

@@ -116,7 +116,7 @@ def test_targets() -> None:
 def test_loads() -> None:
     recipe = load_recipe("llama70b-fp8kv").recipe
     of_recipe = profile_for(None, recipe, concurrency=None, max_model_len=None)
-    assert (of_recipe.name, of_recipe.concurrency, of_recipe.max_model_len) == ("throughput", 512, 8192)
+    assert (of_recipe.name, of_recipe.concurrency, of_recipe.max_model_len) == ("throughput", 256, 8192)
     serve = recipe.serve.model_copy(update={"profile": "offline"})
     offline = profile_for(None, recipe.model_copy(update={"serve": serve}), concurrency=7, max_model_len=4096)
     assert (offline.name, offline.concurrency, offline.max_model_len) == ("offline", 7, 4096)
