@@ -140,15 +140,36 @@ def plan_command(
 def _machine_elsewhere(asked: str | None, hardware: str, gpus: int) -> Target | None:
     """Return the machine to plan for, None for this one: as was asked, else the recipe's target where that is another.
 
-    Raises `UserError` for a name that no table has.
+    Raises `UserError` for a machine that no table has figures of.
     """
     from quantmint.pipeline.serving.host.detect import device_here
     from quantmint.pipeline.serving.planning.target import parse_target
 
     if asked is not None:
-        return None if asked == "here" else parse_target(asked)
+        return None if asked == "here" else _machine_named(asked)
     here = device_here("auto").hardware
     return None if hardware in ("cpu", here) else parse_target(f"{hardware}:{gpus}")
+
+
+def _machine_named(text: str) -> Target:
+    from quantmint.pipeline.base.errors import UserError, did_you_mean
+    from quantmint.pipeline.base.hardware import table
+    from quantmint.pipeline.serving.planning.target import parse_target
+
+    name, rows = text.partition(":")[0].lower(), table()
+    planned = [row.name for row in rows.values() if row.bandwidth is not None or row.kind == "cpu"]
+    if name not in planned:
+        found = f"{text!r}, which has no figures" if name in rows else repr(text)
+        expected = ", ".join(("here", *planned))
+        raise UserError(
+            f"--for: found {found}, expected {expected}{did_you_mean(name, ('here', *planned))}.",
+            hint="As in --for mi300x:8.",
+        )
+    try:
+        return parse_target(text)
+    except UserError as error:
+        nearest = f' (did you mean "{name}:{rows[name].gpus_per_node}"?)'
+        raise UserError(f"--for: found {text!r}: {error.message}{nearest}.", hint=error.hint) from None
 
 
 def _too_small(needed: Mapping[str, int], free: int, where: Path, elsewhere: Target | None) -> list[str]:

@@ -365,6 +365,24 @@ def test_a_cached_run_needs_no_room(orchestra: Any, quantmint: Quantmint, monkey
     assert quantmint("run", "r.yaml").code == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cuda:1", "--for: found 'cuda:1', which has no figures, expected here, mi300x, mi325x"),
+        ("her", '(did you mean "here"?)'),
+        ("mi300:8", '(did you mean "mi300x"?)'),
+        ("mi355x:9", '(did you mean "mi355x:8"?)'),
+        ("mi300x:0", '(did you mean "mi300x:8"?)'),
+    ],
+)
+@pytest.mark.usefixtures("large_disk", "project")
+def test_a_machine_without_figures_is_refused(quantmint: Quantmint, name: str, expected: str) -> None:
+    ended = quantmint("plan", "r.yaml", "--for", name)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(f"quantmint: --for: found {name!r}")
+    assert expected in ended.err
+
+
 def test_without_a_config_or_a_network(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     ended = quantmint("plan", "llama8b-ptpc")
