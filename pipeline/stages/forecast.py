@@ -96,8 +96,10 @@ def gptq_seconds(
     tokens = recipe.calibration.samples * recipe.calibration.sequence_length
     share = routed_share(text_config(source.config))
     sums = 2 if recipe.quantization.parameters["compensation"] else 1
-    hessians = hessian_seconds(shapes, tokens, share, machine.rates, sums=sums) / len(machine.devices)
-    return hessians + rounding_seconds(shapes, recipe.quantization.schemes, machine.rates)
+    rates = machine.rates
+    rate = rates.float32 if rates.link is None else rates.flops  # a GPU sums products of 16 bit in float32
+    hessians = hessian_seconds(shapes, tokens, share, rate, sums=sums) / len(machine.devices)
+    return hessians + rounding_seconds(shapes, recipe.quantization.schemes, rates)
 
 
 def sensitivity_cost(source: Checkpoint, structure: Structure, recipe: Recipe, machine: Machine) -> Cost:
@@ -118,7 +120,7 @@ def sensitivity_cost(source: Checkpoint, structure: Structure, recipe: Recipe, m
     }
     if recipe.quantization.algorithm == "gptq":
         parts["rounding"] = rounding_seconds(structure.linear, names, rates)
-        parts["products"] += hessian_seconds(structure.linear, tokens, share, rates, sums=1)
+        parts["products"] += hessian_seconds(structure.linear, tokens, share, rates.float32, sums=1)
     on_cpu, seconds = rates.link is None, sum(parts.values())
     held = 2 * volume.need.layer + volume.need.forward + 2 * volume.need.states
     return Cost(

@@ -1,7 +1,8 @@
 """Seconds that GPTQ and the measurement of sensitivities take, beside the forwards of the model.
 
-Both compute in float32. GPTQ sums X^T X of what enters each module, 2 t i^2 operations for t tokens of i channels,
-factors it, and rounds a weight column by column: on any device a column costs the launches of a few small kernels.
+Both compute in float32, but for GPTQ's sums of X^T X on a GPU, whose 16-bit products are summed in it: 2 t i^2
+operations for t tokens of i channels. GPTQ factors each sum, and rounds a weight column by column: a column costs the
+launches of a few small kernels, which a GPU replays from a graph.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from quantmint.pipeline.stages.rates import Rates
 _FACTOR_S: Final = 0.1
 _COLUMN_S: Final = 3e-4
 """Of a Hessian's factors, and of a column of a weight; seen on two cores of an AMD EPYC for 256 to 1,536 channels."""
+_GPU_FACTOR_S: Final = 0.02
+_GPU_COLUMN_S: Final = 1.4e-5
+"""The same on a GPU: what the 59.5 s of GPTQ alone of an 8B shape on an H100 leave (docs/benchmarks.md)."""
 _SIDE_BY_SIDE: Final = 10
 """Experts of a stack that are rounded in the time of one (`make bench-experts`)."""
 _CHANGE_S: Final = 0.01
@@ -30,26 +34,27 @@ Shapes = Mapping[str, tuple[int, int]]
 def rounding_seconds(shapes: Shapes, names: Collection[str], rates: Rates) -> float:
     """Return the seconds that GPTQ takes to factor Hessians and to round weights, each once in each scheme."""
     schemes = [name for name in names if algorithm("gptq").refusal("stream", name) is None]
-    seconds = 0.0
+    seconds, on_cpu = 0.0, rates.link is None
+    factor_s, column_s = (_FACTOR_S, _COLUMN_S) if on_cpu else (_GPU_FACTOR_S, _GPU_COLUMN_S)
     for module, (rows, columns) in shapes.items():
-        alone = _FACTOR_S + _COLUMN_S * columns
+        alone = factor_s + column_s * columns
         share = _SIDE_BY_SIDE if _EXPERT.search(module) else 1
         products = 2.0 * (columns**3 + rows * columns**2)
         seconds += alone / share + products / rates.float32
     return seconds * len(schemes)
 
 
-def hessian_seconds(shapes: Shapes, tokens: float, share: float, rates: Rates, *, sums: int) -> float:
+def hessian_seconds(shapes: Shapes, tokens: float, share: float, rate: float, *, sums: int) -> float:
     """Return the seconds of ``sums`` products X^T X over the calibration tokens, once for modules that share inputs.
 
-    ``share`` is that of the experts that a token passes through.
+    ``share`` is that of the experts that a token passes through, ``rate`` the operations of such products a second.
     """
     groups = {fused_with(module) or module: (module, shape) for module, shape in shapes.items()}
     operations = sum(
         2.0 * tokens * (share if _EXPERT.search(module) else 1.0) * columns**2
         for module, (_, columns) in groups.values()
     )
-    return sums * operations / rates.float32
+    return sums * operations / rate
 
 
 def change_seconds(shapes: Shapes, names: Collection[str], samples: int) -> float:

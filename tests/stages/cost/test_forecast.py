@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.model.structure import imagine, read_structure
 from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.serving.planning.target import parse_target
 from quantmint.pipeline.stages.forecast import forecast, machine_of
 from quantmint.pipeline.stages.rates import known, rates_of
 
+CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 TINY = Path(__file__).parents[3] / "recipes" / "tiny" / "model"
 
 
@@ -41,6 +42,28 @@ def test_the_embedded_model_takes_what_it_took() -> None:
     predicted = seconds(changed())
     assert predicted["sensitivity"] == pytest.approx(27.2, rel=0.5)
     assert predicted["quantize"] == pytest.approx(17.6, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "least", "most"),
+    [({}, 77.3, 96.3), ({"compensation": 0, "scaling": False}, 57.0, 57.0)],
+    ids=["whole", "alone"],
+)
+def test_gptq_of_an_8b_shape_takes_what_was_measured(parameters: dict[str, object], least: float, most: float) -> None:
+    """docs/benchmarks.md, "In what time": 128 x 2048 tokens on one H100, less the start of the process."""
+    recipe = Recipe.model_validate(
+        {
+            "name": "r",
+            "source": {"repo": "a/b"},
+            "quantization": {
+                "scheme": "mxfp4", "algorithm": "gptq", "gptq": parameters, "kv_cache": "auto", "format": "quark",
+            },
+            "calibration": {"set": "tiny", "samples": 128, "sequence_length": 2048},
+        }
+    )  # fmt: skip
+    source, structure = imagine(CONFIGS / "Llama-3.1-8B-Instruct")
+    stages = forecast(source, structure, recipe, machine_of(parse_target("h100:1")))["stages"]
+    assert least / 1.5 < stages["quantize"]["seconds"] < most * 1.5
 
 
 @pytest.mark.parametrize("target", ["cpu", "mi300x:8"])
