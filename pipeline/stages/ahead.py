@@ -32,6 +32,8 @@ _BUSY, _CPU_BUSY = 0.4, 0.15
 _REFERENCE_BUSY, _REFERENCE_POSITION_S = 0.8, 0.0025
 """Of the rate of products in float32: what the reference runtime reaches. And of each position whose likeliest tokens
 it tells."""
+_REFERENCE_IMPORT: Final = 1.2
+"""Of the start of a process that has our libraries: that of the reference runtime, which imports lm-eval too."""
 _FIRST_LOOK = 0.25
 """Of the canary's prompts: what a candidate reads that is clearly sound."""
 _CHOICES, _ITEM, _SHOT, _ANSWER, _PAGE = 4, 100, 120, 150, 5000
@@ -132,7 +134,12 @@ def reckoned(
         flops = _REFERENCE_BUSY * rates["float32"]
     else:
         flops = _CPU_BUSY * rates["flops"] if on_cpu else target.gpus * _BUSY * peak * 1e12
-    start = (_CPU_START_S if on_cpu else START_S) + size.source / rates["disk"]
+    if by_reference:
+        start = _REFERENCE_IMPORT * rates["start"] + 2 * size.source / rates["load"]  # 16 bit, read as float32
+    else:
+        start = (_CPU_START_S if on_cpu else START_S) + size.source / rates["disk"]
+    # When the side that answers changes; a CPU that has the room starts both of vLLM's at once, and keeps them.
+    restart = 0.0 if on_cpu and not by_reference else start
     token_s = 2.0 * size.parameters / flops
     step_s = 0.005 + size.source / rates["read"] if on_cpu else TOKEN_S
     out_s = max(token_s, step_s / setting.recipe.evaluation.concurrency)
@@ -149,12 +156,12 @@ def reckoned(
         **own,
         "inspect": size.checkpoint / rates["hash"] if "quantize" in own else size.source / rates["load"],
         "serve-baseline": start,
-        "serve-candidate": 0.0 if on_cpu else start,  # a CPU that has the room starts both at once
+        "serve-candidate": restart,
         "canary-baseline": canary,
         "canary-candidate": _FIRST_LOOK * canary,
-        "evaluate-baseline": _HARNESS_S + answers,
+        "evaluate-baseline": restart + _HARNESS_S + answers,
         "control": sum(count * each[name] for name, count in _again(setting).items()),
-        "evaluate-candidate": candidate,
+        "evaluate-candidate": restart + candidate,
         **({} if bench_s is None else {"bench": bench_s}),
         "gate": 0.5,
         "report": 2.0,

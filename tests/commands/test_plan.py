@@ -366,6 +366,30 @@ def test_a_cached_run_needs_no_room(orchestra: Any, quantmint: Quantmint, monkey
 
 
 @pytest.mark.parametrize(
+    ("hardware", "runtime", "again"),
+    [("cpu", "reference", True), ("mi300x", "reference", True), ("mi300x", "vllm", True), ("cpu", "vllm", False)],
+)
+@pytest.mark.usefixtures("large_disk")
+def test_a_server_starts_anew_when_the_other_side_answers(
+    quantmint: Quantmint, project: Path, hardware: str, runtime: str, again: bool
+) -> None:
+    (project / "other.yaml").write_text(
+        "extends: r.yaml\nname: other\nquantization: {kv_cache: auto}\ncalibration: null\n"
+        f"target: {{hardware: {hardware}}}\nevaluation: {{suite: tiny, runtime: {runtime}}}\n"
+        "gate: {throughput: {min_ratio: null}}\n"
+    )
+    ended = quantmint("plan", "other.yaml", "--json")
+    assert ended.code == 0, ended.err
+    took = {stage["stage"]: stage["seconds"] for stage in ended.json["stages"]}
+    start, rates = took["serve-baseline"], ended.json["costs"]["rates"]
+    assert took["serve-candidate"] == (start if again else 0.0)
+    if again:
+        assert min(took["evaluate-baseline"], took["evaluate-candidate"]) > start
+    if runtime == "reference":
+        assert rates["start"] < start < 1.5 * rates["start"], "it imports our libraries, and compiles nothing"
+
+
+@pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("cuda:1", "--for: found 'cuda:1', which has no figures, expected here, mi300x, mi325x"),
