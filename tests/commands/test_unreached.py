@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.model.structure import read_structure
 from tests.zoo.models import build
 
 Quantmint = Callable[..., Any]
@@ -91,6 +93,16 @@ def test_a_command_refuses_before_it_writes(quantmint: Quantmint, zoo: Zoo, name
     assert ended.code == 2
     assert f"found fp8 for {UNREACHED[name]}" in ended.err
     assert not Path("out").exists()
+
+
+def test_experts_of_two_widths_are_read_back_in_four_bits(quantmint: Quantmint, zoo: Zoo) -> None:
+    """ERNIE's for text and for images stand in one list; of packed weights only the scales tell how wide each is."""
+    source = zoo("ernie4_5_vl_moe")
+    assert quantmint("quantize", source, "out", "--scheme", "mxfp4").code == 0
+    made, before = (read_structure(folder, open_checkpoint(folder).tensors).linear for folder in (Path("out"), source))
+    widths = {shape for name, shape in before.items() if ".experts." in name and name.endswith("gate_proj")}
+    assert len(widths) == 2
+    assert made == before
 
 
 def test_what_is_excluded_needs_no_range(quantmint: Quantmint, zoo: Zoo) -> None:
