@@ -128,14 +128,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except SystemExit as error:
         # Where nobody reads any more click ends with 1, which is a judgement here, and leaves a stream that is silent.
-        sys.exit(error.code if sys.stdout is stdout else 141)
+        if sys.stdout is not stdout:
+            sys.exit(141)
+        if isinstance(error.code, int) and error.code >= 128:  # a signal that was ours
+            sys.exit(error.code)
+        _fail(f"a library ended the process: exit {error.code}{_shadow()}\n  --debug shows where.", given, 5)
     except Exception as error:
         missing = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if missing in _EXTRAS:
             install = f"pip install 'quantmint[{_EXTRAS[missing]}]'"
             _fail(f"this needs {missing}, which is not installed.\n  {install}", given, 2)
         # A fault of ours; what was committed stays all the same.
-        _fail(f"unexpected {type(error).__name__}: {error}\n  --debug shows where; please report it.", given, 5)
+        foreign = _shadow() if isinstance(error, ImportError) else ""
+        _fail(
+            f"unexpected {type(error).__name__}: {error}{foreign}\n  --debug shows where; please report it.", given, 5
+        )
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -148,12 +155,21 @@ def run() -> None:
         main()
     except SystemExit as ended:
         code = ended.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 130 if isinstance(error, KeyboardInterrupt) else 5
     finally:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
-    os._exit(code if isinstance(code, int) else 1 if code else 0)
+    os._exit(code if isinstance(code, int) else 5 if code else 0)
+
+
+def _shadow() -> str:
+    """Where a module may come from that is not the one meant; empty without PYTHONPATH."""
+    path = os.environ.get("PYTHONPATH")
+    return f"\n  PYTHONPATH is {path}: a module there may hide one that quantmint needs." if path else ""
 
 
 def _fail(message: str, arguments: Sequence[str], code: int, *, transient: bool = False) -> None:

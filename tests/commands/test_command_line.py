@@ -41,6 +41,32 @@ def test_a_reader_who_leaves_is_no_verdict() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("debug", [[], ["--debug"]], ids=["", "debug"])
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("click", ""),
+        ("click", "raise SystemExit(1)"),
+        ("click", "raise SystemExit('not yours')"),
+        ("click", "class Odd(BaseException): pass\nraise Odd"),
+        ("yaml", "from nothing_at_all import this"),
+        ("yaml", "raise SystemExit(1)"),
+        ("yaml", "class Odd(BaseException): pass\nraise Odd"),
+        ("pydantic", ""),
+    ],
+)
+def test_a_foreign_module_on_the_path_is_no_verdict(tmp_path: Path, module: str, text: str, debug: list[str]) -> None:
+    (tmp_path / f"{module}.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    words = [sys.executable, "-P", "-m", "quantmint", *debug, "recipes", "tiny-ptpc"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 5, done.stderr
+    assert done.stdout == ""
+    if "Odd" not in text or module == "click":
+        assert "PYTHONPATH" in done.stderr
+        assert ("Traceback" in done.stderr) == bool(debug)
+
+
 def test_help_needs_no_heavy_library() -> None:
     code = (
         "import sys\nfrom quantmint.pipeline.commands.cli import main\n"
