@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import click
@@ -127,13 +129,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         error.show()
         sys.exit(2)
     except SystemExit as error:
-        # Where nobody reads any more click ends with 1, which is a judgement here, and leaves a stream that is silent.
-        if sys.stdout is not stdout:
+        # Where nobody reads any more click and rich end with 1, which is a judgement here: the one leaves a stream that
+        # is silent, the other the error that it met.
+        if sys.stdout is not stdout or isinstance(error.__context__, BrokenPipeError):
             sys.exit(141)
         if isinstance(error.code, int) and error.code >= 128:  # a signal that was ours
             sys.exit(error.code)
         _fail(f"a library ended the process: exit {error.code}{_shadow()}\n  --debug shows where.", given, 5)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            _fail(_too_long(str(error.filename)), given, 2)
         missing = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if missing in _EXTRAS:
             install = f"pip install 'quantmint[{_EXTRAS[missing]}]'"
@@ -164,6 +169,13 @@ def run() -> None:
             with suppress(OSError, ValueError):
                 stream.flush()
     os._exit(code if isinstance(code, int) else 5 if code else 0)
+
+
+def _too_long(path: str) -> str:
+    longest = max(Path(path).parts, key=len, default="")
+    if len(os.fsencode(longest)) > 255:
+        return f"{longest[:40]}...: found a name of {len(os.fsencode(longest))} bytes in a path, expected at most 255"
+    return f"{path[:40]}...: found a path of {len(os.fsencode(path))} bytes, expected at most 4095"
 
 
 def _shadow() -> str:

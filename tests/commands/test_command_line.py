@@ -28,11 +28,12 @@ def in_a_process(*arguments: str, code: str = "from quantmint.pipeline.commands.
     )
 
 
-def test_a_reader_who_leaves_is_no_verdict() -> None:
+@pytest.mark.parametrize("command", ["--version", "schemes"])  # click writes the one, rich the other
+def test_a_reader_who_leaves_is_no_verdict(command: str) -> None:
     """`quantmint ... | head`: 1 would be a FAIL, and a shell says 141 of whoever writes then."""
     reads, writes = os.pipe()
     os.close(reads)
-    words = [sys.executable, "-c", "from quantmint.pipeline.commands.cli import main; main()", "--version"]
+    words = [sys.executable, "-c", "from quantmint.pipeline.commands.cli import main; main()", command]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
         done = subprocess.run(words, env=environment, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
@@ -132,6 +133,14 @@ def test_what_is_asked_wrongly_is_one_message(
     assert told.json["exit_code"] == 2
     assert told.json["error"]
     assert "Traceback" not in told.err
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "LONG"], ["run", "LONG"]])
+def test_a_name_that_no_file_can_have(quantmint: Quantmint, project: Path, arguments: list[str]) -> None:
+    ended = quantmint(*("o" * 300 if word == "LONG" else word for word in arguments))
+    assert ended.code == 2
+    assert ended.err == f"quantmint: {'o' * 40}...: found a name of 300 bytes in a path, expected at most 255\n"
+    assert not (project / "store").exists()
 
 
 @pytest.mark.parametrize("arguments", [["runn"], ["plan", "nothing", "--json"]])
