@@ -345,8 +345,12 @@ def said_of(raw: bytes) -> tuple[str, str | None, int | None]:
 
 
 def newest_first(releases: Iterable[Listed]) -> tuple[Listed, ...]:
-    """Releases by when they were made; those of one moment by their tags."""
-    return tuple(sorted(releases, key=lambda one: (datetime.fromisoformat(one.created), one.tag), reverse=True))
+    """Releases by when they were made; of those of one judgement the current one first, then by their tags."""
+
+    def age(one: Listed) -> tuple[datetime, bool, str]:
+        return datetime.fromisoformat(one.created), one.current, one.tag
+
+    return tuple(sorted(releases, key=age, reverse=True))
 
 
 def named(releases: Sequence[Listed], tag: str, place: str) -> Listed:

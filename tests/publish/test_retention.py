@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quantmint.pipeline.publish.place import Listed, outdated
@@ -24,6 +26,12 @@ def made(day: int, *, current: bool = False, candidate: bool = False, zone: str 
         ),
         pytest.param([made(3, current=True), made(2), made(1, candidate=True)], 1, [2], id="nor does it go"),
         pytest.param([made(3), made(2)], 1, [2], id="nothing is current"),
+        pytest.param(
+            [replace(made(2), created=made(1).created), made(1, current=True)],
+            1,
+            [2],
+            id="of one judgement the current",
+        ),
     ],
 )
 def test_what_goes(releases: list[Listed], keep: int, gone: list[int]) -> None:
