@@ -113,7 +113,7 @@ class Direct(Record):
     lose it on the same items or on different ones.
 
     In `results` the side called baseline is `first`, the one called candidate `second`. `unknown` are sentences about
-    tasks that could not be paired.
+    tasks that could not be paired; without any task of both it says so.
     """
 
     first: int
@@ -141,6 +141,8 @@ def compare_all(answers: Mapping[int, Mapping[str, SampleSet]], confidence: floa
                 results.append(compare(pair(one.on(two), two.on(one)), each))
             except MeasurementError as error:
                 unknown.append(str(error))
+        if not results and not unknown:
+            unknown.append("no shared task")
         found.append(Direct(first, second, tuple(results), tuple(unknown)))
     return tuple(found)
 

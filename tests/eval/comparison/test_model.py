@@ -242,4 +242,4 @@ def test_other_questions_are_not_compared() -> None:
 
 def test_tasks_of_one_side_only_are_left_out() -> None:
     (direct,) = compare_all({0: {"facts": losing(0, 5)}, 2: {"sums": answers("sums", [1, 0])}})
-    assert (direct.first, direct.second, direct.results, direct.unknown) == (0, 2, (), ())
+    assert (direct.first, direct.second, direct.results, direct.unknown) == (0, 2, (), ("no shared task",))
