@@ -110,7 +110,7 @@ def choose(request: LaunchRequest, packed: int = 1, said: Choice | None = None) 
         if all(conditions[name] in values for name, values in row.when.items()):
             layout = _first(case, row)
             if layout is not None:
-                why = row.why.replace("{gpus}", str(target.gpus)) + _departure(case.facts, row, layout)
+                why = row.why.replace("{gpus}", str(target.gpus)) + _departure(case, row, layout)
                 return Choice(layout, why, row.source, tuple(_notes(case, layout)))
     return None
 
@@ -146,6 +146,7 @@ def _first(case: _Case, row: Row) -> Layout | None:
     # where there are fewer experts than accelerators.
     for expert in (row.expert, not row.expert) if case.facts.experts else (False,):
         fitting = [layout for layout in _layouts(case, row.form, expert=expert) if case.has_room(layout)]
+        fitting = [layout for layout in fitting if layout.tensor in _REDUCED_AT_ONCE] or fitting
         if fitting:
             enough = next((layout for layout in fitting if case.comfortable(layout)), None)
             return enough or max(fitting, key=case.tokens)
@@ -170,6 +171,8 @@ def _layouts(case: _Case, form: str, *, expert: bool = False) -> list[Layout]:
             found.append(Layout(tensor, share * nodes, expert=experts, nodes=nodes))
     valid = [layout for layout in found if not split_faults(case.facts, layout)]
     ordered = valid if form in {"replicas", "data", "spread"} else valid[::-1]
+    if form == "tensor":  # the widest; one that leaves accelerators idle counts half
+        ordered = sorted(ordered, key=lambda one: -one.tensor / (1 if gpus % one.tensor == 0 else 2))
     return sorted(ordered, key=lambda layout: layout.tensor not in _REDUCED_AT_ONCE)
 
 
@@ -178,7 +181,12 @@ _REDUCED_AT_ONCE: Final = frozenset((1, 2, 4, 6, 8))
 distributed/device_communicators); others are tried last."""
 
 
-def _departure(facts: ModelFacts, row: Row, layout: Layout) -> str:
+def _departure(case: _Case, row: Row, layout: Layout) -> str:
+    facts, gpus = case.facts, case.target.gpus
+    if row.form == "tensor" and layout.tensor < gpus and layout.expert == row.expert:
+        faults = split_faults(facts, Layout(gpus, expert=row.expert and gpus > 1))
+        why = "; ".join([*faults, "vLLM's own all-reduce takes 2, 4, 6 or 8 GPUs"])
+        return f". Here each server takes {layout.tensor} of {gpus}: {why}"
     if layout.expert == row.expert or not facts.experts or layout.gpus == 1:
         return ""
     way = "whole experts are spread" if layout.expert else "experts are sliced"

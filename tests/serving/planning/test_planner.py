@@ -394,6 +394,28 @@ def test_nodes_run_a_process_each():
         processes(spread, host_ips=("10.0.0.1",))
 
 
+def heads(count: int, kv: int) -> ModelFacts:
+    return replace(facts(), heads=count, kv_heads=kv)
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "layout"),
+    [
+        (heads(14, 2), "mi300x:8", Layout(2, replicas=4)),  # Qwen2.5 0.5B: 7 GPUs could share it
+        (heads(12, 2), "mi300x:8", Layout(4, replicas=2)),  # Qwen2.5 1.5B: 6 could, and leave two idle
+        (heads(12, 2), "mi300x:6", Layout(6)),
+        (heads(9, 3), "mi300x:3", Layout(1, replicas=3)),
+    ],
+)
+def test_a_size_that_leaves_gpus_idle_is_not_taken_for_little(model, target, layout):
+    made = plan(model, target, concurrency=16)
+    assert made.layout == layout
+    assert not any("idle" in warning for warning in made.warnings)
+    # What the table says of every accelerator of a node is not true of such a layout, so the reason says why.
+    said = "vLLM's own all-reduce takes 2, 4, 6 or 8 GPUs" in made.reasons[0].why
+    assert said == (layout.tensor != parse_target(target).gpus)
+
+
 def test_a_size_that_does_not_divide_takes_stages_or_leaves_some_idle():
     idle = plan(facts(LLAMA_70B), "mi300x:6")
     assert (idle.layout.tensor, idle.layout.replicas) == (4, 1)
