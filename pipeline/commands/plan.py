@@ -93,7 +93,13 @@ def plan_command(
     where_computed = machine_here(setting.device) if elsewhere is None else machine_of(elsewhere)
     costs = forecast(*model, setting.recipe, where_computed, written=setting.written)
     asked = {name: task["expected"] for name, task in judged["tasks"].items()}
-    times = ahead(plan, missing, setting, reckoned(setting, prediction, costs, asked, bench.get("seconds")))
+    times = ahead(
+        plan,
+        missing,
+        setting,
+        reckoned(setting, prediction, costs, asked, bench.get("seconds")),
+        here=elsewhere is None,
+    )
     seconds = {key: spent for key, (spent, _) in times.items()}
     unknown = [planned.key for planned in plan if planned.key not in seconds]
     total = sum(seconds.values()) + costs["rates"]["start"]

@@ -40,19 +40,27 @@ _CHOICES, _ITEM, _SHOT, _ANSWER, _PAGE = 4, 100, 120, 150, 5000
 """Of an item of the Hub: its choices, the tokens of one, of a shot before it, of an answer, and of a text whose
 perplexity is asked."""
 _TOKEN_BYTES: Final = 4
+_TELLING: Final = 0.5
+"""Share of the answers that an evaluation must have asked for, and not known, for its time to tell of another."""
 _FEW: Final = 400
 """Items of which half would show little."""
 
 
 def ahead(
-    plan: Sequence[Planned], missing: Collection[str], setting: Setting, guesses: Mapping[str, float]
+    plan: Sequence[Planned],
+    missing: Collection[str],
+    setting: Setting,
+    guesses: Mapping[str, float],
+    *,
+    here: bool = True,
 ) -> Mapping[str, tuple[float, str]]:
-    """Seconds of a plan's stages: 0 where one is "cached", as in an earlier run of this store ("seen"), or "reckoned".
+    """Return seconds of a plan's stages: 0 where one is "cached", as in an earlier run ("seen"), or "reckoned".
 
     ``guesses`` are the seconds that `reckoned` says, by stage. What a library takes to quantize is not known before it
-    was seen: its stage is left out, and the sum is a lower bound.
+    was seen: its stage is left out, and the sum is a lower bound. Earlier runs of this store tell nothing of another
+    machine: they count where the plan is for this one (``here``).
     """
-    seen = _seen(setting)
+    seen = _seen(setting) if here else {}
     found: dict[str, tuple[float, str]] = {}
     for planned in plan:
         if planned.key not in missing:
@@ -100,10 +108,14 @@ def _as_before(planned: Planned, setting: Setting, seen: Mapping[str, tuple[str,
         return None
     if isinstance(planned.stage, EvaluateStage):
         entry = setting.store.find(planned.family, print_)
-        before: Any = {} if entry is None else entry.record.result["items"]
-        planned_before = sum(items for _, items in before.values())
+        result: Any = {"items": {}} if entry is None else entry.record.result
+        planned_before = sum(items for _, items in result["items"].values())
+        answered = sum(answered for answered, _ in result["items"].values())
+        share = sum(result["asked"].values()) / max(answered, 1) if "asked" in result else 1.0
+        if share < _TELLING:  # most answers were known: the time tells nothing
+            return None
         if planned_before:  # a candidate is taken to be asked the same share of what is planned
-            return float(seconds * sum(_items(setting).values()) / planned_before)
+            return float(seconds / share * sum(_items(setting).values()) / planned_before)
     return seconds
 
 

@@ -230,9 +230,11 @@ def test_what_took_an_hour_is_expected_to_take_it_again(orchestra: Any, quantmin
     run.write_text(json.dumps(told))
     stages = [orchestra.stage(key, "source", option=2) for key in ("canary-baseline", "canary-candidate")]
     orchestra.plan(orchestra.stage("source"), *stages)
-    found = quantmint("plan", "r.yaml", "--json").json["stages"][1:]
+    found = quantmint("plan", "r.yaml", "--for", "here", "--json").json["stages"][1:]
     assert [(stage["seconds"], stage["by"]) for stage in found] == [(3600.0, "seen"), (3600.0, "seen")]
-    assert "about 2 h 00 min in all" in quantmint("plan", "r.yaml").out
+    assert "about 2 h 00 min in all" in quantmint("plan", "r.yaml", "--for", "here").out
+    elsewhere = quantmint("plan", "r.yaml", "--for", "mi300x:8", "--json").json["stages"][1:]
+    assert {stage["by"] for stage in elsewhere} == {"reckoned"}, "this store's times are of another machine"
 
 
 @pytest.mark.usefixtures("large_disk")

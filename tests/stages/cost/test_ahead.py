@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from quantmint.eval import suites
-from quantmint.pipeline.stages.ahead import _item_s
+from quantmint.pipeline.stages.ahead import _as_before, _item_s
+from quantmint.pipeline.stages.evaluate import EvaluateStage
+from quantmint.pipeline.stages.stage import Planned
 
 TASK = """task: {name}
 dataset_path: json
@@ -29,6 +33,23 @@ def seconds(folder: Path, metric: str, row: dict[str, object], most: int = 4) ->
     )
     suite = suites.load(str(folder / "s.yaml"))
     return _item_s(suite.tasks[0], suite, 1.0, 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"), [(None, 200.0), ({"t": 100}, 200.0), ({"t": 50}, 400.0), ({"t": 49}, None), ({}, None)]
+)
+def test_an_evaluation_whose_answers_were_known_tells_nothing_of_the_next(
+    asked: dict[str, int] | None, seconds: float | None
+) -> None:
+    """It took 100 s for 100 of 100 items of which so many were asked; 200 are planned now."""
+    result = {"items": {"t": [100, 100]}, **({} if asked is None else {"asked": asked})}
+    entry = SimpleNamespace(record=SimpleNamespace(result=result))
+    suite = SimpleNamespace(tasks=(SimpleNamespace(task="t", items=200),))
+    recipe = SimpleNamespace(evaluation=SimpleNamespace(limit=None))
+    setting: Any = SimpleNamespace(store=SimpleNamespace(find=lambda *_: entry), suite=suite, recipe=recipe)
+    stage = EvaluateStage("baseline")
+    planned = Planned(stage, {}, {}, "f")
+    assert _as_before(planned, setting, {stage.key: ("f", 100.0)}) == seconds
 
 
 def test_an_answer_ends_where_its_task_says(tmp_path: Path) -> None:
