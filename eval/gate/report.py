@@ -34,7 +34,8 @@ class Policy(Record):
 
     `min_ratio` is the least output throughput relative to the baseline in every cell (None: shown only), shown by at
     least `launches` launches a side at `throughput_confidence`, on `hardware`: a name of the table of targets, and
-    measured elsewhere the promise is neither kept nor broken (None: any will do).
+    measured elsewhere the promise is neither kept nor broken (None: any will do). With `stop_early` the launches end
+    at the first look that decides, and `launches` a side are the most (`eval.statistics.ranks.look_boundaries`).
     """
 
     margins: Mapping[str, Share]
@@ -48,6 +49,11 @@ class Policy(Record):
     launches: Annotated[int, Field(ge=1)] = 1
     throughput_confidence: Confidence = 0.95
     hardware: str | None = None
+    stop_early: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a mapping of the fields; one that earlier records do not know is left out where it is the default."""
+        return {name: value for name, value in Record.to_json(self).items() if name != "stop_early" or value}
 
     @classmethod
     def for_suite(cls, suite: Suite, *, margin: float, **limits: Any) -> Policy:

@@ -16,7 +16,7 @@ from quantmint.eval import throughput
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.gate.report import Finding, Policy, sentence
 from quantmint.eval.measurements import CellResult, Measurements, Side
-from quantmint.eval.statistics.ranks import fewest_launches
+from quantmint.eval.statistics.ranks import decided, fewest_launches
 from quantmint.eval.throughput import Throughput
 from quantmint.eval.verdict import Verdict
 
@@ -64,9 +64,18 @@ def judge(
 
 def _cell(cell: Throughput, measurements: Measurements, policy: Policy) -> tuple[Verdict, str]:
     promise, hardware = cell.promise or 0.0, measurements.candidate.hardware
+    looks = early(cell.values_baseline, cell.values_candidate, promise, policy) if policy.stop_early else None
     if policy.hardware is not None and hardware != policy.hardware:
         device = measurements.candidate.device
         return Verdict.INCONCLUSIVE, f"measured on {device or hardware}, promised for {policy.hardware}"
+    if looks is not None:
+        verdict, look = looks
+        if look is not None:
+            word = "more" if verdict is Verdict.PASS else "less"
+            return verdict, f"{promise:.3g} was promised, and it is {word}, as {look} launches a side show"
+        if min(cell.launches) >= policy.launches:
+            most = f"{policy.launches} launches a side show neither that it is more than the promised {promise:.3g}"
+            return verdict, f"{most} nor that it is less; a promise a little lower would tell"
     needed = max(policy.launches, fewest_launches(policy.throughput_confidence))
     if min(cell.launches) < needed:
         why = f"at {policy.throughput_confidence:.0%} confidence" if needed > policy.launches else "as the recipe asks"
@@ -80,6 +89,21 @@ def _cell(cell: Throughput, measurements: Measurements, policy: Policy) -> tuple
         return Verdict.FAIL, f"{promise:.3g} was promised, and it is less (p = {cell.p_short:.2g})"
     least = f"whether it is more than the promised {promise:.3g} is not shown (p = {cell.p_promise:.2g})"
     return Verdict.INCONCLUSIVE, f"{least}; more launches, or a promise a little lower, would tell"
+
+
+def early(
+    baseline: Sequence[float], candidate: Sequence[float], promise: float, policy: Policy
+) -> tuple[Verdict, int | None]:
+    """Return the verdict on launches that end as soon as they decide, and the look that did; values as they were made.
+
+    INCONCLUSIVE and None where no look decided.
+    """
+    promised, alpha = [promise * value for value in baseline], 1 - policy.throughput_confidence
+    above = decided(candidate, promised, policy.launches, alpha)
+    below = decided(promised, candidate, policy.launches, alpha)
+    if above is not None and (below is None or above < below):
+        return Verdict.PASS, above
+    return (Verdict.INCONCLUSIVE, None) if below is None else (Verdict.FAIL, below)
 
 
 def _figures(cell: Throughput) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import accumulate
+from typing import Final
 
 
 def rank_test(higher: Sequence[float], lower: Sequence[float]) -> float:
@@ -73,6 +75,79 @@ def critical_pairs(higher: int, lower: int, alpha: float) -> int | None:
         total for total, tail in zip(sums, accumulate(ways[total] for total in sums), strict=True) if tail <= limit
     ]
     return significant[-1] - sums[-1] if significant else None
+
+
+MOST_LOOKS: Final = 7
+"""Launches a side up to which looks are counted out: there are 3,432 orders of seven of each."""
+
+
+@cache
+def look_boundaries(launches: int, alpha: float) -> Mapping[int, int]:
+    """Return the looks of a test that may end early: launches a side, and the least significant number of pairs.
+
+    A pair is a value of each side whose first is the higher one, as in `critical_pairs`. Each look adds a value to both
+    sides, so that under the null the rank of each new value among those before is uniform and independent of them;
+    every order of the two sides is followed from look to look with its probability. The first boundary that is reached
+    decides. Up to a look of n launches the boundaries spend at most alpha n / launches (Lan and DeMets, Biometrika 70,
+    1983, with a linear spending), so that all of them together err at most alpha. Looks at which nothing could be
+    significant are left out. `ValueError` for more launches than `MOST_LOOKS`.
+
+    >>> dict(look_boundaries(6, 0.05))
+    {4: 15, 5: 22, 6: 31}
+    """
+    if launches > MOST_LOOKS:
+        raise ValueError(
+            f"{launches} launches a side have too many orders to be counted, expected {MOST_LOOKS} at most"
+        )
+    # Orders of the sides from the lowest value to the highest, True for the first side, that crossed no boundary yet.
+    orders: dict[tuple[bool, ...], float] = {(): 1.0}
+    boundaries: dict[int, int] = {}
+    spent = 0.0
+    for look in range(1, launches + 1):
+        for side in (False, True):
+            orders = _inserted(orders, side)
+        by_pairs: Counter[int] = Counter()
+        for order, chance in orders.items():
+            by_pairs[_pairs(order)] += chance  # type: ignore[assignment]
+        tail, least = 0.0, None
+        for pairs in sorted(by_pairs, reverse=True):
+            if spent + tail + by_pairs[pairs] > alpha * look / launches * (1 + 1e-9):
+                break
+            tail, least = tail + by_pairs[pairs], pairs
+        if least is not None:
+            boundaries[look], spent = least, spent + tail
+            orders = {order: chance for order, chance in orders.items() if _pairs(order) < least}
+    return boundaries
+
+
+def _inserted(orders: Mapping[tuple[bool, ...], float], side: bool) -> dict[tuple[bool, ...], float]:
+    """Return the orders with one more value of a side, at each place with the same chance."""
+    found: defaultdict[tuple[bool, ...], float] = defaultdict(float)
+    for order, chance in orders.items():
+        for place in range(len(order) + 1):
+            found[(*order[:place], side, *order[place:])] += chance / (len(order) + 1)
+    return dict(found)
+
+
+def _pairs(order: tuple[bool, ...]) -> int:
+    lower = pairs = 0
+    for first in order:
+        pairs += lower if first else 0
+        lower += not first
+    return pairs
+
+
+def decided(higher: Sequence[float], lower: Sequence[float], launches: int, alpha: float) -> int | None:
+    """Return the look at which values, in the order made, first show that `higher` is above `lower`; None at none.
+
+    Equal values count for half a pair.
+    """
+    for look, least in look_boundaries(launches, alpha).items():
+        if look <= min(len(higher), len(lower)):
+            compared = [(above > below) + 0.5 * (above == below) for above in higher[:look] for below in lower[:look]]
+            if sum(compared) >= least:
+                return look
+    return None
 
 
 def _doubled_ranks(values: Sequence[float]) -> list[int]:

@@ -270,9 +270,10 @@ def _took(stage: Mapping[str, Any]) -> tuple[str, str]:
 
 def _ahead(bench: Mapping[str, Any], speed: Mapping[str, Any] | None) -> str:
     """What measuring the throughput takes, and what it can show."""
+    most = "at most " if bench.get("stop_early") else ""
     assumed = "as assumed until some were seen" if bench["noise"] is None else "as last seen"
     said = [
-        f"throughput: {bench['launches']} launches of {bench['prompts']:,} prompts, about "
+        f"throughput: {most}{bench['launches']} launches of {bench['prompts']:,} prompts, about "
         f"{duration(bench['seconds'])}, {assumed}"
     ]
     if speed is not None and speed["least"] is not None:

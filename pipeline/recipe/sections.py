@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_serializer, model_validator
 
+from quantmint.eval.statistics.ranks import MOST_LOOKS
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.recipe.destinations import Address, Destinations
 from quantmint.pipeline.recipe.section import PRINTABLE, Section, wrong
@@ -111,6 +112,20 @@ class ThroughputGate(Section):
     made and shown, and by default none: throughput is not measured."""
     confidence: float = Field(default=0.95, ge=0.5, lt=1)
     """Confidence of the exact one-sided rank test."""
+    stop_early: bool = False
+    """true: launches end as soon as every cell is decided, or one is lost, and `launches` are the most, 7 of them. The
+    looks share the error, so that a series that goes on to its end shows a little less than one that was fixed."""
+
+    @model_validator(mode="after")
+    def _counted_out(self) -> ThroughputGate:
+        if self.stop_early and self.launches > MOST_LOOKS:
+            raise wrong(f"at most {MOST_LOOKS} with stop_early", found=str(self.launches), at="launches")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_said(self, dump: Any) -> dict[str, Any]:
+        dumped: dict[str, Any] = dump(self)
+        return {name: value for name, value in dumped.items() if name != "stop_early" or value}
 
     @model_validator(mode="before")
     @classmethod
@@ -145,6 +160,7 @@ class Gate(Section):
             min_ratio=self.throughput.min_ratio,
             launches=self.throughput.launches or _LAUNCHES,  # nothing is promised: no judgement reads it
             throughput_confidence=self.throughput.confidence,
+            stop_early=self.throughput.stop_early,
             hardware=hardware,
             **({} if rate is None else {"expected_flip_rate": rate}),
         )

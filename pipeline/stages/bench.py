@@ -16,12 +16,15 @@ from statistics import harmonic_mean, mean, median
 from typing import Any
 
 from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate.throughput import early
 from quantmint.eval.measurements import CellResult, Launch, Side, order
 from quantmint.eval.throughput import noise
+from quantmint.eval.verdict import Verdict
 from quantmint.eval.workloads import Cell
 from quantmint.pipeline.base.errors import InvalidMeasurementError, StageError
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.recipe.sections import ThroughputGate
 from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.running.load import LoadWatch, Seen, discard, run_cell
 from quantmint.pipeline.serving.running.log import scan_log
@@ -64,6 +67,7 @@ class BenchStage(Stage):
             "hardware": setting.recipe.target.hardware,
             "cells": [cell.to_json() for cell in setting.workload.cells],
             "launches": setting.recipe.gate.throughput.launches,
+            **_early(setting.recipe.gate.throughput),
             **image_settings(setting),
         }
 
@@ -92,14 +96,42 @@ class BenchStage(Stage):
                     job.progress.say(f"launch {turn.number + 1} of {len(turns)}: the {turn.side}")
                     make_launch(job, turn, advance)
                 launches.append(Launch.from_json(read_json(turn.folder / LAUNCH)))
+                if _is_decided(job.setting, launches):
+                    job.progress.say(f"decided after {len(launches) // 2} launches a side of at most {len(turns) // 2}")
+                    break
         write_json(job.path / LAUNCHES, {"launches": [launch.to_json() for launch in launches]})
         ratios = {cell.name: _ratio(cell, launches) for cell in cells}
         found = [f"launch {launch.number} ({launch.side}): {fault}" for launch in launches for fault in launch.faults]
         return Output(
             result={"faults": found, "ratios": ratios},
             summary=", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
-            + f"; launches a side: {len(turns) // 2}",
+            + f"; launches a side: {len(launches) // 2}",
         )
+
+
+def _early(gate: ThroughputGate) -> dict[str, object]:
+    """What launches that may end early end by; nothing where their number is fixed."""
+    if not gate.stop_early:
+        return {}
+    return {"stop_early": {"min_ratio": gate.min_ratio, "confidence": gate.confidence}}
+
+
+def _is_decided(setting: Setting, launches: Sequence[Launch]) -> bool:
+    """Return whether launches so far decide a series that may end early: every cell passes, or one fails."""
+    recipe = setting.recipe
+    gate = recipe.gate.throughput
+    if not gate.stop_early or gate.min_ratio is None or len(launches) % 2:
+        return False
+    policy = recipe.gate.policy(setting.suite, recipe.target.hardware, recipe.quantization.schemes)
+    verdicts = []
+    for cell in setting.workload.cells:
+        if cell.rate is None:  # of an offered load no speed is judged
+            before, after = (
+                [launch.cells[cell.name].output_throughput for launch in launches if launch.side == side]
+                for side in ("baseline", "candidate")
+            )
+            verdicts.append(early(before, after, gate.min_ratio, policy)[0])
+    return Verdict.FAIL in verdicts or (bool(verdicts) and set(verdicts) == {Verdict.PASS})
 
 
 START_S, TOKEN_S = 150.0, 0.04
@@ -123,6 +155,7 @@ def outlook(setting: Setting) -> dict[str, Any]:
     sides = [[launch.cells[cell.name] for launch in seen if launch.side == side] for cell in cells for side in SIDES]
     return {
         "launches": count,
+        **({"stop_early": True} if setting.recipe.gate.throughput.stop_early else {}),
         "prompts": sum(cell.num_prompts + cell.discarded for cell in cells),
         "output_tokens": sum(_answers(cell, cell.num_prompts + cell.discarded) for cell in cells),
         "seconds": count * took,

@@ -58,10 +58,10 @@ def series(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     sides = {"source": "baseline", "quantize": "candidate"}
     monkeypatch.setattr(bench, "model_folder", lambda entry: tmp_path / sides[entry.stage])
 
-    def make(launches: int = 2, cells: tuple[Cell, ...] = CELLS) -> Series:
+    def make(launches: int = 2, cells: tuple[Cell, ...] = CELLS, **gate_options: Any) -> Series:
         setting = orchestra.setting
         recipe = setting.recipe
-        throughput = recipe.gate.throughput.model_copy(update={"launches": launches})
+        throughput = recipe.gate.throughput.model_copy(update={"launches": launches, **gate_options})
         gate = recipe.gate.model_copy(update={"throughput": throughput})
         loaded = replace(setting.loaded, recipe=recipe.model_copy(update={"gate": gate}))
         orchestra.setting = replace(
@@ -75,6 +75,17 @@ def series(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         return made
 
     return make
+
+
+def test_launches_end_as_soon_as_every_cell_is_decided(series: Callable[..., Series]) -> None:
+    """1.5 times as fast each time: at 65 % confidence two a side show more than 1.2, and no third is made."""
+    made = series(launches=4, stop_early=True, min_ratio=1.2, confidence=0.65)
+    entry = made.run().entry("bench")
+    assert entry is not None
+    assert [launch.number for launch in read_launches(entry.path)] == [0, 1, 2, 3]
+    assert any("decided after 2 launches a side of at most 4" in line for line in made.orchestra.lines)
+    assert "launches a side: 2" in str(entry.record.result["summary"])
+    assert outlook(made.orchestra.setting)["stop_early"]
 
 
 def test_sides_take_turns_on_fresh_servers(series: Callable[..., Series]) -> None:

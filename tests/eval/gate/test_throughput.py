@@ -134,3 +134,32 @@ def test_an_interval_is_shown_where_a_side_was_launched_more_than_once(
     interval = re.compile(r"in c \(\d\.\d{3} to \d\.\d{3}, ")
     assert interval.search(verdict(measurements, promised, STEADY, STEADY)[1])
     assert not interval.search(verdict(measurements, promised, STEADY[:1], STEADY[:1])[1])
+
+
+def test_launches_that_may_end_early_are_judged_by_the_first_look_that_decides(
+    measurements: Measurements, policy: Policy
+) -> None:
+    """Four of at most six decide where every launch is faster; one that is slower keeps it open until more are made."""
+    early = dataclasses.replace(policy, min_ratio=1.2, launches=6, stop_early=True)
+    fast = [1.25 * value for value in STEADY]
+    found, reason = verdict(measurements, early, STEADY, fast)
+    assert (found, "it is more, as 4 launches a side show" in reason) == (PASS, True), reason
+    found, reason = verdict(measurements, early, STEADY, [1.15 * value for value in STEADY])
+    assert (found, "it is less, as 4 launches a side show" in reason) == (FAIL, True), reason
+    mixed = [*fast[:2], *(1.15 * value for value in STEADY[2:])]
+    found, reason = verdict(measurements, early, STEADY, mixed)
+    assert (found, "6 launches a side are needed" in reason) == (INCONCLUSIVE, True), reason
+    # A look that decided stays the decision, whatever was measured after it.
+    later = (*STEADY, 1000.0, 1000.0), (*fast, 900.0, 900.0)
+    assert verdict(measurements, early, *later)[0] is PASS
+    assert verdict(measurements, dataclasses.replace(early, stop_early=False), *later)[0] is INCONCLUSIVE
+    six = (*STEADY, 1000.0, 1000.0), (*mixed, 1200.0, 1200.0)
+    found, reason = verdict(measurements, early, *six)
+    assert (found, "6 launches a side show neither" in reason) == (INCONCLUSIVE, True), reason
+
+
+def test_a_policy_that_does_not_end_early_is_what_it_was_before() -> None:
+    policy = Policy(margins={"t": 0.01})
+    assert "stop_early" not in policy.to_json()
+    early = dataclasses.replace(policy, stop_early=True)
+    assert Policy.from_json(early.to_json()) == early

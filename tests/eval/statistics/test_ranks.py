@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from quantmint.eval.statistics.ranks import fewest_launches, rank_test, ratio_interval
+from quantmint.eval.statistics.ranks import (
+    MOST_LOOKS,
+    critical_pairs,
+    decided,
+    fewest_launches,
+    look_boundaries,
+    rank_test,
+    ratio_interval,
+)
 
 
 def enumerated(higher: list[float], lower: list[float]) -> float:
@@ -70,3 +78,31 @@ def test_too_few_launches_have_the_range_for_an_interval() -> None:
 def test_nothing_cannot_be_ranked() -> None:
     with pytest.raises(ValueError, match="ranked"):
         rank_test([], [1.0])
+
+
+@pytest.mark.parametrize(("launches", "alpha"), [(3, 0.05), (3, 0.3), (4, 0.05), (4, 0.1), (4, 0.2)])
+def test_all_looks_together_err_as_seldom_as_they_should(launches: int, alpha: float) -> None:
+    """Over every order in which the values of two equal sides can come, of which each is as likely."""
+    crossed = total = 0
+    for values in itertools.permutations(range(2 * launches)):
+        crossed += decided(values[:launches], values[launches:], launches, alpha) is not None
+        total += 1
+    assert crossed <= alpha * total
+    least = look_boundaries(launches, alpha)[launches]
+    assert least <= launches * launches, "the last look can decide"
+
+
+def test_a_last_look_alone_is_the_fixed_test() -> None:
+    """Three a side can only just decide at 95 %, so that four have nothing to spend before their last look."""
+    for launches in (3, 4):
+        assert dict(look_boundaries(launches, 0.05)) == {launches: critical_pairs(launches, launches, 0.05)}
+    assert dict(look_boundaries(7, 0.05)) == {4: 15, 5: 23, 6: 31, 7: 41}
+    with pytest.raises(ValueError, match="too many orders"):
+        look_boundaries(MOST_LOOKS + 1, 0.05)
+
+
+def test_equal_values_are_half_a_pair() -> None:
+    even = [1.0] * 4
+    assert decided(even, even, 4, 0.05) is None
+    assert decided([1.1, 1.2, 1.3, 1.0], even, 4, 0.05) is None, "14 of 16 pairs"
+    assert decided([1.1, 1.2, 1.3, 1.4], even, 4, 0.05) == 4
