@@ -159,7 +159,8 @@ class GateReport(Record):
     def to_json(self) -> dict[str, Any]:
         """Return a mapping of the fields, without the version of the judgement, and without a history that is empty."""
         left_out = ("judgement",) if self.history else ("judgement", "history")  # earlier records know of none
-        return {name: value for name, value in Record.to_json(self).items() if name not in left_out}
+        fields = {**Record.to_json(self), "policy": self.policy.to_json()}
+        return {name: value for name, value in fields.items() if name not in left_out}
 
     @property
     def reasons(self) -> tuple[str, ...]:
