@@ -204,8 +204,11 @@ def _length(facts: ModelFacts, said: Mapping[str, str | bool], profile: Profile)
 
 
 def _with_room(needed: int, context: int) -> int:
-    """Return the least of the usual contexts that holds so many tokens; a longer request is planned for as it is."""
-    return min((length for length in _CONTEXTS if length >= needed), default=needed) if needed <= context else needed
+    """Return the least of the usual contexts that holds so many tokens, where the model's own does not end before it.
+
+    A longer request is planned for as it is.
+    """
+    return max(needed, min(min((length for length in _CONTEXTS if length >= needed), default=needed), context))
 
 
 def _needed(facts: ModelFacts, profile: Profile) -> int:

@@ -350,6 +350,7 @@ def test_a_plan_is_long_enough_for_its_workload():
     short = plan(profile=replace(load, longest=4352))
     assert flag(short, "--max-model-len") == "8192", "the least of the usual contexts that has room"
     assert not any("nobody said" in warning for warning in short.warnings)
+    assert flag(plan(replace(facts(), context=512), profile=replace(load, longest=96)), "--max-model-len") == "512"
     assert any("the workload's longest request has 4,352 tokens" in reason.why for reason in short.reasons)
     assert flag(plan(profile=replace(load, longest=131060)), "--max-model-len") == "131072"
     assert flag(plan(profile=replace(load, max_model_len=8192)), "--max-model-len") == "8192"
