@@ -16,7 +16,7 @@ from quantmint.eval import throughput
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.gate.report import Finding, Policy, sentence
 from quantmint.eval.measurements import CellResult, Measurements, Side
-from quantmint.eval.statistics.ranks import decided, fewest_launches
+from quantmint.eval.statistics.ranks import MOST_LOOKS, decided, fewest_launches
 from quantmint.eval.throughput import Throughput
 from quantmint.eval.verdict import Verdict
 
@@ -64,7 +64,7 @@ def judge(
 
 def _cell(cell: Throughput, measurements: Measurements, policy: Policy) -> tuple[Verdict, str]:
     promise, hardware = cell.promise or 0.0, measurements.candidate.hardware
-    looks = early(cell.values_baseline, cell.values_candidate, promise, policy) if policy.stop_early else None
+    looks = early(cell.values_baseline, cell.values_candidate, promise, policy) if _ends_early(policy) else None
     if policy.hardware is not None and hardware != policy.hardware:
         device = measurements.candidate.device
         return Verdict.INCONCLUSIVE, f"measured on {device or hardware}, promised for {policy.hardware}"
@@ -89,6 +89,11 @@ def _cell(cell: Throughput, measurements: Measurements, policy: Policy) -> tuple
         return Verdict.FAIL, f"{promise:.3g} was promised, and it is less (p = {cell.p_short:.2g})"
     least = f"whether it is more than the promised {promise:.3g} is not shown (p = {cell.p_promise:.2g})"
     return Verdict.INCONCLUSIVE, f"{least}; more launches, or a promise a little lower, would tell"
+
+
+def _ends_early(policy: Policy) -> bool:
+    """Return whether looks decide; a record that names more launches than can be counted out is of a fixed number."""
+    return policy.stop_early and policy.launches <= MOST_LOOKS
 
 
 def early(

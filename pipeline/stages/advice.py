@@ -89,7 +89,7 @@ def _precision(setting: Setting, groups: Sequence[Group] | None) -> Advice:
         left = spendable(setting, tuple(groups))
         lines, budget = _more_bits(left, point)
         if budget is None:
-            return in_sixteen(setting.recipe, left, point.schemes, lines)
+            return in_sixteen(setting.recipe, left, point.schemes, lines, searched=setting.written.search is not None)
         return Advice(tuple(lines), _block(setting, {**_choosing(setting.written), **budget}))
     eight = all(scheme(name).bits_per_weight >= scheme(_EIGHT).bits_per_weight for name in made.schemes)
     if groups is not None:
@@ -218,9 +218,17 @@ def _costliest(groups: Sequence[Group], schemes: Mapping[str, str], cost: float)
 
 
 def in_sixteen(
-    recipe: Recipe, groups: Sequence[Group], schemes: Mapping[str, str], lines: Sequence[str] = ()
+    recipe: Recipe,
+    groups: Sequence[Group],
+    schemes: Mapping[str, str],
+    lines: Sequence[str] = (),
+    *,
+    searched: bool = False,
 ) -> Advice:
-    """Keep the groups in 16 bit that make half of the predicted cost, each now in its scheme of ``schemes``."""
+    """Keep the groups in 16 bit that make half of the predicted cost, each now in its scheme of ``schemes``.
+
+    ``searched``: the recipe has a search, which ends with the choice.
+    """
     costs = {
         group.name: option.cost for group in groups for option in group.options if option.scheme == schemes[group.name]
     }
@@ -244,7 +252,9 @@ def in_sixteen(
         "in 16 bit it is halved: paste this into the recipe"
     )
     first = list(lines) or [_costliest(groups, schemes, total)]
-    return Advice((*first, said), sections_yaml({"quantization": section}))
+    # What is pasted takes the place of a section: a search goes with a choice that is still to be made.
+    ended = {"search": None} if searched else {}
+    return Advice((*first, said), sections_yaml({"quantization": section, **ended}))
 
 
 def in_eight(quantization: Quantization, groups: Sequence[Group]) -> Advice:

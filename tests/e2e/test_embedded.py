@@ -54,8 +54,9 @@ def test_a_task_that_was_finished_before_the_kill_was_not_asked_again(finished: 
     second = finished.stderr[finished.stderr.index("evaluate-baseline: started") :]
     second = second[: second.index("evaluate-baseline: done")]
     assert "tiny_facts: 2,000 items in 4 looks" in finished.first_log
-    assert "tiny_facts" not in second
-    assert "tiny_arithmetic" in second
+    assert "tiny_facts: 2,000 of 2,000 answers were known from earlier runs" in second
+    assert "tiny_arithmetic: 400 items" in second
+    assert "tiny_arithmetic: 400 of 400 answers were known" not in second
 
 
 def test_the_next_run_finds_everything_in_the_store(finished: Finished) -> None:

@@ -297,8 +297,9 @@ def test_in_eight_bits_scales_by_channel_help_then_sixteen_bits(four: Any) -> No
     assert list(pasted_into("r.yaml", second.paste).quantization.exclude) == [r"re:.*\.down_proj$"]
 
 
-def test_where_costs_are_known_eight_bits_give_way_to_sixteen_where_they_cost_most(make: Any) -> None:
-    found = run(make(bits=8.0, passing=99))
+@pytest.mark.parametrize("search", ["", "search: {tries: 4}\n"])
+def test_where_costs_are_known_eight_bits_give_way_to_sixteen_where_they_cost_most(make: Any, search: str) -> None:
+    found = run(make(bits=8.0, passing=99, search=search))
     advice = advise(found[1], read_groups(found[0].entry("sensitivity")))
     assert "make half of the predicted cost" in advice.lines[-1]
     excluded = pasted_into("r.yaml", advice.paste).quantization.exclude

@@ -153,6 +153,8 @@ def test_launches_that_may_end_early_are_judged_by_the_first_look_that_decides(
     later = (*STEADY, 1000.0, 1000.0), (*fast, 900.0, 900.0)
     assert verdict(measurements, early, *later)[0] is PASS
     assert verdict(measurements, dataclasses.replace(early, stop_early=False), *later)[0] is INCONCLUSIVE
+    foreign = dataclasses.replace(early, launches=8)
+    assert verdict(measurements, foreign, STEADY, fast)[0] is INCONCLUSIVE, "more than are counted out: no error"
     six = (*STEADY, 1000.0, 1000.0), (*mixed, 1200.0, 1200.0)
     found, reason = verdict(measurements, early, *six)
     assert (found, "6 launches a side show neither" in reason) == (INCONCLUSIVE, True), reason
