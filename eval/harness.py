@@ -183,13 +183,19 @@ def joined(batches: Sequence[Asked]) -> Asked:
 
     Raises `MeasurementError` where they were not asked in the same way.
     """
+    settings = common_settings(batches, "items")
+    samples = sorted((sample for batch in batches for sample in batch.samples), key=lambda s: (s.task, s.doc_id))
+    answers = sorted((shown for batch in batches for shown in batch.answers), key=lambda a: (a["task"], a["doc_id"]))
+    return Asked(settings, tuple(samples), tuple(answers))
+
+
+def common_settings(batches: Sequence[Asked], what: str) -> Mapping[str, Any]:
+    """Return the settings that all batches were asked with. Raises `MeasurementError` where they differ."""
     first, *rest = batches
     for batch in rest:
         if batch.settings != first.settings:
-            raise MeasurementError(f"items were asked as {dict(first.settings)}, {dict(batch.settings)}")
-    samples = sorted((sample for batch in batches for sample in batch.samples), key=lambda s: (s.task, s.doc_id))
-    answers = sorted((shown for batch in batches for shown in batch.answers), key=lambda a: (a["task"], a["doc_id"]))
-    return Asked(first.settings, tuple(samples), tuple(answers))
+            raise MeasurementError(f"{what} were asked as {dict(first.settings)}, {dict(batch.settings)}")
+    return first.settings
 
 
 def items_digest(items: Iterable[Item]) -> str:

@@ -154,7 +154,7 @@ def _machine_elsewhere(asked: str | None, hardware: str, gpus: int) -> Target | 
     if asked is not None:
         return None if asked == "here" else _machine_named(asked)
     here = device_here("auto").hardware
-    return None if hardware in ("cpu", here) else parse_target(f"{hardware}:{gpus}")
+    return None if hardware in ("cpu", here) or hardware not in _have_figures() else parse_target(f"{hardware}:{gpus}")
 
 
 def _machine_named(text: str) -> Target:
@@ -162,8 +162,7 @@ def _machine_named(text: str) -> Target:
     from quantmint.pipeline.base.hardware import table
     from quantmint.pipeline.serving.planning.target import parse_target
 
-    name, rows = text.partition(":")[0].lower(), table()
-    planned = [row.name for row in rows.values() if row.bandwidth is not None or row.kind == "cpu"]
+    name, rows, planned = text.partition(":")[0].lower(), table(), _have_figures()
     if name not in planned:
         found = f"{text!r}, which has no figures" if name in rows else repr(text)
         expected = ", ".join(("here", *planned))
@@ -176,6 +175,13 @@ def _machine_named(text: str) -> Target:
     except UserError as error:
         nearest = f' (did you mean "{name}:{rows[name].gpus_per_node}"?)'
         raise UserError(f"--for: found {text!r}: {error.message}{nearest}.", hint=error.hint) from None
+
+
+def _have_figures() -> list[str]:
+    """Return the names of the hardware that a forecast has figures of."""
+    from quantmint.pipeline.base.hardware import table
+
+    return [row.name for row in table().values() if row.bandwidth is not None or row.kind == "cpu"]
 
 
 def _too_small(needed: Mapping[str, int], free: int, where: Path, elsewhere: Target | None) -> list[str]:

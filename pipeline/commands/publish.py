@@ -13,7 +13,7 @@ from quantmint.pipeline.base.errors import UserError, shown_path
 from quantmint.pipeline.base.progress import Reporter, reporter_for
 from quantmint.pipeline.commands.options import emit, json_option, store_option, vllm_option
 from quantmint.pipeline.commands.tables import plain, table, terminal
-from quantmint.pipeline.publish.place import Listed, Operation, Published
+from quantmint.pipeline.publish.place import Listed, Operation, Published, counted
 from quantmint.pipeline.publish.places import EXPECTED, elsewhere, open_place, places_of, published_folder
 from quantmint.pipeline.recipe.destinations import KINDS
 from quantmint.pipeline.store.tree import Store
@@ -169,7 +169,6 @@ def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
     Example: quantmint prune published/llama70b-fp8kv --keep 3
     """
     there = open_place(place)
-    listed = there.releases()
     done = there.prune(keep=keep, dry_run=dry_run, progress=reporter_for(json=as_json))
     if as_json:
         removed = [one.what for one in done]
@@ -177,15 +176,15 @@ def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
         return
     _show(done)
     if not done:
-        click.echo(f"{shown_path(there.address)}: nothing to remove; {_kept(listed, keep)}")
+        click.echo(f"{shown_path(there.address)}: nothing to remove; {_kept(there.releases(), keep)}")
 
 
 def _kept(listed: Sequence[Listed], keep: int) -> str:
     """Say why each release of a place stays."""
-    counted = [release for release in listed if not release.candidate]
-    newest = ", ".join(release.tag for release in counted[:keep]) or "none"
-    parts = [f"the newest {keep} of {len(counted)} stay ({newest})"]
-    parts += [f"{release.tag} stays because readers get it" for release in counted[keep:] if release.current]
+    releases = counted(listed)
+    newest = ", ".join(release.tag for release in releases[:keep]) or "none"
+    parts = [f"the newest {keep} of {len(releases)} stay ({newest})"]
+    parts += [f"{release.tag} stays because readers get it" for release in releases[keep:] if release.current]
     if candidates := [release.tag for release in listed if release.candidate]:
         parts.append(f"{len(candidates)} candidate{'s are' if len(candidates) > 1 else ' is'} not counted")
     return ", ".join(parts)

@@ -395,5 +395,9 @@ def outdated(releases: Sequence[Listed], *, keep: int) -> tuple[Listed, ...]:
 
     A candidate is not one of those that are counted either, because nobody can go back to what readers never had.
     """
-    counted = newest_first(release for release in releases if not release.candidate)
-    return tuple(release for release in counted[keep:] if not release.current)
+    return tuple(release for release in counted(releases)[keep:] if not release.current)
+
+
+def counted(releases: Iterable[Listed]) -> tuple[Listed, ...]:
+    """Return the releases that a limit on their number counts, the newest first: all but candidates."""
+    return newest_first(release for release in releases if not release.candidate)

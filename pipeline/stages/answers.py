@@ -82,6 +82,8 @@ class KnownAnswers:
             if part.samples:
                 found.append(part)
                 wanted -= {(sample.task, sample.doc_id) for sample in part.samples}
+            if not wanted:
+                break
         return tuple(found)
 
     def keep(self, batch: Path, items: Sequence[Item], faults: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from quantmint.eval import harness as draw
 from quantmint.eval.accuracy import margin_in_units
 from quantmint.eval.errors import MeasurementError
-from quantmint.eval.harness import Asked, Item, compressed, joined, read_asked
+from quantmint.eval.harness import Asked, Item, common_settings, compressed, joined, read_asked
 from quantmint.eval.samples import SampleSet, pair
 from quantmint.eval.statistics import sequential
 from quantmint.eval.suites import SuiteTask
@@ -256,10 +256,7 @@ def _evaluate(job: Job, task: SuiteTask, questions: _Questions, baseline: Sample
 
 
 def _together(setting: Setting, task: SuiteTask, asked: list[Asked], planned: int, looks: int) -> SampleSet:
-    first, *rest = asked
-    for part in rest:
-        if part.settings != first.settings:
-            raise MeasurementError(f"{task.task}: looks were asked as {dict(first.settings)}, {dict(part.settings)}")
+    settings = common_settings(asked, f"{task.task}: looks")
     return SampleSet(
         task.task,
         task.metric,
@@ -267,7 +264,7 @@ def _together(setting: Setting, task: SuiteTask, asked: list[Asked], planned: in
         task.kind,
         planned,
         looks,
-        {**first.settings, "limit": setting.recipe.evaluation.limit},
+        {**settings, "limit": setting.recipe.evaluation.limit},
     )
 
 

@@ -208,8 +208,9 @@ def run_search(
             reporter.say(setting.chosen.line)
         # What is published is known when the search is over: a try ends with its report.
         plan = build_plan(setting, until)
-        ends = REPORT if searching and any(planned.key == REPORT for planned in plan) else until
-        outcome = run_plan(build_plan(setting, ends), setting, reporter, redo=again)
+        if searching and any(planned.key == REPORT for planned in plan):
+            plan = cut(plan, REPORT)
+        outcome = run_plan(plan, setting, reporter, redo=again)
         if setting.chosen is not None:
             told.append({**setting.chosen.to_json(), "verdict": outcome.verdict and outcome.verdict.value})
         following = settled(setting)

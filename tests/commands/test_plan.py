@@ -451,3 +451,12 @@ def test_a_plan_says_whose_rates_it_has(quantmint: Quantmint, monkeypatch: pytes
 
 def _fails(*_: object) -> None:
     raise RuntimeError("out of memory")
+
+
+def test_a_target_without_figures_is_planned_for_this_machine() -> None:
+    from quantmint.pipeline.commands.plan import _machine_elsewhere
+
+    assert _machine_elsewhere(None, "cuda", 1) is None
+    elsewhere = _machine_elsewhere(None, "mi300x", 8)
+    assert elsewhere is not None
+    assert elsewhere.gpus == 8

@@ -173,12 +173,12 @@ def _layouts(case: _Case, form: str, *, expert: bool = False) -> list[Layout]:
     ordered = valid if form in {"replicas", "data", "spread"} else valid[::-1]
     if form == "tensor":  # the widest; one that leaves accelerators idle counts half
         ordered = sorted(ordered, key=lambda one: -one.tensor / (1 if gpus % one.tensor == 0 else 2))
-    return sorted(ordered, key=lambda layout: layout.tensor not in _REDUCED_AT_ONCE)
+    return ordered
 
 
 _REDUCED_AT_ONCE: Final = frozenset((1, 2, 4, 6, 8))
 """Sizes of tensor parallelism that vLLM's custom all-reduce takes (`CustomAllreduce`, vLLM 0.32
-distributed/device_communicators); others are tried last."""
+distributed/device_communicators); others are taken where none of these fits."""
 
 
 def _departure(case: _Case, row: Row, layout: Layout) -> str:
