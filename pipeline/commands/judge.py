@@ -104,7 +104,7 @@ def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     from quantmint.eval.report.model import DATA
     from quantmint.pipeline.publish.release import EVIDENCE
     from quantmint.pipeline.publish.verify.run import record_of
-    from quantmint.pipeline.stages import finished
+    from quantmint.pipeline.runs import reports
     from quantmint.pipeline.stages.gate import GATE
 
     path = record_of(subject, reporter_for(json=as_json)) or Path(subject)
@@ -113,7 +113,7 @@ def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     places = [path / GATE, path / EVIDENCE / GATE]
     found = next((place for place in places if place.is_file()), None)
     if found is None and not (path.is_dir() and not (path / DATA).is_file()):
-        found = finished.gate_of(finished.find(subject, store), store)
+        found = reports.gate_of(reports.find(subject, store), store)
     if found is None:
         hint = "quantmint writes one into stage gate's entry of the store, and beside what it publishes."
         raise UserError(f"{subject}: found no {GATE}, neither there nor in {EVIDENCE}/.", hint=hint)

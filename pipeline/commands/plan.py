@@ -49,14 +49,9 @@ def plan_command(
     from quantmint.eval.gate.reach import reach
     from quantmint.pipeline.base.hardware import cautions
     from quantmint.pipeline.quantize.engines.algorithms import algorithm
-    from quantmint.pipeline.serving.model.facts import schemes_of_experts
-    from quantmint.pipeline.stages.ahead import ahead, further_tries, reckoned, savings
-    from quantmint.pipeline.stages.bench import outlook
-    from quantmint.pipeline.stages.checks import as_asked
-    from quantmint.pipeline.stages.forecast import forecast, machine_here, machine_of
-    from quantmint.pipeline.stages.gate import policy_of
-    from quantmint.pipeline.stages.planning import build_plan, foreseen, missing_stages
-    from quantmint.pipeline.stages.preflight import (
+    from quantmint.pipeline.runs.forecast import forecast, machine_here, machine_of
+    from quantmint.pipeline.runs.planner import build_plan, foreseen, missing_stages
+    from quantmint.pipeline.runs.preflight import (
         disk_needed,
         model_for,
         predict,
@@ -64,8 +59,13 @@ def plan_command(
         require_room_to_publish,
         require_tokens,
     )
-    from quantmint.pipeline.stages.search import stand_in, tried
-    from quantmint.pipeline.stages.session import open_setting
+    from quantmint.pipeline.runs.search import stand_in, tried
+    from quantmint.pipeline.runs.session import open_setting
+    from quantmint.pipeline.runs.timeline import ahead, further_tries, reckoned, savings
+    from quantmint.pipeline.serving.model.facts import schemes_of_experts
+    from quantmint.pipeline.stages.bench import outlook
+    from quantmint.pipeline.stages.checks import as_asked
+    from quantmint.pipeline.stages.gate import policy_of
     from quantmint.pipeline.stages.source import config_folder as fetched
     from quantmint.pipeline.stages.source import require_tokenizer
     from quantmint.pipeline.store.disk import free_bytes

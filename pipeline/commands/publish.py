@@ -21,7 +21,7 @@ from quantmint.pipeline.store.tree import Store
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from quantmint.pipeline.stages.runner import Outcome
+    from quantmint.pipeline.runs.runner import Outcome
     from quantmint.pipeline.stages.stage import Planned, Setting
 
 _MAY_RUN = ("report", "package", "sign", "publish")
@@ -60,10 +60,10 @@ def publish(
     To the places of the recipe, or to those that are named here; several may be named. A release that is there is left
     as it is, so that the same command finishes what was interrupted; `quantmint rollback` gives readers an earlier one.
     """
-    from quantmint.pipeline.stages.planning import build_plan, foreseen, missing_stages
-    from quantmint.pipeline.stages.preflight import require_means
-    from quantmint.pipeline.stages.search import stand_in
-    from quantmint.pipeline.stages.session import open_setting
+    from quantmint.pipeline.runs.planner import build_plan, foreseen, missing_stages
+    from quantmint.pipeline.runs.preflight import require_means
+    from quantmint.pipeline.runs.search import stand_in
+    from quantmint.pipeline.runs.session import open_setting
 
     reporter = reporter_for(json=as_json)
     setting = stand_in(open_setting(recipe, store=Store(store_path, on_warning=reporter.warn), vllm=vllm))
@@ -232,7 +232,7 @@ def _current_in(place: str) -> str | None:
 
 
 def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:
-    from quantmint.pipeline.stages.runner import run_plan
+    from quantmint.pipeline.runs.runner import run_plan
 
     outcome = run_plan(plan, setting, reporter, redo=("publish",))
     found, verdict = published_by(outcome), _verdict(outcome)
@@ -248,9 +248,9 @@ def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
 
 def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:
     """Put the release together and ask each place. A keyless signature is public for ever: none is made."""
-    from quantmint.pipeline.stages.planning import missing_stages
+    from quantmint.pipeline.runs.planner import missing_stages
+    from quantmint.pipeline.runs.runner import run_plan
     from quantmint.pipeline.stages.publish import release_of, require_proof
-    from quantmint.pipeline.stages.runner import run_plan
     from quantmint.pipeline.store.gc import forget
 
     section = setting.recipe.publish

@@ -13,7 +13,7 @@ from quantmint.pipeline.base.progress import reporter_for
 from quantmint.pipeline.commands.options import PATH, device_option, emit, json_option, on_option, spread
 
 if TYPE_CHECKING:
-    from quantmint.pipeline.stages.quantization import Outlook, QuantizationJob
+    from quantmint.pipeline.runs.oneshot import Outlook, QuantizationJob
 
 _QUANTIZATION = ("scheme", "bits", "kv_cache", "kv_cache_granularity", "engine", "algorithm", "shared_scales")
 _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "observer", "experts")
@@ -69,7 +69,7 @@ def quantize(
     from dataclasses import replace
 
     from quantmint.pipeline.recipe.load import recipe_of
-    from quantmint.pipeline.stages.quantization import look_ahead, make, open_job, source_section
+    from quantmint.pipeline.runs.oneshot import look_ahead, make, open_job, source_section
 
     if threads is not None:  # before PyTorch is there, which reads it too
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -130,7 +130,7 @@ def _overrides(texts: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: bool) -> None:
-    from quantmint.pipeline.stages.forecast import forecast, machine_here
+    from quantmint.pipeline.runs.forecast import forecast, machine_here
     from quantmint.pipeline.store.disk import free_bytes
 
     recipe, source = job.setting.recipe, job.setting.source

@@ -35,7 +35,7 @@ def report(subject: str, form: str, output: Path | None, store_path: Path, as_js
 
     The page is told by its path; the other forms are printed, unless --output says where they go.
     """
-    from quantmint.pipeline.stages.finished import find
+    from quantmint.pipeline.runs.reports import find
     from quantmint.pipeline.stages.report import FILES
 
     folder = find(subject, Store(store_path)).parent
@@ -79,7 +79,7 @@ def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as
     from quantmint.eval.comparison.model import read, side_by_side, to_json
     from quantmint.eval.comparison.page import render
     from quantmint.eval.errors import MeasurementError
-    from quantmint.pipeline.stages.finished import find, gate_of
+    from quantmint.pipeline.runs.reports import find, gate_of
 
     if len(finished) < 2:
         raise UserError(f"found one checkpoint, {finished[0]}, expected at least two to compare")
@@ -200,7 +200,7 @@ def site(output: Path, store_path: Path, as_json: bool) -> None:
 
     Runs that the store has forgotten stay in the index; delete the folder to begin anew.
     """
-    from quantmint.pipeline.stages.site import INDEX, build
+    from quantmint.pipeline.runs.site import INDEX, build
 
     reporter = reporter_for(json=as_json)
     rows, copied = build(output, Store(store_path, on_warning=reporter.warn))
@@ -224,8 +224,8 @@ def track(finished: str, uri: str, experiment: str, store_path: Path, as_json: b
     PATH_OR_RECIPE is a published folder, a report.json, a report in the store, or the name of a recipe that was run.
     A key is read from MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     """
-    from quantmint.pipeline.stages.finished import find
-    from quantmint.pipeline.stages.tracking import content_of, log
+    from quantmint.pipeline.runs.reports import find
+    from quantmint.pipeline.runs.tracking import content_of, log
 
     store = Store(store_path)
     content = content_of(find(finished, store), store)

@@ -60,11 +60,11 @@ def run(
     """
     from quantmint.pipeline.commands.publish import published_by, report_page, show_published
     from quantmint.pipeline.publish.places import published_folder
+    from quantmint.pipeline.runs.search import known_groups, run_search
+    from quantmint.pipeline.runs.session import open_setting
+    from quantmint.pipeline.runs.tracking import log_run
     from quantmint.pipeline.serving.host.detect import device_here
     from quantmint.pipeline.stages.advice import advise
-    from quantmint.pipeline.stages.search import known_groups, run_search
-    from quantmint.pipeline.stages.session import open_setting
-    from quantmint.pipeline.stages.tracking import log_run
     from quantmint.pipeline.store.remote import open_tier
 
     reporter = reporter_for(json=as_json)
@@ -155,9 +155,9 @@ def _measured(gate: Entry | None) -> dict[str, str] | None:
 @json_option
 def explain_command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> None:
     """Say which input of which stage changed since RECIPE was last run."""
-    from quantmint.pipeline.stages.planning import build_plan, explain, foreseen
-    from quantmint.pipeline.stages.search import stand_in
-    from quantmint.pipeline.stages.session import open_setting
+    from quantmint.pipeline.runs.planner import build_plan, explain, foreseen
+    from quantmint.pipeline.runs.search import stand_in
+    from quantmint.pipeline.runs.session import open_setting
 
     setting = stand_in(open_setting(recipe, store=Store(store_path), vllm=vllm))
     explained = explain(foreseen(build_plan(setting), setting), setting)

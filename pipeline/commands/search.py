@@ -63,11 +63,11 @@ def search(
     from quantmint.pipeline.quantize.budget import frontier, spend
     from quantmint.pipeline.recipe.load import choice_yaml, load_recipe, recipe_of
     from quantmint.pipeline.recipe.schema import AUTO
+    from quantmint.pipeline.runs.oneshot import source_section
+    from quantmint.pipeline.runs.search import chosen, measured_groups, opened
+    from quantmint.pipeline.runs.session import open_setting, recipe_named
     from quantmint.pipeline.stages.advice import FROM, Advice, in_eight
-    from quantmint.pipeline.stages.quantization import source_section
-    from quantmint.pipeline.stages.search import chosen, measured_groups, opened
     from quantmint.pipeline.stages.sensitivity import spendable
-    from quantmint.pipeline.stages.session import open_setting, recipe_named
     from quantmint.pipeline.store.tree import Store
 
     budget = bits if speedup is None else speedup

@@ -14,10 +14,10 @@ from quantmint.pipeline.base.progress import reporter_for
 from quantmint.pipeline.commands.options import MODEL_FOLDER, emit, json_option, store_option, vllm_option
 
 if TYPE_CHECKING:
+    from quantmint.pipeline.runs.serving import Request
     from quantmint.pipeline.serving.host.subject import Finding
     from quantmint.pipeline.serving.model.facts import ModelFacts
     from quantmint.pipeline.serving.planning.target import Target
-    from quantmint.pipeline.stages.launch import Request
 
 _MARKS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "dim"}
 _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
@@ -71,7 +71,7 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
     ROCR's variable). To plan, a config.json is enough. ARGUMENTS behind two dashes go to vLLM
     as they are.
     """
-    from quantmint.pipeline.stages.launch import serve as serve_until_stopped
+    from quantmint.pipeline.runs.serving import serve as serve_until_stopped
 
     forms = [form for form in _FORMS if given[form]]
     if len(forms) > 1:
@@ -87,8 +87,7 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
     from quantmint.pipeline.recipe.schema import Serve
-    from quantmint.pipeline.serving.planning.planner import plan_serving
-    from quantmint.pipeline.stages.launch import (
+    from quantmint.pipeline.runs.serving import (
         Request,
         fetched,
         find_model,
@@ -98,6 +97,7 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         target_for,
         vllm_for,
     )
+    from quantmint.pipeline.serving.planning.planner import plan_serving
 
     version, environment = vllm_for(given["vllm"], elsewhere=planning or given["launcher"] in ("docker", "endpoint"))
     found = find_model(

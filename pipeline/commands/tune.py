@@ -108,6 +108,8 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
     interruption, also with other knobs or a larger budget. Ends with 1 where no measured plan keeps the limits.
     """
     from quantmint.pipeline.base.times import parse_duration
+    from quantmint.pipeline.runs.tuning import open_subject
+    from quantmint.pipeline.runs.tuning import tune as measure
     from quantmint.pipeline.serving.knobs.table import table
     from quantmint.pipeline.serving.tuning.aiter import gemms
     from quantmint.pipeline.serving.tuning.space import (
@@ -119,8 +121,6 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
         without_base_values,
     )
     from quantmint.pipeline.serving.tuning.sweep import Design, Objective, Sweep, grid_size
-    from quantmint.pipeline.stages.tuning import open_subject
-    from quantmint.pipeline.stages.tuning import tune as measure
 
     as_json, dry_run = given["as_json"], given["dry_run"]
     reporter = reporter_for(json=as_json)

@@ -34,12 +34,12 @@ from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import QuantmintError
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.base.progress import Reporter, reporter_for
+from quantmint.pipeline.runs.planner import build_plan
+from quantmint.pipeline.runs.runner import run_plan
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.serving.host.detect import device_here
 from quantmint.pipeline.stages.bench import LAUNCH, Turn, discarded_launch, make_launch
-from quantmint.pipeline.stages.planning import build_plan
-from quantmint.pipeline.stages.runner import run_plan
 from quantmint.pipeline.stages.serve import Servers
-from quantmint.pipeline.stages.session import open_setting
 from quantmint.pipeline.stages.stage import Job, Planned, Setting
 from quantmint.pipeline.store.tree import Store
 from tests.bench.model import SHAPES, describe, write_model

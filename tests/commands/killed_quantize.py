@@ -19,7 +19,7 @@ import torch  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 
-import quantmint.pipeline.stages.quantization  # noqa: F401
+import quantmint.pipeline.runs.oneshot  # noqa: F401
 from quantmint.pipeline.commands.cli import main
 
 

@@ -71,7 +71,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("quantmint.pipeline.store.disk", "quantmint.pipeline.stages.preflight"):
+    for place in ("quantmint.pipeline.store.disk", "quantmint.pipeline.runs.preflight"):
         monkeypatch.setattr(f"{place}.free_bytes", lambda path: 10**16)
 
 
@@ -323,7 +323,7 @@ def test_a_disk_that_is_too_small_to_publish_to(
     orchestra.plan(*(orchestra.stage(key) for key in ("source", "quantize", "publish")))
     published = project / "published"
     monkeypatch.setattr(
-        "quantmint.pipeline.stages.preflight.free_bytes", lambda path: 10 if path.is_relative_to(published) else 10**12
+        "quantmint.pipeline.runs.preflight.free_bytes", lambda path: 10 if path.is_relative_to(published) else 10**12
     )
     here = ["--for", "here"] if command == "plan" else []
     ended = quantmint(command, "r.yaml", *here)
@@ -336,7 +336,7 @@ def test_a_run_refuses_such_a_disk_before_it_begins(
     orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orchestra.plan(orchestra.stage("source"), orchestra.stage("quantize", "source"))
-    monkeypatch.setattr("quantmint.pipeline.stages.preflight.free_bytes", lambda path: 10_000_000)
+    monkeypatch.setattr("quantmint.pipeline.runs.preflight.free_bytes", lambda path: 10_000_000)
     ended = quantmint("run", "r.yaml")
     assert (ended.code, orchestra.ran) == (2, [])
     assert "logs and samples 67.1 MB), 10.0 MB are free" in ended.err
@@ -347,9 +347,7 @@ def test_what_an_interrupted_run_has_written_needs_no_room_again(
 ) -> None:
     orchestra.plan(orchestra.stage("source"), orchestra.stage("quantize", "source"))
     needed = quantmint("plan", "r.yaml", "--json").json["disk"]["needed"]
-    monkeypatch.setattr(
-        "quantmint.pipeline.stages.preflight.free_bytes", lambda path: needed["logs and samples"] + 4096
-    )
+    monkeypatch.setattr("quantmint.pipeline.runs.preflight.free_bytes", lambda path: needed["logs and samples"] + 4096)
     assert quantmint("run", "r.yaml").code == 2
     quantize = next(
         stage for stage in quantmint("plan", "r.yaml", "--json").json["stages"] if stage["stage"] == "quantize"
@@ -363,7 +361,7 @@ def test_what_an_interrupted_run_has_written_needs_no_room_again(
 
 def test_a_cached_run_needs_no_room(orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
     orchestra.run(orchestra.stage("source"), orchestra.stage("quantize", "source"))
-    monkeypatch.setattr("quantmint.pipeline.stages.preflight.free_bytes", lambda path: 0)
+    monkeypatch.setattr("quantmint.pipeline.runs.preflight.free_bytes", lambda path: 0)
     assert quantmint("run", "r.yaml").code == 0
 
 
@@ -438,7 +436,7 @@ def test_a_config_that_is_none(quantmint: Quantmint, tmp_path: Path) -> None:
 
 
 def test_a_plan_says_whose_rates_it_has(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantmint.pipeline.stages.forecast.cores", lambda: 64)
+    monkeypatch.setattr("quantmint.pipeline.runs.forecast.cores", lambda: 64)
     ended = quantmint("plan", "tiny-ptpc")
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.split())

@@ -30,7 +30,7 @@ def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_here(explicit: str | None = None, **_: object) -> None:
         raise UserError(f"no vLLM found: {explicit}")
 
-    monkeypatch.setattr("quantmint.pipeline.stages.launch.find_vllm", none_here)
+    monkeypatch.setattr("quantmint.pipeline.runs.serving.find_vllm", none_here)
 
 
 def test_json(quantmint: Quantmint) -> None:

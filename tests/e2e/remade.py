@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from quantmint.pipeline.quantize.digest import file_digests
-from quantmint.pipeline.stages import planning
+from quantmint.pipeline.runs import planner
 from quantmint.pipeline.stages.quantize import InspectStage, QuantizeStage
 from quantmint.pipeline.stages.source import LOCATION, model_folder
 from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage, write_json
@@ -68,7 +68,7 @@ class InspectRemade(InspectStage):
 def plan_with(remade: Remade, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on plans make their checkpoint from it; what concerns the baseline is as it was."""
     for name in ("stages_of", "stopped_stages"):
-        monkeypatch.setattr(planning, name, _with(remade, getattr(planning, name)))
+        monkeypatch.setattr(planner, name, _with(remade, getattr(planner, name)))
 
 
 def _with(remade: Remade, stages_of: Callable[[Setting], Sequence[Stage]]) -> Callable[[Setting], tuple[Any, ...]]:

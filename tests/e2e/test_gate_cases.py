@@ -21,10 +21,10 @@ from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.commands.cli import main
 from quantmint.pipeline.quantize.engines.stream.kernels import ptpc_fp8
-from quantmint.pipeline.stages.planning import build_plan
+from quantmint.pipeline.runs.planner import build_plan
+from quantmint.pipeline.runs.runner import Outcome, run_plan
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.quantize import CHECKPOINT
-from quantmint.pipeline.stages.runner import Outcome, run_plan
-from quantmint.pipeline.stages.session import open_setting
 from quantmint.pipeline.store.tree import Store
 from tests.e2e.remade import Remade, another_template, four_times_too_large, plan_with
 from tests.serving.served.cases import MODEL

@@ -10,9 +10,9 @@ import torch
 
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.quantize.device import give_back_memory
-from quantmint.pipeline.stages.planning import build_plan, cut
-from quantmint.pipeline.stages.runner import run_plan
-from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.runs.planner import build_plan, cut
+from quantmint.pipeline.runs.runner import run_plan
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.store.tree import Store
 from tests.bench.model import SHAPES, write_model
 

@@ -14,10 +14,10 @@ import pytest
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.base.schemes import WRITES, table
+from quantmint.pipeline.runs.planner import build_plan
+from quantmint.pipeline.runs.runner import RELEASING, Outcome, run_plan
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.serving.environment import VllmEnvironment
-from quantmint.pipeline.stages.planning import build_plan
-from quantmint.pipeline.stages.runner import RELEASING, Outcome, run_plan
-from quantmint.pipeline.stages.session import open_setting
 from quantmint.pipeline.store.tree import Store
 from tests.serving.served.cases import SOME_LAYERS, Case, loaded, mixed, with_fp8_cache
 from tests.serving.served.proof import prove

@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.progress import PlainReporter
-from quantmint.pipeline.stages import planning
-from quantmint.pipeline.stages.runner import Outcome, run_plan
-from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.runs import planner
+from quantmint.pipeline.runs.runner import Outcome, run_plan
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.stage import Job, Output, Planned, Setting
 from quantmint.pipeline.store.entries import Entry
 from quantmint.pipeline.store.gc import Run, list_runs
@@ -62,7 +62,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_here(explicit: str | None = None) -> None:
         raise UserError(f"no vLLM found: {explicit}")
 
-    monkeypatch.setattr("quantmint.pipeline.stages.session.find_vllm", none_here)
+    monkeypatch.setattr("quantmint.pipeline.runs.session.find_vllm", none_here)
 
 
 @pytest.fixture
@@ -181,8 +181,8 @@ class Orchestra:
 
     def plan(self, *stages: FakeStage) -> tuple[Planned, ...]:
         """Plan these stages, here and in every command that is called from now on."""
-        planning.stages_of = lambda setting: stages  # restored by the fixture
-        return planning.build_plan(self.setting)
+        planner.stages_of = lambda setting: stages  # restored by the fixture
+        return planner.build_plan(self.setting)
 
     def run(self, *stages: FakeStage, **options: Any) -> Outcome:
         return run_plan(self.plan(*stages), self.setting, Told(self.lines), **options)
@@ -213,7 +213,7 @@ class Told(PlainReporter):
 
 @pytest.fixture
 def orchestra(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Orchestra:
-    monkeypatch.setattr(planning, "stages_of", planning.stages_of)
+    monkeypatch.setattr(planner, "stages_of", planner.stages_of)
     return Orchestra(setting, tmp_path / "trace")
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from quantmint.eval.workloads import Cell
 from quantmint.pipeline.base.errors import InvalidMeasurementError
+from quantmint.pipeline.runs.runner import Outcome
 from quantmint.pipeline.serving.host.detect import device_here
 from quantmint.pipeline.stages import bench
 from quantmint.pipeline.stages.bench import BenchStage, outlook, read_launches
-from quantmint.pipeline.stages.runner import Outcome
 from tests.processes import processes_naming
 from tests.serving.tuning.sweeping import command_in
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.base.errors import InspectionError
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.quantize import InspectStage
-from quantmint.pipeline.stages.session import open_setting
 from quantmint.pipeline.stages.stage import Job
 
 

@@ -23,10 +23,10 @@ from quantmint.pipeline.quantize.engines.libraries.job import LibraryJob, load_b
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.runs.planner import build_plan, cut
+from quantmint.pipeline.runs.runner import Outcome, run_plan
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages import by_library
-from quantmint.pipeline.stages.planning import build_plan, cut
-from quantmint.pipeline.stages.runner import Outcome, run_plan
-from quantmint.pipeline.stages.session import open_setting
 from quantmint.pipeline.stages.stage import Setting
 from quantmint.pipeline.store.tree import Store
 from tests.zoo.models import configuration, table

@@ -25,9 +25,9 @@ from quantmint.eval.samples import Sample, SampleSet, pair
 from quantmint.eval.statistics.sequential import decide
 from quantmint.eval.suites import Suite, SuiteTask
 from quantmint.pipeline.base.errors import InvalidMeasurementError, StageError
+from quantmint.pipeline.runs.runner import Outcome
 from quantmint.pipeline.serving.running.server import Server
 from quantmint.pipeline.stages.evaluate import ANSWERS, ControlStage, EvaluateStage, guessing, read_samples
-from quantmint.pipeline.stages.runner import Outcome
 from tests.eval.completions import Completions
 from tests.processes import below, processes_naming
 

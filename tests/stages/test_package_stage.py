@@ -22,11 +22,11 @@ from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.publish import manifest as manifests
 from quantmint.pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE, SBOM
 from quantmint.pipeline.quantize.digest import file_digests, folder_digest
+from quantmint.pipeline.runs.planner import cut, plan_stages
+from quantmint.pipeline.runs.runner import Outcome, run_plan
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.gate import checkpoint_digest
 from quantmint.pipeline.stages.package import PackageStage, release
-from quantmint.pipeline.stages.planning import cut, plan_stages
-from quantmint.pipeline.stages.runner import Outcome, run_plan
-from quantmint.pipeline.stages.session import open_setting
 from quantmint.pipeline.stages.stage import Job, Output, Setting
 from quantmint.pipeline.store.entries import Entry
 from quantmint.pipeline.store.tree import Store

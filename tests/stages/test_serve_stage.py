@@ -14,14 +14,14 @@ import pytest
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.machine import Device
 from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.runs.planner import build_plan
+from quantmint.pipeline.runs.runner import _Run
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.serving.plan import LaunchPlan, Layout
 from quantmint.pipeline.serving.running.launchers import ClusterLauncher
 from quantmint.pipeline.serving.running.log import scan_log
 from quantmint.pipeline.serving.running.server import Server
-from quantmint.pipeline.stages.planning import build_plan
-from quantmint.pipeline.stages.runner import _Run
 from quantmint.pipeline.stages.serve import SIDES, ReferenceServer, Servers, ServeStage, launch_plan, runtime_of
-from quantmint.pipeline.stages.session import open_setting
 from quantmint.pipeline.stages.stage import Setting
 from quantmint.pipeline.store.tree import Store
 
@@ -109,7 +109,7 @@ def test_both_sides_are_there_where_a_cpu_has_room_for_them(
 def test_the_server_that_comes_next_is_expected_as_soon_as_there_is_what_it_serves(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantmint.pipeline.stages.runner.model_folder", Path)
+    monkeypatch.setattr("quantmint.pipeline.runs.runner.model_folder", Path)
     said: list[tuple[str, str]] = []
     servers = SimpleNamespace(expect=lambda side, plan: said.append((side, plan.model)))
     plan = build_plan(setting)

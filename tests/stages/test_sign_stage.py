@@ -17,10 +17,10 @@ from quantmint.pipeline.publish import manifest as manifests
 from quantmint.pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE
 from quantmint.pipeline.publish.signing import PASSPHRASE, verified
+from quantmint.pipeline.runs.planner import build_plan
+from quantmint.pipeline.runs.preflight import require_means
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.package import SignStage, release
-from quantmint.pipeline.stages.planning import build_plan
-from quantmint.pipeline.stages.preflight import require_means
-from quantmint.pipeline.stages.session import open_setting
 from quantmint.pipeline.stages.stage import Job, Output, Setting
 from quantmint.pipeline.store.entries import Entry
 from tests.signing import WORD, rsa_key, write_key

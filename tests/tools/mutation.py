@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "publish": ("pipeline/publish", ("tests/publish",)),
     "store": (
         "pipeline/store",
-        ("tests/store", "tests/publish/test_remote_tier.py", "tests/stages/test_remote_store.py"),
+        ("tests/store", "tests/publish/test_remote_tier.py", "tests/runs/test_remote_store.py"),
     ),
 }
 """Folder and tests of each room."""

@@ -37,8 +37,8 @@ _LIBRARIES = (
     "cyclonedx.output.json", "detect_secrets.core.scan", "tenacity", "rich.progress", "httpx",
     # Ours take a second as well: models of pydantic, tables.
     "quantmint.pipeline.commands.cli", "quantmint.pipeline.commands.requantize", "quantmint.pipeline.commands.run",
-    "quantmint.pipeline.stages.runner", "quantmint.pipeline.stages.session", "quantmint.pipeline.stages.planning",
-    "quantmint.pipeline.stages.preflight", "quantmint.pipeline.upkeep.due.due",
+    "quantmint.pipeline.runs.runner", "quantmint.pipeline.runs.session", "quantmint.pipeline.runs.planner",
+    "quantmint.pipeline.runs.preflight", "quantmint.pipeline.upkeep.due.due",
     "quantmint.pipeline.upkeep.fleet.rounds",
     "quantmint.pipeline.upkeep.notices", "quantmint.pipeline.quantize.engines.stream.engine",
     "quantmint.pipeline.quantize.inspection.inspect",

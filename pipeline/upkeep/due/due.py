@@ -22,9 +22,9 @@ from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.faults import refuse
 from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe
 from quantmint.pipeline.recipe.sections import Cause
+from quantmint.pipeline.runs.planner import build_plan, find_entry, foreseen, known_unsound, missing_stages
+from quantmint.pipeline.runs.session import assemble
 from quantmint.pipeline.stages.checks import check
-from quantmint.pipeline.stages.planning import build_plan, find_entry, foreseen, known_unsound, missing_stages
-from quantmint.pipeline.stages.session import assemble
 from quantmint.pipeline.stages.source import identify
 from quantmint.pipeline.stages.stage import Commits, Planned, Setting, SourceIdentity
 from quantmint.pipeline.store.tree import Store

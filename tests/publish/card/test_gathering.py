@@ -14,8 +14,8 @@ from quantmint.pipeline.publish.card import CardFacts, eval_results, render
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.recipe.schema import Quantization
 from quantmint.pipeline.recipe.sections import Publish
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.card import gather, settings
-from quantmint.pipeline.stages.session import open_setting
 from quantmint.pipeline.stages.stage import Job, Setting
 from quantmint.pipeline.store.disk import sha256_of
 from quantmint.pipeline.store.entries import Entry, FileFact, Record

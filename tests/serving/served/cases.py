@@ -11,7 +11,7 @@ from quantmint.pipeline.base.hardware import local_cpu_flags, refusal
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.base.schemes import table
 from quantmint.pipeline.recipe.load import recipe_of
-from quantmint.pipeline.stages.quantization import make, open_job
+from quantmint.pipeline.runs.oneshot import make, open_job
 
 MODEL = Path(__file__).parents[3] / "recipes" / "tiny" / "model"
 ATTENTION = r"re:.*\.self_attn\.[qkvo]_proj"

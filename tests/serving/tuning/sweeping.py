@@ -14,11 +14,11 @@ from typing import Any
 
 from quantmint.eval.workloads import Cell, Workload
 from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.runs.tuning import tune
 from quantmint.pipeline.serving.plan import LaunchPlan, Layout
 from quantmint.pipeline.serving.tuning.report import Report
 from quantmint.pipeline.serving.tuning.space import Axis, Subject, Value
 from quantmint.pipeline.serving.tuning.sweep import Design, Objective, Sweep
-from quantmint.pipeline.stages.tuning import tune
 from quantmint.pipeline.store.tree import Store
 
 CELL = Cell("in8-out4-c2", 8, 4, 2, 4, 1)

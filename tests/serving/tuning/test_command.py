@@ -104,7 +104,7 @@ def test_what_is_tuned_is_what_is_served(tune: Tune, project: Path, capsys: pyte
 def test_a_dry_run_needs_no_vllm(
     tune: Tune, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantmint.pipeline.stages.launch.find_vllm", _absent)
+    monkeypatch.setattr("quantmint.pipeline.runs.serving.find_vllm", _absent)
     elsewhere = ("model", "--target", "mi300x:1", "--workload", "tiny")
     assert tune(*elsewhere, "--dry-run") == 0
     assert "launches of vLLM 0.33.0 on mi300x:1" in capsys.readouterr().out

@@ -10,8 +10,8 @@ from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.structure import imagine, read_structure
 from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.runs.forecast import forecast, machine_of
 from quantmint.pipeline.serving.planning.target import parse_target
-from quantmint.pipeline.stages.forecast import forecast, machine_of
 from quantmint.pipeline.stages.rates import known, rates_of
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"

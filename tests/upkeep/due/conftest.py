@@ -33,7 +33,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
             raise UserError(f"no vLLM found: {explicit}")
         return FakeVllm(made.vllm)
 
-    monkeypatch.setattr("quantmint.pipeline.stages.session.find_vllm", find_vllm)
+    monkeypatch.setattr("quantmint.pipeline.runs.session.find_vllm", find_vllm)
     save_file({"weight": np.zeros(1, np.float16)}, here / "model" / "model.safetensors")
     (here / "model" / "config.json").write_bytes(CONFIG)
     (here / "sentences.yaml").write_text("name: sentences\ndescription: Words.\nfile: words.jsonl\ntext: text\n")

@@ -25,8 +25,8 @@ from quantmint.pipeline.publish.folder import FolderPlace
 from quantmint.pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
 from quantmint.pipeline.publish.place import Place
 from quantmint.pipeline.publish.release import MANIFEST, Release, tag_of
-from quantmint.pipeline.stages.planning import build_plan
-from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.runs.planner import build_plan
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.source import LOCATION
 from quantmint.pipeline.stages.stage import Planned, Setting
 from quantmint.pipeline.store.files import File

@@ -19,6 +19,9 @@ from quantmint.pipeline.base.machine import Machine, cores
 from quantmint.pipeline.base.progress import Reporter
 from quantmint.pipeline.quantize.digest import file_digests, folder_digest
 from quantmint.pipeline.recipe.schema import Serve
+from quantmint.pipeline.runs.search import run_search
+from quantmint.pipeline.runs.serving import ServedModel, fetched, find_model, profile_for, target_for, vllm_for
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.model.facts import ModelFacts
 from quantmint.pipeline.serving.planning.planner import plan_serving
@@ -39,9 +42,6 @@ from quantmint.pipeline.serving.tuning.space import (
 )
 from quantmint.pipeline.serving.tuning.sweep import Sweep, planned
 from quantmint.pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, first_pass
-from quantmint.pipeline.stages.launch import ServedModel, fetched, find_model, profile_for, target_for, vllm_for
-from quantmint.pipeline.stages.search import run_search
-from quantmint.pipeline.stages.session import open_setting
 from quantmint.pipeline.store.disk import disk_errors
 from quantmint.pipeline.store.gc import RunLog
 from quantmint.pipeline.store.locks import Lock

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quantmint.pipeline.stages.site import build
+from quantmint.pipeline.runs.site import build
 from quantmint.pipeline.store.tree import Store
 from tests.checkpoints import GOOD, SMALL, run
 from tests.pages import visit

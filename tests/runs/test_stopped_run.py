@@ -14,9 +14,9 @@ from quantmint.eval.report.model import PAGE
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.progress import PlainReporter
-from quantmint.pipeline.stages import planning
-from quantmint.pipeline.stages.preflight import require_means
-from quantmint.pipeline.stages.runner import run_plan
+from quantmint.pipeline.runs import planner
+from quantmint.pipeline.runs.preflight import require_means
+from quantmint.pipeline.runs.runner import run_plan
 from quantmint.pipeline.stages.stage import Job
 
 BROKEN = {"verdict": "FAIL", "reasons": ["agreement below 70.0%"]}
@@ -40,7 +40,7 @@ def stages(orchestra: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
             orchestra.stage("gate", "canary-candidate", result=judged),
             orchestra.stage("report", "gate", "canary-candidate", work=write_page),
         ]
-        monkeypatch.setattr(planning, "stopped_stages", lambda setting: [*begun, *end])
+        monkeypatch.setattr(planner, "stopped_stages", lambda setting: [*begun, *end])
         return [
             *begun,
             orchestra.stage("evaluate-candidate", "quantize"),
@@ -93,7 +93,7 @@ def test_a_later_run_makes_nothing_and_says_the_same(orchestra: Any, stages: Any
     ],
 )
 def test_until_ends_a_stopped_run_too(orchestra: Any, stages: Any, until: str | None, expected: list[str]) -> None:
-    plan = planning.cut(orchestra.plan(*stages(BROKEN)), until)
+    plan = planner.cut(orchestra.plan(*stages(BROKEN)), until)
     outcome = run_plan(plan, orchestra.setting, PlainReporter())
     assert orchestra.ran == expected
     reached = "canary-candidate" in expected
@@ -114,16 +114,16 @@ def test_the_reference_runtime_needs_no_vllm_but_its_packages(
     require_means(asked, without)
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        "quantmint.pipeline.stages.preflight.find_spec", lambda name: None if name == "torch" else real(name)
+        "quantmint.pipeline.runs.preflight.find_spec", lambda name: None if name == "torch" else real(name)
     )
     with pytest.raises(UserError, match="this needs torch, which is not installed"):
         require_means(asked, without)
 
 
 def test_the_command_says_so(orchestra: Any, stages: Any, quantmint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantmint.pipeline.stages.preflight.require_means", lambda *_: None)
+    monkeypatch.setattr("quantmint.pipeline.runs.preflight.require_means", lambda *_: None)
     monkeypatch.setattr(
-        "quantmint.pipeline.stages.session.find_vllm", lambda explicit=None: SimpleNamespace(version="0.32.0")
+        "quantmint.pipeline.runs.session.find_vllm", lambda explicit=None: SimpleNamespace(version="0.32.0")
     )
     orchestra.plan(*stages(BROKEN))
     store = orchestra.setting.store.root

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.stages import tracking as server_side
-from quantmint.pipeline.stages.finished import find
-from quantmint.pipeline.stages.tracking import FINGERPRINT, Content, content_of, log, log_run
+from quantmint.pipeline.runs import tracking as server_side
+from quantmint.pipeline.runs.reports import find
+from quantmint.pipeline.runs.tracking import FINGERPRINT, Content, content_of, log, log_run
 from quantmint.pipeline.store.tree import Store
 from tests.checkpoints import GOOD, run
-from tests.stages.tracking.conftest import free_port
+from tests.runs.tracking.conftest import free_port
 
 Quantmint = Callable[..., Any]
 TASKS = ("facts", "sums", "prose")
@@ -188,8 +188,8 @@ def test_an_address_with_a_password_is_refused_unseen(
 
 
 def test_logging_is_no_part_of_what_is_proven(setting: Any, project: Path) -> None:
-    from quantmint.pipeline.stages.planning import build_plan
-    from quantmint.pipeline.stages.session import open_setting
+    from quantmint.pipeline.runs.planner import build_plan
+    from quantmint.pipeline.runs.session import open_setting
 
     text = (project / "r.yaml").read_text()
     (project / "r.yaml").write_text(f"{text}tracking: {{mlflow: 'http://internal:5000', experiment: nightly}}\n")

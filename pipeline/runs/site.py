@@ -27,7 +27,7 @@ from quantmint.eval.records import Record
 from quantmint.eval.report.model import DATA, PAGE
 from quantmint.eval.report.page import environment
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.stages.finished import of_run
+from quantmint.pipeline.runs.reports import of_run
 from quantmint.pipeline.store.disk import disk_errors, write_atomic
 from quantmint.pipeline.store.gc import Run, list_runs
 from quantmint.pipeline.store.locks import Lock

@@ -35,6 +35,9 @@ from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.recipe.load import recipe_names
 from quantmint.pipeline.recipe.schema import Recipe, Speculative
+from quantmint.pipeline.runs.planner import build_plan, find_entry
+from quantmint.pipeline.runs.search import stand_in
+from quantmint.pipeline.runs.session import open_setting, recipe_named
 from quantmint.pipeline.serving.environment import VllmEnvironment, find_vllm
 from quantmint.pipeline.serving.host.checks import preflight
 from quantmint.pipeline.serving.host.detect import detect, visible_devices
@@ -45,10 +48,7 @@ from quantmint.pipeline.serving.plan import LaunchPlan, Process, processes
 from quantmint.pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
 from quantmint.pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
 from quantmint.pipeline.serving.running.server import Server
-from quantmint.pipeline.stages.planning import build_plan, find_entry
-from quantmint.pipeline.stages.search import stand_in
 from quantmint.pipeline.stages.serve import facts_made, held_to
-from quantmint.pipeline.stages.session import open_setting, recipe_named
 from quantmint.pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
 from quantmint.pipeline.stages.stage import Setting, SourceIdentity
 from quantmint.pipeline.store.tree import Store

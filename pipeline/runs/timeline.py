@@ -16,9 +16,9 @@ from quantmint.eval import prompts
 from quantmint.eval.suites import Suite, SuiteTask, definition
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.runs.preflight import Prediction
 from quantmint.pipeline.stages.bench import START_S, TOKEN_S
 from quantmint.pipeline.stages.evaluate import EvaluateStage
-from quantmint.pipeline.stages.preflight import Prediction
 from quantmint.pipeline.stages.stage import Planned, Setting
 from quantmint.pipeline.store.gc import list_runs
 

@@ -14,9 +14,9 @@ from quantmint.pipeline.base.hardware import local_cpu_flags
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.faults import refuse
 from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
+from quantmint.pipeline.runs.search import settled
 from quantmint.pipeline.serving.environment import VARIABLE, find_vllm, serving_image
 from quantmint.pipeline.stages.checks import check
-from quantmint.pipeline.stages.search import settled
 from quantmint.pipeline.stages.source import config_folder, identify
 from quantmint.pipeline.stages.stage import Commits, Setting, SourceIdentity
 from quantmint.pipeline.store.gc import list_runs

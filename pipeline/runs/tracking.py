@@ -27,7 +27,7 @@ from quantmint.eval.gate import GateReport
 from quantmint.eval.report.model import DATA, JUNIT, PAGE
 from quantmint.eval.throughput import LATENCY_FIELDS
 from quantmint.pipeline.base.errors import QuantmintError, UserError, first_line, redact
-from quantmint.pipeline.stages.finished import gate_of
+from quantmint.pipeline.runs.reports import gate_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

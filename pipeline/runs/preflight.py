@@ -32,12 +32,12 @@ from quantmint.pipeline.quantize.model.selection import kept_because, select
 from quantmint.pipeline.quantize.model.structure import Structure, imagine, read_structure
 from quantmint.pipeline.recipe.faults import refuse
 from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.runs.forecast import gptq_volume
+from quantmint.pipeline.runs.planner import foreseen, missing_stages
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.stages.by_library import calibrated
 from quantmint.pipeline.stages.calibrate import pinned_set, read_tokens
-from quantmint.pipeline.stages.forecast import gptq_volume
 from quantmint.pipeline.stages.package import require_signer
-from quantmint.pipeline.stages.planning import foreseen, missing_stages
 from quantmint.pipeline.stages.publish import require_admission
 from quantmint.pipeline.stages.serve import launch_plan, over_nodes
 from quantmint.pipeline.stages.source import config_folder

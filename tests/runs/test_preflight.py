@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quantmint.pipeline.stages import preflight
+from quantmint.pipeline.runs import preflight
 
 Quantmint = Callable[..., Any]
 
@@ -51,7 +51,7 @@ def test_a_vllm_that_is_named_wrongly_is_an_error_at_once(
 ) -> None:
     from quantmint.pipeline.serving.environment import find_vllm
 
-    monkeypatch.setattr("quantmint.pipeline.stages.session.find_vllm", find_vllm)
+    monkeypatch.setattr("quantmint.pipeline.runs.session.find_vllm", find_vllm)
     for arguments in (["--vllm", "/nowhere/vllm"], []):
         monkeypatch.setenv("QUANTMINT_VLLM", "/nowhere/vllm")
         ended = quantmint("run", "r.yaml", "--until", "source", *arguments)
@@ -112,7 +112,7 @@ def test_a_package_that_vllm_would_import_is_missed_in_its_own_environment(
 ) -> None:
     from quantmint.pipeline.serving.environment import find_vllm
 
-    monkeypatch.setattr("quantmint.pipeline.stages.session.find_vllm", find_vllm)
+    monkeypatch.setattr("quantmint.pipeline.runs.session.find_vllm", find_vllm)
     bin_ = tmp_path / "serving" / "bin"
     bin_.mkdir(parents=True)
     # An interpreter without site-packages, beside ours, which may have everything.

@@ -17,8 +17,8 @@ from quantmint.eval.workloads import Workload
 from quantmint.pipeline.base.canonical import canonical_json
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.recipe.sections import CanaryGate
-from quantmint.pipeline.stages.planning import after_stop, build_plan, cut
-from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.runs.planner import after_stop, build_plan, cut
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.stage import Setting
 
 ROOT = Path(__file__).parents[2]
@@ -209,8 +209,8 @@ _PRINT = """
 import json, sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from quantmint.pipeline.stages.planning import build_plan
-from quantmint.pipeline.stages.session import open_setting
+from quantmint.pipeline.runs.planner import build_plan
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.store.tree import Store
 
 @dataclass

@@ -26,13 +26,13 @@ from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.faults import option_of, refuse
 from quantmint.pipeline.recipe.load import LoadedRecipe
 from quantmint.pipeline.recipe.schema import AUTO
+from quantmint.pipeline.runs.planner import build_plan
+from quantmint.pipeline.runs.preflight import Prediction, model_for, predict, require_means
+from quantmint.pipeline.runs.runner import Outcome, run_plan
+from quantmint.pipeline.runs.search import as_written, measured, stand_in
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.checks import check
-from quantmint.pipeline.stages.planning import build_plan
-from quantmint.pipeline.stages.preflight import Prediction, model_for, predict, require_means
 from quantmint.pipeline.stages.quantize import CHECKPOINT, ERRORS, INSPECTION, OVERRIDES, checkpoint_files
-from quantmint.pipeline.stages.runner import Outcome, run_plan
-from quantmint.pipeline.stages.search import as_written, measured, stand_in
-from quantmint.pipeline.stages.session import open_setting
 from quantmint.pipeline.stages.source import config_folder, fetch, repository
 from quantmint.pipeline.stages.stage import Planned, Setting
 from quantmint.pipeline.store.disk import disk_errors, write_atomic

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.stages import site as building
-from quantmint.pipeline.stages.site import build
+from quantmint.pipeline.runs import site as building
+from quantmint.pipeline.runs.site import build
 from quantmint.pipeline.store.locks import Lock
 from quantmint.pipeline.store.tree import Store
 from tests.checkpoints import GOOD, SMALL, run

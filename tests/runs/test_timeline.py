@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quantmint.eval import suites
-from quantmint.pipeline.stages.ahead import _as_before, _item_s
+from quantmint.pipeline.runs.timeline import _as_before, _item_s
 from quantmint.pipeline.stages.evaluate import EvaluateStage
 from quantmint.pipeline.stages.stage import Planned
 

@@ -17,12 +17,12 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.recipe.load import choice_yaml, load_recipe
 from quantmint.pipeline.recipe.schema import Recipe
-from quantmint.pipeline.stages import planning
+from quantmint.pipeline.runs import planner
+from quantmint.pipeline.runs.planner import build_plan
+from quantmint.pipeline.runs.search import known_groups, measured_groups, opened, run_search, settled, stand_in, tried
+from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.advice import advise
-from quantmint.pipeline.stages.planning import build_plan
-from quantmint.pipeline.stages.search import known_groups, measured_groups, opened, run_search, settled, stand_in, tried
 from quantmint.pipeline.stages.sensitivity import SENSITIVITY, read_groups
-from quantmint.pipeline.stages.session import open_setting
 from quantmint.pipeline.stages.stage import Job, Setting
 from quantmint.pipeline.store.tree import Store
 
@@ -80,8 +80,8 @@ def make(project: Path, orchestra: Any, with_vllm: Callable[..., Setting], monke
                 *([orchestra.stage("report", "gate"), orchestra.stage("publish", "report")] if published else []),
             ]
 
-        monkeypatch.setattr(planning, "stages_of", stages)
-        monkeypatch.setattr("quantmint.pipeline.stages.search.require_means", lambda *_: None)
+        monkeypatch.setattr(planner, "stages_of", stages)
+        monkeypatch.setattr("quantmint.pipeline.runs.search.require_means", lambda *_: None)
         return with_vllm(open_setting("r.yaml", store=Store(project / "store")))
 
     return made

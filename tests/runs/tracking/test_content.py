@@ -10,7 +10,7 @@ import pytest
 
 from quantmint.eval.comparison.model import read
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.stages.tracking import FINGERPRINT, content_of, metrics, params, tags
+from quantmint.pipeline.runs.tracking import FINGERPRINT, content_of, metrics, params, tags
 from quantmint.pipeline.store.tree import Store
 from tests.checkpoints import GOOD
 

@@ -21,10 +21,10 @@ from quantmint.pipeline.quantize.budget import Group, Point, next_try, overrides
 from quantmint.pipeline.recipe.load import LoadedRecipe, validated
 from quantmint.pipeline.recipe.modules import override_of
 from quantmint.pipeline.recipe.schema import AUTO, BUDGET, Recipe
+from quantmint.pipeline.runs.planner import build_plan, cut, find_entry, foreseen
+from quantmint.pipeline.runs.preflight import require_means
+from quantmint.pipeline.runs.runner import Outcome, run_plan
 from quantmint.pipeline.stages.advice import choices
-from quantmint.pipeline.stages.planning import build_plan, cut, find_entry, foreseen
-from quantmint.pipeline.stages.preflight import require_means
-from quantmint.pipeline.stages.runner import Outcome, run_plan
 from quantmint.pipeline.stages.sensitivity import KEY, priced, read_groups, spendable
 from quantmint.pipeline.stages.stage import Chosen, Setting
 

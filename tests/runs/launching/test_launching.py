@@ -13,10 +13,8 @@ import pytest
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.recipe.load import load_recipe
-from quantmint.pipeline.serving.planning.planner import plan_serving
-from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
-from quantmint.pipeline.stages import launch as module
-from quantmint.pipeline.stages.launch import (
+from quantmint.pipeline.runs import serving as module
+from quantmint.pipeline.runs.serving import (
     Request,
     fetched,
     find_model,
@@ -26,6 +24,8 @@ from quantmint.pipeline.stages.launch import (
     target_for,
     version_of,
 )
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
 from quantmint.pipeline.stages.stage import SourceIdentity
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"

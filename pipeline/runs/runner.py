@@ -26,7 +26,7 @@ from quantmint.pipeline.base.errors import (
 )
 from quantmint.pipeline.base.progress import Reporter
 from quantmint.pipeline.base.transience import is_transient
-from quantmint.pipeline.stages.planning import after_stop, find_entry, stopped_by
+from quantmint.pipeline.runs.planner import after_stop, find_entry, stopped_by
 from quantmint.pipeline.stages.quantize import INSPECTION, reasons_of
 from quantmint.pipeline.stages.serve import Servers, ServeStage, launch_plan
 from quantmint.pipeline.stages.source import model_folder
