@@ -16,7 +16,7 @@ import click
 if TYPE_CHECKING:
     from quantmint.pipeline.base.progress import Reporter
     from quantmint.pipeline.clusters.submit.pod import Pod
-    from quantmint.pipeline.stages.stage import Setting
+    from quantmint.pipeline.stages.setting import Setting
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)

@@ -53,8 +53,6 @@ def plan_command(
     from quantmint.pipeline.runs.planner import build_plan, foreseen, missing_stages
     from quantmint.pipeline.runs.preflight import (
         disk_needed,
-        model_for,
-        predict,
         require_disk,
         require_room_to_publish,
         require_tokens,
@@ -65,7 +63,9 @@ def plan_command(
     from quantmint.pipeline.serving.model.facts import schemes_of_experts
     from quantmint.pipeline.stages.bench import outlook
     from quantmint.pipeline.stages.checks import as_asked
+    from quantmint.pipeline.stages.estimate import Estimate
     from quantmint.pipeline.stages.gate import policy_of
+    from quantmint.pipeline.stages.sizes import model_for, predict
     from quantmint.pipeline.stages.source import config_folder as fetched
     from quantmint.pipeline.stages.source import require_tokenizer
     from quantmint.pipeline.store.disk import free_bytes
@@ -93,17 +93,19 @@ def plan_command(
     where_computed = machine_here(setting.device) if elsewhere is None else machine_of(elsewhere)
     costs = forecast(*model, setting.recipe, where_computed, written=setting.written)
     asked = {name: task["expected"] for name, task in judged["tasks"].items()}
+    weights = {name: cost["seconds"] for name, cost in costs["stages"].items() if name != "start"}
+    estimate = Estimate(setting, prediction, costs["rates"], weights, asked, bench.get("seconds"))
     times = ahead(
         plan,
         missing,
         setting,
-        reckoned(setting, prediction, costs, asked, bench.get("seconds")),
+        reckoned(plan, estimate),
         here=elsewhere is None,
     )
     seconds = {key: spent for key, (spent, _) in times.items()}
     unknown = [planned.key for planned in plan if planned.key not in seconds]
     total = sum(seconds.values()) + costs["rates"]["start"]
-    tries, further = further_tries(setting, seconds, [verdict for _, verdict in tried(setting)])
+    tries, further = further_tries(setting, plan, seconds, [verdict for _, verdict in tried(setting)])
     harm = algorithm(quantization.algorithm).caution(quantization.schemes)
     experts = schemes_of_experts(quantization, setting.config)
     served = cautions(

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from quantmint.pipeline.runs.runner import Outcome
-    from quantmint.pipeline.stages.stage import Planned, Setting
+    from quantmint.pipeline.stages.setting import Setting
+    from quantmint.pipeline.stages.stage import Planned
 
 _MAY_RUN = ("report", "package", "sign", "publish")
 """What names the places, or puts files together; everything before it was proven by a run."""
@@ -250,7 +251,8 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
     """Put the release together and ask each place. A keyless signature is public for ever: none is made."""
     from quantmint.pipeline.runs.planner import missing_stages
     from quantmint.pipeline.runs.runner import run_plan
-    from quantmint.pipeline.stages.publish import release_of, require_proof
+    from quantmint.pipeline.stages import package
+    from quantmint.pipeline.stages.publish import require_proof
     from quantmint.pipeline.store.gc import forget
 
     section = setting.recipe.publish
@@ -267,7 +269,7 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
             click.echo(f"nothing would be published: the verdict is {_verdict(outcome)}")
         return outcome.exit_code
     require_proof(entries["quantize"], entries["gate"])
-    release = release_of(entries)
+    release = package.release(entries)
     found = []
     for place in places_of(setting.recipe, setting.home):
         place.preflight(release)

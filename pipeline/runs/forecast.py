@@ -19,18 +19,18 @@ from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.modules import text_config
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.serving.planning.target import Target
+from quantmint.pipeline.stages.calibrate import needs_ranges
 from quantmint.pipeline.stages.cost import (
-    CalibrateVolume,
     Cost,
     Machine,
     calibrate_cost,
     calibrate_volume,
+    gptq_volume,
     quantize_cost,
     quantize_volume,
     routed_share,
     sensitivity_samples,
 )
-from quantmint.pipeline.stages.quantize import needs_ranges
 from quantmint.pipeline.stages.rates import HOST_BYTES, HOST_CORES, Origin, rates_here, rates_of
 from quantmint.pipeline.stages.rounding_cost import change_seconds, hessian_seconds, rounding_seconds
 
@@ -138,15 +138,6 @@ _PASSES = 4
 """Forwards of the model that a pass through its layers and one back take; the way back counts for two."""
 _FORWARDS = 3
 """Forwards of each layer that GPTQ takes, the one that channels are scaled by among them, but for its own products."""
-
-
-def gptq_volume(source: Checkpoint, structure: Structure, recipe: Recipe) -> CalibrateVolume:
-    """Return the volume of one forward of GPTQ, beside whose hidden states those of the 16-bit model are kept."""
-    assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
-    volume = replace(calibrate_volume(source, structure, recipe.calibration), mode="layer")
-    beside = recipe.quantization.parameters["compensation"]
-    states = volume.need.states * (2 if beside else 1)
-    return replace(volume, need=replace(volume.need, states=states))
 
 
 def _after(cost: Cost, once: Cost, seconds: float, rounding: int, machine: Machine) -> Cost:

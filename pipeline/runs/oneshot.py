@@ -27,14 +27,16 @@ from quantmint.pipeline.recipe.faults import option_of, refuse
 from quantmint.pipeline.recipe.load import LoadedRecipe
 from quantmint.pipeline.recipe.schema import AUTO
 from quantmint.pipeline.runs.planner import build_plan
-from quantmint.pipeline.runs.preflight import Prediction, model_for, predict, require_means
+from quantmint.pipeline.runs.preflight import require_means
 from quantmint.pipeline.runs.runner import Outcome, run_plan
 from quantmint.pipeline.runs.search import as_written, measured, stand_in
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.checks import check
 from quantmint.pipeline.stages.quantize import CHECKPOINT, ERRORS, INSPECTION, OVERRIDES, checkpoint_files
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.sizes import Prediction, model_for, predict
 from quantmint.pipeline.stages.source import config_folder, fetch, repository
-from quantmint.pipeline.stages.stage import Planned, Setting
+from quantmint.pipeline.stages.stage import Planned
 from quantmint.pipeline.store.disk import disk_errors, write_atomic
 from quantmint.pipeline.store.entries import Entry
 from quantmint.pipeline.store.locks import Lock

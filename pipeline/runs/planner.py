@@ -12,20 +12,9 @@ from typing import TypeVar
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.canonical import Change, difference, fingerprint
 from quantmint.pipeline.base.errors import UserError, did_you_mean
-from quantmint.pipeline.recipe.schema import AUTO
-from quantmint.pipeline.stages.bench import BenchStage
-from quantmint.pipeline.stages.calibrate import CalibrateStage
-from quantmint.pipeline.stages.canary import CanaryStage
-from quantmint.pipeline.stages.evaluate import ControlStage, EvaluateStage
-from quantmint.pipeline.stages.gate import GateStage, asks_twice, has_throughput
-from quantmint.pipeline.stages.package import PackageStage, SignStage
-from quantmint.pipeline.stages.publish import PublishStage
-from quantmint.pipeline.stages.quantize import InspectStage, QuantizeStage, needs_ranges
-from quantmint.pipeline.stages.report import ReportStage
-from quantmint.pipeline.stages.sensitivity import SensitivityStage
-from quantmint.pipeline.stages.serve import ServeStage
-from quantmint.pipeline.stages.source import SourceStage
-from quantmint.pipeline.stages.stage import Planned, Setting, Stage
+from quantmint.pipeline.stages.registry import STAGES
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.stage import Planned, Stage
 from quantmint.pipeline.store.entries import Entry
 from quantmint.pipeline.store.gc import list_runs
 
@@ -33,51 +22,16 @@ Named = TypeVar("Named", Stage, Planned)
 
 
 def stages_of(setting: Setting) -> tuple[Stage, ...]:
-    """The stages of a recipe, in the order in which they run.
+    """Return the stages that a recipe needs, in the order in which they run.
 
-    The baseline comes first, because everything about the candidate is held against it: the canary's answers, and a
-    sequential evaluation that stops as soon as the two are told apart. What concerns the baseline alone has nothing of
-    the candidate in its fingerprint, so all recipes of a model share it. The canary comes before whatever takes long.
-    Servers are started in the order B, C, B, C, one at a time, as there may be no room for two; a CPU that has the room
-    keeps both. Where the baseline is known already, only the candidate's is started.
-
-    Where the schemes are to be chosen, what they are chosen by is all that can be planned.
+    Where the schemes are to be chosen, only those that the choice is made by: what follows can be planned afterwards.
     """
-    if setting.recipe.quantization.scheme == AUTO:
-        return SourceStage(), SensitivityStage()
-    return (
-        *_until_canary(setting),
-        EvaluateStage("baseline"),
-        *([ControlStage()] if asks_twice(setting) else []),
-        EvaluateStage("candidate"),
-        *([BenchStage()] if has_throughput(setting) else []),
-        GateStage(),
-        ReportStage(),
-        PackageStage(),
-        *([SignStage()] if setting.recipe.publish.sign is not None else []),
-        PublishStage(),
-    )
+    return tuple(stage for stage in STAGES if stage.is_planned(setting))
 
 
 def stopped_stages(setting: Setting) -> tuple[Stage, ...]:
-    """The stages of a run that the canary stops: what was found is judged and shown, nothing long is measured."""
-    return (*_until_canary(setting), GateStage(stopped=True), ReportStage(stopped=True))
-
-
-def _until_canary(setting: Setting) -> tuple[Stage, ...]:
-    canary = setting.recipe.gate.canary is not None
-    calibrate: tuple[Stage, ...] = (CalibrateStage(),) if needs_ranges(setting.recipe.quantization) else ()
-    return (
-        SourceStage(),
-        *((SensitivityStage(),) if setting.chosen is not None else ()),
-        *calibrate,
-        QuantizeStage(),
-        InspectStage(),
-        ServeStage("baseline"),
-        *((CanaryStage("baseline"),) if canary else ()),
-        ServeStage("candidate"),
-        *((CanaryStage("candidate"),) if canary else ()),
-    )
+    """Return the stages of a run that the canary stops: the gate judges and the report shows what there is."""
+    return tuple(other for stage in stages_of(setting) if (other := stage.when_stopped()) is not None)
 
 
 def build_plan(setting: Setting, until: str | None = None) -> tuple[Planned, ...]:
@@ -89,7 +43,8 @@ def plan_stages(stages: Iterable[Stage], setting: Setting) -> tuple[Planned, ...
     """Fingerprint stages that come in the order of their inputs."""
     planned: dict[str, Planned] = {}
     for stage in stages:
-        inputs = stage.inputs(setting)
+        read = {key: key for key, earlier in planned.items() if stage.reads(earlier.stage)}
+        inputs = {**stage.inputs(setting), **read}
         payload: Mapping[str, object] = {
             "stage": stage.family,
             "version": stage.version,
@@ -118,12 +73,6 @@ def find_entry(planned: Planned, setting: Setting) -> Entry | None:
     return entry if entry is not None and planned.stage.intact(entry, setting) else None
 
 
-def stopped_by(key: str, entry: Entry) -> bool:
-    """Whether a stage's entry is the canary's word that the checkpoint is broken, or unlikely to pass."""
-    stops = (Verdict.FAIL.value, Verdict.INCONCLUSIVE.value)
-    return key == "canary-candidate" and entry.record.result.get("verdict") in stops
-
-
 def after_stop(plan: Sequence[Planned], setting: Setting) -> tuple[Planned, ...]:
     """What a run goes on with where its canary stops it, as far as the plan had it; up to there both are the same."""
     wanted = {planned.key for planned in plan}
@@ -136,7 +85,7 @@ def foreseen(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = 
         entry = None if planned.among(redo) else find_entry(planned, setting)
         if entry is None:
             break
-        if stopped_by(planned.key, entry):
+        if planned.stage.stops(entry):
             return after_stop(plan, setting)
     return tuple(plan)
 

@@ -1,7 +1,7 @@
 """Running a plan: find or make each stage's entry, in order, and stop where a verdict says so.
 
 Two things end a run before its plan does. An unsound checkpoint is an error: it is never served. One that the canary
-finds broken is a measured FAIL: the run goes on with the plan of `planning.after_stop`, whose gate and report need
+finds broken is a measured FAIL: the run goes on with the plan of `planner.after_stop`, whose gate and report need
 nothing that takes long.
 """
 
@@ -18,7 +18,6 @@ from quantmint.eval.errors import DefinitionError, MeasurementError
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import (
-    InspectionError,
     InvalidMeasurementError,
     QuantmintError,
     StageError,
@@ -26,17 +25,14 @@ from quantmint.pipeline.base.errors import (
 )
 from quantmint.pipeline.base.progress import Reporter
 from quantmint.pipeline.base.transience import is_transient
-from quantmint.pipeline.runs.planner import after_stop, find_entry, stopped_by
-from quantmint.pipeline.stages.quantize import INSPECTION, reasons_of
-from quantmint.pipeline.stages.serve import Servers, ServeStage, launch_plan
+from quantmint.pipeline.runs.planner import after_stop, find_entry
+from quantmint.pipeline.stages.serve import ServeStage, launch_plan
+from quantmint.pipeline.stages.servers import Servers
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Job, Planned, Setting
+from quantmint.pipeline.stages.stage import Job, Planned
 from quantmint.pipeline.store.entries import Entry
 from quantmint.pipeline.store.gc import RunLog
-
-RELEASING = ("package", "sign", "publish")
-"""Stages that only a PASS is given to, in the order in which they run."""
-_MEASURING = ("canary", "evaluate", "control", "bench")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +84,22 @@ def run_plan(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, r
             run = _Run(setting, reporter, servers, redo)
             while left:
                 planned = left.pop(0)
-                if planned.key in RELEASING and verdict is not Verdict.PASS:
-                    if planned.key == RELEASING[-1]:
+                if planned.stage.releases and verdict is not Verdict.PASS:
+                    if not left:
                         reporter.say(f"not published: the verdict is {verdict.value if verdict else 'missing'}")
                     continue
                 run.expect(left)
                 step = run.step(planned, len(steps) + 1, len(steps) + 1 + len(left))
                 steps.append(step)
-                _stop_if_unsound(step)
-                if stopped_by(planned.key, step.entry):
+                planned.stage.require_sound(step.entry)
+                verdict = planned.stage.verdict(step.entry) or verdict
+                if planned.stage.stops(step.entry):
                     servers.stop()
-                    verdict, stopped = Verdict(str(step.entry.record.result["verdict"])), planned.key
+                    stopped = planned.key
                     plan = after_stop(plan, setting)
                     log.replan(_named(plan))
                     left = [planned for planned in plan if planned.key not in run.entries]
                     reporter.say(f"stopped by {stopped}: nothing more is measured, and nothing published")
-                if planned.key == "gate":
-                    verdict = Verdict(str(step.entry.record.result["verdict"]))
     except BaseException as error:
         _log_end(log, error)
         raise
@@ -201,7 +196,7 @@ class _Run:
 
 def _told(planned: Planned, error: Exception) -> QuantmintError:
     """What a stage did not foresee, and what `calibration` and `eval` raise, as a user hears of it."""
-    if isinstance(error, MeasurementError | DefinitionError) and planned.family in _MEASURING:
+    if isinstance(error, MeasurementError | DefinitionError) and planned.stage.measures:
         return InvalidMeasurementError(f"{planned.key}: {error}")
     if isinstance(error, CalibrationError):
         return StageError(f"{planned.key}: {error}", transient=is_transient(error))
@@ -221,11 +216,3 @@ def _log_end(log: RunLog, error: BaseException) -> None:
         message, code = "interrupted", 130
     with suppress(StoreError):
         log.finish(None, code, facts={"error": message})
-
-
-def _stop_if_unsound(step: Step) -> None:
-    if step.planned.key == "inspect" and step.entry.record.result["verdict"] != "PASS":
-        raise InspectionError(
-            "\n".join(("the checkpoint is unsound and is neither served nor published:", *reasons_of(step.entry))),
-            hint=f"All findings: {step.entry.path / INSPECTION}",
-        )

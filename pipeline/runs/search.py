@@ -26,7 +26,7 @@ from quantmint.pipeline.runs.preflight import require_means
 from quantmint.pipeline.runs.runner import Outcome, run_plan
 from quantmint.pipeline.stages.advice import choices
 from quantmint.pipeline.stages.sensitivity import KEY, priced, read_groups, spendable
-from quantmint.pipeline.stages.stage import Chosen, Setting
+from quantmint.pipeline.stages.setting import Chosen, Setting
 
 REPORT = "report"
 _GO_ON = (Verdict.FAIL, Verdict.INCONCLUSIVE)

@@ -49,8 +49,8 @@ from quantmint.pipeline.serving.planning.target import Profile, Target, parse_ta
 from quantmint.pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
 from quantmint.pipeline.serving.running.server import Server
 from quantmint.pipeline.stages.serve import facts_made, held_to
+from quantmint.pipeline.stages.setting import Setting, SourceIdentity
 from quantmint.pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
-from quantmint.pipeline.stages.stage import Setting, SourceIdentity
 from quantmint.pipeline.store.tree import Store
 
 _VERSION = re.compile(r"v?\d+\.\d+(\.\d+)?([.+a-z]\S*)?")

@@ -17,8 +17,8 @@ from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_nam
 from quantmint.pipeline.runs.search import settled
 from quantmint.pipeline.serving.environment import VARIABLE, find_vllm, serving_image
 from quantmint.pipeline.stages.checks import check
+from quantmint.pipeline.stages.setting import Commits, Setting, SourceIdentity
 from quantmint.pipeline.stages.source import config_folder, identify
-from quantmint.pipeline.stages.stage import Commits, Setting, SourceIdentity
 from quantmint.pipeline.store.gc import list_runs
 from quantmint.pipeline.store.tree import Store
 

@@ -32,7 +32,7 @@ from quantmint.pipeline.runs.reports import gate_of
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-    from quantmint.pipeline.stages.stage import Setting
+    from quantmint.pipeline.stages.setting import Setting
     from quantmint.pipeline.store.entries import Entry
     from quantmint.pipeline.store.tree import Store
 

@@ -24,7 +24,7 @@ from quantmint.pipeline.recipe.modules import assigned, matches
 from quantmint.pipeline.recipe.schema import AUTO, BUDGET, Quantization, Recipe
 from quantmint.pipeline.stages.checks import accuracy_faults
 from quantmint.pipeline.stages.sensitivity import spendable
-from quantmint.pipeline.stages.stage import Setting
+from quantmint.pipeline.stages.setting import Setting
 
 FROM = ("mxfp4", "mxfp4_fp8", "ptpc_fp8")
 """What is chosen from where nothing else is said."""

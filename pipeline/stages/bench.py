@@ -30,6 +30,7 @@ from quantmint.pipeline.serving.running.load import LoadWatch, Seen, discard, ru
 from quantmint.pipeline.serving.running.log import scan_log
 from quantmint.pipeline.serving.running.sensors import Reading, sensor_for, summary
 from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.stages.estimate import START_S, TOKEN_S, Estimate
 from quantmint.pipeline.stages.serve import (
     SERVER_LOG,
     SIDES,
@@ -39,11 +40,13 @@ from quantmint.pipeline.stages.serve import (
     image_settings,
     launch_plan,
     model_key,
+    require_server,
     vllm_device,
     vllm_version,
 )
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from quantmint.pipeline.stages.stage import Check, Job, Output, Stage, write_json
 from quantmint.pipeline.store.gc import list_runs
 
 LAUNCHES, LAUNCH = "launches.json", "launch.json"
@@ -55,6 +58,21 @@ class BenchStage(Stage):
 
     family = "bench"
     version = 3  # 3: discarded prompts and launch, lengths that vary
+    asks_server = True
+    measures = True
+
+    def is_planned(self, setting: Setting) -> bool:
+        """Return whether speed is to be measured, and what answers is the server whose speed matters."""
+        launches = setting.recipe.gate.throughput.launches
+        return super().is_planned(setting) and setting.recipe.evaluation.runtime == "vllm" and launches > 0
+
+    def checks(self, setting: Setting) -> Sequence[Check]:
+        """Return the check of the server."""
+        return (require_server,)
+
+    def seconds(self, estimate: Estimate) -> float | None:
+        """Return the time of all launches, as `outlook` forecasts it."""
+        return estimate.bench
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """Both models."""
@@ -132,10 +150,6 @@ def _is_decided(setting: Setting, launches: Sequence[Launch]) -> bool:
             )
             verdicts.append(early(before, after, gate.min_ratio, policy)[0])
     return Verdict.FAIL in verdicts or (bool(verdicts) and set(verdicts) == {Verdict.PASS})
-
-
-START_S, TOKEN_S = 150.0, 0.04
-"""Assumed until it was seen: a start of vLLM that compiles, and a token that a reader does not wait for."""
 
 
 def outlook(setting: Setting) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.base.processes import run_logged
-from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.device import device_memory, resolve_devices
 from quantmint.pipeline.quantize.digest import companions
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
@@ -27,24 +26,21 @@ from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.schema import Quantization
-from quantmint.pipeline.stages.calibrate import data_identity, read_tokens
+from quantmint.pipeline.stages.calibrate import data_identity, has_static_scales, read_tokens
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import CHECKPOINT, read_source
-from quantmint.pipeline.stages.stage import Job, Output, Setting
+from quantmint.pipeline.stages.stage import Job, Output
 
 LOG = "engine.log"
 _WORK = "library"
 _SHOWN = 5  # differences that an error names
+MODULES = {"llmcompressor": ("llmcompressor",), "quark": ("quark", "ninja")}
+"""Modules that a library's engine imports; our extra of the engine's name installs them."""
 _TOOLS = {
     "stream": ("tokenizers",),
     "llmcompressor": ("llmcompressor", "compressed-tensors", "auto-round"),
     "quark": ("amd-quark",),
 }
-
-
-def has_static_scales(quantization: Quantization) -> bool:
-    """Whether anything in the checkpoint is scaled by a range."""
-    names = {quantization.scheme, *(override.scheme for override in quantization.overrides)}
-    return quantization.kv_cache == "fp8" or any(scheme(name).needs_ranges for name in names)
 
 
 def calibrated(quantization: Quantization) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +15,15 @@ from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.sets import DEFAULTS, CalibrationSet, load_set
 from quantmint.pipeline.base.errors import QuantmintError, UserError
+from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.base.transience import is_transient
 from quantmint.pipeline.quantize.device import resolve_devices
 from quantmint.pipeline.quantize.model.builder import light_imports
-from quantmint.pipeline.recipe.schema import Calibration
+from quantmint.pipeline.recipe.schema import Calibration, Quantization
+from quantmint.pipeline.stages.estimate import Estimate
+from quantmint.pipeline.stages.setting import Commits, Setting
 from quantmint.pipeline.stages.source import model_folder, require_tokenizer
-from quantmint.pipeline.stages.stage import Commits, Job, Output, Setting, Stage, write_json
+from quantmint.pipeline.stages.stage import MODEL_MODULES, Check, Job, Output, Stage, write_json
 from quantmint.pipeline.store.disk import sha256_of
 from quantmint.pipeline.store.entries import Entry
 from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here
@@ -30,12 +33,29 @@ _LAYERS = "layers"  # what an interrupted run in layer mode is gone on with
 
 
 class CalibrateStage(Stage):
-    """Resumes at a layer, where the model is run layer by layer."""
+    """Measure the ranges of a 16-bit model; resumes at a layer, where the model is run layer by layer."""
 
     family = "calibrate"
     version = 1
     needs = ("source",)
     packages = ("torch", "transformers", "tokenizers")
+    by_content = True
+
+    def is_planned(self, setting: Setting) -> bool:
+        """Return whether anything in the checkpoint is scaled by a range that we measure."""
+        return super().is_planned(setting) and needs_ranges(setting.recipe.quantization)
+
+    def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
+        """Yield what runs the model."""
+        return MODEL_MODULES
+
+    def checks(self, setting: Setting) -> Sequence[Check]:
+        """Return the check that a built-in calibration set is at its pinned commit."""
+        return (require_pinned_set,)
+
+    def seconds(self, estimate: Estimate) -> float | None:
+        """Return the time of the forwards, by the forecast of the stages that work on weights."""
+        return estimate.weights.get(self.key)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The texts, how many, how long, how batched, what is made of them; not where, which changes no bit."""
@@ -142,6 +162,22 @@ def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) 
         special_tokens=not rendered(chosen, tokenizer),
     )
     return samples
+
+
+def needs_ranges(quantization: Quantization) -> bool:
+    """Return whether anything in the checkpoint is scaled by a range that we measure; libraries measure their own."""
+    return quantization.engine == "stream" and has_static_scales(quantization)
+
+
+def has_static_scales(quantization: Quantization) -> bool:
+    """Return whether anything in the checkpoint is scaled by a range of the calibration data."""
+    return quantization.kv_cache == "fp8" or any(scheme(name).needs_ranges for name in quantization.schemes)
+
+
+def require_pinned_set(setting: Setting) -> None:
+    """Raise `UserError` where the recipe's calibration set is not at the commit that it names."""
+    if setting.recipe.calibration is not None:
+        pinned_set(setting.recipe.calibration)
 
 
 def pinned_set(section: Calibration) -> CalibrationSet:

@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,19 @@ from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import InvalidMeasurementError, RefusalError
 from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.serving.running.server import Server
-from quantmint.pipeline.stages.serve import ReferenceServer, launch_plan, model_key, runtime_tools
+from quantmint.pipeline.stages.estimate import READ_S, TOKEN_BYTES, Estimate
+from quantmint.pipeline.stages.serve import launch_plan, model_key, require_server, runtime_modules, runtime_tools
+from quantmint.pipeline.stages.servers import ReferenceServer
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
+from quantmint.pipeline.stages.stage import Check, Job, Output, SideStage, Stage, write_json
 from quantmint.pipeline.store.disk import sha256_of
+from quantmint.pipeline.store.entries import Entry
 
 ANSWERS, COMPARISON = "canary.json.gz", "comparison.json"
+_FIRST_LOOK = 0.25
+"""Share of the prompts that a candidate reads which is clearly sound."""
+_STOPPING = (Verdict.FAIL.value, Verdict.INCONCLUSIVE.value)
 LIKELIEST = 20
 """Log probabilities for each position: as many as vLLM gives without another --max-logprobs."""
 
@@ -55,6 +62,38 @@ class CanaryStage(SideStage):
 
     family = "canary"
     version = 1
+    asks_server = True
+    measures = True
+
+    def is_planned(self, setting: Setting) -> bool:
+        """Return whether the recipe has a canary."""
+        return super().is_planned(setting) and setting.recipe.gate.canary is not None
+
+    def when_stopped(self) -> Stage:
+        """Return the stage: it is the one that stops a run."""
+        return self
+
+    def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
+        """Yield what tokenizes, and what the runtime imports."""
+        return (("evaluate", "transformers"), *runtime_modules(setting))
+
+    def checks(self, setting: Setting) -> Sequence[Check]:
+        """Return the check of the server."""
+        return (require_server,)
+
+    def seconds(self, estimate: Estimate) -> float:
+        """Return the time of reading the prompts one after the other; a sound candidate reads a part of them."""
+        texts = prompts.load(estimate.setting.suite.canary)
+        seconds = sum(READ_S + len(prompt.text) / TOKEN_BYTES * estimate.position for prompt in texts)
+        return seconds if self.side == "baseline" else _FIRST_LOOK * seconds
+
+    def verdict(self, entry: Entry) -> Verdict | None:
+        """Return the verdict that stops a run, None for one that goes on."""
+        return Verdict(str(entry.record.result["verdict"])) if self.stops(entry) else None
+
+    def stops(self, entry: Entry) -> bool:
+        """Return whether the candidate is broken, or unlikely to pass."""
+        return self.side == "candidate" and entry.record.result.get("verdict") in _STOPPING
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The server, which stands for the model and the launch; the model; for the candidate what to compare with."""

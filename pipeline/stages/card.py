@@ -31,8 +31,9 @@ from quantmint.pipeline.stages.calibrate import set_name, texts_of
 from quantmint.pipeline.stages.gate import checkpoint_digest
 from quantmint.pipeline.stages.quantize import INSPECTION
 from quantmint.pipeline.stages.serve import planning
+from quantmint.pipeline.stages.setting import Setting, SourceIdentity
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Job, Setting, SourceIdentity
+from quantmint.pipeline.stages.stage import Job
 from quantmint.pipeline.store.entries import Entry
 
 

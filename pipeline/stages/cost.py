@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_P
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.modules import expert_count
-from quantmint.pipeline.recipe.schema import Calibration
+from quantmint.pipeline.recipe.schema import Calibration, Recipe
 from quantmint.pipeline.stages.rates import Rates
 
 _SHARE, _MOST = 2, 16
@@ -268,3 +268,12 @@ def routed_share(config: Mapping[str, Any]) -> float:
     total = expert_count(config)
     chosen = int(config.get("num_experts_per_tok") or 0)
     return chosen / total if total and chosen else 1.0
+
+
+def gptq_volume(source: Checkpoint, structure: Structure, recipe: Recipe) -> CalibrateVolume:
+    """Return the volume of one forward of GPTQ, beside whose hidden states those of the 16-bit model are kept."""
+    assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
+    volume = replace(calibrate_volume(source, structure, recipe.calibration), mode="layer")
+    beside = recipe.quantization.parameters["compensation"]
+    states = volume.need.states * (2 if beside else 1)
+    return replace(volume, need=replace(volume.need, states=states))

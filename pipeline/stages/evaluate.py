@@ -13,7 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -32,14 +32,33 @@ from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.serving.running.server import Server
 from quantmint.pipeline.stages import lm_eval
 from quantmint.pipeline.stages.answers import KnownAnswers, chunks, known_answers
+from quantmint.pipeline.stages.estimate import Estimate, control_items, planned_items
 from quantmint.pipeline.stages.lm_eval import Harness, open_harness
-from quantmint.pipeline.stages.serve import SERVER_LOG, faults, keep_log, launch_plan, model_key, runtime_tools
+from quantmint.pipeline.stages.serve import (
+    SERVER_LOG,
+    faults,
+    keep_log,
+    launch_plan,
+    model_key,
+    require_server,
+    runtime_modules,
+    runtime_tools,
+)
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Job, Output, Setting, SideStage, Stage, write_json
+from quantmint.pipeline.stages.stage import Check, Job, Output, SideStage, Stage, write_json
 from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 ANSWERS = "answers"
 DATASETS = "datasets"
+
+
+HARNESS_MODULES = tuple(("evaluate", name) for name in ("lm_eval", "tenacity", "aiohttp", "requests"))
+"""lm-eval, with the modules that its client of an API imports."""
+_TASK_MODULES = {"ifeval": ("langdetect", "immutabledict", "nltk")}
+"""Modules that lm-eval's own tasks import when they are loaded, by a part of the tasks' names."""
+_HARNESS_S = 5.0
+"""Seconds of importing lm-eval."""
 
 
 class EvaluateStage(SideStage):
@@ -47,6 +66,30 @@ class EvaluateStage(SideStage):
 
     family = "evaluate"
     version = 2
+    asks_server = True
+    measures = True
+
+    def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
+        """Yield what asks, and what the suite's own tasks import."""
+        yield from (*HARNESS_MODULES, *runtime_modules(setting))
+        for task in setting.suite.tasks:
+            for part, names in _TASK_MODULES.items():
+                yield from (("evaluate", name) for name in names if part in task.task)
+
+    def checks(self, setting: Setting) -> Sequence[Check]:
+        """Return the check of the server."""
+        return (require_server,)
+
+    def seconds(self, estimate: Estimate) -> float:
+        """Return the time of all items for the baseline, of those that a lossless candidate is asked for the candidate.
+
+        lm-eval is imported once in a run.
+        """
+        items, each = planned_items(estimate.setting), estimate.item_seconds
+        if self.side == "baseline":
+            return estimate.restart + _HARNESS_S + sum(items[name] * seconds for name, seconds in each.items())
+        asked = {name: min(items[name], estimate.expected.get(name) or items[name]) for name in each}
+        return estimate.restart + sum(asked[name] * seconds for name, seconds in each.items())
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The server, for the model and its launch; the model for its tokenizer; what the candidate is held against."""
@@ -301,6 +344,25 @@ class ControlStage(Stage):
 
     family = "control"
     version = 1
+    asks_server = True
+    measures = True
+
+    def is_planned(self, setting: Setting) -> bool:
+        """Return whether the baseline answers some items a second time."""
+        return super().is_planned(setting) and setting.recipe.evaluation.control is not None
+
+    def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
+        """Yield what asks."""
+        return (*HARNESS_MODULES, *runtime_modules(setting))
+
+    def checks(self, setting: Setting) -> Sequence[Check]:
+        """Return the check of the server."""
+        return (require_server,)
+
+    def seconds(self, estimate: Estimate) -> float:
+        """Return the time of the items that are asked a second time."""
+        items = control_items(estimate.setting)
+        return sum(count * estimate.item_seconds[name] for name, count in items.items())
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The baseline's server, its answers, the model for its tokenizer."""

@@ -17,35 +17,15 @@ from quantmint.pipeline.quantize.digest import folder_digest
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from quantmint.pipeline.stages.bench import read_launches
 from quantmint.pipeline.stages.canary import read_comparison
+from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.evaluate import guessing, read_samples
 from quantmint.pipeline.stages.history import Model, earlier_verdicts
 from quantmint.pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
 from quantmint.pipeline.stages.serve import LAUNCH, SIDES
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage
+from quantmint.pipeline.stages.stage import Job, Output, Stage
 from quantmint.pipeline.store.entries import Entry
-
-
-def asks_twice(setting: Setting) -> bool:
-    """Whether the baseline answers some items a second time."""
-    return setting.recipe.evaluation.control is not None
-
-
-def has_throughput(setting: Setting) -> bool:
-    """Whether speed is asked for, by a promise or by launches, and what answers is the server whose speed matters."""
-    return setting.recipe.evaluation.runtime == "vllm" and setting.recipe.gate.throughput.launches > 0
-
-
-def measured_inputs(setting: Setting, *, stopped: bool = False) -> dict[str, str]:
-    """Keys of the stages that measure, by themselves; ``stopped``: of a run that ended with the canary."""
-    kinds = ("serve",) if setting.recipe.gate.canary is None else ("serve", "canary")
-    keys = [f"{kind}-{side}" for side in SIDES for kind in kinds]
-    if not stopped:
-        keys += [f"evaluate-{side}" for side in SIDES]
-        keys += ["control"] if asks_twice(setting) else []
-        keys += ["bench"] if has_throughput(setting) else []
-    return dict(zip(keys, keys, strict=True))
-
 
 GATE = record.NAME
 
@@ -60,11 +40,24 @@ class GateStage(Stage):
     stopped: bool = False
     family = "gate"
     version = 3
+    needs = ("source", "quantize", "inspect")
+    evidence = True
 
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Both models, the checkpoint's proof, and both sides' measurements."""
-        models = {"source": "source", "quantize": "quantize", "inspect": "inspect"}
-        return {**models, **measured_inputs(setting, stopped=self.stopped)}
+    def when_stopped(self) -> GateStage:
+        """Return the gate of a run that the canary stopped."""
+        return GateStage(stopped=True)
+
+    def reads(self, stage: Stage) -> bool:
+        """Return whether the stage served or measured a side."""
+        return stage.asks_server
+
+    def seconds(self, estimate: Estimate) -> float:
+        """Return the time of the statistics."""
+        return 0.5
+
+    def verdict(self, entry: Entry) -> Verdict:
+        """Return the verdict of the run."""
+        return Verdict(str(entry.record.result["verdict"]))
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """What the recipe promises, task by task, and what the guides promise of such a checkpoint."""

@@ -21,8 +21,9 @@ from quantmint.pipeline.base.errors import QuantmintError, StageError
 from quantmint.pipeline.base.processes import Conversation
 from quantmint.pipeline.base.transience import says_transient
 from quantmint.pipeline.serving.running.server import Server
-from quantmint.pipeline.stages.serve import ReferenceServer
-from quantmint.pipeline.stages.stage import Job, Setting
+from quantmint.pipeline.stages.servers import ReferenceServer
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.stage import Job
 from quantmint.pipeline.store.disk import sha256_of
 
 

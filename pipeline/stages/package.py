@@ -11,7 +11,7 @@ and goes to every place that the release is published to.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -52,29 +52,37 @@ from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.load import PROVEN_SUITE
 from quantmint.pipeline.stages import card
 from quantmint.pipeline.stages.calibrate import set_name, texts_of
-from quantmint.pipeline.stages.gate import GATE, checkpoint_digest
-from quantmint.pipeline.stages.quantize import CHECKPOINT, checkpoint_files
+from quantmint.pipeline.stages.estimate import Estimate
+from quantmint.pipeline.stages.gate import GATE, GateStage, checkpoint_digest
+from quantmint.pipeline.stages.quantize import CHECKPOINT, InspectStage, checkpoint_files
 from quantmint.pipeline.stages.report import ReportStage
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import LOCATION, model_folder
-from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage
+from quantmint.pipeline.stages.stage import Check, Job, Output, Stage
 from quantmint.pipeline.store.disk import disk_errors
 from quantmint.pipeline.store.entries import Entry
 from quantmint.pipeline.store.files import File
 from quantmint.pipeline.store.toolchain import recorded_environment
 
-EVIDENT = ("gate", "report", "inspect")
-"""Stages whose files go out as evidence."""
-
 
 class PackageStage(Stage):
-    """Runs after a PASS only; whether anything of it goes anywhere is the business of the stage `publish`."""
+    """Put a release together after a PASS; the stage `publish` sends it somewhere, if anything does."""
 
     family = "package"
     version = 2
+    releases = True
 
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Everything that the report shows, and the report: all of it is in the manifest."""
-        return {**ReportStage().inputs(setting), "report": "report"}
+    def reads(self, stage: Stage) -> bool:
+        """Return True: every stage of the run is in the manifest."""
+        return True
+
+    def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
+        """Yield what writes the card and the bill of materials, and what looks for credentials."""
+        return tuple(("publish", name) for name in ("jinja2", "detect_secrets", "cyclonedx"))
+
+    def seconds(self, estimate: Estimate) -> float:
+        """Return the time of reading the checkpoint once more."""
+        return _read_again(estimate)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The recipe, what the card says of where it goes, and what it is called where others read it."""
@@ -92,7 +100,7 @@ class PackageStage(Stage):
         """Prove that nothing changed since the judgement, write what is missing, and look through all of it."""
         setting, entries = job.setting, job.inputs
         _require_unchanged(entries, job.progress)
-        files = _given(entries["quantize"], {key: entries[key] for key in EVIDENT})
+        files = _given(entries["quantize"], _evidence(entries))
         title = _write_texts(job, files)
         manifest = manifest_of(entries, setting.loaded.text_proven, title)
         found = {key: recorded_environment(entry) for key, entry in sorted(entries.items())}
@@ -117,8 +125,29 @@ class SignStage(Stage):
 
     family = "sign"
     version = 1
-    needs = ("package", "quantize", *EVIDENT)
+    needs = ("package", "quantize")
     packages = ("model-signing",)
+    releases = True
+
+    def is_planned(self, setting: Setting) -> bool:
+        """Return whether the recipe asks for a signature."""
+        return super().is_planned(setting) and setting.recipe.publish.sign is not None
+
+    def reads(self, stage: Stage) -> bool:
+        """Return whether the stage's files are part of the release."""
+        return stage.evidence
+
+    def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
+        """Yield what signs."""
+        return tuple(("publish", name) for name in ("model_signing", "OpenSSL", "sigstore"))
+
+    def checks(self, setting: Setting) -> Sequence[Check]:
+        """Return the check of the key and its passphrase, or of the identity."""
+        return (require_signer,)
+
+    def seconds(self, estimate: Estimate) -> float:
+        """Return the time of reading the checkpoint once more."""
+        return _read_again(estimate)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """Who signs: the public key, which lies beside the private one, so that no passphrase is asked for to plan."""
@@ -127,7 +156,7 @@ class SignStage(Stage):
 
     def run(self, job: Job) -> Output:
         """Read every file once more, sign what was read, and hold that against what was judged and packaged."""
-        signing = release(**job.inputs)
+        signing = release(job.inputs)
         paths = {name: file.path for name, file in signing.files.items()}
         key, word = job.setting.loaded.signing_key, passphrase()
         if key is not None:
@@ -159,14 +188,17 @@ def require_signer(setting: Setting) -> None:
         require_private(key, passphrase())
 
 
-def release(
-    package: Entry, quantize: Entry, gate: Entry, report: Entry, inspect: Entry, sign: Entry | None = None
-) -> Release:
-    """Assemble a release, of which no file is read; `StageError` where the manifest lists others than are there."""
-    files = _given(quantize, {"gate": gate, "report": report, "inspect": inspect})
+def release(entries: Mapping[str, Entry]) -> Release:
+    """Assemble a release from the entries of a run's stages, without reading a checkpoint file.
+
+    A signature is part of it where ``entries`` has one. Raises `StageError` where the manifest lists other files than
+    there are.
+    """
+    package = entries["package"]
+    files = _given(entries["quantize"], _evidence(entries))
     _add(files, _files(package))
-    if sign is not None:
-        _add(files, {SIGNATURE: _files(sign)[SIGNATURE]})
+    if "sign" in entries:
+        _add(files, {SIGNATURE: _files(entries["sign"])[SIGNATURE]})
     manifest = manifests.read(package.file(MANIFEST))
     if manifest.files != manifests.digests(files):
         raise StageError(
@@ -183,6 +215,15 @@ def release(
     )
 
 
+def _evidence(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the entries whose files are part of a release, by key."""
+    return {stage.key: entries[stage.key] for stage in (GateStage(), ReportStage(), InspectStage()) if stage.evidence}
+
+
+def _read_again(estimate: Estimate) -> float:
+    return float(1.0 + estimate.size.checkpoint / estimate.rates["hash"])
+
+
 def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None:
     """Every byte that is to go out, read once more: it must be what the gate judged, and a PASS."""
     quantize, gate = entries["quantize"], entries["gate"]
@@ -190,7 +231,7 @@ def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None
         raise StageError(f"the gate's verdict is {gate.record.result['verdict']}, only a PASS is packaged.")
     if gate.record.result["artefact"] != checkpoint_digest(quantize):
         raise StageError("the gate judged another checkpoint than the one that would be packaged.")
-    sources = {key: entries[key] for key in ("quantize", *EVIDENT)}
+    sources = {"quantize": entries["quantize"], **_evidence(entries)}
     total = sum(fact.size for entry in sources.values() for fact in entry.record.files.values())
     progress.say("reading what was judged once more")
     with progress.bar(total, "B") as advance:

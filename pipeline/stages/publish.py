@@ -19,28 +19,42 @@ from quantmint.pipeline.base.progress import Progress
 from quantmint.pipeline.publish.licences import TEXTS, refusal, terms
 from quantmint.pipeline.publish.place import Place, Published
 from quantmint.pipeline.publish.places import places_of, public_names, published_folder
-from quantmint.pipeline.publish.release import MANIFEST, Release
+from quantmint.pipeline.publish.release import MANIFEST
 from quantmint.pipeline.recipe.destinations import RELEASES
 from quantmint.pipeline.stages import package
 from quantmint.pipeline.stages.card import base_metadata
+from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.gate import GATE, checkpoint_digest
-from quantmint.pipeline.stages.stage import Job, Output, Setting, SourceIdentity, Stage
+from quantmint.pipeline.stages.setting import Setting, SourceIdentity
+from quantmint.pipeline.stages.sizes import Prediction
+from quantmint.pipeline.stages.stage import Check, Job, Output, Stage
 from quantmint.pipeline.store.disk import sha256_of
 from quantmint.pipeline.store.entries import Entry
 
-_ASSEMBLED = ("package", "quantize", "gate", "report", "inspect")
-
 
 class PublishStage(Stage):
-    """The only stage whose effect lies outside the store."""
+    """Send a release to its destinations: the only stage with an effect outside the store."""
 
     family = "publish"
     version = 2
+    needs = ("quantize",)
+    releases = True
 
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """What is published, and the proof."""
-        signed = () if setting.recipe.publish.sign is None else ("sign",)
-        return {name: name for name in (*_ASSEMBLED, *signed)}
+    def reads(self, stage: Stage) -> bool:
+        """Return whether the stage's files are part of the release."""
+        return stage.evidence or stage.releases
+
+    def checks(self, setting: Setting) -> Sequence[Check]:
+        """Return the check of the right to publish."""
+        return (require_admission,)
+
+    def disk(self, setting: Setting, size: Prediction, begun: int) -> Mapping[str, int]:
+        """Return the bytes of a copy in a folder."""
+        return {} if setting.recipe.publish.folder is None else {"published copy": size.checkpoint}
+
+    def seconds(self, estimate: Estimate) -> float:
+        """Return the time of writing a copy; an upload is not forecast."""
+        return float(1.0 + estimate.size.checkpoint / estimate.rates["sync"])
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The places. Who signs is a matter of the signature's own stage."""
@@ -52,7 +66,7 @@ class PublishStage(Stage):
         """Judge once more from the record, ask every place whether it can, publish to one after the other."""
         section, progress = job.setting.recipe.publish, job.progress
         require_proof(job.inputs["quantize"], job.inputs["gate"])
-        release = release_of(job.inputs)
+        release = package.release(job.inputs)
         places = places_of(job.setting.recipe, job.setting.home)
         for place in places:
             place.preflight(release)
@@ -92,11 +106,6 @@ class PublishStage(Stage):
             return all((release / name).stat().st_size == file["size"] for name, file in listed.items())
         except OSError:
             return False
-
-
-def release_of(inputs: Mapping[str, Entry]) -> Release:
-    """The release that the stages before this one put together."""
-    return package.release(**{name: inputs[name] for name in _ASSEMBLED}, sign=inputs.get("sign"))
 
 
 def published_in(entry: Entry) -> Sequence[Published]:

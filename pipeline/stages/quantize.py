@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from quantmint.calibration.batches import batched
+from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.ranges import load_ranges
-from quantmint.pipeline.base.errors import UserError
+from quantmint.calibration.room import require_rounding_room
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.errors import InspectionError, UserError
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.base.schemes import scheme
-from quantmint.pipeline.quantize.device import device_title, resolve_devices
+from quantmint.pipeline.quantize.device import device_memory, device_title, resolve_devices
+from quantmint.pipeline.quantize.engines.algorithms import algorithm
+from quantmint.pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
 from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale
-from quantmint.pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
+from quantmint.pipeline.quantize.engines.stream.layerwise import Rounded, gptq_bytes, round_layers
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json
 from quantmint.pipeline.quantize.formats.layout import Choice
@@ -32,10 +37,14 @@ from quantmint.pipeline.recipe.load import choice_yaml
 from quantmint.pipeline.recipe.modules import assigned, expert_count, text_config
 from quantmint.pipeline.recipe.schema import AUTO, Gptq, Quantization
 from quantmint.pipeline.stages import by_library
-from quantmint.pipeline.stages.calibrate import RANGES, read_tokens
+from quantmint.pipeline.stages.calibrate import RANGES, needs_ranges, read_tokens
+from quantmint.pipeline.stages.cost import gptq_volume
+from quantmint.pipeline.stages.estimate import Estimate
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.sizes import Prediction, model_for
 from quantmint.pipeline.stages.source import CHECKPOINT as CHECKPOINT
-from quantmint.pipeline.stages.source import model_folder, read_source
-from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from quantmint.pipeline.stages.source import config_folder, model_folder, read_source
+from quantmint.pipeline.stages.stage import MODEL_MODULES, Check, Job, Output, Stage, write_json
 from quantmint.pipeline.store.entries import Entry, FileFact
 from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here
 
@@ -48,10 +57,11 @@ _MANIFEST = "manifest.jsonl"
 
 
 class QuantizeStage(Stage):
-    """Resumes at the first shard that is not in the manifest of its working folder."""
+    """Write the checkpoint; resumes at the first shard that is not in the manifest of its working folder."""
 
     family = "quantize"
     version = 2
+    by_content = True
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The model, and its ranges where a scale is static."""
@@ -76,6 +86,27 @@ class QuantizeStage(Stage):
         """PyTorch rounds; transformers says what is linear, and runs the layers of an algorithm."""
         own = {} if _is_plain(setting.recipe.quantization) else by_library.tools(setting)
         return {**versions("torch", "transformers"), **own}
+
+    def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
+        """Yield what the engine imports, a library's own modules included."""
+        quantization = setting.recipe.quantization
+        yield from MODEL_MODULES
+        yield from ((quantization.engine, name) for name in by_library.MODULES.get(quantization.engine, ()))
+        support = algorithm(quantization.algorithm).engines.get(quantization.engine)
+        if support is not None and support.package is not None:
+            yield quantization.engine, support.package.replace("-", "_")
+
+    def checks(self, setting: Setting) -> Sequence[Check]:
+        """Return the check of the memory where it is this machine's; other machines are asked by themselves."""
+        return () if setting.spread is not None else (_require_memory,)
+
+    def disk(self, setting: Setting, size: Prediction, begun: int) -> Mapping[str, int]:
+        """Return the checkpoint's bytes, less those that an earlier try wrote."""
+        return {"checkpoint": max(size.checkpoint - begun, 0)}
+
+    def seconds(self, estimate: Estimate) -> float | None:
+        """Return the time of reading, quantizing and writing; a library's is not known."""
+        return estimate.weights.get(self.key)
 
     def run(self, job: Job) -> Output:
         """Make the checkpoint by the engine that the recipe names."""
@@ -261,11 +292,6 @@ def checkpoint_files(entry: Entry) -> dict[str, FileFact]:
     return {name.removeprefix(prefix): fact for name, fact in files if name.startswith(prefix)}
 
 
-def needs_ranges(quantization: Quantization) -> bool:
-    """Whether anything in the checkpoint is scaled by a range that we measure; libraries measure their own."""
-    return quantization.engine == "stream" and by_library.has_static_scales(quantization)
-
-
 def _ranges(job: Job, choice: Choice) -> Mapping[str, torch.Tensor]:
     if "calibrate" not in job.inputs:
         return {}
@@ -291,11 +317,47 @@ def _proven_latent(job: Job) -> dict[str, float]:
     return {"largest": largest, "limit": limit}
 
 
+def _require_memory(setting: Setting) -> None:
+    """Raise `UserError` where the device is missing, or too small for a library or for GPTQ."""
+    quantization, device = setting.recipe.quantization, resolve_devices(setting.device)[0]
+    if quantization.engine == "stream" and quantization.algorithm != "gptq":
+        return
+    source, structure = model_for(setting, config_folder(setting.source))
+    if quantization.engine != "stream":
+        require_library_memory(source.nbytes, device_memory(device), device, quantization.engine)
+        return
+    need = gptq_volume(source, structure, setting.recipe).need
+    rounding = gptq_bytes(structure, select(structure, quantization).schemes)
+    try:
+        require_rounding_room(need, rounding, device_memory(device), device)
+    except CalibrationError as error:
+        raise UserError(f"quantization.algorithm: {error}.") from None
+
+
 class InspectStage(Stage):
-    """Its result is kept whether it passes or not: the same bytes would be found wrong again."""
+    """Prove a checkpoint's structure and numbers.
+
+    The result is kept whether it passes or not: the same bytes would be found wrong again. An unsound checkpoint is an
+    error, and never served.
+    """
 
     family = "inspect"
     version = 1
+    evidence = True
+
+    def seconds(self, estimate: Estimate) -> float:
+        """Return the time of hashing what our engine proved while it wrote, or of reading both checkpoints."""
+        if "quantize" in estimate.weights:
+            return float(estimate.size.checkpoint / estimate.rates["hash"])
+        return float(estimate.size.source / estimate.rates["load"])
+
+    def require_sound(self, entry: Entry) -> None:
+        """Raise `InspectionError` with the reasons where the checkpoint is unsound."""
+        if entry.record.result["verdict"] != Verdict.PASS.value:
+            raise InspectionError(
+                "\n".join(("the checkpoint is unsound and is neither served nor published:", *reasons_of(entry))),
+                hint=f"All findings: {entry.path / INSPECTION}",
+            )
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The checkpoint, what it was made from, and the ranges where there are any."""

@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -25,13 +25,15 @@ from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read
 from quantmint.pipeline.quantize.inspection.inspect import kv_scales, layer_errors, sizes
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.stages.advice import advise
+from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.evaluate import ANSWERS
-from quantmint.pipeline.stages.gate import GATE, measured_inputs
-from quantmint.pipeline.stages.quantize import INSPECTION, needs_ranges
+from quantmint.pipeline.stages.gate import GATE
+from quantmint.pipeline.stages.quantize import INSPECTION
 from quantmint.pipeline.stages.sensitivity import KEY, read_groups
 from quantmint.pipeline.stages.serve import LAUNCH, SIDES
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder, read_source
-from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage
+from quantmint.pipeline.stages.stage import Job, Output, Stage
 from quantmint.pipeline.store.entries import Entry
 from quantmint.pipeline.store.gc import list_runs
 
@@ -46,13 +48,23 @@ class ReportStage(Stage):
     stopped: bool = False
     family = "report"
     version = 2
+    evidence = True
 
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Everything that is shown."""
-        calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
-        chosen = {KEY: KEY} if setting.chosen is not None else {}
-        made = {"source": "source", **chosen, **calibrated, "quantize": "quantize", "inspect": "inspect"}
-        return {**made, **measured_inputs(setting, stopped=self.stopped), "gate": "gate"}
+    def when_stopped(self) -> ReportStage:
+        """Return the report of a run that the canary stopped."""
+        return ReportStage(stopped=True)
+
+    def reads(self, stage: Stage) -> bool:
+        """Return True: the page shows every stage before it."""
+        return True
+
+    def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
+        """Yield what draws the page."""
+        return (("report", "jinja2"), ("report", "matplotlib"))
+
+    def seconds(self, estimate: Estimate) -> float:
+        """Return the time of drawing the page."""
+        return 2.0
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The recipe and the name that readers will know it by, which are printed."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -33,12 +33,14 @@ from quantmint.pipeline.quantize.inspection.numbers import dequantize
 from quantmint.pipeline.quantize.model.experts import expert_slice, part_of
 from quantmint.pipeline.quantize.rounding import round_activations
 from quantmint.pipeline.recipe.modules import fused_with, is_excluded, override_of, text_config
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.schema import AUTO, Quantization
 from quantmint.pipeline.serving.reference.model import round_inputs
-from quantmint.pipeline.stages.calibrate import data_identity, read_tokens
+from quantmint.pipeline.stages.calibrate import data_identity, read_tokens, require_pinned_set
 from quantmint.pipeline.stages.cost import routed_share, sensitivity_samples
+from quantmint.pipeline.stages.estimate import Estimate
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import read_source
-from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from quantmint.pipeline.stages.stage import MODEL_MODULES, Check, Job, Output, Stage, write_json
 from quantmint.pipeline.store.entries import Entry
 
 KEY = "sensitivity"
@@ -47,12 +49,29 @@ _WORK = "layers"
 
 
 class SensitivityStage(Stage):
-    """Resumes at a layer."""
+    """Measure what each group of modules costs in each scheme, for a recipe that chooses; resumes at a layer."""
 
     family = KEY
     version = 1
     needs = ("source",)
     packages = ("torch", "transformers", "tokenizers")
+    by_content = True
+
+    def is_planned(self, setting: Setting) -> bool:
+        """Return whether the recipe's schemes are to be chosen, or were."""
+        return setting.chosen is not None or setting.recipe.quantization.scheme == AUTO
+
+    def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
+        """Yield what runs the model."""
+        return MODEL_MODULES
+
+    def checks(self, setting: Setting) -> Sequence[Check]:
+        """Return the check that a built-in calibration set is at its pinned commit."""
+        return (require_pinned_set,)
+
+    def seconds(self, estimate: Estimate) -> float | None:
+        """Return the time of both passes through the layers, by the forecast of the stages that work on weights."""
+        return estimate.weights.get(self.key)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The schemes, and the texts."""

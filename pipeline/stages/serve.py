@@ -1,37 +1,26 @@
-"""serve: one side on vLLM or the reference runtime, from a launch plan; what its start says about the checkpoint.
-
-The servers of a run are kept while stages ask the same one, beside each other where there is room, and always stopped.
-"""
+"""serve: one side on vLLM or the reference runtime, from a launch plan; what its start says about the checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
-import sys
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+import subprocess
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantmint.calibration.container import memory_left
-from quantmint.calibration.room import free_bytes
 from quantmint.eval.measurements import Side
-from quantmint.eval.suites import TASKS_FOLDER
 from quantmint.eval.workloads import Workload
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.base.hardware import needs
 from quantmint.pipeline.base.machine import Device, versions
-from quantmint.pipeline.base.processes import Conversation, conversation
-from quantmint.pipeline.base.progress import Progress
-from quantmint.pipeline.quantize.device import give_back_memory
 from quantmint.pipeline.quantize.digest import template_digest, tokenizer_digest
 from quantmint.pipeline.recipe.modules import assigned
 from quantmint.pipeline.recipe.schema import Quantization, Recipe
-from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.host.detect import device_here
 from quantmint.pipeline.serving.knobs.table import NEWEST_READ
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
@@ -39,163 +28,16 @@ from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
 from quantmint.pipeline.serving.running.launchers import (
-    ClusterLauncher,
-    LocalLauncher,
-    reference_command,
-    reference_environment,
     reference_plan,
 )
 from quantmint.pipeline.serving.running.log import LogScan, broken_promises, checkpoint_quantization, scan_log
 from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.stages.estimate import Estimate
+from quantmint.pipeline.stages.servers import ReferenceServer, over_nodes
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
+from quantmint.pipeline.stages.stage import MODEL_MODULES, Check, Job, Output, SideStage, write_json
 from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here, environment_of
-
-STARTUP_TIMEOUT = 3600.0
-"""Seconds that a server may take to load; a 405B model from a network disk takes most of it."""
-_PROGRAM = 2 << 30
-"""Bytes that the two processes of a vLLM take beside its model and its cache."""
-
-
-class Servers:
-    """Starts a server when a stage first needs it and stops it when another is needed or the run ends.
-
-    Two models side by side may not fit. Where they do, which is on a CPU with memory to spare, both sides start beside
-    each other, most of which each does on one core, and stay. What measures the machine has a `fresh` one to itself.
-    """
-
-    def __init__(self, setting: Setting, progress: Progress) -> None:
-        self._setting = setting
-        self._progress = progress
-        self._running = ExitStack()
-        self._ready: dict[str, Callable[[], Server]] = {}
-        self._expected: tuple[str, LaunchPlan] | None = None
-        self._asking = ExitStack()
-        self._lm_eval: tuple[object, Conversation] | None = None
-
-    def __enter__(self) -> Servers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._asking.close()
-        self.stop()
-
-    def get(self, side: str, plan: LaunchPlan) -> Server:
-        """The running server of a side, started if need be. Raises `ServingError` where it does not start."""
-        for name, launch in ((side, plan), *([] if self._expected is None else [self._expected])):
-            if name not in self._ready:
-                if self._ready and not self._both_fit(launch):
-                    if name != side:
-                        break
-                    self.stop()
-                log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-{name}.log"
-                self._ready[name] = cache(self._running.enter_context(self._launch(name, launch, log)))
-        self._expected = None
-        return self._ready[side]()
-
-    def expect(self, side: str, plan: LaunchPlan) -> None:
-        """A server that will be asked for soon: it is started beside the next one, where there is room for both."""
-        self._expected = side, plan
-
-    def _both_fit(self, plan: LaunchPlan) -> bool:
-        """Whether this launch fits beside the one that is there, which may not have taken its own share yet."""
-        if hardware(self._setting.recipe.target.hardware).kind != "cpu" or plan.memory is None:
-            return False
-        left = memory_left()
-        free = free_bytes("cpu") if left is None else min(free_bytes("cpu"), left)
-        return 2 * (plan.memory.total + _PROGRAM) <= free
-
-    @contextmanager
-    def fresh(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Server]:
-        """A server of this block's own, logging to ``log``; what ran before is stopped. Raises `ServingError`."""
-        self._lm_eval = None
-        self._asking.close()
-        self.stop()
-        with self._launch(side, plan, log) as ready:
-            yield ready()
-
-    def lm_eval(self, env: Mapping[str, str], secrets: Collection[str]) -> tuple[Conversation, Path]:
-        """lm-eval and its log: as it imports for long, one is kept for all stages that want the same variables."""
-        how = (dict(env), tuple(secrets))
-        log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-lm-eval.log"
-        if self._lm_eval is None or self._lm_eval[0] != how:
-            self._asking.close()
-            log.unlink(missing_ok=True)
-            self._progress.say(f"starting lm-eval, log in {log}")
-            argv = [sys.executable, "-P", "-m", "quantmint.eval.harness_child"]
-            talk = self._asking.enter_context(conversation(argv, log, what="lm-eval", env=env, secrets=secrets))
-            self._lm_eval = how, talk
-        return self._lm_eval[1], log
-
-    def _launch(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Callable[[], Server]]:
-        setting = self._setting
-        log.parent.mkdir(parents=True, exist_ok=True)
-        give_back_memory()
-        context: AbstractContextManager[Callable[[], Server]]
-        if setting.recipe.evaluation.runtime == "reference":
-            title, context = "the reference runtime", _started_reference(setting, plan, log)
-        elif setting.vllm is None:
-            raise UserError(
-                "no vLLM was found to serve with.",
-                hint="`make serving` builds one for a CPU; or set QUANTMINT_VLLM to a `vllm` executable.",
-            )
-        else:
-            several = plan.layout.nodes > 1
-            launcher = over_nodes(setting, setting.vllm, plan) if several else LocalLauncher(setting.vllm.executable)
-            if several and setting.spread is not None:
-                setting.spread.release()  # its workers hold the GPUs
-            title = f"vLLM {setting.vllm.version}"
-            context = launcher.starting(plan, log, startup_timeout=STARTUP_TIMEOUT, say=self._progress.say)
-        self._progress.say(f"starting {title} with the {side}, log in {log}")
-        return context
-
-    def stop(self) -> None:
-        """Stop what runs."""
-        self._ready.clear()
-        self._running.close()
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceServer(Server):
-    """The reference runtime in its process, which is talked to and speaks no HTTP."""
-
-    talk: Conversation | None = None
-
-    def ask(self, what: str, **given: Any) -> Any:
-        """The reply to a message of `pipeline.serving.reference`."""
-        assert self.talk is not None  # noqa: S101 - a field after those with defaults
-        return self.talk.ask({what: given})
-
-
-@contextmanager
-def _started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterator[Callable[[], Server]]:
-    """The reference runtime with the checkpoint of a `reference_plan`, loaded; it has ended at the exit.
-
-    lm-eval runs in it. So it has the Hub, and its token, where a task's data is there, but never together with code of
-    the model's folder or templates of a suite of somebody's own. Raises `StageError` with the end of its log where it
-    does not come about.
-    """
-    local = all(setting.suite.files(task) for task in setting.suite.tasks)
-    env = {**reference_environment(plan), **({"HF_HUB_OFFLINE": "1"} if local else {})}
-    suite = setting.suite
-    foreign = suite.own_tasks != TASKS_FOLDER and any(suite.files(task) for task in suite.tasks)
-    secrets = () if local or foreign or setting.recipe.trust_remote_code else ("HF_TOKEN",)
-    log.unlink(missing_ok=True)
-    began = time.monotonic()
-    command = reference_command(plan, setting.device.partition(",")[0])
-    with conversation(command, log, what="the reference runtime", env=env, secrets=secrets) as talk:
-        server = ReferenceServer("model", "a socket", log, time.monotonic() - began, talk=talk)
-        yield lambda: server
-
-
-def over_nodes(setting: Setting, vllm: VllmEnvironment, plan: LaunchPlan) -> ClusterLauncher:
-    """What starts a launch over several nodes: on the cluster that the run is spread over. `UserError` without one."""
-    if setting.spread is None:
-        raise UserError(
-            f"the launch is over {plan.layout.nodes} nodes, and this run is on one.",
-            hint="`--on ray` runs on a Ray cluster's nodes; `quantmint submit` takes a run to several.",
-        )
-    return ClusterLauncher(vllm.executable, setting.spread.cluster())
 
 
 def keep_log(server: Server, destination: Path) -> LogScan:
@@ -215,13 +57,30 @@ def held_to(plan: LaunchPlan, scan: LogScan, model: Path) -> LogScan:
 SIDES: tuple[Side, ...] = ("baseline", "candidate")
 LAUNCH = "launch.json"
 SERVER_LOG = "server.log"
+_EMULATION = {"amd-quark": "quark"}
+"""What a distribution that vLLM needs beside it is imported as."""
+_ABSENT = "import importlib.util as u, json, sys; print(json.dumps([n for n in sys.argv[1:] if not u.find_spec(n)]))"
+_ANSWER_S = 60
 
 
 class ServeStage(SideStage):
-    """Starts the server; the stages after it ask the same one as long as the run goes on."""
+    """Start a side's server; the stages after it ask the same one as long as the run goes on."""
 
     family = "serve"
     version = 2
+    asks_server = True
+
+    def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
+        """Yield what the runtime imports in this environment."""
+        return runtime_modules(setting)
+
+    def checks(self, setting: Setting) -> Sequence[Check]:
+        """Return the check of the server, and for the candidate of the packages that vLLM needs beside it."""
+        return (require_server,) if self.side == "baseline" else (require_server, _require_vllm_packages)
+
+    def seconds(self, estimate: Estimate) -> float:
+        """Return the time of a start; a CPU with the room for both servers starts them at once."""
+        return estimate.start if self.side == "baseline" else estimate.restart
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The candidate comes from `quantize`, the baseline from `source`."""
@@ -277,6 +136,50 @@ class ServeStage(SideStage):
             result={"faults": faults(scan), "started_seconds": round(server.started_seconds, 1)},
             summary=f"ready after {server.started_seconds:.0f} s{tokens}",
         )
+
+
+def runtime_modules(setting: Setting) -> Sequence[tuple[str, str]]:
+    """Return the modules that what answers imports in this environment, each after our extra; vLLM has its own."""
+    return MODEL_MODULES if setting.recipe.evaluation.runtime == "reference" else ()
+
+
+def require_server(setting: Setting) -> None:
+    """Raise `UserError` where vLLM is needed and was not found, or its launch needs nodes that are not there."""
+    if setting.recipe.evaluation.runtime == "reference":
+        return
+    if setting.vllm is None:
+        raise UserError(
+            "no vLLM was found to serve with, which this recipe needs.",
+            hint="`make serving` builds one for a CPU; else set QUANTMINT_VLLM, or stop earlier with --until inspect.",
+        )
+    launch = launch_plan(setting, "baseline", Path("MODEL"))
+    if launch.layout.nodes > 1:
+        over_nodes(setting, setting.vllm, launch).require(launch)
+
+
+def _require_vllm_packages(setting: Setting) -> None:
+    """Raise `UserError` for what vLLM would import for the candidate, and does not find in its own environment."""
+    if setting.vllm is None:
+        return
+    quantization = setting.recipe.quantization
+    checkpoint = (quantization.scheme, quantization.kv_cache, quantization.format)
+    distributions = {_EMULATION.get(name, name): name for name in needs(setting.recipe.target.hardware, *checkpoint)}
+    absent = [distributions[module] for module in _absent_in(setting.vllm.python, distributions)]
+    if absent:
+        install = f"{setting.vllm.python} -m pip install {' '.join(absent)}"
+        raise UserError(f"vLLM's environment lacks {', '.join(absent)}, which this run needs there.", hint=install)
+
+
+def _absent_in(python: Path, modules: Collection[str]) -> list[str]:
+    """Return the modules that an interpreter does not find; none where it gives no answer, which its server will."""
+    if not modules:
+        return []
+    command = [str(python), "-P", "-c", _ABSENT, *modules]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+        return [str(name) for name in json.loads(answer.stdout)]
+    except (OSError, subprocess.TimeoutExpired, ValueError, TypeError):
+        return []
 
 
 def faults(scan: LogScan) -> list[str]:

@@ -21,7 +21,10 @@ from quantmint.pipeline.quantize.digest import MODEL_FILES, file_digests, folder
 from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint, read_json
 from quantmint.pipeline.quantize.model.structure import Structure, read_structure
 from quantmint.pipeline.recipe.schema import Source as SourceSection
-from quantmint.pipeline.stages.stage import Job, Output, Setting, SourceIdentity, Stage, write_json
+from quantmint.pipeline.stages.estimate import Estimate
+from quantmint.pipeline.stages.setting import Setting, SourceIdentity
+from quantmint.pipeline.stages.sizes import Prediction
+from quantmint.pipeline.stages.stage import Job, Output, Stage, write_json
 from quantmint.pipeline.store.disk import sha256_of
 from quantmint.pipeline.store.entries import Entry
 
@@ -38,9 +41,21 @@ class SourceStage(Stage):
     family = "source"
     version = 1
 
+    def is_planned(self, setting: Setting) -> bool:
+        """Return True: every recipe has a source."""
+        return True
+
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The content, by digest or by commit."""
+        """Return the source's content, by digest or by commit."""
         return setting.source.to_json()
+
+    def disk(self, setting: Setting, size: Prediction, begun: int) -> Mapping[str, int]:
+        """Return the bytes of a repository that is to be downloaded."""
+        return {"download": size.source} if setting.source.folder is None else {}
+
+    def seconds(self, estimate: Estimate) -> float:
+        """Return the time of hashing the source; a download is not forecast."""
+        return float(estimate.size.source / estimate.rates["hash"])
 
     def run(self, job: Job) -> Output:
         """Fetch if need be, then prove that configuration, index and shards agree."""

@@ -1,4 +1,4 @@
-"""What a stage is: a name, what its result depends on, and the work.
+"""The stage protocol: a name, what the result depends on, the work, and what planner, runner and preflight ask of it.
 
 A plan is a tuple of `Planned`: every fingerprint is known before anything runs, because it follows from settings,
 versions and the fingerprints of the inputs, never from the results.
@@ -7,163 +7,26 @@ versions and the fingerprints of the inputs, never from the results.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from quantmint.calibration.batches import dataset_commit
-from quantmint.calibration.errors import CalibrationError
 from quantmint.eval.measurements import Side
-from quantmint.eval.suites import Suite
-from quantmint.eval.workloads import Workload
-from quantmint.pipeline.base.errors import QuantmintError
+from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.base.progress import Progress
-from quantmint.pipeline.recipe.load import LoadedRecipe
-from quantmint.pipeline.recipe.schema import COMMIT, Recipe
+from quantmint.pipeline.recipe.schema import AUTO
+from quantmint.pipeline.stages.estimate import Estimate
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.sizes import Prediction
 from quantmint.pipeline.store.entries import Entry
-from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from quantmint.calibration.calibrate import Places
     from quantmint.pipeline.base.processes import Conversation
-    from quantmint.pipeline.quantize.budget import Point
-    from quantmint.pipeline.quantize.engines.stream.schedule import WriteShards
-    from quantmint.pipeline.serving.environment import VllmEnvironment
     from quantmint.pipeline.serving.plan import LaunchPlan
-    from quantmint.pipeline.serving.running.launchers import Cluster
     from quantmint.pipeline.serving.running.server import Server
-    from quantmint.pipeline.store.remote import RemoteTier
-
-
-class Commits:
-    """Commits that branches of the Hub's data sets stand for: a plan names them, and what it names is what is read.
-
-    Each is asked once, by what gives the commit of a repository and a revision: the answer stays, and so does that
-    there was none. Else a plan that was made while the Hub was away would be run under a fingerprint that is not what
-    is read.
-    """
-
-    def __init__(self, ask: Callable[[str, str], str] = dataset_commit) -> None:
-        self._ask = ask
-        self._found: dict[tuple[str, str], str | CalibrationError | QuantmintError] = {}
-
-    def dataset(self, repo: str, revision: str) -> str:
-        """The commit of a data set's revision. Raises what the Hub's client was told, each time the same."""
-        if COMMIT.fullmatch(revision):
-            return revision
-        if (key := (repo, revision)) not in self._found:
-            try:
-                self._found[key] = self._ask(repo, revision)
-            except (CalibrationError, QuantmintError) as error:
-                self._found[key] = error
-        if isinstance(found := self._found[key], str):
-            return found
-        raise found
-
-
-@dataclass(frozen=True, slots=True)
-class SourceIdentity:
-    """Which 16-bit model: a folder with the digest of its files, or a repository at a commit.
-
-    ``marks``: the files are not hashed; what stands for those of a folder, by name.
-    """
-
-    folder: Path | None
-    digest: str
-    repo: str | None = None
-    marks: Mapping[str, str] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """What goes into a fingerprint: the content, and never where it lies."""
-        if self.repo is not None:
-            return {"repo": self.repo, "commit": self.digest}
-        return {"sha256": self.digest} if self.marks is None else {"files": dict(self.marks)}
-
-
-class Spread(Protocol):
-    """Other machines, which see our files, that parts of a stage are given to; no bit depends on them."""
-
-    @property
-    def hardware(self) -> str:
-        """What computes there, for people."""
-
-    @property
-    def write_shards(self) -> WriteShards:
-        """Makes the files of a checkpoint."""
-
-    def places(self, folder: Path) -> Places:
-        """Where shares of the calibration batches are measured, for a model in ``folder``."""
-
-    def release(self) -> None:
-        """End what still holds memory and GPUs there; whoever comes next begins anew."""
-
-    def cluster(self) -> Cluster:
-        """How a server on this machine gets at the GPUs there, for a launch over several nodes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """What a setting's recipe was chosen by: the recipe as it was ``written``, with `scheme: auto`, and the ``point``.
-
-    The point is None where nothing was measured yet, and the largest scheme stands in for what will be chosen.
-    """
-
-    written: LoadedRecipe
-    point: Point | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Bits of a weight, predicted cost in nats, and groups by scheme; nothing for what stands in."""
-        point = self.point
-        return {} if point is None else point.to_json()
-
-    @property
-    def line(self) -> str:
-        """The same for people."""
-        if self.point is None:
-            return "auto: nothing is measured yet; what follows is of all in the largest scheme"
-        counts = ", ".join(f"{count} groups in {name}" for name, count in self.point.counts.items())
-        return f"auto: {self.point.spent}, {counts}; predicted cost {self.point.cost:.3g} nats"
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Everything that a run is given.
-
-    ``config`` is the model's config.json; ``vllm`` is None where no serving environment was found; ``device`` is
-    PyTorch's name of where calibration and quantization compute; ``home`` is what a publish folder is relative to;
-    ``remote`` is a tier of the store that several sites share (None: there is none); ``commits`` says which commits
-    branches of data sets stand for; ``image`` is the container that serves, as name@sha256:DIGEST (None: none);
-    ``spread`` is what parts of a stage are given to (None: to this process); ``chosen`` is there where ``loaded`` has
-    what was chosen in the place of `scheme: auto`.
-    """
-
-    loaded: LoadedRecipe
-    store: Store
-    source: SourceIdentity
-    config: Mapping[str, Any]
-    suite: Suite
-    workload: Workload
-    vllm: VllmEnvironment | None
-    device: str
-    home: Path
-    remote: RemoteTier | None = None
-    commits: Commits = field(default_factory=Commits)
-    image: str | None = None
-    spread: Spread | None = None
-    chosen: Chosen | None = None
-
-    @property
-    def written(self) -> Recipe:
-        """The recipe as it was written, resolved."""
-        return (self.loaded if self.chosen is None else self.chosen.written).recipe
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe, resolved."""
-        return self.loaded.recipe
 
 
 class Servers(Protocol):
@@ -209,34 +72,65 @@ class Output:
     known: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 
+MODEL_MODULES = (("quantize", "torch"), ("quantize", "transformers"))
+"""The modules that run or quantize a model in this process, each after our extra that installs it."""
+Check = Callable[[Setting], None]
+"""Raises `UserError` where a stage of this setting could not come to its end."""
+
+
 @dataclass(frozen=True)
 class Stage:
-    """A kind of work: ``key`` is its name in a plan, ``family`` its folder in the store. The stages derive from it.
+    """A kind of work, described so that planner, runner, preflight, forecast and package need not know its name.
 
+    ``key`` is its name in a plan, ``family`` its folder in the store, ``version`` counts changes of what it makes.
     ``needs`` are the keys of the stages that it starts from, ``packages`` those whose versions shape the result's
     bytes, where no setting decides that.
+
+    ``asks_server``: a running server answers it, and the gate reads what it recorded. ``measures``: a
+    `MeasurementError` in it makes the run INVALID. ``releases``: it runs after a PASS only. ``evidence``: its files are
+    part of a release. ``by_content``: an earlier run tells its time only where the fingerprint is the same.
     """
 
     family: ClassVar[str]
     version: ClassVar[int]
     needs: ClassVar[Sequence[str]] = ()
     packages: ClassVar[Sequence[str]] = ()
+    asks_server: ClassVar[bool] = False
+    measures: ClassVar[bool] = False
+    releases: ClassVar[bool] = False
+    evidence: ClassVar[bool] = False
+    by_content: ClassVar[bool] = False
 
     @property
     def key(self) -> str:
-        """Its family's, where a plan has one of it."""
+        """Return the family's name; a family with several stages in a plan overrides this."""
         return self.family
 
+    def is_planned(self, setting: Setting) -> bool:
+        """Return whether the recipe needs this stage; one whose schemes are still to be chosen needs hardly any."""
+        return setting.recipe.quantization.scheme != AUTO
+
+    def when_stopped(self) -> Stage | None:
+        """Return the stage in its place in a run that the canary stopped, None where there is none.
+
+        By default the stage itself, unless it measures or releases.
+        """
+        return None if self.measures or self.releases else self
+
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """The keys of the stages that it starts from, by the name that it knows them by."""
+        """Return the keys of the stages that it starts from, by the names that `Job.inputs` has for them."""
         return dict(zip(self.needs, self.needs, strict=True))
 
+    def reads(self, stage: Stage) -> bool:
+        """Return whether it also starts from ``stage``, an earlier one of the plan, under that stage's own key."""
+        return False
+
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The slice of the recipe, and of what it names, that shapes the result."""
+        """Return the slice of the recipe, and of the files that it names, that shapes the result."""
         return {}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Versions of what shapes the result's bytes."""
+        """Return the versions of the tools that shape the result's bytes."""
         return versions(*self.packages)
 
     def run(self, job: Job) -> Output:
@@ -244,8 +138,35 @@ class Stage:
         raise NotImplementedError
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Whether what the entry stands for outside the store is still as it was."""
+        """Return whether the files outside the store that the entry stands for are still as they were."""
         return True
+
+    def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
+        """Yield the modules that it imports beside the core ones, each after our extra that installs it."""
+        return ()
+
+    def checks(self, setting: Setting) -> Sequence[Check]:
+        """Return what must hold before a run starts that would reach this stage."""
+        return ()
+
+    def disk(self, setting: Setting, size: Prediction, begun: int) -> Mapping[str, int]:
+        """Return the bytes that it writes on the store's disk, by purpose; ``begun`` were written by an earlier try."""
+        return {}
+
+    def seconds(self, estimate: Estimate) -> float | None:
+        """Return the forecast of its time on the estimate's machine, None where nothing is known of it."""
+        return None
+
+    def require_sound(self, entry: Entry) -> None:
+        """Raise `QuantmintError` where the result ends the run."""
+
+    def verdict(self, entry: Entry) -> Verdict | None:
+        """Return the verdict that the result gives to the run, None for a stage that judges nothing."""
+        return None
+
+    def stops(self, entry: Entry) -> bool:
+        """Return whether the result, a verdict, ends all that is long: the run goes on with `when_stopped`."""
+        return False
 
 
 @dataclass(frozen=True)

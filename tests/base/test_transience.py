@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from quantmint.pipeline.base.errors import RefusalError, StageError, UserError
 from quantmint.pipeline.base.transience import is_transient, is_transient_status, says_transient
 from quantmint.pipeline.stages import source
-from quantmint.pipeline.stages.stage import SourceIdentity
+from quantmint.pipeline.stages.setting import SourceIdentity
 
 REQUEST = httpx.Request("GET", "https://hub/api")
 

@@ -39,8 +39,9 @@ from quantmint.pipeline.runs.runner import run_plan
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.serving.host.detect import device_here
 from quantmint.pipeline.stages.bench import LAUNCH, Turn, discarded_launch, make_launch
-from quantmint.pipeline.stages.serve import Servers
-from quantmint.pipeline.stages.stage import Job, Planned, Setting
+from quantmint.pipeline.stages.servers import Servers
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.stage import Job, Planned
 from quantmint.pipeline.store.tree import Store
 from tests.bench.model import SHAPES, describe, write_model
 

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from quantmint.pipeline.quantize.digest import file_digests
 from quantmint.pipeline.runs import planner
 from quantmint.pipeline.stages.quantize import InspectStage, QuantizeStage
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import LOCATION, model_folder
-from quantmint.pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from quantmint.pipeline.stages.stage import Job, Output, Stage, write_json
 from quantmint.pipeline.store.entries import Entry
 
 Change = Callable[[Path], None]
@@ -31,6 +32,9 @@ class Remade:
     key: str = "remade"
     family: str = "source"
     version: int = -1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Stage(), name)
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         return {"source": "source"}

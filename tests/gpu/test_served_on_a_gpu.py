@@ -15,7 +15,7 @@ from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.base.schemes import WRITES, table
 from quantmint.pipeline.runs.planner import build_plan
-from quantmint.pipeline.runs.runner import RELEASING, Outcome, run_plan
+from quantmint.pipeline.runs.runner import Outcome, run_plan
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.store.tree import Store
@@ -80,5 +80,5 @@ def run(home: Path, scheme: str, kv_cache: str, checkpoint_format: str) -> Outco
     path.write_text(RECIPE.format(name=name, scheme=scheme, kv_cache=kv_cache, format=checkpoint_format))
     setting = open_setting(str(path), store=Store(home / "store"), to_run=True)
     # The page is no part of what a GPU proves, and needs libraries of its own.
-    plan = [planned for planned in build_plan(setting) if planned.key not in ("report", *RELEASING)]
+    plan = [planned for planned in build_plan(setting) if planned.key != "report" and not planned.stage.releases]
     return run_plan(plan, setting, PlainReporter())

@@ -16,7 +16,7 @@ from quantmint.calibration.sets import FOLDER, load_set, names
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.recipe.schema import Calibration
 from quantmint.pipeline.stages import calibrate
-from quantmint.pipeline.stages.stage import Commits
+from quantmint.pipeline.stages.setting import Commits
 
 
 def test_shipped_sets() -> None:

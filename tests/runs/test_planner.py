@@ -19,7 +19,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.recipe.sections import CanaryGate
 from quantmint.pipeline.runs.planner import after_stop, build_plan, cut
 from quantmint.pipeline.runs.session import open_setting
-from quantmint.pipeline.stages.stage import Setting
+from quantmint.pipeline.stages.setting import Setting
 
 ROOT = Path(__file__).parents[2]
 JUDGED = {"gate", "report", "package", "publish"}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.runs import preflight
+from quantmint.pipeline.stages import evaluate, quantize
 
 Quantmint = Callable[..., Any]
 
@@ -86,7 +87,7 @@ def test_a_package_that_a_later_stage_needs_is_missed_before_the_first(
 def test_a_device_that_is_too_small_for_gptq_is_told_before_any_work(
     quantmint: Quantmint, project: Path, models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "device_memory", lambda _device: 100_000)
+    monkeypatch.setattr(quantize, "device_memory", lambda _device: 100_000)
     recipe = project / "r.yaml"
     text = recipe.read_text().replace("folder: model}", f"folder: {models('llama')}}}")
     text = re.sub(r"quantization: .*", "quantization: {scheme: mxfp4, algorithm: gptq}", text)
@@ -101,7 +102,7 @@ def test_a_package_of_a_task_is_missed_before_the_first_stage(
     quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # IFEval's row, for a task of the suite that this small model can be asked.
-    monkeypatch.setattr(preflight, "_TASK_PACKAGES", {"tiny_facts": preflight._TASK_PACKAGES["ifeval"]})
+    monkeypatch.setattr(evaluate, "_TASK_MODULES", {"tiny_facts": evaluate._TASK_MODULES["ifeval"]})
     monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "langdetect" else object())
     ended = quantmint("run", "r.yaml")
     assert (ended.code, "this needs langdetect, which is not installed" in ended.err) == (2, True), ended.err

@@ -192,7 +192,7 @@ class FakeLauncher:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     FakeLauncher.running = []
-    monkeypatch.setattr("quantmint.pipeline.stages.serve.LocalLauncher", FakeLauncher)
+    monkeypatch.setattr("quantmint.pipeline.stages.servers.LocalLauncher", FakeLauncher)
     return FakeLauncher.running
 
 

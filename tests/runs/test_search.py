@@ -23,7 +23,8 @@ from quantmint.pipeline.runs.search import known_groups, measured_groups, opened
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.advice import advise
 from quantmint.pipeline.stages.sensitivity import SENSITIVITY, read_groups
-from quantmint.pipeline.stages.stage import Job, Setting
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.stage import Job
 from quantmint.pipeline.store.tree import Store
 
 AUTO = "{scheme: auto, from: [mxfp4, ptpc_fp8], bits: BITS, overrides: [{modules: [model.layers.0.mlp.down_proj], "

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from quantmint.eval import suites
-from quantmint.pipeline.runs.timeline import _as_before, _item_s
+from quantmint.pipeline.runs.timeline import _as_before
+from quantmint.pipeline.stages.estimate import item_seconds
 from quantmint.pipeline.stages.evaluate import EvaluateStage
 from quantmint.pipeline.stages.stage import Planned
 
@@ -32,7 +33,7 @@ def seconds(folder: Path, metric: str, row: dict[str, object], most: int = 4) ->
         f"name: s\ndescription: One.\nexpected_flip_rate: 0.02\ntasks:\n  - {{task: own, metric: {metric}, items: 1}}\n"
     )
     suite = suites.load(str(folder / "s.yaml"))
-    return _item_s(suite.tasks[0], suite, 1.0, 1000.0)
+    return item_seconds(suite.tasks[0], suite, 1.0, 1000.0)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.runs import planner
 from quantmint.pipeline.runs.runner import Outcome, run_plan
 from quantmint.pipeline.runs.session import open_setting
-from quantmint.pipeline.stages.stage import Job, Output, Planned, Setting
+from quantmint.pipeline.stages.registry import STAGES
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.stage import Job, Output, Planned, Stage
 from quantmint.pipeline.store.entries import Entry
 from quantmint.pipeline.store.gc import Run, list_runs
 from quantmint.pipeline.store.tree import Store
@@ -129,6 +131,14 @@ def setting(project: Path, with_vllm: Callable[..., Setting]) -> Setting:
     return with_vllm(open_setting("r.yaml", store=Store(project / "store")))
 
 
+def described(key: str) -> Stage:
+    """The real stage of a key, for what planner and runner ask a fake one."""
+    return next((stage for stage in STAGES if stage.key == key), _NO_STAGE)
+
+
+_NO_STAGE = Stage()
+
+
 @dataclass
 class FakeStage:
     """A stage that writes its name into a file, ``leaves``; ``work`` is called with its job in between."""
@@ -146,6 +156,16 @@ class FakeStage:
 
     def __post_init__(self) -> None:
         self.family = self.family or self.key
+
+    def __getattr__(self, name: str) -> Any:
+        """Describe it as the stage whose key it has."""
+        return getattr(described(self.key), name)
+
+    def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
+        return described(self.key).imports(setting)
+
+    def reads(self, stage: Stage) -> bool:
+        return False
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         return {need: need for need in self.needs}

@@ -22,8 +22,9 @@ from quantmint.eval.canary import CanaryPolicy
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.serving.running.server import HOST, Server
 from quantmint.pipeline.stages.canary import CanaryStage, policy_of, read_answers, read_comparison
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import LOCATION
-from quantmint.pipeline.stages.stage import Job, Output, Setting
+from quantmint.pipeline.stages.stage import Job, Output
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "model"
 VOCABULARY, PROMPTS = 40, 5

@@ -8,7 +8,7 @@ from quantmint.calibration.errors import CalibrationError
 from quantmint.eval.suites import SuiteTask
 from quantmint.pipeline.stages import lm_eval
 from quantmint.pipeline.stages.lm_eval import task_settings
-from quantmint.pipeline.stages.stage import Commits, Setting
+from quantmint.pipeline.stages.setting import Commits, Setting
 
 A, B = "a" * 40, "b" * 40
 TASK = SuiteTask("gsm8k", "exact_match", 1319, 0.04, data=("openai/gsm8k", "org/more@v1", f"org/fixed@{B}"))

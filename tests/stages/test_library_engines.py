@@ -27,7 +27,7 @@ from quantmint.pipeline.runs.planner import build_plan, cut
 from quantmint.pipeline.runs.runner import Outcome, run_plan
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages import by_library
-from quantmint.pipeline.stages.stage import Setting
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.store.tree import Store
 from tests.zoo.models import configuration, table
 

@@ -133,7 +133,7 @@ def world(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
         with Completions() as baseline, Completions(worse=worse) as candidate:
             servers = {"baseline": baseline, "candidate": candidate}
             monkeypatch.setattr(
-                "quantmint.pipeline.stages.serve.Servers.get",
+                "quantmint.pipeline.stages.servers.Servers.get",
                 lambda self, side, plan: Server(side, servers[side].base_url, log, 1.0),
             )
             yield World(orchestra, servers)
@@ -274,7 +274,7 @@ def test_only_items_that_nobody_has_asked_are_asked(world: Callable[..., Any], m
 
         w.judge_by(margin=0.5)
         with monkeypatch.context() as without:
-            without.setattr("quantmint.pipeline.stages.serve.Servers.get", fails)
+            without.setattr("quantmint.pipeline.stages.servers.Servers.get", fails)
             known = w.run(BASELINE, CANDIDATE)
         assert samples(known, "evaluate-candidate", FACTS).samples == samples(more, "evaluate-candidate", FACTS).samples
         w.run(BASELINE, CANDIDATE, redo=["evaluate-candidate"])
@@ -404,7 +404,7 @@ def test_only_what_is_on_the_hub_gets_its_token(
         raise StageError("heard enough")
         yield
 
-    monkeypatch.setattr("quantmint.pipeline.stages.serve.conversation", listen)
+    monkeypatch.setattr("quantmint.pipeline.stages.servers.conversation", listen)
     with world(replace(FACTS, task=task)) as w, pytest.raises(StageError, match="heard enough"):
         w.run(BASELINE)
     assert given["secrets"] == tokens

@@ -27,9 +27,11 @@ from quantmint.pipeline.runs.runner import Outcome, run_plan
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.gate import checkpoint_digest
 from quantmint.pipeline.stages.package import PackageStage, release
-from quantmint.pipeline.stages.stage import Job, Output, Setting
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.stage import Job, Output, Stage
 from quantmint.pipeline.store.entries import Entry
 from quantmint.pipeline.store.tree import Store
+from tests.stages.conftest import described
 
 A, B, COMMIT = "a" * 64, "b" * 64, "c" * 40
 TASK = {"task": "tiny_facts", "files": {"tiny_facts.jsonl": A, "tiny_facts.yaml": B}}
@@ -52,6 +54,12 @@ class Recorded:
     @property
     def family(self) -> str:
         return self.key.partition("-")[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(described(self.key), name)
+
+    def reads(self, stage: Stage) -> bool:
+        return False
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         return {need: need for need in self.needs}
@@ -162,7 +170,7 @@ class Run:
 
     def released(self, outcome: Outcome) -> Any:
         entries = {key: outcome.entry(key) for key in ("package", "quantize", "gate", "report", "inspect")}
-        return release(**entries)  # type: ignore[arg-type]
+        return release(entries)
 
 
 def environment(name: str, version: str) -> Callable[[Job], None]:
@@ -305,7 +313,7 @@ def test_a_release_whose_entries_do_not_belong_together(run: Run) -> None:
     other = run(redo=["quantize"])
     entries = {key: first.entry(key) for key in ("package", "gate", "report", "inspect")}
     with pytest.raises(StageError, match="lists other files than the store has"):
-        release(quantize=other.entry("quantize"), **entries)  # type: ignore[arg-type]
+        release({**entries, "quantize": other.entry("quantize")})
 
 
 @pytest.mark.parametrize("name", ["model.bin", "run.log", ".netrc"])

@@ -21,8 +21,9 @@ from quantmint.pipeline.serving.plan import LaunchPlan, Layout
 from quantmint.pipeline.serving.running.launchers import ClusterLauncher
 from quantmint.pipeline.serving.running.log import scan_log
 from quantmint.pipeline.serving.running.server import Server
-from quantmint.pipeline.stages.serve import SIDES, ReferenceServer, Servers, ServeStage, launch_plan, runtime_of
-from quantmint.pipeline.stages.stage import Setting
+from quantmint.pipeline.stages.serve import SIDES, ServeStage, launch_plan, runtime_of
+from quantmint.pipeline.stages.servers import ReferenceServer, Servers
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.store.tree import Store
 
 LOGS = Path(__file__).parents[1] / "assets" / "server-logs"
@@ -62,7 +63,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         events.append(f"stop {argv[3]} {which}")
 
     monkeypatch.setattr("quantmint.pipeline.serving.running.launchers.LocalLauncher.starting", starting)
-    monkeypatch.setattr("quantmint.pipeline.stages.serve.conversation", talking)
+    monkeypatch.setattr("quantmint.pipeline.stages.servers.conversation", talking)
     return events
 
 
@@ -88,7 +89,7 @@ def test_both_sides_are_there_where_a_cpu_has_room_for_them(
     free: int,
     together: bool,
 ) -> None:
-    monkeypatch.setattr("quantmint.pipeline.stages.serve.free_bytes", lambda device: free << 30)
+    monkeypatch.setattr("quantmint.pipeline.stages.servers.free_bytes", lambda device: free << 30)
     target = setting.recipe.target.model_copy(update={"hardware": hardware})
     loaded = replace(setting.loaded, recipe=setting.recipe.model_copy(update={"target": target}))
     setting = replace(setting, loaded=loaded)

@@ -21,9 +21,11 @@ from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.preflight import require_means
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.package import SignStage, release
-from quantmint.pipeline.stages.stage import Job, Output, Setting
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.stage import Job, Output, Stage
 from quantmint.pipeline.store.entries import Entry
 from tests.signing import WORD, rsa_key, write_key
+from tests.stages.conftest import described
 
 SIZE = 2 << 20  # bytes; more than what the store reads at every look
 A = "a" * 64
@@ -43,6 +45,12 @@ class Leaving:
     @property
     def family(self) -> str:
         return self.key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(described(self.key), name)
+
+    def reads(self, stage: Stage) -> bool:
+        return False
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         return {need: need for need in self.needs}
@@ -122,7 +130,7 @@ def signed_by(orchestra: Any, how: str) -> None:
 
 def released(outcome: Any) -> Any:
     keys = ("package", "quantize", "gate", "report", "inspect", "sign")
-    return release(**{key: outcome.entry(key) for key in keys})
+    return release({key: outcome.entry(key) for key in keys})
 
 
 def test_every_file_of_the_release_is_signed(run: Any) -> None:

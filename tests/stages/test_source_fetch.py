@@ -11,8 +11,8 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.stages.setting import SourceIdentity
 from quantmint.pipeline.stages.source import fetch
-from quantmint.pipeline.stages.stage import SourceIdentity
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 

@@ -25,8 +25,9 @@ from quantmint.pipeline.recipe.sections import Cause
 from quantmint.pipeline.runs.planner import build_plan, find_entry, foreseen, known_unsound, missing_stages
 from quantmint.pipeline.runs.session import assemble
 from quantmint.pipeline.stages.checks import check
+from quantmint.pipeline.stages.setting import Commits, Setting, SourceIdentity
 from quantmint.pipeline.stages.source import identify
-from quantmint.pipeline.stages.stage import Commits, Planned, Setting, SourceIdentity
+from quantmint.pipeline.stages.stage import Planned
 from quantmint.pipeline.store.tree import Store
 from quantmint.pipeline.upkeep.due.answers import Answers, Places, Released, UnaskedError, ask
 from quantmint.pipeline.upkeep.due.causes import RECIPE, Change, apart_from_unknown, changes, what_changed

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.stages.card import base_metadata, front_matter
-from quantmint.pipeline.stages.stage import SourceIdentity
+from quantmint.pipeline.stages.setting import SourceIdentity
 from tests.hub.standin import HubStandIn
 
 CARD = "---\nlicense: llama3.3\nlanguage:\n- en\n---\n# Base\n\n---\nlicense: mit\n---\n"

@@ -16,7 +16,8 @@ from quantmint.pipeline.recipe.schema import Quantization
 from quantmint.pipeline.recipe.sections import Publish
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.card import gather, settings
-from quantmint.pipeline.stages.stage import Job, Setting
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.stage import Job
 from quantmint.pipeline.store.disk import sha256_of
 from quantmint.pipeline.store.entries import Entry, FileFact, Record
 from quantmint.pipeline.store.tree import Store

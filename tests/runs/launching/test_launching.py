@@ -26,7 +26,7 @@ from quantmint.pipeline.runs.serving import (
 )
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
-from quantmint.pipeline.stages.stage import SourceIdentity
+from quantmint.pipeline.stages.setting import SourceIdentity
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 COMMIT = "a" * 40

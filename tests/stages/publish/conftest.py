@@ -19,7 +19,8 @@ from quantmint.pipeline.publish.release import CARD, MANIFEST, SIGNATURE, tag_of
 from quantmint.pipeline.recipe.sections import Publish
 from quantmint.pipeline.stages.gate import checkpoint_digest
 from quantmint.pipeline.stages.publish import PublishStage
-from quantmint.pipeline.stages.stage import Job, Setting
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.stage import Job
 from quantmint.pipeline.store.files import File
 
 WriteGate = Callable[..., Path]

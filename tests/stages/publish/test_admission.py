@@ -13,7 +13,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.recipe.destinations import Hub, Storage
 from quantmint.pipeline.recipe.sections import Licence, Publish
 from quantmint.pipeline.stages.publish import require_admission
-from quantmint.pipeline.stages.stage import Setting
+from quantmint.pipeline.stages.setting import Setting
 from tests.hub.standin import HubStandIn
 
 REPO = Hub(repo="my-org/Small-FP8")

@@ -80,7 +80,7 @@ def test_what_would_be_done_is_in_no_public_log(
     orchestra: Any, stages: Any, publish_to: Callable[..., None], quantmint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signature without a key cannot be taken back."""
-    monkeypatch.setattr("quantmint.pipeline.runs.preflight.require_signer", lambda _: None)
+    monkeypatch.setattr("quantmint.pipeline.stages.package.require_signer", lambda _: None)
     publish_to(folder="published", sign={"keyless": True})
     orchestra.run(*(stage for stage in stages() if stage.key not in {"sign", "publish"}))
     orchestra.plan(*stages())

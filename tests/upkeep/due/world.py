@@ -27,8 +27,9 @@ from quantmint.pipeline.publish.place import Place
 from quantmint.pipeline.publish.release import MANIFEST, Release, tag_of
 from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.session import open_setting
+from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import LOCATION
-from quantmint.pipeline.stages.stage import Planned, Setting
+from quantmint.pipeline.stages.stage import Planned
 from quantmint.pipeline.store.files import File
 from quantmint.pipeline.store.tree import Store
 from quantmint.pipeline.upkeep.due.due import Due, look

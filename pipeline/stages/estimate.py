@@ -1,0 +1,154 @@
+"""Seconds of loading, reading and answering on a machine where nothing of a recipe was measured yet.
+
+Each stage makes the forecast of its own time from an `Estimate`; the constants here are what several of them share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from quantmint.eval.suites import Suite, SuiteTask, definition
+from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.sizes import Prediction
+
+START_S: Final = 150.0
+"""Seconds of a start of vLLM on a GPU, which compiles."""
+TOKEN_S: Final = 0.04
+"""Seconds of a token of an answer, for which a reader does not wait."""
+READ_S: Final = 0.1
+"""Seconds of a server's own work for a request of which each position is returned."""
+TOKEN_BYTES: Final = 4
+"""Bytes of a token of prose."""
+_CPU_START_S, _REQUEST_S = 20.0, 0.001
+"""Seconds of a server's start on a CPU, and of its own work for each request."""
+_BUSY, _CPU_BUSY = 0.4, 0.15
+"""Share of the rate of products, a GPU's by its data sheet, that a server reaches while it reads prompts."""
+_REFERENCE_BUSY, _REFERENCE_POSITION_S = 0.8, 0.0025
+"""Share of the rate of products in float32 that the reference runtime reaches; seconds of a position's top tokens."""
+_REFERENCE_IMPORT: Final = 1.2
+"""Start of the reference runtime, which imports lm-eval too, beside that of a process that has our libraries."""
+_CHOICES, _ITEM, _SHOT, _ANSWER, _PAGE = 4, 100, 120, 150, 5000
+"""Of an item of the Hub: its choices; tokens of the item, of a shot before it, of an answer, and of a text whose
+perplexity is asked."""
+_H100_TFLOPS: Final = 989.4
+"""Products a second in bfloat16 of a GPU that the table does not know."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A machine's speed with a model: what the forecasts of the stages are made from.
+
+    ``rates`` and ``weights`` are of `pipeline.runs.forecast`: rates of the machine in bytes and operations a second,
+    and seconds of the stages that work on weights, as far as they are known. ``expected`` are the items of each task
+    that a lossless candidate is asked (None: all), ``bench`` the seconds of measuring throughput (None: not measured).
+    """
+
+    setting: Setting
+    size: Prediction
+    rates: Mapping[str, Any]
+    weights: Mapping[str, float]
+    expected: Mapping[str, int | None]
+    bench: float | None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether the target is a CPU, whatever this machine is: the target serves."""
+        return self.setting.recipe.target.hardware == "cpu"
+
+    @property
+    def by_reference(self) -> bool:
+        """Return whether the reference runtime answers, on one device in float32."""
+        return self.setting.recipe.evaluation.runtime == "reference"
+
+    @property
+    def start(self) -> float:
+        """Return the seconds of a server's start."""
+        if self.by_reference:  # 16 bit, read as float32
+            return float(_REFERENCE_IMPORT * self.rates["start"] + 2 * self.size.source / self.rates["load"])
+        return float((_CPU_START_S if self.on_cpu else START_S) + self.size.source / self.rates["disk"])
+
+    @property
+    def restart(self) -> float:
+        """Return the seconds of a start when the side that answers changes.
+
+        A CPU that has the room starts both of vLLM's servers at once, and keeps them.
+        """
+        return 0.0 if self.on_cpu and not self.by_reference else self.start
+
+    @property
+    def token(self) -> float:
+        """Return the seconds of a token of a prompt: two operations for each parameter."""
+        target = self.setting.recipe.target
+        if self.by_reference:
+            flops = _REFERENCE_BUSY * self.rates["float32"]
+        elif self.on_cpu:
+            flops = _CPU_BUSY * self.rates["flops"]
+        else:
+            peak = dict(hardware(target.hardware).tflops).get("bf16", _H100_TFLOPS)
+            flops = target.gpus * _BUSY * peak * 1e12
+        return float(2.0 * self.size.parameters / flops)
+
+    @property
+    def position(self) -> float:
+        """Return the seconds of a token of a prompt whose likeliest successors are returned."""
+        return self.token + (_REFERENCE_POSITION_S if self.by_reference else 0.0)
+
+    @cached_property
+    def item_seconds(self) -> Mapping[str, float]:
+        """Return the seconds of an item, by task."""
+        step = 0.005 + self.size.source / self.rates["read"] if self.on_cpu else TOKEN_S
+        out = max(self.token, step / self.setting.recipe.evaluation.concurrency)
+        suite = self.setting.suite
+        return {task.task: item_seconds(task, suite, self.token, out) for task in suite.tasks}
+
+
+def planned_items(setting: Setting) -> Mapping[str, int]:
+    """Return the number of items of each task: all of them, or as many as the recipe asks for."""
+    limit = setting.recipe.evaluation.limit
+    return {task.task: min(task.items, limit or task.items) for task in setting.suite.tasks}
+
+
+def control_items(setting: Setting) -> Mapping[str, int]:
+    """Return the number of items that a baseline answers twice, by task: of the first look, where answers can flip."""
+    evaluation, items = setting.recipe.evaluation, planned_items(setting)
+    scored = [task.task for task in setting.suite.tasks if task.kind == "score"]
+    return {name: min(items[name] // evaluation.looks, evaluation.control or 0) for name in scored}
+
+
+def item_seconds(task: SuiteTask, suite: Suite, token: float, answer_token: float) -> float:
+    """Return the seconds of one item, from those of a token of a prompt and of one of an answer.
+
+    An item is the prompts of its choices, a text, or a prompt and an answer.
+    """
+    own = sum(map(_prompt_characters, suite.files(task)[1:])) / TOKEN_BYTES / task.items
+    prompt = (own or _ITEM) + _SHOT * (task.num_fewshot or 0)
+    if task.kind == "perplexity":
+        return _REQUEST_S + (own or _PAGE) * token
+    if task.metric.startswith("acc"):
+        return _CHOICES * (_REQUEST_S + prompt * token)
+    defined = definition(suite.own_tasks, task.task)
+    generation: Any = {} if defined is None else defined.data.get("generation_kwargs") or {}
+    longest = task.max_gen_tokens or generation.get("max_gen_toks", _ANSWER)
+    return _REQUEST_S + prompt * token + min(longest, 2 * _ANSWER) * answer_token
+
+
+def _prompt_characters(file: Path) -> float:
+    """Return the characters of a task's data that prompts hold: values without their keys, one choice of a list."""
+    if file.suffix != ".jsonl":
+        return file.stat().st_size
+    characters = 0.0
+    for line in file.read_text(encoding="utf-8").split("\n"):
+        try:
+            values = tuple(json.loads(line).values())
+        except (ValueError, AttributeError):  # an empty line, and one that lm-eval will not take
+            values = (line,)
+        characters += sum(
+            len(f"{value}") / (len(value) if isinstance(value, list) and value else 1) for value in values
+        )
+    return characters

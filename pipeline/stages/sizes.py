@@ -1,0 +1,88 @@
+"""Sizes of a model and of the checkpoint that a recipe makes of it, from tensor headers alone.
+
+predict(*model_for(setting, folder), setting.recipe).checkpoint   bytes, exact for our own engine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantmint.pipeline.quantize.engines.libraries.job import checkpoint_bytes
+from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from quantmint.pipeline.quantize.model.selection import kept_because, select
+from quantmint.pipeline.quantize.model.structure import Structure, imagine, read_structure
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.stages.setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Sizes in bytes.
+
+    ``quantized`` and ``kept`` count linear modules; ``calibration_device`` is what a resident model takes,
+    ``largest_tensor`` bounds the engine's memory, a few of which it holds; ``weights_per_gpu`` is for the candidate.
+    ``kept_because`` and ``copied`` count, by reason, modules that stay in 16 bit and tensors that are carried over.
+    ``kv_bytes_per_token`` is for all layers over all GPUs, None for an architecture whose cache is not plain K and V.
+    """
+
+    parameters: int
+    source: int
+    checkpoint: int
+    quantized: int
+    kept: int
+    largest_tensor: int
+    calibration_device: int
+    weights_per_gpu: int
+    kv_bytes_per_token: int | None
+    kept_because: Mapping[str, int]
+    copied: Mapping[str, int]
+
+
+def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Prediction:
+    """Predict from headers, real or imagined. Raises `UserError` for what the recipe cannot be applied to."""
+    choice = select(structure, recipe.quantization)
+    layout = recipe.quantization.format
+    if recipe.quantization.engine == "stream":
+        checkpoint = sum(plan.nbytes for plan in plan_shards(source, structure, choice, layout))
+    else:
+        checkpoint = checkpoint_bytes(source, structure, choice, layout)
+    return Prediction(
+        parameters=structure.parameters,
+        source=source.nbytes,
+        checkpoint=checkpoint,
+        quantized=len(choice.schemes),
+        kept=len(choice.kept),
+        largest_tensor=max(info.nbytes for _, info in source.tensors.values()),
+        calibration_device=source.nbytes if recipe.calibration is not None else 0,
+        weights_per_gpu=-(-checkpoint // recipe.target.gpus),
+        kv_bytes_per_token=_kv_bytes(source.config, 1 if choice.kv_cache else 2),
+        kept_because=kept_because(structure, choice, recipe.quantization),
+        copied=structure.copied,
+    )
+
+
+def model_for(setting: Setting, folder: Path) -> tuple[Checkpoint, Structure]:
+    """Return the tensor headers of ``folder`` and the model's structure.
+
+    A folder without weights has the headers that its config.json stands for.
+    """
+    trust = setting.recipe.trust_remote_code
+    if any(folder.glob("*.safetensors")):
+        source = open_checkpoint(folder)
+        return source, read_structure(folder, source.tensors, trust_remote_code=trust)
+    return imagine(folder, trust_remote_code=trust)
+
+
+def _kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
+    """2 * layers * kv heads * head_dim * bytes; the formula of vLLM for grouped-query attention."""
+    text = config.get("text_config") or config
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    layers = text.get("num_hidden_layers")
+    if text.get("kv_lora_rank") or not (heads and hidden and layers):
+        return None
+    head_dim = text.get("head_dim") or hidden // heads
+    return int(2 * layers * (text.get("num_key_value_heads") or heads) * head_dim * width)
