@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -97,7 +97,7 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         target_for,
         vllm_for,
     )
-    from quantmint.pipeline.serving.planning.planner import plan_serving
+    from quantmint.pipeline.serving.planning.request import ServingRequest
 
     version, environment = vllm_for(given["vllm"], elsewhere=planning or given["launcher"] in ("docker", "endpoint"))
     found = find_model(
@@ -118,8 +118,9 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         found = fetched(found, with_code=trusted, progress=reporter_for(json=False))
     return Request(
         found,
-        partial(
-            plan_serving,
+        ServingRequest(
+            model=found.model,
+            facts=found.facts,
             target=target,
             profile=profile,
             vllm_version=version,
@@ -127,10 +128,11 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
             kv_cache_dtype=given["kv_cache_dtype"],
             speculative=speculation_of(given["speculative"]) if given["speculative"] else own.speculative,
             tunableop=None if found.tunableop is None else str(found.tunableop),
-            packed=given["pack"] or own.pack,
+            servers_per_gpu=given["pack"] or own.pack,
             arguments=(*own.arguments, *given["arguments"]),
             served_model_name=given["served_model_name"] or found.name,
             trust_remote_code=trusted,
+            cpu_threads=os.cpu_count() or 1,
         ),
         environment=environment,
         hosts=tuple(given["host_ip"].split(",")) if given["host_ip"] else (),

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +45,8 @@ from quantmint.pipeline.serving.host.subject import wanted_by
 from quantmint.pipeline.serving.knobs.table import NEWEST_READ, knob, table
 from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan, Process, processes
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
 from quantmint.pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
 from quantmint.pipeline.serving.running.server import Server
@@ -195,14 +197,15 @@ def vllm_for(text: str | None, *, elsewhere: bool) -> tuple[str, VllmEnvironment
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One launch: ``how`` is `plan_serving` with what was asked; ``hosts`` are addresses of the nodes, in order.
+    """One launch: a model, the ``request`` to plan it by, and where it runs.
 
+    ``hosts`` are the nodes' addresses in order.
     ``external`` leaves ``port`` to a balancer. ``node_rank`` is this machine among the nodes. ``planning`` says that
     nothing is started: too few GPUs that are visible here are then a warning, for the plan may be for another machine.
     """
 
     model: ServedModel
-    how: Callable[..., LaunchPlan]
+    request: ServingRequest
     environment: VllmEnvironment | None = None
     hosts: Sequence[str] = ()
     port: int = 8000
@@ -212,7 +215,7 @@ class Request:
 
     def plan(self) -> tuple[LaunchPlan, tuple[Process, ...]]:
         """The plan with its processes. Raises `UserError` for what cannot be served there."""
-        plan = self.how(self.model.model, self.model.facts, cpu_threads=os.cpu_count() or 1)
+        plan = plan_serving(self.request)
         if self.model.revision is not None:
             plan = replace(plan, argv=(*plan.argv, "--revision", self.model.revision))
         if self.model.missing is not None:

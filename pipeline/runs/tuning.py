@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +23,7 @@ from quantmint.pipeline.runs.serving import ServedModel, fetched, find_model, pr
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.model.facts import ModelFacts
-from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.tuning.aiter import Gemms, tune_gemms
 from quantmint.pipeline.serving.tuning.launching import run_sweep
 from quantmint.pipeline.serving.tuning.report import Report, report, write
@@ -190,16 +189,16 @@ def open_subject(
     serve = Serve() if recipe is None else recipe.serve
     kernels = None if tunableop else found.tunableop
     model = Path(found.model)
-    make = partial(
-        plan_serving,
-        model,
-        found.facts,
+    request = ServingRequest(
+        model=model,
+        facts=found.facts,
         target=place,
         profile=replace(asked, longest=load.longest),
         vllm_version=version,
         purpose="tune",  # what `serve` starts but for prefix caching: cells of one length get the same prompts
         speculative=serve.speculative,
-        packed=serve.pack,
+        overrides=serve.overrides,
+        servers_per_gpu=serve.pack,
         arguments=serve.arguments,
         tunableop=None if kernels is None else str(kernels),
         trust_remote_code=recipe is not None and recipe.trust_remote_code,
@@ -214,7 +213,7 @@ def open_subject(
         workload=load,
         vllm=environment or VllmEnvironment(Path("vllm"), version),
         machine=MappingProxyType(machine_facts(place, Machine()) if measuring else {"target": str(place)}),
-        planner=planner(make, serve.overrides),
+        planner=planner(request),
     )
     existing = serve.model_dump(mode="json", exclude_defaults=True)
     return Opened(subject, found.facts, place.accelerator.arch or "", MappingProxyType(existing))

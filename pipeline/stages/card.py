@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -24,13 +25,14 @@ from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.serving.knobs.table import NEWEST_READ
 from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan, Process, processes
-from quantmint.pipeline.serving.planning.planner import layout_words
+from quantmint.pipeline.serving.planning.layout import layout_words
+from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.target import Target, parse_target
 from quantmint.pipeline.serving.render.invocation import command, script, servers
 from quantmint.pipeline.stages.calibrate import set_name, texts_of
 from quantmint.pipeline.stages.gate import checkpoint_digest
 from quantmint.pipeline.stages.quantize import INSPECTION
-from quantmint.pipeline.stages.serve import planning
+from quantmint.pipeline.stages.serve import serving_request
 from quantmint.pipeline.stages.setting import Setting, SourceIdentity
 from quantmint.pipeline.stages.source import model_folder
 from quantmint.pipeline.stages.stage import Job
@@ -79,13 +81,16 @@ def launches(recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, 
 
 def _launch(target: Target, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str) -> Launch:
     title, speculative = target.accelerator.title, recipe.serve.speculative
-    # Knobs and packing are the recipe's hardware's own; another model that drafts is not at hand where the card is.
-    changes: dict[str, Any] = {} if recipe.target.hardware == target.hardware else {"overrides": {}, "packed": 1}
-    if speculative is not None and speculative.model is not None:
-        changes["speculative"] = None
-    name, plan_for = model.rpartition("/")[2], planning(recipe, workload, target)
+    request = replace(
+        serving_request(recipe, workload, target, model=model, facts=facts, vllm_version=vllm),
+        served_model_name=model.rpartition("/")[2],
+        # A reader of the card does not have another model that drafts.
+        speculative=None if speculative is not None and speculative.model is not None else speculative,
+    )
+    if recipe.target.hardware != target.hardware:  # the recipe's knobs and packing are for its own hardware
+        request = replace(request, overrides={}, servers_per_gpu=1)
     try:
-        plan = plan_for(model, facts, vllm_version=vllm, served_model_name=name, cpu_threads=1, **changes)
+        plan = plan_serving(request)
     except UserError as error:
         return Launch(title=title, target=target.hardware, vllm=vllm, refusal=error.message)
     running = processes(plan, port=8000)

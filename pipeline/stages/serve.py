@@ -7,7 +7,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from quantmint.pipeline.serving.knobs.table import NEWEST_READ
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
 from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
 from quantmint.pipeline.serving.running.launchers import (
     reference_plan,
@@ -212,26 +213,40 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
             trust_remote_code=recipe.trust_remote_code,
         )
     tunableop = setting.loaded.tunableop
-    plan = partial(
-        planning(recipe, setting.workload, parse_target(f"{recipe.target.hardware}:{recipe.target.gpus}")),
-        model,
-        vllm_version=NEWEST_READ if setting.vllm is None else setting.vllm.version,
+    source = facts_of_config(setting.config)
+    request = replace(
+        serving_request(
+            recipe,
+            setting.workload,
+            parse_target(f"{recipe.target.hardware}:{recipe.target.gpus}"),
+            model=model,
+            facts=source,
+            vllm_version=NEWEST_READ if setting.vllm is None else setting.vllm.version,
+        ),
         purpose="measure",
+        kv_cache_dtype="auto",
         cpu_threads=os.cpu_count() or 1,
         tunableop=None if tunableop is None else str(tunableop),
     )
-    source = facts_of_config(setting.config)
-    baseline = plan(source, kv_cache_dtype="auto")
+    baseline = plan_serving(request)
     if side == "baseline":
         return baseline
-    made = facts_made(source, recipe.quantization)
-    return plan(made, kv_cache_dtype=recipe.quantization.kv_cache, layout=baseline.layout)
+    candidate = replace(
+        request,
+        facts=facts_made(source, recipe.quantization),
+        kv_cache_dtype=recipe.quantization.kv_cache,
+        layout=baseline.layout,
+    )
+    return plan_serving(candidate)
 
 
-def planning(recipe: Recipe, workload: Workload, target: Target) -> Callable[..., LaunchPlan]:
-    """`plan_serving` with all that a recipe says of a launch on ``target``; what a call says goes first."""
-    return partial(
-        plan_serving,
+def serving_request(
+    recipe: Recipe, workload: Workload, target: Target, *, model: str | Path, facts: ModelFacts, vllm_version: str
+) -> ServingRequest:
+    """Return the request to plan a launch of ``model`` on ``target`` with the recipe's serving settings."""
+    return ServingRequest(
+        model=model,
+        facts=facts,
         target=target,
         profile=profile(
             recipe.serve.profile or workload.profile,
@@ -241,8 +256,9 @@ def planning(recipe: Recipe, workload: Workload, target: Target) -> Callable[...
         overrides=recipe.serve.overrides,
         speculative=recipe.serve.speculative,
         trust_remote_code=recipe.trust_remote_code,
-        packed=recipe.serve.pack,
+        servers_per_gpu=recipe.serve.pack,
         arguments=recipe.serve.arguments,
+        vllm_version=vllm_version,
     )
 
 

@@ -151,7 +151,7 @@ def test_shipped_recipes_are_planned_for_without_a_network(quantmint: Quantmint)
         ((LLAMA, "--set", "max-num-sqs=3"), 'did you mean "--max-num-seqs"?'),
         ((LLAMA, "--set", "--max-num-seqs=many"), "--max-num-seqs is 'many': expected a whole number"),
         ((LLAMA, "--speculative", "eagle3:draft:many"), "expected METHOD[:MODEL]:TOKENS"),
-        ((LLAMA, "--max-model-len", "9999999"), "the model ends at"),
+        ((LLAMA, "--max-model-len", "9999999"), "more than the model's context"),
         ((LLAMA, "--baseline"), "expected a recipe"),
     ],
 )

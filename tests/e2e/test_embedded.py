@@ -13,6 +13,7 @@ from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.serving.environment import VllmEnvironment, find_vllm
 from quantmint.pipeline.serving.model.facts import model_facts
 from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile
 from quantmint.pipeline.serving.running.launchers import LocalLauncher
 from quantmint.pipeline.serving.running.load import run_cell
@@ -124,14 +125,16 @@ def server(
     """What was published, as vLLM serves it; `test_published` starts one as users do."""
     published = finished.project.published.resolve()
     plan = plan_serving(
-        published,
-        model_facts(published),
-        target=parse_target("cpu"),
-        profile=profile("latency", concurrency=PROMPTS, max_model_len=512),
-        vllm_version=warm_vllm.version,
-        purpose="measure",
-        kv_cache_dtype=PUBLISHED.kv_cache,
-        cpu_threads=2,
+        ServingRequest(
+            published,
+            model_facts(published),
+            target=parse_target("cpu"),
+            profile=profile("latency", concurrency=PROMPTS, max_model_len=512),
+            vllm_version=warm_vllm.version,
+            purpose="measure",
+            kv_cache_dtype=PUBLISHED.kv_cache,
+            cpu_threads=2,
+        )
     )
     log = tmp_path_factory.mktemp("served") / "published.log"
     with LocalLauncher(warm_vllm.executable).launch(plan, log, startup_timeout=600) as launched:

@@ -22,7 +22,7 @@ from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.model.facts import model_facts
 from quantmint.pipeline.serving.plan import Layout, Memory
-from quantmint.pipeline.serving.planning.memory import fit
+from quantmint.pipeline.serving.planning.memory import EngineSettings, estimate_memory
 from quantmint.pipeline.serving.running.log import scan_log
 from tests.serving.shapes import write_shape
 
@@ -137,19 +137,17 @@ def run(case: Case, model: Path, vllm: VllmEnvironment) -> str:
 
 
 def predict(case: Case, model: Path, version: str, total: int, eager: bool) -> Memory:
-    return fit(
-        model_facts(model),
-        hardware("cuda"),
-        Layout(tensor=case.tensor),
-        hbm_bytes=total,
+    engine = EngineSettings(
+        vllm_version=version,
         utilization=UTILIZATION,
         max_model_len=case.length,
         max_num_seqs=case.sequences,
         max_num_batched_tokens=case.batched,
         kv_cache_dtype=case.kv_cache_dtype,
         cudagraph_mode=None if eager else "FULL_AND_PIECEWISE",
-        version=version,
     )
+    layout = Layout(tensor=case.tensor)
+    return estimate_memory(model_facts(model), hardware("cuda"), layout, engine, hbm_bytes=total)
 
 
 def record(case: Case, predicted: Memory, logged: int | None, log: str, eager: bool, device: str) -> None:

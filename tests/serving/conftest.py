@@ -16,6 +16,7 @@ from quantmint.pipeline.base.processes import child_environment
 from quantmint.pipeline.serving.environment import VllmEnvironment, find_vllm
 from quantmint.pipeline.serving.model.facts import model_facts
 from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile
 
 VOCABULARY = 256
@@ -121,14 +122,16 @@ def vllm() -> VllmEnvironment:
 def warm_environment(warm_vllm: VllmEnvironment, tiny_llama: Path) -> dict[str, str]:
     """The variables of a server on this machine: a script that is run with them is a fork of what forks servers."""
     plan = plan_serving(
-        tiny_llama,
-        model_facts(tiny_llama),
-        target=parse_target("cpu"),
-        profile=profile("latency", concurrency=4, max_model_len=256),
-        vllm_version=warm_vllm.version,
-        purpose="measure",
-        kv_cache_dtype="auto",
-        cpu_threads=2,
+        ServingRequest(
+            tiny_llama,
+            model_facts(tiny_llama),
+            target=parse_target("cpu"),
+            profile=profile("latency", concurrency=4, max_model_len=256),
+            vllm_version=warm_vllm.version,
+            purpose="measure",
+            kv_cache_dtype="auto",
+            cpu_threads=2,
+        )
     )
     return child_environment(os.environ, plan.env)
 

@@ -12,6 +12,7 @@ from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.model.facts import model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile
 from quantmint.pipeline.serving.running.launchers import LocalLauncher
 
@@ -20,14 +21,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 def plan_for(model: Path, version: str) -> LaunchPlan:
     return plan_serving(
-        model,
-        model_facts(model),
-        target=parse_target("cpu"),
-        profile=profile("latency", concurrency=4, max_model_len=256),
-        vllm_version=version,
-        purpose="measure",
-        kv_cache_dtype="auto",
-        cpu_threads=2,
+        ServingRequest(
+            model,
+            model_facts(model),
+            target=parse_target("cpu"),
+            profile=profile("latency", concurrency=4, max_model_len=256),
+            vllm_version=version,
+            purpose="measure",
+            kv_cache_dtype="auto",
+            cpu_threads=2,
+        )
     )
 
 

@@ -215,19 +215,22 @@ def checked_overrides(overrides: Mapping[str, str | bool], version: str) -> dict
     return dict(overrides)
 
 
-def layout_said(overrides: Mapping[str, str | bool], target: Target, *, busy: bool) -> Layout | None:
-    """The layout that overrides spell out, filling a ``busy`` target, or None; UserError for more than it has."""
-    said = {part: int(overrides[name]) for name, part in _SIZES.items() if overrides.get(name) not in {None, False}}
+def layout_override(overrides: Mapping[str, str | bool], target: Target, *, fill: bool) -> Layout | None:
+    """Return the layout that the overrides set; None when they set no size and no expert parallelism.
+
+    ``fill`` starts as many servers as the target has room for. UserError for more accelerators than the target has.
+    """
+    sizes = {field: int(overrides[name]) for name, field in _SIZES.items() if overrides.get(name) not in {None, False}}
     expert = bool(overrides.get(_EXPERT, False))
-    if not said and not expert:
+    if not sizes and not expert:
         return None
-    layout = Layout(**said, expert=expert)
+    layout = Layout(**sizes, expert=expert)
     total = target.gpus * target.nodes
-    if layout.gpus > total or 0 in said.values():
+    if layout.gpus > total or 0 in sizes.values():
         raise UserError(f"the parallelism that is set takes {layout.gpus} accelerators, and {target} has {total}")
     if layout.gpus > target.gpus:
-        return Layout(**said, expert=expert, nodes=-(-layout.gpus // target.gpus))
-    return Layout(**said, expert=expert, replicas=target.gpus // layout.gpus * target.nodes if busy else 1)
+        return Layout(**sizes, expert=expert, nodes=-(-layout.gpus // target.gpus))
+    return Layout(**sizes, expert=expert, replicas=target.gpus // layout.gpus * target.nodes if fill else 1)
 
 
 def checked_arguments(arguments: Sequence[str]) -> tuple[Reason, ...]:

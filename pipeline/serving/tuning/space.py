@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
@@ -25,7 +25,9 @@ from quantmint.pipeline.serving.environment import VllmEnvironment, parse_versio
 from quantmint.pipeline.serving.host.detect import Detected, detect
 from quantmint.pipeline.serving.knobs.table import LAYOUT
 from quantmint.pipeline.serving.knobs.table import knob as knob_of
-from quantmint.pipeline.serving.plan import LaunchPlan, Layout
+from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import Target
 
 Value: TypeAlias = "str | bool"
@@ -261,17 +263,20 @@ def with_tunableop(plan: LaunchPlan, folder: Path, *, search: bool) -> LaunchPla
     return replace(plan, env=MappingProxyType({**plan.env, **variables}))
 
 
-def planner(make: Callable[..., LaunchPlan], overrides: Mapping[str, Value]) -> Planner:
-    """Plans of ``make``, that is `plan_serving`, by what is changed; the base plan's layout stays unless changed."""
-    base: list[LaunchPlan] = []
+def planner(request: ServingRequest) -> Planner:
+    """Return a function that plans the request with changed knobs; it keeps the base plan's layout unless the changes
+    set another one.
+    """
+    base_plan = cache(partial(plan_serving, request))
 
-    def changed(changes: Mapping[str, Value]) -> LaunchPlan:
-        if not base:
-            base.append(make(overrides=overrides, layout=None))
-        layout: Layout | None = None if LAYOUT & changes.keys() else base[0].layout
-        return make(overrides={**overrides, **changes}, layout=layout) if changes else base[0]
+    def plan(changes: Mapping[str, Value]) -> LaunchPlan:
+        base = base_plan()
+        if not changes:
+            return base
+        layout = None if LAYOUT & changes.keys() else base.layout
+        return plan_serving(replace(request, overrides={**request.overrides, **changes}, layout=layout))
 
-    return changed
+    return plan
 
 
 def machine_facts(target: Target, machine: Machine) -> dict[str, str]:

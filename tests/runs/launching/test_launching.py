@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.runs import serving as module
 from quantmint.pipeline.runs.serving import (
     Request,
+    ServedModel,
     fetched,
     find_model,
     overrides_of,
@@ -24,13 +24,17 @@ from quantmint.pipeline.runs.serving import (
     target_for,
     version_of,
 )
-from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
 from quantmint.pipeline.stages.setting import SourceIdentity
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 COMMIT = "a" * 40
-LATENCY = partial(plan_serving, target=parse_target("mi300x:1"), profile=profile("latency"), vllm_version="0.33.0")
+
+
+def latency(model: ServedModel) -> Request:
+    request = ServingRequest(model.model, model.facts, parse_target("mi300x:1"), profile("latency"), "0.33.0")
+    return Request(model, request)
 
 
 @pytest.fixture
@@ -48,14 +52,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_repository_is_planned_for_at_its_commit(hub: Path, tmp_path: Path) -> None:
     found = find_model("org/Name-8B@main", store=tmp_path)
     assert (found.model, found.name, found.missing) == ("org/Name-8B", "Name-8B", None)
-    plan, _ = Request(found, LATENCY).plan()
+    plan, _ = latency(found).plan()
     assert plan.argv[:3] == ("vllm", "serve", "org/Name-8B")
     assert plan.argv[-2:] == ("--revision", COMMIT)
 
 
 def test_a_repository_is_served_from_its_snapshot(hub: Path, tmp_path: Path) -> None:
     found = fetched(find_model("org/Name-8B", store=tmp_path), with_code=False, progress=PlainReporter())
-    plan, _ = Request(found, LATENCY).plan()
+    plan, _ = latency(found).plan()
     assert plan.argv[2] == str(hub)
     assert "--revision" not in plan.argv, "a folder is what it is"
 

@@ -17,6 +17,7 @@ from quantmint.pipeline.recipe.schema import Speculative
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan, Reason, processes
 from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile
 
 FOLDER = Path(__file__).parent
@@ -40,15 +41,17 @@ def facts_of(case: Case) -> ModelFacts:
 def plan_of(case: Case) -> LaunchPlan:
     said = case.get("speculative")
     return plan_serving(
-        f"/models/{case['model']}",
-        facts_of(case),
-        target=parse_target(case["target"]),
-        profile=profile(case["profile"], concurrency=case["concurrency"], max_model_len=case["context"]),
-        vllm_version=case["vllm"],
-        overrides=case.get("overrides"),
-        speculative=None if said is None else Speculative.model_validate(said),
-        served_model_name=case["model"],
-        packed=case.get("packed", 1),
+        ServingRequest(
+            f"/models/{case['model']}",
+            facts_of(case),
+            target=parse_target(case["target"]),
+            profile=profile(case["profile"], concurrency=case["concurrency"], max_model_len=case["context"]),
+            vllm_version=case["vllm"],
+            overrides=case.get("overrides", {}),
+            speculative=None if said is None else Speculative.model_validate(said),
+            served_model_name=case["model"],
+            servers_per_gpu=case.get("packed", 1),
+        )
     )
 
 

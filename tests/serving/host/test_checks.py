@@ -14,6 +14,7 @@ from quantmint.pipeline.serving.knobs.table import table
 from quantmint.pipeline.serving.model.facts import model_facts
 from quantmint.pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory
 from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, machine
@@ -102,11 +103,13 @@ def test_a_plan_is_checked_for_what_it_names(tmp_path: Path, vllm: Path):
 def test_what_the_planner_demands_is_met_by_a_healthy_machine(tmp_path: Path, vllm: Path, target: str):
     folder = CONFIGS / "Llama-3.1-405B-Instruct" if target != "mi300x:1" else CONFIGS / "Llama-3.1-8B-Instruct"
     planned = plan_serving(
-        folder,
-        model_facts(folder),
-        target=parse_target(target),
-        profile=profile("throughput"),
-        vllm_version="0.32.0",
+        ServingRequest(
+            folder,
+            model_facts(folder),
+            target=parse_target(target),
+            profile=profile("throughput"),
+            vllm_version="0.32.0",
+        )
     )
     box = trees.instinct(tmp_path)
     trees.infiniband(box, [("4: ACTIVE", "5: LinkUp")])

@@ -16,6 +16,7 @@ from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, mod
 from quantmint.pipeline.serving.plan import LaunchPlan, processes
 from quantmint.pipeline.serving.planning.layout import split_faults
 from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import Target, profile, profiles
 from tests.serving.golden.text import CONFIGS, FOLDER, cases, plan_of, text_of
 from tests.tools.vllm_interface import read_table
@@ -93,13 +94,13 @@ def questions(draw) -> dict:
         ),
         "vllm_version": draw(st.sampled_from(sorted(INTERFACES))),
         "purpose": draw(st.sampled_from(["serve", "measure", "tune"])),
-        "packed": draw(st.sampled_from([1, 1, 1, 2])),
+        "servers_per_gpu": draw(st.sampled_from([1, 1, 1, 2])),
     }
 
 
 def planned(question: dict) -> LaunchPlan | UserError:
     try:
-        return plan_serving("/m", **question)
+        return plan_serving(ServingRequest("/m", **question))
     except UserError as error:
         return error
 
@@ -126,7 +127,7 @@ def test_any_plan_fits_and_any_refusal_speaks(question):
     assert {*plan.env, *(word for word in plan.argv if word.startswith("--"))} <= reasons
     assert reasons - {"layout"} <= set(knobs())
     assert unknown_to(question["vllm_version"], plan) == []
-    assert plan == plan_serving("/m", **question)
+    assert plan == plan_serving(ServingRequest("/m", **question))
     started = processes(plan)
     used = [(process.node, gpu) for process in started for gpu in process.gpus]
     assert all(node < target.nodes and gpu < target.gpus for node, gpu in used)

@@ -9,7 +9,7 @@ import pytest
 
 from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
 from quantmint.pipeline.serving.plan import Layout
-from quantmint.pipeline.serving.planning.layout import load, rows, split_faults
+from quantmint.pipeline.serving.planning.layout import layout_rules, load_level, split_faults
 from quantmint.pipeline.serving.planning.target import profile
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
@@ -29,7 +29,7 @@ def facts(name: str) -> ModelFacts:
 
 
 def test_rows_name_facts_that_exist_and_guides_that_are_there():
-    for row in rows():
+    for row in layout_rules():
         assert set(row.when) <= set(FACTS)
         assert all(set(values) <= FACTS[name] for name, values in row.when.items()), row.name
         assert row.why
@@ -42,7 +42,9 @@ def test_every_case_has_a_row(family):
     for values in product(bands, experts, FACTS["load"], ("node", "nodes")):
         case = dict(zip(("density", "experts", "load", "room"), values, strict=True))
         case |= {"family": family, "gpus": "several"}
-        assert any(all(case[name] in allowed for name, allowed in row.when.items()) for row in rows()[:-1]), case
+        assert any(all(case[name] in allowed for name, allowed in rule.when.items()) for rule in layout_rules()[:-1]), (
+            case
+        )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_every_case_has_a_row(family):
     ],
 )
 def test_between_the_guides_limits_the_profile_decides(name, concurrency, expected):
-    assert load(profile(name, concurrency=concurrency)) == expected
+    assert load_level(profile(name, concurrency=concurrency)) == expected
 
 
 @pytest.mark.parametrize(

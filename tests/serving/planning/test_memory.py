@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
 from quantmint.pipeline.serving.plan import Layout, Memory
-from quantmint.pipeline.serving.planning.memory import LayerCache, cache_groups, fit, kv_bytes_per_token, stage_bytes
+from quantmint.pipeline.serving.planning.kv_cache import LayerCache, cache_groups, kv_bytes_per_token
+from quantmint.pipeline.serving.planning.memory import EngineSettings, estimate_memory, stage_bytes
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 NAMES = sorted(path.name for path in CONFIGS.iterdir())
@@ -24,16 +26,10 @@ def facts_of(name: str, **changes: Any) -> ModelFacts:
 
 
 def on(facts: ModelFacts, layout: Layout, machine: str = "mi300x", **changes: Any) -> Memory:
-    given: dict[str, Any] = {
-        "hbm_bytes": None,
-        "utilization": 0.95,
-        "max_model_len": 8192,
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": 8192,
-        "kv_cache_dtype": "auto",
-        "version": "0.33.0",
-    }
-    return fit(facts, hardware(machine), layout, **(given | changes))
+    engine = EngineSettings(
+        vllm_version="0.33.0", utilization=0.95, max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192
+    )
+    return estimate_memory(facts, hardware(machine), layout, replace(engine, **changes))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +126,7 @@ def test_parts_make_up_the_budget() -> None:
 
 def test_cached_prefixes_cost_a_hybrid_a_second_state() -> None:
     facts = facts_of("Qwen3-Next-80B-A3B-Instruct")
-    newer, older = on(facts, Layout(tensor=2)), on(facts, Layout(tensor=2), version="0.25.1")
+    newer, older = on(facts, Layout(tensor=2)), on(facts, Layout(tensor=2), vllm_version="0.25.1")
     assert newer.concurrency < older.concurrency
 
 

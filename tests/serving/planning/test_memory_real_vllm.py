@@ -12,7 +12,7 @@ from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.model.facts import model_facts
 from quantmint.pipeline.serving.plan import Layout
-from quantmint.pipeline.serving.planning.memory import fit
+from quantmint.pipeline.serving.planning.memory import EngineSettings, estimate_memory
 from quantmint.pipeline.serving.running.log import scan_log
 from tests.serving.shapes import small
 
@@ -60,19 +60,16 @@ def logs(
 def test_the_cache_holds_the_tokens_that_were_predicted(
     vllm: VllmEnvironment, logs: dict[tuple[str, str], Path], name: str, kv_cache_dtype: str, tmp_path: Path
 ) -> None:
-    predicted = fit(
-        model_facts(small(name, tmp_path)),
-        hardware("cpu"),
-        Layout(),
-        hbm_bytes=None,
+    engine = EngineSettings(
+        vllm_version=vllm.version,
         utilization=1.0,
         max_model_len=LENGTH,
         max_num_seqs=SEQUENCES,
         max_num_batched_tokens=BATCHED,
         kv_cache_dtype=kv_cache_dtype,
-        version=vllm.version,
         cpu_kv_bytes=1 << 30,
     )
+    predicted = estimate_memory(model_facts(small(name, tmp_path)), hardware("cpu"), Layout(), engine)
     logged = scan_log(logs[name, kv_cache_dtype].read_text())
     print(name, kv_cache_dtype, predicted.kv_tokens, logged.kv_tokens, predicted.concurrency, logged.concurrency)  # noqa: T201
     assert logged.kv_tokens == pytest.approx(predicted.kv_tokens, rel=0.05)

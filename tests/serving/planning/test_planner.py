@@ -16,8 +16,10 @@ from quantmint.pipeline.base.schemes import table as schemes
 from quantmint.pipeline.recipe.schema import Speculative
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan, Layout, processes
-from quantmint.pipeline.serving.planning.launch_request import aiter_mla, opposite, running
+from quantmint.pipeline.serving.planning.attention import aiter_mla, attention_backend
+from quantmint.pipeline.serving.planning.draft import opposite
 from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
@@ -35,7 +37,7 @@ def plan(model: ModelFacts | None = None, target: str = "mi300x:1", **changes) -
         "profile": profile(changes.pop("for_", "latency"), **load),
         "vllm_version": "0.32.0",
     }
-    return plan_serving("/models/m", model or facts(), **(given | changes))
+    return plan_serving(ServingRequest("/models/m", model or facts(), **(given | changes)))
 
 
 def flag(made: LaunchPlan, name: str) -> str | None:
@@ -173,7 +175,7 @@ def test_parallelism_that_the_recipe_spells_out():
 
 
 def test_what_cannot_be_planned():
-    with pytest.raises(UserError, match="the model ends at 131,072"):
+    with pytest.raises(UserError, match="max_model_len is 200,000 tokens, more than the model's context of 131,072"):
         plan(max_model_len=200_000)
 
 
@@ -197,7 +199,7 @@ def test_what_does_not_fit_is_refused_with_the_smallest_that_does():
 def test_attention_takes_what_its_version_takes():
     v32 = facts("DeepSeek-V3.2")
     assert plan(v32, "mi300x:8", vllm_version="0.19.0").attention_backend == "ROCM_AITER_MLA_SPARSE"
-    with pytest.raises(UserError, match="no FP8 KV cache"):
+    with pytest.raises(UserError, match=r"reads no FP8 KV cache in vLLM 0\.19\.0"):
         plan(v32, "mi300x:8", vllm_version="0.19.0", kv_cache_dtype="fp8")
     assert flag(plan(v32, "mi300x:8", vllm_version="0.24.0", kv_cache_dtype="fp8"), "--kv-cache-dtype") == "fp8"
     kimi = facts("Kimi-K2-Instruct")  # 64 heads: 2 on each of 32
@@ -206,10 +208,10 @@ def test_attention_takes_what_its_version_takes():
     odd = plan(replace(kimi, heads=72), "mi355x:8", vllm_version="0.33.0")
     assert odd.attention_backend == "TRITON_MLA"
     on = {"VLLM_ROCM_USE_AITER": "1"}
-    assert running(facts(), "rocm", on, ()) == "ROCM_ATTN"
-    assert running(facts(), "rocm", on, ("--attention-backend", "X")) == "X"
-    assert [running(kimi, "rocm", env, ()) for env in (on, {})] == ["ROCM_AITER_MLA", "TRITON_MLA"]
-    assert running(facts(), "cpu", {}, ()) is None
+    assert attention_backend(facts(), "rocm", on, ()) == "ROCM_ATTN"
+    assert attention_backend(facts(), "rocm", on, ("--attention-backend", "X")) == "X"
+    assert [attention_backend(kimi, "rocm", env, ()) for env in (on, {})] == ["ROCM_AITER_MLA", "TRITON_MLA"]
+    assert attention_backend(facts(), "cpu", {}, ()) is None
 
 
 def test_speculation_without_what_vllm_refuses():
@@ -222,12 +224,12 @@ def test_speculation_without_what_vllm_refuses():
 
 def test_packed_servers_share_a_gpu_when_that_is_asked():
     busy = {"for_": "throughput", "concurrency": 256}
-    packed = plan(packed=2, **busy)
+    packed = plan(servers_per_gpu=2, **busy)
     assert packed.layout == Layout(packed=2)
     assert flag(packed, "--gpu-memory-utilization") == "0.45"
     assert [(process.gpus, process.port) for process in processes(packed)] == [((0,), 8000), ((0,), 8001)]
     with pytest.raises(UserError, match="does not fit"):
-        plan(facts(LLAMA_70B), packed=2, **busy)
+        plan(facts(LLAMA_70B), servers_per_gpu=2, **busy)
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "mi300x", "mi355x"])
@@ -334,12 +336,12 @@ def test_a_predictor_that_is_not_used_is_told_of():
     made = plan(replace(facts(), predictor=True))
     assert any("`serve: {speculative: {method: mtp, tokens: 1}}`" in warning for warning in made.warnings)
     asked = plan(replace(facts(), predictor=True), speculative=Speculative(method="mtp", tokens=1))
-    assert not any("predictor of further tokens" in warning for warning in asked.warnings)
+    assert not any("--speculative-config is not set" in warning for warning in asked.warnings)
 
 
 def test_a_context_that_nobody_said_is_the_longest_that_fits():
     assert flag(plan(max_model_len=None), "--max-model-len") == "32768"
-    assert any("nobody said" in warning for warning in plan(max_model_len=None).warnings)
+    assert any("no request length was given" in warning for warning in plan(max_model_len=None).warnings)
     tight = plan(facts(LLAMA_70B), max_model_len=None, overrides={"--gpu-memory-utilization": "0.74"})
     assert int(flag(tight, "--max-model-len") or 0) < 32768
 
@@ -349,12 +351,12 @@ def test_a_plan_is_long_enough_for_its_workload():
     assert flag(plan(profile=load), "--max-model-len") == str(33280 + 33280 // 16)
     short = plan(profile=replace(load, longest=4352))
     assert flag(short, "--max-model-len") == "8192", "the least of the usual contexts that has room"
-    assert not any("nobody said" in warning for warning in short.warnings)
+    assert not any("no request length was given" in warning for warning in short.warnings)
     assert flag(plan(replace(facts(), context=512), profile=replace(load, longest=96)), "--max-model-len") == "512"
     assert any("the workload's longest request has 4,352 tokens" in reason.why for reason in short.reasons)
     assert flag(plan(profile=replace(load, longest=131060)), "--max-model-len") == "131072"
     assert flag(plan(profile=replace(load, max_model_len=8192)), "--max-model-len") == "8192"
-    with pytest.raises(UserError, match="longest request has 131,073 tokens, but the model ends at 131,072"):
+    with pytest.raises(UserError, match="longest request has 131,073 tokens, more than the model's context of 131,072"):
         plan(profile=replace(load, longest=131073))
     with pytest.raises(UserError, match="does not fit"):  # rather than a plan for shorter ones
         plan(facts(LLAMA_70B), profile=load, overrides={"--gpu-memory-utilization": "0.74"})

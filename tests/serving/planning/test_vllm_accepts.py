@@ -12,6 +12,7 @@ from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.model.facts import model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan, processes
 from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile, profiles
 from tests.serving.golden.text import cases, plan_of
 from tests.tools.vllm_interface import read_table
@@ -39,13 +40,15 @@ def test_plans_for_this_machine_and_for_an_instinct_are_parsed(
         for purpose in ("serve", "measure"):
             for dtype in ("auto", "fp8"):
                 plan = plan_serving(
-                    tiny_llama,
-                    facts,
-                    target=parse_target("cpu"),
-                    profile=profile(name, concurrency=4, max_model_len=256),
-                    vllm_version=warm_vllm.version,
-                    purpose=purpose,
-                    kv_cache_dtype=dtype,
+                    ServingRequest(
+                        tiny_llama,
+                        facts,
+                        target=parse_target("cpu"),
+                        profile=profile(name, concurrency=4, max_model_len=256),
+                        vllm_version=warm_vllm.version,
+                        purpose=purpose,
+                        kv_cache_dtype=dtype,
+                    )
                 )
                 launches += launches_of(plan, tiny_llama)
     version = warm_vllm.version.split("+")[0]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantmint.pipeline.serving.model.facts import model_facts
 from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile
 from quantmint.pipeline.serving.running.launchers import LocalLauncher
 from quantmint.pipeline.serving.running.log import LogScan
@@ -72,14 +73,16 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 def serve(case: Case, folder: Path, vllm: VllmEnvironment, hardware: str, *, cpu_threads: int = 2) -> Served:
     """Launch the checkpoint as a recipe would, and ask. Raises `ServingError` where vLLM does not load it."""
     plan = plan_serving(
-        folder,
-        model_facts(folder),
-        target=parse_target(hardware),
-        profile=profile("latency", concurrency=PROMPTS, max_model_len=512),
-        vllm_version=vllm.version,
-        purpose="measure",
-        kv_cache_dtype="fp8" if case.kv_cache == "fp8" else "auto",
-        cpu_threads=cpu_threads,
+        ServingRequest(
+            folder,
+            model_facts(folder),
+            target=parse_target(hardware),
+            profile=profile("latency", concurrency=PROMPTS, max_model_len=512),
+            vllm_version=vllm.version,
+            purpose="measure",
+            kv_cache_dtype="fp8" if case.kv_cache == "fp8" else "auto",
+            cpu_threads=cpu_threads,
+        )
     )
     log = folder.with_name(f"{folder.name}.log")
     with LocalLauncher(vllm.executable).launch(plan, log, startup_timeout=600) as server:

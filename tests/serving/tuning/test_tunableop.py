@@ -12,6 +12,7 @@ from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.serving.model.facts import model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.planning.planner import plan_serving
+from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile
 from quantmint.pipeline.serving.tuning.space import BASE, Trial, with_tunableop
 from quantmint.pipeline.serving.tuning.space import TUNED_FILE as FILE
@@ -104,13 +105,15 @@ def test_what_was_measured_is_what_the_planner_makes_of_the_section_in_a_recipe(
 
     def plan(tunableop: str | None) -> LaunchPlan:
         return plan_serving(
-            model,
-            model_facts(model),
-            target=parse_target("mi300x:1"),
-            profile=profile("throughput", concurrency=64, max_model_len=512),
-            vllm_version="0.33.0",
-            purpose="measure",
-            tunableop=tunableop,
+            ServingRequest(
+                model,
+                model_facts(model),
+                target=parse_target("mi300x:1"),
+                profile=profile("throughput", concurrency=64, max_model_len=512),
+                vllm_version="0.33.0",
+                purpose="measure",
+                tunableop=tunableop,
+            )
         )
 
     served = plan(str(tmp_path / FILE))

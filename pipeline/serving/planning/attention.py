@@ -1,0 +1,59 @@
+"""Attention backends of vLLM on Instinct: which one a launch runs, and what each can hold (`attention.yaml`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.serving.environment import Version, parse_version, within
+from quantmint.pipeline.serving.model.facts import ModelFacts
+
+_BACKENDS = {"mla": "ROCM_AITER_MLA", "dsa": "ROCM_AITER_MLA_SPARSE"}
+_FLAG = "--attention-backend"
+
+
+def backend_of(facts: ModelFacts) -> str | None:
+    """Return AITER's backend for the model's latent attention; None for attention of other kinds."""
+    return _BACKENDS.get(facts.attention)
+
+
+def backend_limits(backend: str | None, version: Version) -> Mapping[str, Any]:
+    """Return the backend's row of `attention.yaml` for a vLLM version: heads, fp8, source; empty for no known limit."""
+    for row in beside(__file__, "attention.yaml")["takes"].get(backend, ()):
+        first, end = (parse_version(bound) if bound else () for bound in row["vllm"])
+        if within(version, first, end):
+            return dict(row)
+    return {}
+
+
+def reads_fp8_cache(facts: ModelFacts, version: Version) -> bool:
+    """Return whether the model's backend on ROCm reads an FP8 KV cache in this version of vLLM."""
+    return bool(backend_limits(backend_of(facts), version).get("fp8", True))
+
+
+def aiter_mla(facts: ModelFacts, tensor: int, version: Version) -> bool:
+    """Return whether AITER's latent attention takes this model's heads, split over ``tensor`` accelerators."""
+    return facts.attention == "mla" and facts.heads // tensor in backend_limits("ROCM_AITER_MLA", version)["heads"]
+
+
+def bidirectional_images(facts: ModelFacts) -> bool:
+    """Return whether tokens of one image attend to each other in both directions, which AITER's backends cannot do."""
+    return facts.multimodal and facts.model_type in beside(__file__, "attention.yaml")["mm_prefix"]
+
+
+def attention_backend(facts: ModelFacts, kind: str, env: Mapping[str, str], argv: Sequence[str]) -> str | None:
+    """Return the backend that the log of a launch must name; None where vLLM's choice is not known in advance.
+
+    ``kind`` is the accelerator's: rocm, cuda or cpu.
+    """
+    if _FLAG in argv:
+        return argv[argv.index(_FLAG) + 1]
+    if kind != "rocm" or facts.attention == "none":
+        return None
+    aiter_on = env.get("VLLM_ROCM_USE_AITER") == "1"
+    if facts.attention == "mla":
+        return "ROCM_AITER_MLA" if aiter_on and env.get("VLLM_ROCM_USE_AITER_MLA") != "0" else "TRITON_MLA"
+    if not aiter_on:
+        return None
+    return "ROCM_AITER_MLA_SPARSE" if facts.attention == "dsa" else "ROCM_ATTN"
