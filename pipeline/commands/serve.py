@@ -40,11 +40,6 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 @click.option("--config", type=MODEL_FOLDER, help="config.json of a recipe's model, to plan without a network.")
 @click.option("--served-model-name", help="What clients call it (default: the folder's or recipe's name).")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Of the first server.")
-@click.option(
-    "--external-lb",
-    is_flag=True,
-    help="Leave --port to a balancer, which --compose adds; servers get ports from the next on.",
-)
 @click.option("--launcher", type=click.Choice(["local", "docker", "endpoint"]), default="local", show_default=True)
 @click.option("--endpoint", metavar="URL", help="A server that runs already, for --launcher endpoint.")
 @click.option("--image", help="Container image (default: vLLM's own of the version).")
@@ -61,7 +56,7 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 @click.option("--json", "json", is_flag=True, help="... as one JSON object.")
 @click.option("--shell", is_flag=True, help="... as a script.")
 @click.option("--compose", is_flag=True, help="... as a docker compose file.")
-@click.option("--kubernetes", is_flag=True, help="... as manifests.")
+@click.option("--kubernetes", is_flag=True, help="... as a Kubernetes Deployment.")
 @store_option
 def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given: Any) -> int:
     """Serve MODEL with vLLM, with the knobs that its hardware and load call for, until Ctrl-C.
@@ -137,15 +132,16 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         environment=environment,
         hosts=tuple(given["host_ip"].split(",")) if given["host_ip"] else (),
         port=port,
-        external=given["external_lb"],
         node_rank=given["node_rank"],
         planning=planning or given["launcher"] == "endpoint",
     )
 
 
 def _show(request: Request, form: str, given: dict[str, Any]) -> None:
-    from quantmint.pipeline.serving.render.containers import compose, manifests
-    from quantmint.pipeline.serving.render.invocation import explain, script
+    from quantmint.pipeline.serving.render.docker import compose
+    from quantmint.pipeline.serving.render.explanation import explain
+    from quantmint.pipeline.serving.render.invocation import script
+    from quantmint.pipeline.serving.render.kubernetes import deployment
 
     plan, processes = request.plan()
     if form == "json":
@@ -154,10 +150,9 @@ def _show(request: Request, form: str, given: dict[str, Any]) -> None:
     elif form == "shell":
         click.echo(script(plan, processes), nl=False)
     elif form == "compose":
-        balancer = request.port if request.external else None
-        click.echo(compose(plan, processes, image=given["image"], balancer=balancer), nl=False)
+        click.echo(compose(plan, processes, image=given["image"]), nl=False)
     elif form == "kubernetes":
-        click.echo(manifests(plan, image=given["image"], claim=given["volume_claim"]), nl=False)
+        click.echo(deployment(plan, image=given["image"], claim=given["volume_claim"]), nl=False)
     else:
         installed = None if request.environment is None else request.environment.version
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)

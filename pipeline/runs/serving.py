@@ -200,7 +200,7 @@ class Request:
     """One launch: a model, the ``request`` to plan it by, and where it runs.
 
     ``hosts`` are the nodes' addresses in order.
-    ``external`` leaves ``port`` to a balancer. ``node_rank`` is this machine among the nodes. ``planning`` says that
+    ``node_rank`` is this machine among the nodes. ``planning`` says that
     nothing is started: too few GPUs that are visible here are then a warning, for the plan may be for another machine.
     """
 
@@ -209,7 +209,6 @@ class Request:
     environment: VllmEnvironment | None = None
     hosts: Sequence[str] = ()
     port: int = 8000
-    external: bool = False
     node_rank: int = 0
     planning: bool = False
 
@@ -220,7 +219,7 @@ class Request:
             plan = replace(plan, argv=(*plan.argv, "--revision", self.model.revision))
         if self.model.missing is not None:
             plan = replace(plan, warnings=(f"only planned: {self.model.missing.message}", *plan.warnings))
-        launched = partial(processes, plan, port=self.port + self.external, host_ips=self.hosts)
+        launched = partial(processes, plan, port=self.port, host_ips=self.hosts)
         try:
             visible = visible_devices(os.environ, parse_target(plan.target).accelerator.kind)
             return plan, launched(visible=visible, node_rank=self.node_rank)

@@ -64,7 +64,7 @@ def test_every_form_is_the_same_launch(quantmint: Quantmint) -> None:
     service = yaml.safe_load(quantmint(*given, "--compose", "--image", "ours:1").out)["services"]["vllm"]
     assert [*service["entrypoint"], *service["command"]][: len(plan["argv"])] == plan["argv"]
     assert service["image"] == "ours:1"
-    deployment, _ = yaml.safe_load_all(quantmint(*given, "--kubernetes", "--volume-claim", "models").out)
+    deployment = yaml.safe_load(quantmint(*given, "--kubernetes", "--volume-claim", "models").out)
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert [*container["command"], *container["args"]][: len(plan["argv"])] == plan["argv"]
     assert "claimName: models" in quantmint(*given, "--kubernetes", "--volume-claim", "models").out
@@ -168,15 +168,6 @@ def test_what_it_refuses(quantmint: Quantmint, arguments: tuple[object, ...], ex
     assert expected in ended.err
     assert expected in ended.json["error"]
     assert "Traceback" not in ended.err
-
-
-def test_a_port_may_be_left_to_a_balancer(quantmint: Quantmint) -> None:
-    dense = ("serve", LLAMA, "--target", "mi300x:4", "--vllm", "0.33.0", "--external-lb")
-    assert [one["port"] for one in quantmint(*dense, "--json").json["processes"]] == [8001, 8002, 8003, 8004]
-    whole = yaml.safe_load(quantmint(*dense, "--compose", "--port", 9000).out)
-    assert set(whole["services"]) == {"vllm-0", "vllm-1", "vllm-2", "vllm-3", "balancer"}
-    assert "listen 127.0.0.1:9000;" in whole["configs"]["balancer"]["content"]
-    assert "server 127.0.0.1:9004;" in whole["configs"]["balancer"]["content"]
 
 
 def test_forms_exclude_each_other(quantmint: Quantmint) -> None:

@@ -14,7 +14,7 @@ from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.transience import is_transient, is_transient_status
 from quantmint.pipeline.clusters.submit.place import BROKEN, Log, State, Submitted, Task, require_job
 from quantmint.pipeline.clusters.submit.pod import CONTAINER, Pod, manifest
-from quantmint.pipeline.serving.render.invocation import dump
+from quantmint.pipeline.serving.render.manifest import dump
 
 _TIMEOUT_S = 60
 _NO_LOG = (400, 404)

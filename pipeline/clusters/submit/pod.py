@@ -22,7 +22,7 @@ from quantmint.pipeline.base.errors import SECRET, RecipeError, UserError, shown
 from quantmint.pipeline.clusters.submit.place import Kind, Task, require_no_secret
 from quantmint.pipeline.recipe.yaml_positions import parse, text_of
 from quantmint.pipeline.serving.environment import IMAGE_VARIABLE
-from quantmint.pipeline.serving.render.containers import (
+from quantmint.pipeline.serving.render.kubernetes import (
     RESOURCES,
     SHARED_MOUNT,
     SHARED_VOLUME,

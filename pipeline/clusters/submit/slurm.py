@@ -37,7 +37,7 @@ from quantmint.pipeline.clusters.submit.place import (
 )
 from quantmint.pipeline.clusters.submit.pod import by_digest
 from quantmint.pipeline.serving.environment import IMAGE_VARIABLE
-from quantmint.pipeline.serving.render.containers import object_name
+from quantmint.pipeline.serving.render.kubernetes import object_name
 from quantmint.pipeline.store.disk import disk_errors
 
 WARNING_S = 120

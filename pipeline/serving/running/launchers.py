@@ -23,7 +23,7 @@ from quantmint.pipeline.base.errors import ServingError, UserError
 from quantmint.pipeline.base.processes import OFFLINE, Child, child_environment
 from quantmint.pipeline.serving.environment import parse_version
 from quantmint.pipeline.serving.plan import LaunchPlan, Process
-from quantmint.pipeline.serving.render.containers import docker_run
+from quantmint.pipeline.serving.render.docker import docker_run
 from quantmint.pipeline.serving.render.invocation import image_of
 from quantmint.pipeline.serving.running.server import HOST, Deployment, Say, Server, on_node, require_model, starting
 

@@ -90,8 +90,7 @@ Start = Callable[[Process, int | None], Child]
 """Starts one process of a launch; the port is None where nothing is served."""
 
 BALANCER = (
-    "nothing spreads requests over the replicas yet: put a balancer before them (nginx, as --external-lb --compose"
-    " writes it, or a Kubernetes Service)"
+    "each replica listens on its own port, and nothing spreads requests over them: put a load balancer in front of them"
 )
 """What to say of several servers."""
 _POLL_S = 0.1

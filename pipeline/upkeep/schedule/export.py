@@ -29,8 +29,8 @@ from quantmint.pipeline.base.times import classic, next_times, parsed, ranges, w
 from quantmint.pipeline.clusters.submit.pod import Pod, Reference, by_digest, job_spec, require_lasting
 from quantmint.pipeline.recipe.load import find, load_recipe, recipe_names
 from quantmint.pipeline.recipe.schema import Recipe
-from quantmint.pipeline.serving.render.containers import object_name
-from quantmint.pipeline.serving.render.invocation import dump
+from quantmint.pipeline.serving.render.kubernetes import object_name
+from quantmint.pipeline.serving.render.manifest import dump
 
 EXAMPLE: Final = "refresh: {schedule: 0 3 * * 6, timezone: Europe/Berlin}"
 

@@ -12,7 +12,7 @@ from quantmint.pipeline.clusters.submit import slurm as slurm_script
 from quantmint.pipeline.clusters.submit.place import Task, task_for
 from quantmint.pipeline.clusters.submit.pod import Claim, Pod, Reference, manifest, read_template
 from quantmint.pipeline.recipe.load import load_recipe
-from quantmint.pipeline.serving.render.invocation import dump
+from quantmint.pipeline.serving.render.manifest import dump
 
 FOLDER = Path("/shared/models")
 LOGS = FOLDER / "store/logs/slurm"

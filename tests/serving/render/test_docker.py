@@ -11,7 +11,7 @@ import yaml
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.serving.knobs.table import table
 from quantmint.pipeline.serving.plan import LaunchPlan, Process
-from quantmint.pipeline.serving.render.containers import compose, docker_run, mounted
+from quantmint.pipeline.serving.render.docker import compose, docker_run, mounted
 from quantmint.pipeline.serving.render.invocation import arguments
 
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
@@ -110,20 +110,6 @@ def test_servers_of_one_gpu_wait_for_each_other(packed: Launch) -> None:
     ready = {"condition": "service_healthy"}
     waits = {name: service.get("depends_on") for name, service in found.items()}
     assert waits == {"vllm-0": None, "vllm-1": {"vllm-0": ready}, "vllm-2": None, "vllm-3": {"vllm-2": ready}}
-
-
-def test_a_balancer_stands_before_replicas(replicas: Launch, headless: Launch) -> None:
-    whole = yaml.safe_load(compose(*replicas, balancer=7999))
-    balancer = whole["services"]["balancer"]
-    assert set(balancer["depends_on"]) == {"vllm-0", "vllm-1", "vllm-2"}
-    assert balancer["configs"] == [{"source": "balancer", "target": "/etc/nginx/nginx.conf"}]
-    config = whole["configs"]["balancer"]["content"]
-    assert "listen 127.0.0.1:7999;" in config
-    assert [f"server 127.0.0.1:{port};" in config for port in (8000, 8001, 8002, 8003)] == [True, True, True, False]
-    assert config.count("{") == config.count("}")
-    assert "$" not in config
-    with pytest.raises(UserError, match="no balancer over several nodes"):
-        compose(*headless, balancer=7999)
 
 
 def test_nodes_are_profiles(headless: Launch) -> None:

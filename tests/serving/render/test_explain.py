@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quantmint.pipeline.serving.model.facts import ModelFacts
 from quantmint.pipeline.serving.plan import LaunchPlan, Process
-from quantmint.pipeline.serving.render.invocation import explain
+from quantmint.pipeline.serving.render.explanation import explain
 
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
 
@@ -20,7 +20,7 @@ def test_everything_is_said(one: Launch, facts: ModelFacts) -> None:
     assert "planned for 0.33.0, the one installed" in text
     assert "ROCM_AITER_FA" in text
     rows = {line[:22].strip(): line[22:].strip() for line in text.splitlines()}
-    assert (rows["weights"], rows["KV cache"], rows["all there is"]) == ("16.00", "170.00", "206.00")
+    assert (rows["weights"], rows["KV cache"], rows["total"]) == ("16.00", "170.00", "206.00")
     assert "room for 1,297,000 tokens (131,072 B each): 158.3 requests of full length" in " ".join(text.split())
     for reason in plan.reasons:
         assert reason.knob in text
@@ -43,7 +43,7 @@ def test_a_vllm_for_a_cpu_is_not_that_of_a_gpu(one: Launch, facts: ModelFacts) -
     plan = replace(one[0], vllm_version="0.32.0+cpu")
     text = " ".join(explain(plan, facts, one[1], installed="0.32.0+cpu", reasons=False).split())
     assert (
-        "planned for 0.32.0+cpu: the vLLM here is 0.32.0+cpu, for a CPU, and of the target's nothing is known" in text
+        "planned for 0.32.0+cpu: this machine's vLLM is 0.32.0+cpu, a CPU build; the target's vLLM is not known" in text
     )
     assert "the one installed" not in text
 

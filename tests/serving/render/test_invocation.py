@@ -17,7 +17,8 @@ import yaml
 
 from quantmint.pipeline.recipe.yaml_positions import parse
 from quantmint.pipeline.serving.plan import LaunchPlan, Process
-from quantmint.pipeline.serving.render.invocation import arguments, command, dump, script
+from quantmint.pipeline.serving.render.invocation import arguments, command, script
+from quantmint.pipeline.serving.render.manifest import dump
 
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
 Run = Callable[..., list[dict[str, Any]]]

@@ -1,4 +1,4 @@
-"""The manifests: every field is one that the Kubernetes API has, of the type and with the values that it takes."""
+"""The Deployment: every field is one that the Kubernetes API has, of the type and with the values that it takes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import yaml
 
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.serving.plan import LaunchPlan, Layout, Process
-from quantmint.pipeline.serving.render.containers import manifests
+from quantmint.pipeline.serving.render.kubernetes import deployment as rendered
 
 if find_spec("kubernetes") is None:
     pytest.skip("kubernetes is not installed, whose models of the API are the oracle", allow_module_level=True)
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
-_KINDS = {"Deployment": "V1Deployment", "Service": "V1Service"}
 _OLDEST = "1.31"  # in which a Job may say which failures are worth another pod
 _PLAIN = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int)}
 
@@ -62,12 +61,10 @@ def _held_against_the_models(value: Any, kind: str) -> None:
         model(**{fields[name]: item for name, item in value.items()})
 
 
-def documents(text: str) -> list[dict[str, Any]]:
-    found = list(yaml.safe_load_all(text))
-    for document in found:
-        if document["kind"] in _KINDS:
-            held_against_the_api(document, _KINDS[document["kind"]])
-    return found
+def deployment(plan: LaunchPlan, **options: str) -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load(rendered(plan, **options))
+    held_against_the_api(document, "V1Deployment")
+    return document
 
 
 def container(template: dict[str, Any]) -> dict[str, Any]:
@@ -76,30 +73,28 @@ def container(template: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_oracle_sees_a_wrong_field(one: Launch) -> None:
-    deployment = documents(manifests(one[0]))[0]
-    deployment["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capability"] = {}
+    document = deployment(one[0])
+    document["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capability"] = {}
     with pytest.raises(ValueError, match="capability"):
-        held_against_the_api(deployment, "V1Deployment")
-    deployment = documents(manifests(one[0]))[0]
-    deployment["kind"] = "deployment"  # the client's model takes any text
+        held_against_the_api(document, "V1Deployment")
+    document = deployment(one[0])
+    document["kind"] = "deployment"  # the client's model takes any text
     with pytest.raises(ValueError, match="'deployment' is not one of"):
-        held_against_the_api(deployment, "V1Deployment")
+        held_against_the_api(document, "V1Deployment")
 
 
 def test_replicas_are_pods(replicas: Launch) -> None:
     plan, _ = replicas
-    deployment, service = documents(manifests(plan))
-    assert deployment["spec"]["replicas"] == 3
-    template = deployment["spec"]["template"]
+    document = deployment(plan)
+    assert document["metadata"]["name"] == "serve-mine-8b"
+    assert document["spec"]["replicas"] == 3
+    template = document["spec"]["template"]
     pod = container(template)
     assert pod["resources"]["limits"] == {"amd.com/gpu": "1"}
     assert [*pod["command"], *pod["args"]] == [*plan.argv, "--host", "0.0.0.0", "--port", "8000"]  # noqa: S104
     environment = {entry["name"]: entry["value"] for entry in pod["env"]}
     assert environment == plan.env, "the device plugin chooses the GPUs"
-    labels = template["metadata"]["labels"]
-    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert service["spec"]["selector"].items() <= labels.items()
-    assert service["metadata"]["name"] == "serve-mine-8b"
+    assert document["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     assert template["spec"]["enableServiceLinks"] is False, "a Service may not set VLLM_PORT"
     assert pod["startupProbe"]["httpGet"]["path"] == "/health"
     assert pod["startupProbe"]["periodSeconds"] * pod["startupProbe"]["failureThreshold"] >= 3600
@@ -110,7 +105,7 @@ def test_replicas_are_pods(replicas: Launch) -> None:
 
 
 def test_the_model_comes_from_a_claim(one: Launch) -> None:
-    volumes = documents(manifests(one[0], claim="models", image="ours:1"))[0]["spec"]["template"]["spec"]["volumes"]
+    volumes = deployment(one[0], claim="models", image="ours:1")["spec"]["template"]["spec"]["volumes"]
     assert {"claimName": "models", "readOnly": True} in [volume.get("persistentVolumeClaim") for volume in volumes]
     assert "/models/draft $1" in [volume.get("hostPath", {}).get("path") for volume in volumes]
 
@@ -118,18 +113,18 @@ def test_the_model_comes_from_a_claim(one: Launch) -> None:
 def test_what_kubernetes_does_not_share(one: Launch) -> None:
     plan, _ = one
     with pytest.raises(UserError, match="gives a GPU to one container"):
-        manifests(replace(plan, layout=Layout(packed=2)))
+        rendered(replace(plan, layout=Layout(packed=2)))
     with pytest.raises(UserError, match="one server on 3 nodes"):
-        manifests(replace(plan, layout=Layout(tensor=8, pipeline=3, nodes=3)))
+        rendered(replace(plan, layout=Layout(tensor=8, pipeline=3, nodes=3)))
 
 
 def test_a_cpu_asks_for_no_device(on_cpu: Launch) -> None:
-    pod = container(documents(manifests(on_cpu[0], image="ours:1"))[0]["spec"]["template"])
+    pod = container(deployment(on_cpu[0], image="ours:1")["spec"]["template"])
     assert "resources" not in pod
     assert "securityContext" not in pod
 
 
 def test_references_of_kubernetes_are_not_made_by_values(one: Launch) -> None:
     plan, _ = one
-    text = manifests(replace(plan, env={"NAME": "$(HOME)"}))
-    assert container(documents(text)[0]["spec"]["template"])["env"] == [{"name": "NAME", "value": "$$(HOME)"}]
+    document = deployment(replace(plan, env={"NAME": "$(HOME)"}))
+    assert container(document["spec"]["template"])["env"] == [{"name": "NAME", "value": "$$(HOME)"}]
