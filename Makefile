@@ -26,7 +26,7 @@ TEST_ENV  := $(VENV)/.quantmint-test
 BESIDE    := $(MAKE) --no-print-directory -j 3
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan docs test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-deepseek bench-experts gate-simulations soak mutation zoo report clean distclean serving browser
+.PHONY: help quantize plan docs test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-deepseek bench-devices bench-experts gate-simulations soak mutation zoo report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
@@ -76,6 +76,9 @@ bench-scaling: $(TEST_ENV)  ## one process beside Ray nodes of this machine, and
 
 gate-simulations: $(TEST_ENV)  ## how often the gate errs where the truth is known, in minutes; ARGS="--runs 1000"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.gate $(ARGS)
+
+bench-devices: $(TEST_ENV)  ## one, two and more GPUs of this host; ARGS="--shape 70b --counts 4"
+	@$(BIN)/python -m tests.bench.devices $(ARGS)
 
 bench-deepseek: $(TEST_ENV)  ## DeepSeek R1's shape from FP8 blocks, beside cp and the disk; ARGS="--source /dev/shm/r1 --out /data/r1"
 	@$(BIN)/python -m tests.bench.deepseek $(ARGS)

@@ -207,7 +207,7 @@ def copy_source(source: Path, folder: Path) -> dict[str, float]:
 
 
 @contextmanager
-def _watching_gpu(found: dict[str, float]) -> Iterator[None]:
+def watching_gpus(found: dict[str, float]) -> Iterator[None]:
     """Within the block, sample the memory that all GPUs have in use; put the growth in ``found`` as ``gpu_gb``.
 
     Without a working ``nvidia-smi`` nothing is measured.
@@ -260,7 +260,7 @@ def quantize(
     child = [sys.executable, "-I", str(_CHILD), *map(str, logs), *order]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(cache)}
     run: dict[str, Any] = {}
-    with _watching_gpu(run):
+    with watching_gpus(run):
         run |= json.loads(subprocess.run(child, cwd=ROOT, env=environment, capture_output=True, check=True).stdout)
     stdout, stderr = (path.read_text(errors="replace") for path in logs)
     for path in logs:

@@ -46,7 +46,7 @@ class Bench:
         shape = SHAPES[result["shape"]]
         layers = shape.layers_for(result["model_gb"])
         result["model_gb"] = write_model(self.source, shape, layers, result["shards"]) / 1e9
-        self.words = _write_words(folder, result["samples"], result["length"])
+        self.words = write_words(folder, result["samples"], result["length"])
 
     def task(self, case: str) -> Task:
         result = self.result
@@ -150,7 +150,7 @@ def _seconds_told(stdout: Path) -> dict[str, float]:
         return {}
 
 
-def _write_words(folder: Path, samples: int, length: int) -> Path:
+def write_words(folder: Path, samples: int, length: int) -> Path:
     """A calibration text of random words, a sample a line, and the calibration set that names it, beside it."""
     words = folder / "words.txt"
     drawn = [
