@@ -15,7 +15,7 @@ from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
     from quantmint.pipeline.recipe.schema import Recipe
-    from quantmint.pipeline.serving.planning.target import Target
+    from quantmint.pipeline.serving.planning.target import ServingTarget
 
 
 @click.command(name="plan")
@@ -145,7 +145,7 @@ def plan_command(
         emit(told)  # last: standard output holds one object, the plan or why there is none
 
 
-def _machine_elsewhere(asked: str | None, hardware: str, gpus: int) -> Target | None:
+def _machine_elsewhere(asked: str | None, hardware: str, gpus: int) -> ServingTarget | None:
     """Return the machine to plan for, None for this one: as was asked, else the recipe's target where that is another.
 
     Raises `UserError` for a machine that no table has figures of.
@@ -159,7 +159,7 @@ def _machine_elsewhere(asked: str | None, hardware: str, gpus: int) -> Target | 
     return None if hardware in ("cpu", here) or hardware not in _have_figures() else parse_target(f"{hardware}:{gpus}")
 
 
-def _machine_named(text: str) -> Target:
+def _machine_named(text: str) -> ServingTarget:
     from quantmint.pipeline.base.errors import UserError, did_you_mean
     from quantmint.pipeline.base.hardware import table
     from quantmint.pipeline.serving.planning.target import parse_target
@@ -186,7 +186,7 @@ def _have_figures() -> list[str]:
     return [row.name for row in table().values() if row.bandwidth is not None or row.kind == "cpu"]
 
 
-def _too_small(needed: Mapping[str, int], free: int, where: Path, elsewhere: Target | None) -> list[str]:
+def _too_small(needed: Mapping[str, int], free: int, where: Path, elsewhere: ServingTarget | None) -> list[str]:
     """Return a caution that this machine's disk would not do, where another machine is planned for."""
     total = sum(needed.values())
     if elsewhere is None or total <= free:

@@ -15,9 +15,9 @@ from quantmint.pipeline.commands.options import MODEL_FOLDER, emit, json_option,
 
 if TYPE_CHECKING:
     from quantmint.pipeline.runs.serving import Request
-    from quantmint.pipeline.serving.host.subject import Finding
+    from quantmint.pipeline.serving.host.subject import HostFinding
     from quantmint.pipeline.serving.model.facts import ModelFacts
-    from quantmint.pipeline.serving.planning.target import Target
+    from quantmint.pipeline.serving.planning.target import ServingTarget
 
 _MARKS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "dim"}
 _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
@@ -218,7 +218,7 @@ def doctor(
     return 1 if failed else 0
 
 
-def _print_findings(target: Target, findings: Sequence[Finding]) -> None:
+def _print_findings(target: ServingTarget, findings: Sequence[HostFinding]) -> None:
     from rich.markup import escape
 
     from quantmint.pipeline.commands.tables import table, terminal

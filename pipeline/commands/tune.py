@@ -15,7 +15,7 @@ from quantmint.pipeline.store.tree import Store
 if TYPE_CHECKING:
     from quantmint.pipeline.serving.tuning.aiter import Gemms
     from quantmint.pipeline.serving.tuning.report import Report
-    from quantmint.pipeline.serving.tuning.sweep import Sweep
+    from quantmint.pipeline.serving.tuning.sweep import KnobSweep
 
 _LARGEST_GRID = 4096
 
@@ -120,7 +120,7 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
         parse_knob,
         without_base_values,
     )
-    from quantmint.pipeline.serving.tuning.sweep import Design, Objective, Sweep, grid_size
+    from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective, grid_size
 
     as_json, dry_run = given["as_json"], given["dry_run"]
     reporter = reporter_for(json=as_json)
@@ -147,7 +147,7 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
     if tunableop:
         axes = (Axis(TUNABLEOP, ("1",)), *axes)
     objective = Objective(given["objective"], given["max_ttft"], given["max_itl"])
-    sweep = Sweep(subject, Design(axes, mode, given["repeat"], given["launches"]), objective)
+    sweep = KnobSweep(subject, Design(axes, mode, given["repeat"], given["launches"]), objective)
     if mode == "grid" and grid_size(axes) > _LARGEST_GRID:
         raise UserError(
             f"a grid over {', '.join(axis.knob for axis in axes)} has {grid_size(axes):,} combinations, "
@@ -200,7 +200,7 @@ def _print(report: Report) -> None:
         click.echo(f"not tried: {'; '.join(report['not_tried'])}")
 
 
-def _show(sweep: Sweep, out: Path, *, as_json: bool, products: Gemms | None) -> int:
+def _show(sweep: KnobSweep, out: Path, *, as_json: bool, products: Gemms | None) -> int:
     from quantmint.pipeline.serving.tuning.contest import MOST_FINALISTS, contest_of
     from quantmint.pipeline.serving.tuning.space import BASE, TUNABLEOP, label, with_tunableop
     from quantmint.pipeline.serving.tuning.sweep import planned

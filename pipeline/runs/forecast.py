@@ -18,7 +18,7 @@ from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.modules import text_config
 from quantmint.pipeline.recipe.schema import Recipe
-from quantmint.pipeline.serving.planning.target import Target
+from quantmint.pipeline.serving.planning.target import ServingTarget
 from quantmint.pipeline.stages.calibrate import needs_ranges
 from quantmint.pipeline.stages.cost import (
     Cost,
@@ -42,7 +42,7 @@ def machine_here(device: str) -> tuple[Machine, Origin]:
     return Machine(rates, count, device_memory("cpu"), devices, device_memory(devices[0])), origin
 
 
-def machine_of(target: Target) -> tuple[Machine, Origin]:
+def machine_of(target: ServingTarget) -> tuple[Machine, Origin]:
     """Return a node of another machine: its accelerators by the table, its host as such nodes have one."""
     rates, origin = rates_of(target.hardware)
     gpus, memory = target.gpus, target.memory or HOST_BYTES

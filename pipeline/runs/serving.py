@@ -47,9 +47,9 @@ from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan, Process, processes
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
-from quantmint.pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
+from quantmint.pipeline.serving.planning.target import Profile, ServingTarget, parse_target, profile, profiles
 from quantmint.pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.serve import facts_made, held_to
 from quantmint.pipeline.stages.setting import Setting, SourceIdentity
 from quantmint.pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
@@ -230,7 +230,7 @@ class Request:
             return replace(plan, warnings=(f"planned for GPUs from 0 on: {error.message}", *plan.warnings)), numbered
 
 
-def target_for(text: str | None, recipe: Recipe | None) -> Target:
+def target_for(text: str | None, recipe: Recipe | None) -> ServingTarget:
     """The target that is named, the recipe's, or (``auto``, and where nothing is said) this machine."""
     if text is None and recipe is not None:
         return parse_target(f"{recipe.target.hardware}:{recipe.target.gpus}")
@@ -351,7 +351,7 @@ def serve(
     return 0 if answered else 130
 
 
-def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator[str]:
+def _report(plan: LaunchPlan, servers: Sequence[RunningServer], logs: Path) -> Iterator[str]:
     """What there is to know of servers that answer, what became of the plan's promises, and how one is asked.
 
     A node that only joins has no server; of one that somebody else started there is no log here.

@@ -33,13 +33,13 @@ from quantmint.pipeline.serving.tuning.space import (
     TUNABLEOP,
     TUNED_FILE,
     Axis,
-    Subject,
-    Trial,
+    SweepTrial,
+    TuningSubject,
     default_axes,
     machine_facts,
     planner,
 )
-from quantmint.pipeline.serving.tuning.sweep import Sweep, planned
+from quantmint.pipeline.serving.tuning.sweep import KnobSweep, planned
 from quantmint.pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, first_pass
 from quantmint.pipeline.store.disk import disk_errors
 from quantmint.pipeline.store.gc import RunLog
@@ -50,7 +50,7 @@ LOCK = "tuning.lock"
 
 
 def tune(
-    sweep: Sweep,
+    sweep: KnobSweep,
     store: Store,
     seconds: float | None,
     reporter: Reporter,
@@ -101,7 +101,7 @@ def tune(
     return found, page
 
 
-def _tuned_first(sweep: Sweep, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool) -> None:
+def _tuned_first(sweep: KnobSweep, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool) -> None:
     """Give the sweep its tuned kernels; where the budget ends first, it goes without and says so."""
     try:
         tuned = first_pass(sweep.subject, store, budget, reporter, out, redo=redo)
@@ -113,7 +113,7 @@ def _tuned_first(sweep: Sweep, store: Store, budget: Budget, reporter: Reporter,
         sweep.not_tried.append(((TUNABLEOP, "1"),))
 
 
-def _entries(sweep: Sweep, trials: Iterable[Trial]) -> list[tuple[str, str]]:
+def _entries(sweep: KnobSweep, trials: Iterable[SweepTrial]) -> list[tuple[str, str]]:
     found = []
     for trial in trials:
         with suppress(UserError):
@@ -128,7 +128,7 @@ _UNKNOWN = "0" * 64
 class Opened:
     """A subject, with the facts that say which knobs apply, and the recipe's own serve section."""
 
-    subject: Subject
+    subject: TuningSubject
     facts: ModelFacts
     arch: str
     existing: Mapping[str, Any]
@@ -204,7 +204,7 @@ def open_subject(
         trust_remote_code=recipe is not None and recipe.trust_remote_code,
         cpu_threads=cores(),
     )
-    subject = Subject(
+    subject = TuningSubject(
         name=found.name,
         model=model,
         digest=folder_digest(file_digests(model, store.root)) if measuring else _UNKNOWN,

@@ -32,7 +32,7 @@ class HostCheck(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelLayout:
     """How accelerators share the work.
 
     One server holds ``data`` engines of ``tensor`` x ``pipeline`` accelerators and spans ``nodes``; ``packed`` servers
@@ -102,7 +102,7 @@ class LaunchPlan:
     served_model_name: str
     tensor_parallel_size: int
     reasons: tuple[Reason, ...]
-    layout: Layout = Layout()
+    layout: ParallelLayout = ParallelLayout()
     memory: Memory | None = None
     host: tuple[HostCheck, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -26,10 +26,10 @@ from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.sections import ThroughputGate
 from quantmint.pipeline.serving.plan import LaunchPlan
-from quantmint.pipeline.serving.running.load import LoadWatch, Seen, discard, run_cell
+from quantmint.pipeline.serving.running.load import LoadSamples, LoadWatch, discard, run_cell
 from quantmint.pipeline.serving.running.log import scan_log
-from quantmint.pipeline.serving.running.sensors import Reading, sensor_for, summary
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.sensors import SensorReading, sensor_for, summary
+from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.estimate import START_S, TOKEN_S, Estimate
 from quantmint.pipeline.stages.serve import (
     SERVER_LOG,
@@ -243,7 +243,7 @@ def make_launch(job: Job, turn: Turn, advance: Callable[[int], None]) -> None:
     turn.folder.mkdir(parents=True)
     started = datetime.now(UTC)
     results: dict[str, CellResult] = {}
-    readings: list[tuple[Reading, ...]] = []
+    readings: list[tuple[SensorReading, ...]] = []
     clients: list[float] = []  # shares of a core
     loops: list[float] = []
     with job.servers.fresh(turn.side, plan, turn.folder / SERVER_LOG) as server:
@@ -277,8 +277,8 @@ def make_launch(job: Job, turn: Turn, advance: Callable[[int], None]) -> None:
 
 
 def _measure(
-    job: Job, turn: Turn, plan: LaunchPlan, server: Server, model: Path, cell: Cell, seed: int
-) -> tuple[CellResult, Seen]:
+    job: Job, turn: Turn, plan: LaunchPlan, server: RunningServer, model: Path, cell: Cell, seed: int
+) -> tuple[CellResult, LoadSamples]:
     vllm, gpus = job.setting.vllm, plan.layout.gpus
     assert vllm is not None  # noqa: S101 - a server runs, so there is one
     sensor = sensor_for(hardware(job.setting.recipe.target.hardware).kind, gpus=gpus, env=plan.env)

@@ -31,7 +31,7 @@ from quantmint.eval.canary import (
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import InvalidMeasurementError, RefusalError
 from quantmint.pipeline.base.machine import versions
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.estimate import READ_S, TOKEN_BYTES, Estimate
 from quantmint.pipeline.stages.serve import launch_plan, model_key, require_server, runtime_modules, runtime_tools
 from quantmint.pipeline.stages.servers import ReferenceServer
@@ -188,7 +188,7 @@ def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...
     )
 
 
-def _ask(server: Server, name: str, ids: Sequence[int]) -> Answer:
+def _ask(server: RunningServer, name: str, ids: Sequence[int]) -> Answer:
     """One prompt's answer, an empty one where a server that is well has no finite number to give."""
     if isinstance(server, ReferenceServer):
         return _parsed(name, ids, server.ask("prompt_logprobs", ids=list(ids), likeliest=LIKELIEST))

@@ -27,7 +27,7 @@ from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan, Process, processes
 from quantmint.pipeline.serving.planning.layout import layout_words
 from quantmint.pipeline.serving.planning.planner import plan_serving
-from quantmint.pipeline.serving.planning.target import Target, parse_target
+from quantmint.pipeline.serving.planning.target import ServingTarget, parse_target
 from quantmint.pipeline.serving.render.invocation import command, script, servers
 from quantmint.pipeline.stages.calibrate import set_name, texts_of
 from quantmint.pipeline.stages.gate import checkpoint_digest
@@ -79,7 +79,9 @@ def launches(recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, 
     return tuple(_launch(target, recipe, workload, facts, model, vllm) for target in targets)
 
 
-def _launch(target: Target, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str) -> Launch:
+def _launch(
+    target: ServingTarget, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str
+) -> Launch:
     title, speculative = target.accelerator.title, recipe.serve.speculative
     request = replace(
         serving_request(recipe, workload, target, model=model, facts=facts, vllm_version=vllm),

@@ -29,7 +29,7 @@ from quantmint.eval.statistics import sequential
 from quantmint.eval.suites import SuiteTask
 from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages import lm_eval
 from quantmint.pipeline.stages.answers import KnownAnswers, chunks, known_answers
 from quantmint.pipeline.stages.estimate import Estimate, control_items, planned_items
@@ -157,7 +157,7 @@ class _Questions:
         self._job = job
         self._stage = stage
         self._stack = ExitStack()
-        self._server: Server | None = None
+        self._server: RunningServer | None = None
         self._loaded: dict[str, Mapping[str, Any]] = {}
         self._known: dict[str, KnownAnswers] = {}
         self._in_harness: set[str] = set()

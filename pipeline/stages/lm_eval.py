@@ -20,7 +20,7 @@ from quantmint.eval.suites import TASKS_FOLDER, SuiteTask, definition, located
 from quantmint.pipeline.base.errors import QuantmintError, StageError
 from quantmint.pipeline.base.processes import Conversation
 from quantmint.pipeline.base.transience import says_transient
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.servers import ReferenceServer
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.stage import Job
@@ -92,7 +92,13 @@ class Harness:
 
 @contextmanager
 def open_harness(
-    job: Job, server: Server, tokenizer: Path, tasks: Sequence[SuiteTask], *, concurrency: int, batch_size: int = 32
+    job: Job,
+    server: RunningServer,
+    tokenizer: Path,
+    tasks: Sequence[SuiteTask],
+    *,
+    concurrency: int,
+    batch_size: int = 32,
 ) -> Iterator[Harness]:
     """lm-eval, opened for these tasks; it is online only where their data is on the Hub.
 

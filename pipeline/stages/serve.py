@@ -27,12 +27,12 @@ from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, fac
 from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
-from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
+from quantmint.pipeline.serving.planning.target import ServingTarget, parse_target, profile
 from quantmint.pipeline.serving.running.launchers import (
     reference_plan,
 )
 from quantmint.pipeline.serving.running.log import LogScan, broken_promises, checkpoint_quantization, scan_log
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.servers import ReferenceServer, over_nodes
 from quantmint.pipeline.stages.setting import Setting
@@ -41,7 +41,7 @@ from quantmint.pipeline.stages.stage import MODEL_MODULES, Check, Job, Output, S
 from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here, environment_of
 
 
-def keep_log(server: Server, destination: Path) -> LogScan:
+def keep_log(server: RunningServer, destination: Path) -> LogScan:
     """Copy what the server has logged so far; returns what it says."""
     assert server.log_path is not None  # noqa: S101 - a run starts its servers itself
     text = server.log_path.read_text(encoding="utf-8", errors="replace")
@@ -241,7 +241,13 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
 
 
 def serving_request(
-    recipe: Recipe, workload: Workload, target: Target, *, model: str | Path, facts: ModelFacts, vllm_version: str
+    recipe: Recipe,
+    workload: Workload,
+    target: ServingTarget,
+    *,
+    model: str | Path,
+    facts: ModelFacts,
+    vllm_version: str,
 ) -> ServingRequest:
     """Return the request to plan a launch of ``model`` on ``target`` with the recipe's serving settings."""
     return ServingRequest(
@@ -285,7 +291,7 @@ def vllm_version(setting: Setting) -> dict[str, str]:
 _LOGGED_DEVICE = re.compile(r"\bdevice_config=(\w+)")
 
 
-def runtime_of(server: Server, scan: LogScan, log: Path) -> dict[str, Any]:
+def runtime_of(server: RunningServer, scan: LogScan, log: Path) -> dict[str, Any]:
     """Ask a server, and read the ``log`` that was kept of it. Raises `ServingError` where it does not answer.
 
     ``runtime`` are the words that a verdict names, ``version`` what both sides must have in common, ``kv_cache_dtype``

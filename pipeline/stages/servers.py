@@ -27,7 +27,7 @@ from quantmint.pipeline.serving.running.launchers import (
     reference_command,
     reference_environment,
 )
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.setting import Setting
 
 STARTUP_TIMEOUT = 3600.0
@@ -47,7 +47,7 @@ class Servers:
         self._setting = setting
         self._progress = progress
         self._running = ExitStack()
-        self._ready: dict[str, Callable[[], Server]] = {}
+        self._ready: dict[str, Callable[[], RunningServer]] = {}
         self._expected: tuple[str, LaunchPlan] | None = None
         self._asking = ExitStack()
         self._lm_eval: tuple[object, Conversation] | None = None
@@ -59,7 +59,7 @@ class Servers:
         self._asking.close()
         self.stop()
 
-    def get(self, side: str, plan: LaunchPlan) -> Server:
+    def get(self, side: str, plan: LaunchPlan) -> RunningServer:
         """The running server of a side, started if need be. Raises `ServingError` where it does not start."""
         for name, launch in ((side, plan), *([] if self._expected is None else [self._expected])):
             if name not in self._ready:
@@ -85,7 +85,7 @@ class Servers:
         return 2 * (plan.memory.total + _PROGRAM) <= free
 
     @contextmanager
-    def fresh(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Server]:
+    def fresh(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[RunningServer]:
         """A server of this block's own, logging to ``log``; what ran before is stopped. Raises `ServingError`."""
         self._lm_eval = None
         self._asking.close()
@@ -106,11 +106,11 @@ class Servers:
             self._lm_eval = how, talk
         return self._lm_eval[1], log
 
-    def _launch(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Callable[[], Server]]:
+    def _launch(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Callable[[], RunningServer]]:
         setting = self._setting
         log.parent.mkdir(parents=True, exist_ok=True)
         give_back_memory()
-        context: AbstractContextManager[Callable[[], Server]]
+        context: AbstractContextManager[Callable[[], RunningServer]]
         if setting.recipe.evaluation.runtime == "reference":
             title, context = "the reference runtime", _started_reference(setting, plan, log)
         elif setting.vllm is None:
@@ -135,7 +135,7 @@ class Servers:
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceServer(Server):
+class ReferenceServer(RunningServer):
     """The reference runtime in its process, which is talked to and speaks no HTTP."""
 
     talk: Conversation | None = None
@@ -147,7 +147,7 @@ class ReferenceServer(Server):
 
 
 @contextmanager
-def _started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterator[Callable[[], Server]]:
+def _started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterator[Callable[[], RunningServer]]:
     """The reference runtime with the checkpoint of a `reference_plan`, loaded; it has ended at the exit.
 
     lm-eval runs in it. So it has the Hub, and its token, where a task's data is there, but never together with code of

@@ -26,16 +26,16 @@ from quantmint.pipeline.store.entries import Entry
 if TYPE_CHECKING:
     from quantmint.pipeline.base.processes import Conversation
     from quantmint.pipeline.serving.plan import LaunchPlan
-    from quantmint.pipeline.serving.running.server import Server
+    from quantmint.pipeline.serving.running.server import RunningServer
 
 
 class Servers(Protocol):
     """The servers of a run: one at a time."""
 
-    def get(self, side: str, plan: LaunchPlan) -> Server:
+    def get(self, side: str, plan: LaunchPlan) -> RunningServer:
         """The running server of a side, started if need be. Raises `ServingError` where it does not start."""
 
-    def fresh(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Server]:
+    def fresh(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[RunningServer]:
         """A server that is started for this block and ends with it, its log in ``log``; what ran before is stopped."""
 
     def lm_eval(self, env: Mapping[str, str], secrets: Collection[str]) -> tuple[Conversation, Path]:

@@ -17,7 +17,7 @@ from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile
 from quantmint.pipeline.serving.running.launchers import LocalLauncher
 from quantmint.pipeline.serving.running.load import run_cell
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.bench import read_launches
 from tests.e2e.project import RECIPE, Finished
 from tests.serving.served.answers import PROMPTS
@@ -121,7 +121,7 @@ def test_speed_is_measured_where_it_is_asked_for_and_says_what_it_ran_on(finishe
 @pytest.fixture(scope="module")
 def server(
     finished: Finished, warm_vllm: VllmEnvironment, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+) -> Iterator[RunningServer]:
     """What was published, as vLLM serves it; `test_published` starts one as users do."""
     published = finished.project.published.resolve()
     plan = plan_serving(
@@ -141,7 +141,7 @@ def server(
         yield launched
 
 
-def test_the_published_checkpoint_serves_by_itself(server: Server, warm_vllm: VllmEnvironment) -> None:
+def test_the_published_checkpoint_serves_by_itself(server: RunningServer, warm_vllm: VllmEnvironment) -> None:
     """What it answers is what its bytes mean: `test_published`."""
     scan = server.scan_log()
     cache = dict(re.findall(r'(num_gpu_blocks|block_size)="(\d+)"', server.get("/metrics")))
@@ -169,7 +169,7 @@ cells:
 """
 
 
-def test_a_workload_of_ones_own(finished: Finished, server: Server, vllm: Path, tmp_path: Path) -> None:
+def test_a_workload_of_ones_own(finished: Finished, server: RunningServer, vllm: Path, tmp_path: Path) -> None:
     """Prompts of one's own, a rate and latency goals; the client is as users have it."""
     (tmp_path / "lines.yaml").write_text(WORKLOAD)
     rows = [{"prompt": f"the number after {n} is"} for n in range(24)]

@@ -21,7 +21,7 @@ import pytest
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.model.facts import model_facts
-from quantmint.pipeline.serving.plan import Layout, Memory
+from quantmint.pipeline.serving.plan import Memory, ParallelLayout
 from quantmint.pipeline.serving.planning.memory import EngineSettings, estimate_memory
 from quantmint.pipeline.serving.running.log import scan_log
 from tests.serving.shapes import write_shape
@@ -146,7 +146,7 @@ def predict(case: Case, model: Path, version: str, total: int, eager: bool) -> M
         kv_cache_dtype=case.kv_cache_dtype,
         cudagraph_mode=None if eager else "FULL_AND_PIECEWISE",
     )
-    layout = Layout(tensor=case.tensor)
+    layout = ParallelLayout(tensor=case.tensor)
     return estimate_memory(model_facts(model), hardware("cuda"), layout, engine, hbm_bytes=total)
 
 

@@ -20,7 +20,7 @@ import pytest
 from quantmint.eval import prompts
 from quantmint.eval.canary import CanaryPolicy
 from quantmint.pipeline.base.progress import PlainReporter
-from quantmint.pipeline.serving.running.server import HOST, Server
+from quantmint.pipeline.serving.running.server import HOST, RunningServer
 from quantmint.pipeline.stages.canary import CanaryStage, policy_of, read_answers, read_comparison
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import LOCATION
@@ -61,10 +61,10 @@ class Model:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Model], Server]]:
+def serve() -> Iterator[Callable[[Model], RunningServer]]:
     running: list[ThreadingHTTPServer] = []
 
-    def start(model: Model) -> Server:
+    def start(model: Model) -> RunningServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.answer(200 if model.healthy else 503, "")
@@ -87,7 +87,7 @@ def serve() -> Iterator[Callable[[Model], Server]]:
         server = ThreadingHTTPServer((HOST, 0), Handler)
         running.append(server)
         Thread(target=server.serve_forever, daemon=True).start()
-        return Server("m", f"http://{HOST}:{server.server_port}", None, 0.0)
+        return RunningServer("m", f"http://{HOST}:{server.server_port}", None, 0.0)
 
     yield start
     for server in running:
@@ -97,7 +97,7 @@ def serve() -> Iterator[Callable[[Model], Server]]:
 
 @pytest.fixture
 def ask(
-    setting: Setting, tmp_path: Path, serve: Callable[[Model], Server], monkeypatch: pytest.MonkeyPatch
+    setting: Setting, tmp_path: Path, serve: Callable[[Model], RunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Output]:
     """Run a stage of the canary on a stand-in; the candidate's is given what the baseline's has left."""
     few = (prompts.FOLDER / "tiny.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:PROMPTS]

@@ -26,7 +26,7 @@ from quantmint.eval.statistics.sequential import decide
 from quantmint.eval.suites import Suite, SuiteTask
 from quantmint.pipeline.base.errors import InvalidMeasurementError, StageError
 from quantmint.pipeline.runs.runner import Outcome
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.evaluate import ANSWERS, ControlStage, EvaluateStage, guessing, read_samples
 from tests.eval.completions import Completions
 from tests.processes import below, processes_naming
@@ -134,7 +134,7 @@ def world(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
             servers = {"baseline": baseline, "candidate": candidate}
             monkeypatch.setattr(
                 "quantmint.pipeline.stages.servers.Servers.get",
-                lambda self, side, plan: Server(side, servers[side].base_url, log, 1.0),
+                lambda self, side, plan: RunningServer(side, servers[side].base_url, log, 1.0),
             )
             yield World(orchestra, servers)
 
@@ -269,7 +269,7 @@ def test_only_items_that_nobody_has_asked_are_asked(world: Callable[..., Any], m
         assert sorted(s.doc_id for s in samples(more, "evaluate-candidate", FACTS).samples) == list(range(400))
         assert pair(*(samples(more, f"evaluate-{side}", FACTS) for side in ("baseline", "candidate"))).planned == 400
 
-        def fails(*_: object) -> Server:
+        def fails(*_: object) -> RunningServer:
             raise AssertionError("no server is needed")
 
         w.judge_by(margin=0.5)

@@ -17,10 +17,10 @@ from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.runner import _Run
 from quantmint.pipeline.runs.session import open_setting
-from quantmint.pipeline.serving.plan import LaunchPlan, Layout
+from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout
 from quantmint.pipeline.serving.running.launchers import ClusterLauncher
 from quantmint.pipeline.serving.running.log import scan_log
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.serve import SIDES, ServeStage, launch_plan, runtime_of
 from quantmint.pipeline.stages.servers import ReferenceServer, Servers
 from quantmint.pipeline.stages.setting import Setting
@@ -43,14 +43,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
 
     @contextmanager
-    def starting(self: Any, plan: Any, log: Path, **_: Any) -> Iterator[Callable[[], Server]]:
+    def starting(self: Any, plan: Any, log: Path, **_: Any) -> Iterator[Callable[[], RunningServer]]:
         which = f"{type(self).__name__} {plan.option('--kv-cache-dtype') or 'auto'}"
         events.append(f"start {which}")
         log.write_text("")
 
-        def ready() -> Server:
+        def ready() -> RunningServer:
             events.append(f"ready {which}")
-            return Server("model", "http://127.0.0.1:1", log, 1.0)
+            return RunningServer("model", "http://127.0.0.1:1", log, 1.0)
 
         yield ready
         events.append(f"stop {which}")
@@ -166,9 +166,9 @@ def test_vllm_ran_where_its_log_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return Device("mi300x", "AMD Instinct MI300X")
 
     monkeypatch.setattr("quantmint.pipeline.stages.serve.device_here", here)
-    monkeypatch.setattr(Server, "version", lambda self: "0.32.0")
+    monkeypatch.setattr(RunningServer, "version", lambda self: "0.32.0")
     log = LOGS / "rocm-0.32.log"
-    server = Server("model", "http://127.0.0.1:1", log, 1.0)
+    server = RunningServer("model", "http://127.0.0.1:1", log, 1.0)
     found = runtime_of(server, scan_log(log.read_text()), log)
     assert (found["runtime"], found["version"], found["kv_cache_dtype"]) == ("vllm 0.32.0", "vllm 0.32.0", "fp8")
     on_cpu = tmp_path / "server.log"
@@ -207,12 +207,12 @@ def test_a_launch_over_nodes_is_the_clusters(setting: Setting, monkeypatch: pyte
     @contextmanager
     def starting(
         self: ClusterLauncher, plan: LaunchPlan, log_path: Path, **_: object
-    ) -> Iterator[Callable[[], Server]]:
+    ) -> Iterator[Callable[[], RunningServer]]:
         events.append(f"launched on {self.cluster}")
-        yield lambda: Server("m", "http://127.0.0.1:1", log_path, 0.0)
+        yield lambda: RunningServer("m", "http://127.0.0.1:1", log_path, 0.0)
 
     monkeypatch.setattr(ClusterLauncher, "starting", starting)
-    plan = replace(launch_plan(setting, "baseline", Path("m")), layout=Layout(tensor=8, pipeline=2, nodes=2))
+    plan = replace(launch_plan(setting, "baseline", Path("m")), layout=ParallelLayout(tensor=8, pipeline=2, nodes=2))
     with Servers(setting, PlainReporter()) as servers, pytest.raises(UserError, match=r"(?s)over 2 nodes.*--on ray"):
         servers.get("baseline", plan)
     with Servers(replace(setting, spread=Nodes()), PlainReporter()) as servers:  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import Hardware
 from quantmint.pipeline.base.machine import Device, Machine, cpu_name
 from quantmint.pipeline.serving.plan import VisibleDevices
-from quantmint.pipeline.serving.planning.target import Target, checked
+from quantmint.pipeline.serving.planning.target import ServingTarget, checked
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 AMD = 0x1002
@@ -112,9 +112,9 @@ class Detected:
         return accelerators.hardware(self.hardware)
 
     @property
-    def target(self) -> Target:
+    def target(self) -> ServingTarget:
         """The machine as a target of one node; UserError where its partitions are more GPUs than a node has."""
-        return checked(Target(self.hardware, self.gpus, hbm_bytes=self.hbm_bytes))
+        return checked(ServingTarget(self.hardware, self.gpus, hbm_bytes=self.hbm_bytes))
 
     @property
     def partitioned(self) -> bool:

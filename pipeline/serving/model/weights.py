@@ -58,7 +58,7 @@ _SORTS: tuple[tuple[str, Role, Split], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ModuleWeight:
     """``name`` is the module's on disk, of expert 0 for experts; ``layer`` is None outside the decoder's layers.
 
     ``rows`` counts output channels, over all experts. ``linear`` matrices are those that quantization may touch.
@@ -73,7 +73,7 @@ class Piece:
     rows: int = 0
     linear: bool = False
 
-    def stored(self, scheme: str | None) -> Piece:
+    def stored(self, scheme: str | None) -> ModuleWeight:
         """The same weight in another scheme with its scales, by channel one a row; an unknown scheme is 16 bit."""
         known = table().get(str(scheme))
         bits = self.parameters * (OTHER_BITS.get(str(scheme), 16.0) if known is None else known.bits_per_weight)
@@ -82,7 +82,7 @@ class Piece:
         return replace(self, nbytes=round(bits / 8))
 
 
-def count_pieces(config: Mapping[str, Any], shape: Shape) -> tuple[Piece, ...]:
+def count_weights(config: Mapping[str, Any], shape: Shape) -> tuple[ModuleWeight, ...]:
     """Every weight of a configuration, of this shape, in 16 bit, but an MTP's, which vLLM loads to speculate."""
     body, head = "model.", "lm_head"
     if isinstance(config.get("text_config"), Mapping):
@@ -98,7 +98,7 @@ def count_pieces(config: Mapping[str, Any], shape: Shape) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def _layer(shape: Shape, prefix: str, number: int, kind: str, feed: str) -> Iterator[Piece]:
+def _layer(shape: Shape, prefix: str, number: int, kind: str, feed: str) -> Iterator[ModuleWeight]:
     if kind in ("full", "sliding", "chunked"):
         yield from _latent(shape, prefix, number) if shape.latent else _attention(shape, prefix, number)
     elif kind != "none":
@@ -114,7 +114,7 @@ def _layer(shape: Shape, prefix: str, number: int, kind: str, feed: str) -> Iter
     yield _vector(f"{prefix}norms", number, "norms", norms * shape.hidden)
 
 
-def _attention(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
+def _attention(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]:
     query, value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # A gate of the attention's output comes out of the same projection as the queries.
     doubled = shape.text_type.startswith(("qwen3_next", "qwen3_5"))
@@ -131,7 +131,7 @@ def _attention(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
     yield _vector(f"{at}vectors", number, "attention", biases + norms + sinks)
 
 
-def _latent(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
+def _latent(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]:
     """Multi-head latent attention; every rank has a whole copy of what makes the latents."""
     latent, at = shape.latent, f"{prefix}self_attn."
     assert latent is not None  # noqa: S101 - the caller asked
@@ -159,14 +159,16 @@ def _latent(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
         yield _vector(f"{at}indexer.k_norm", number, "norms", 2 * size)
 
 
-def _feed(shape: Shape, at: str, number: int, role: Role, split: Split, width: int, count: int = 1) -> Iterator[Piece]:
+def _feed(
+    shape: Shape, at: str, number: int, role: Role, split: Split, width: int, count: int = 1
+) -> Iterator[ModuleWeight]:
     """The matrices of a feed-forward layer, or of ``count`` such experts."""
     for name in ("gate_proj", "up_proj") if shape.gated else ("up_proj",):
         yield _linear(f"{at}{name}", number, role, split, count * width, shape.hidden)
     yield _linear(f"{at}down_proj", number, role, split, count * shape.hidden, width)
 
 
-def _experts(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
+def _experts(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]:
     count, width = shape.experts, shape.expert_intermediate
     yield from _feed(shape, f"{prefix}experts.0.", number, "experts", "experts", width, count)
     yield _piece(f"{prefix}gate", number, "router", "copied", count, shape.hidden)
@@ -179,22 +181,22 @@ def _experts(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
             yield _vector(f"{prefix}shared_expert_gate", number, "router", shape.hidden)
     if shape.text_type in _CORRECTED:
         # In float32, in every release.
-        yield Piece(f"{prefix}gate.e_score_correction_bias", number, "router", "copied", count, 4 * count)
+        yield ModuleWeight(f"{prefix}gate.e_score_correction_bias", number, "router", "copied", count, 4 * count)
 
 
-def _linear(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> Piece:
+def _linear(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> ModuleWeight:
     return replace(_piece(name, layer, role, split, rows, columns), linear=True)
 
 
-def _piece(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> Piece:
-    return Piece(name, layer, role, split, rows * columns, 2 * rows * columns, rows)
+def _piece(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> ModuleWeight:
+    return ModuleWeight(name, layer, role, split, rows * columns, 2 * rows * columns, rows)
 
 
-def _vector(name: str, layer: int | None, role: Role, length: int, split: Split = "copied") -> Piece:
-    return Piece(name, layer, role, split, length, 2 * length)
+def _vector(name: str, layer: int | None, role: Role, length: int, split: Split = "copied") -> ModuleWeight:
+    return ModuleWeight(name, layer, role, split, length, 2 * length)
 
 
-def _recurrent(shape: Shape, prefix: str, layer: int, kind: str) -> Iterator[Piece]:
+def _recurrent(shape: Shape, prefix: str, layer: int, kind: str) -> Iterator[ModuleWeight]:
     """The weights of a layer with a state (a gated delta net, Mamba), divided by heads."""
     sizes, hidden = shape.recurrent, shape.hidden
     assert sizes is not None  # noqa: S101 - a layer of this kind has them
@@ -211,7 +213,7 @@ def _recurrent(shape: Shape, prefix: str, layer: int, kind: str) -> Iterator[Pie
     yield _vector(f"{at}vectors", layer, "linear-attention", vectors, "tensor")
 
 
-def _encoder(config: Mapping[str, Any], text_hidden: int) -> Iterator[Piece]:
+def _encoder(config: Mapping[str, Any], text_hidden: int) -> Iterator[ModuleWeight]:
     """A vision tower and its projection, as large as those of a plain vision transformer.
 
     Its layers have four projections and two feed-forward matrices with biases, and two norms.
@@ -228,22 +230,22 @@ def _encoder(config: Mapping[str, Any], text_hidden: int) -> Iterator[Piece]:
         patches = (integer(vision, "image_size") // patch) ** 2
         tower = layers * (4 * (hidden * hidden + hidden) + 2 * hidden * width + width + 5 * hidden)
         tower += hidden * (3 * patch * patch + patches + 3)
-        yield Piece("visual", None, "encoder", "encoder", tower, 2 * tower)
+        yield ModuleWeight("visual", None, "encoder", "encoder", tower, 2 * tower)
         # Qwen merges patches before it projects them, in some models behind several layers.
         merged = hidden * (integer(vision, "spatial_merge_size") or 1) ** 2
         projector = merged * text_hidden + (merged > hidden) * merged * merged
         projector *= 1 + len(vision.get("deepstack_visual_indexes") or ())
-        yield Piece("multi_modal_projector", None, "encoder", "encoder", projector, 2 * projector)
+        yield ModuleWeight("multi_modal_projector", None, "encoder", "encoder", projector, 2 * projector)
 
 
-def measure_pieces(tensors: Iterable[TensorInfo], *, layers: int) -> tuple[Piece, ...]:
+def measure_weights(tensors: Iterable[TensorInfo], *, layers: int) -> tuple[ModuleWeight, ...]:
     """Sum the tensors of each module; those of all experts of a layer are one piece. A name that nothing is known of is
     taken for a matrix that tensor parallelism divides.
 
     ``layers`` are the decoder's: what lies behind them belongs to a predictor of further tokens. A packed tensor's
     parameters are the elements that are stored.
     """
-    pieces: dict[tuple[str, Role, Split], Piece] = {}
+    pieces: dict[tuple[str, Role, Split], ModuleWeight] = {}
     for info in tensors:
         name = _EXPERT.sub(".experts.0.", info.name)
         found = _LAYER.search(name)
@@ -252,7 +254,7 @@ def measure_pieces(tensors: Iterable[TensorInfo], *, layers: int) -> tuple[Piece
         if role in ("encoder", "mtp") or (layer is not None and layer >= layers):
             role, layer = "encoder" if role == "encoder" else "mtp", None
         module = name.rpartition(".")[0]
-        piece = pieces.get((module, role, split)) or Piece(module, layer, role, split, 0, 0)
+        piece = pieces.get((module, role, split)) or ModuleWeight(module, layer, role, split, 0, 0)
         counted = 0 if _SCALES.search(name) else info.parameters
         matrix = counted and len(info.shape) >= 2 and role not in ("embeddings", "head", "router", "norms", "encoder")
         pieces[module, role, split] = replace(

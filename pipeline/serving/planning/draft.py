@@ -17,12 +17,12 @@ from quantmint.pipeline.recipe.schema import Speculative
 from quantmint.pipeline.serving.environment import Version, parse_version
 from quantmint.pipeline.serving.knobs.table import Fact, table, value_of
 from quantmint.pipeline.serving.model.facts import ModelFacts
-from quantmint.pipeline.serving.plan import HostCheck, Layout, Memory, Reason
+from quantmint.pipeline.serving.plan import HostCheck, Memory, ParallelLayout, Reason
 from quantmint.pipeline.serving.planning.attention import aiter_mla, bidirectional_images
 from quantmint.pipeline.serving.planning.kv_cache import kv_bytes_per_token
 from quantmint.pipeline.serving.planning.memory import EngineSettings, estimate_memory
 from quantmint.pipeline.serving.planning.request import KvCacheDtype, ServingRequest
-from quantmint.pipeline.serving.planning.target import Profile, Target
+from quantmint.pipeline.serving.planning.target import Profile, ServingTarget
 
 LEN_FLAG = "--max-model-len"
 OVERRIDE_WHY, OVERRIDE_SOURCE = "set in the recipe or on the command line", "given"
@@ -69,7 +69,7 @@ class LaunchDraft:
     overrides: Mapping[str, str | bool] = field(hash=False)
 
     @property
-    def target(self) -> Target:
+    def target(self) -> ServingTarget:
         """The request's machines."""
         return self.request.target
 
@@ -83,11 +83,11 @@ class LaunchDraft:
         """The release numbers of the request's vLLM version."""
         return parse_version(self.request.vllm_version)
 
-    def with_target(self, target: Target) -> LaunchDraft:
+    def with_target(self, target: ServingTarget) -> LaunchDraft:
         """Return the same draft on other machines."""
         return replace(self, request=replace(self.request, target=target))
 
-    def settings(self, layout: Layout) -> KnobSettings:
+    def settings(self, layout: ParallelLayout) -> KnobSettings:
         """Return every knob that the table's rules or the overrides set for this layout."""
         facts = self.rule_facts(layout)
         facts |= self._quick_reduce_facts(facts)
@@ -155,7 +155,7 @@ class LaunchDraft:
             return _KnobValue(str(self.max_model_len), why, "quantmint")
         return _KnobValue(value_of(rule, facts), rule.why, rule.source)
 
-    def memory(self, layout: Layout) -> Memory:
+    def memory(self, layout: ParallelLayout) -> Memory:
         """Return the memory of the fullest accelerator under this layout and its knobs.
 
         UserError when the accelerator's memory is not known.
@@ -181,7 +181,7 @@ class LaunchDraft:
         memory = estimate_memory(self.facts, self.target.accelerator, layout, engine, hbm_bytes=self.target.hbm_bytes)
         return replace(memory, beside=buffers)
 
-    def rule_facts(self, layout: Layout) -> dict[str, Fact]:
+    def rule_facts(self, layout: ParallelLayout) -> dict[str, Fact]:
         """Return the facts that rules of the knob table test or insert, by name."""
         request, facts, accelerator, profile = self.request, self.facts, self.target.accelerator, self.profile
         engines = layout.data * layout.replicas * layout.packed

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from quantmint.pipeline.base.data import beside
 from quantmint.pipeline.serving.model.facts import ModelFacts
-from quantmint.pipeline.serving.plan import Layout, Memory
+from quantmint.pipeline.serving.plan import Memory, ParallelLayout
 from quantmint.pipeline.serving.planning.draft import LaunchDraft
 from quantmint.pipeline.serving.planning.target import Profile
 
@@ -47,7 +47,7 @@ class LayoutRule(NamedTuple):
 class LayoutChoice:
     """A layout with its reason and source; ``notes`` become warnings of the plan."""
 
-    layout: Layout
+    layout: ParallelLayout
     why: str
     source: str
     notes: tuple[str, ...] = ()
@@ -61,16 +61,16 @@ class _Candidates:
         self.max_model_len = draft.max_model_len
         self._memory = cache(draft.memory)
 
-    def memory_of(self, layout: Layout) -> Memory:
+    def memory_of(self, layout: ParallelLayout) -> Memory:
         """Return the memory of one server; the number of replicas does not change it."""
         return self._memory(replace(layout, replicas=1))
 
-    def fits(self, layout: Layout) -> bool:
+    def fits(self, layout: ParallelLayout) -> bool:
         """Return whether the KV cache holds one request of full length."""
         memory = self.memory_of(layout)
         return memory.kv_cache > 0 and memory.kv_tokens >= self.max_model_len
 
-    def capacity(self, layout: Layout) -> int:
+    def capacity(self, layout: ParallelLayout) -> int:
         """Return the tokens that the KV caches of all engines of all servers hold."""
         return self.memory_of(layout).kv_tokens * layout.data * layout.replicas * layout.packed
 
@@ -80,7 +80,7 @@ class _Candidates:
         typical = min(self.profile.request_tokens, self.max_model_len)
         return self.profile.share * self.profile.concurrency * typical
 
-    def comfortable(self, layout: Layout) -> bool:
+    def comfortable(self, layout: ParallelLayout) -> bool:
         """Return whether the layout fits and holds the profile's demand."""
         return self.fits(layout) and self.capacity(layout) >= self.demand
 
@@ -122,11 +122,11 @@ def _forced_choice(draft: LaunchDraft) -> LayoutChoice | None:
     """Return the only possible layout of packed servers, and of a CPU; None when there is a choice."""
     target, packed = draft.target, draft.request.servers_per_gpu
     if packed > 1:
-        layout = Layout(packed=packed, replicas=target.gpus * target.nodes)
+        layout = ParallelLayout(packed=packed, replicas=target.gpus * target.nodes)
         why = f"the recipe or command line packs {packed} servers on each accelerator, each with its part of the memory"
         return LayoutChoice(layout, why, "ROCm 2026: Configure the gpu-memory-utilization parameter")
     if target.accelerator.kind == "cpu":
-        return LayoutChoice(Layout(), "a CPU serves with one process", "vLLM 0.32 platforms/cpu.py")
+        return LayoutChoice(ParallelLayout(), "a CPU serves with one process", "vLLM 0.32 platforms/cpu.py")
     return None
 
 
@@ -146,7 +146,7 @@ def layout_rules() -> tuple[LayoutRule, ...]:
     return tuple(LayoutRule(**entry) for entry in beside(__file__, "layouts.yaml"))
 
 
-def layout_words(layout: Layout) -> str:
+def layout_words(layout: ParallelLayout) -> str:
     """Return a layout in vLLM's terms: "4 x (TP 2)", "DP 8 + EP", "TP 8 x PP 2 on 2 nodes"."""
     sizes = [("DP", layout.data), ("TP", layout.tensor), ("PP", layout.pipeline)]
     text = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "TP 1"
@@ -162,7 +162,7 @@ def _smallest_room(candidates: _Candidates) -> str | None:
 
     Among several GPUs, "gpu" also needs every GPU alone to hold the profile's demand.
     """
-    replicas = Layout(replicas=candidates.target.gpus * candidates.target.nodes)
+    replicas = ParallelLayout(replicas=candidates.target.gpus * candidates.target.nodes)
     suits_one_gpu = candidates.comfortable if candidates.target.gpus > 1 else candidates.fits
     if suits_one_gpu(replicas):
         return "gpu"
@@ -175,7 +175,7 @@ def _smallest_room(candidates: _Candidates) -> str | None:
     return None
 
 
-def _first_fitting(candidates: _Candidates, rule: LayoutRule) -> Layout | None:
+def _first_fitting(candidates: _Candidates, rule: LayoutRule) -> ParallelLayout | None:
     """Return the rule's first comfortable layout, else the one with the largest KV cache; None when none fits."""
     # Slices of an expert may break the groups of its scales, which whole experts avoid; whole experts fail when there
     # are fewer experts than accelerators, which slices avoid.
@@ -188,22 +188,22 @@ def _first_fitting(candidates: _Candidates, rule: LayoutRule) -> Layout | None:
     return None
 
 
-def _layouts(candidates: _Candidates, form: str, *, expert: bool = False) -> list[Layout]:
+def _layouts(candidates: _Candidates, form: str, *, expert: bool = False) -> list[ParallelLayout]:
     """Return the layouts of a form that the model can be split into, in the order to try them."""
     gpus, nodes = candidates.target.gpus, candidates.target.nodes
     layouts = []
     for tensor in range(1, gpus + 1):
         groups, divides, experts = gpus // tensor, gpus % tensor == 0, expert and tensor > 1
         if form in {"single", "tensor", "replicas"}:
-            layouts.append(Layout(tensor, expert=experts, replicas=groups * nodes))
+            layouts.append(ParallelLayout(tensor, expert=experts, replicas=groups * nodes))
         elif form == "data" and divides:
-            layouts.append(Layout(tensor, data=groups, expert=expert and gpus > 1, replicas=nodes))
+            layouts.append(ParallelLayout(tensor, data=groups, expert=expert and gpus > 1, replicas=nodes))
         elif form == "spread" and divides:
-            layouts.append(Layout(tensor, data=groups * nodes, expert=expert, nodes=nodes))
+            layouts.append(ParallelLayout(tensor, data=groups * nodes, expert=expert, nodes=nodes))
         elif form == "pipeline" and groups > 1:
-            layouts.append(Layout(tensor, groups, expert=experts, replicas=nodes))
+            layouts.append(ParallelLayout(tensor, groups, expert=experts, replicas=nodes))
         elif form == "stages":
-            layouts.append(Layout(tensor, groups * nodes, expert=experts, nodes=nodes))
+            layouts.append(ParallelLayout(tensor, groups * nodes, expert=experts, nodes=nodes))
     valid = [layout for layout in layouts if not split_faults(candidates.facts, layout)]
     ordered = valid if form in {"replicas", "data", "spread"} else valid[::-1]
     if form == "tensor":  # the widest first; one that leaves accelerators idle counts half
@@ -211,21 +211,21 @@ def _layouts(candidates: _Candidates, form: str, *, expert: bool = False) -> lis
     return ordered
 
 
-def _deviation(candidates: _Candidates, rule: LayoutRule, layout: Layout) -> str:
+def _deviation(candidates: _Candidates, rule: LayoutRule, layout: ParallelLayout) -> str:
     """Return a sentence on why the layout differs from the rule's, to append to its reason; empty when it does not."""
     facts, gpus = candidates.facts, candidates.target.gpus
     if rule.form == "tensor" and layout.tensor < gpus and layout.expert == rule.expert:
-        faults = split_faults(facts, Layout(gpus, expert=rule.expert and gpus > 1))
+        faults = split_faults(facts, ParallelLayout(gpus, expert=rule.expert and gpus > 1))
         why = "; ".join([*faults, "vLLM's own all-reduce takes 2, 4, 6 or 8 GPUs"])
         return f". Here each server takes {layout.tensor} of {gpus}: {why}"
     if layout.expert == rule.expert or not facts.experts or layout.gpus == 1:
         return ""
     split = "whole experts are spread" if layout.expert else "experts are sliced"
-    faults = split_faults(facts, Layout(layout.tensor, layout.pipeline, layout.data, rule.expert))
+    faults = split_faults(facts, ParallelLayout(layout.tensor, layout.pipeline, layout.data, rule.expert))
     return f". Here {split} nevertheless: {'; '.join(faults) or 'the model would not fit otherwise'}"
 
 
-def _notes(candidates: _Candidates, layout: Layout) -> Iterator[str]:
+def _notes(candidates: _Candidates, layout: ParallelLayout) -> Iterator[str]:
     """Yield a warning for idle accelerators, and for a KV cache smaller than the profile's demand."""
     target, profile = candidates.target, candidates.profile
     total = target.gpus * target.nodes
@@ -240,7 +240,7 @@ def _notes(candidates: _Candidates, layout: Layout) -> Iterator[str]:
         )
 
 
-def split_faults(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
+def split_faults(facts: ModelFacts, layout: ParallelLayout) -> tuple[str, ...]:
     """Return the reasons why vLLM would refuse this layout, one clause per reason; empty when it would accept it."""
     tensor = layout.tensor
     faults = []
@@ -265,7 +265,7 @@ def split_faults(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
     return tuple(faults)
 
 
-def _split_widths(facts: ModelFacts, layout: Layout) -> list[tuple[str, int, int]]:
+def _split_widths(facts: ModelFacts, layout: ParallelLayout) -> list[tuple[str, int, int]]:
     """Return the layer inputs that the layout splits: name, width in elements, and number of parts."""
     tensor = layout.tensor
     widths = []

@@ -13,8 +13,8 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import Hardware
 from quantmint.pipeline.serving.environment import parse_version
 from quantmint.pipeline.serving.model.facts import ModelFacts
-from quantmint.pipeline.serving.model.weights import Piece
-from quantmint.pipeline.serving.plan import Layout, Memory
+from quantmint.pipeline.serving.model.weights import ModuleWeight
+from quantmint.pipeline.serving.plan import Memory, ParallelLayout
 from quantmint.pipeline.serving.planning.kv_cache import (
     cache_groups,
     default_block_size,
@@ -77,7 +77,12 @@ class EngineSettings:
 
 
 def estimate_memory(
-    facts: ModelFacts, hardware: Hardware, layout: Layout, engine: EngineSettings, *, hbm_bytes: int | None = None
+    facts: ModelFacts,
+    hardware: Hardware,
+    layout: ParallelLayout,
+    engine: EngineSettings,
+    *,
+    hbm_bytes: int | None = None,
 ) -> Memory:
     """Return the memory of a server's fullest accelerator; ``kv_cache`` is zero or less if the model does not fit.
 
@@ -130,7 +135,7 @@ def stages(layers: int, count: int) -> tuple[range, ...]:
     return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-def stage_bytes(facts: ModelFacts, layout: Layout, stage: int = 0, *, kind: str = "rocm") -> int:
+def stage_bytes(facts: ModelFacts, layout: ParallelLayout, stage: int = 0, *, kind: str = "rocm") -> int:
     """Return the bytes of weights on the fullest rank of a pipeline stage.
 
     Embeddings and the vision tower count to the first stage, the output head and tied embeddings to the last; weights
@@ -159,7 +164,7 @@ def stage_bytes(facts: ModelFacts, layout: Layout, stage: int = 0, *, kind: str 
     return round(total)
 
 
-def _share(piece: Piece, facts: ModelFacts, layout: Layout, kind: str) -> float:
+def _share(piece: ModuleWeight, facts: ModelFacts, layout: ParallelLayout, kind: str) -> float:
     """Return the fraction of a weight's bytes on the fullest rank; padding can make it more than 1."""
     tensor, ranks = layout.tensor, layout.tensor * layout.data
     if piece.split == "tensor":
@@ -184,7 +189,7 @@ def _share(piece: Piece, facts: ModelFacts, layout: Layout, kind: str) -> float:
     return 1.0
 
 
-def _profile_peak(facts: ModelFacts, layout: Layout, kind: str, engine: EngineSettings, block_size: int) -> int:
+def _profile_peak(facts: ModelFacts, layout: ParallelLayout, kind: str, engine: EngineSettings, block_size: int) -> int:
     """Return the bytes of one accelerator apart from weights, graphs and cache, at the largest step of the engine."""
     tokens, max_num_seqs = engine.max_num_batched_tokens, engine.max_num_seqs
     hidden = 2 * tokens * facts.hidden
@@ -223,7 +228,7 @@ def graph_bytes(facts: ModelFacts, cudagraph_mode: str | None, max_num_seqs: int
     return _FIRST_CAPTURE + sets * (sizes - 1) * graph
 
 
-def _attention_bytes(facts: ModelFacts, layout: Layout, tokens: int) -> int:
+def _attention_bytes(facts: ModelFacts, layout: ParallelLayout, tokens: int) -> int:
     """Return the bytes of all tokens' queries, keys, values and outputs in 16 bit; for MLA, of its latents too.
 
     The attention itself needs nothing: vLLM's profiling run skips it.
@@ -235,7 +240,7 @@ def _attention_bytes(facts: ModelFacts, layout: Layout, tokens: int) -> int:
     return 2 * tokens * facts.head_dim * (2 * heads + 2 * max(1, facts.kv_heads // layout.tensor))
 
 
-def _expert_bytes(facts: ModelFacts, layout: Layout, tokens: int) -> int:
+def _expert_bytes(facts: ModelFacts, layout: ParallelLayout, tokens: int) -> int:
     """Return the bytes of the fused experts' two workspaces and of the router's logits in float32.
 
     Shapes are [tokens, top k, max(intermediate, hidden)] and [tokens, top k, max(2 intermediate, hidden)] (vLLM 0.26

@@ -24,7 +24,7 @@ from quantmint.pipeline.serving.knobs.table import (
     table,
 )
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized
-from quantmint.pipeline.serving.plan import LaunchPlan, Layout, Reason
+from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout, Reason
 from quantmint.pipeline.serving.planning.attention import (
     attention_backend,
     backend_limits,
@@ -209,7 +209,7 @@ def _workload_length(facts: ModelFacts, profile: Profile) -> int:
     return min(profile.longest + max(16, profile.longest // 16), facts.context) if profile.longest else 0
 
 
-def _warnings(draft: LaunchDraft, layout: Layout) -> Iterator[str]:
+def _warnings(draft: LaunchDraft, layout: ParallelLayout) -> Iterator[str]:
     """Yield what a user must know before starting the launch, one sentence each, the most important first."""
     facts, accelerator = draft.facts, draft.target.accelerator
     yield from accelerators.cautions(
@@ -237,7 +237,7 @@ def _warnings(draft: LaunchDraft, layout: Layout) -> Iterator[str]:
         yield f"vLLM {draft.request.vllm_version} is newer than the tables of this plan, which end at {NEWEST_READ}"
 
 
-def _memory_warnings(draft: LaunchDraft, layout: Layout) -> Iterator[str]:
+def _memory_warnings(draft: LaunchDraft, layout: ParallelLayout) -> Iterator[str]:
     facts, accelerator = draft.facts, draft.target.accelerator
     if facts.attention == "mha" and 0 < facts.kv_heads < layout.tensor:
         yield (

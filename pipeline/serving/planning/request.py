@@ -13,8 +13,8 @@ from typing import Literal
 
 from quantmint.pipeline.recipe.schema import Speculative
 from quantmint.pipeline.serving.model.facts import ModelFacts
-from quantmint.pipeline.serving.plan import Layout
-from quantmint.pipeline.serving.planning.target import Profile, Target
+from quantmint.pipeline.serving.plan import ParallelLayout
+from quantmint.pipeline.serving.planning.target import Profile, ServingTarget
 
 Purpose = Literal["serve", "measure", "tune"]
 """Serve users; measure one side of a comparison; or serve users while knobs are measured."""
@@ -37,13 +37,13 @@ class ServingRequest:
 
     model: str | Path
     facts: ModelFacts
-    target: Target
+    target: ServingTarget
     profile: Profile
     vllm_version: str
     purpose: Purpose = "serve"
     overrides: Mapping[str, str | bool] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     speculative: Speculative | None = None
-    layout: Layout | None = None
+    layout: ParallelLayout | None = None
     kv_cache_dtype: KvCacheDtype | None = None
     served_model_name: str = "model"
     trust_remote_code: bool = False

@@ -8,7 +8,7 @@ from dataclasses import replace
 from quantmint.eval.report.numbers import size
 from quantmint.pipeline.base import hardware as accelerators
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.serving.plan import Layout, Memory
+from quantmint.pipeline.serving.plan import Memory, ParallelLayout
 from quantmint.pipeline.serving.planning.attention import reads_fp8_cache
 from quantmint.pipeline.serving.planning.draft import LaunchDraft
 from quantmint.pipeline.serving.planning.layout import choose_layout, layout_words, split_faults
@@ -19,7 +19,7 @@ def shortfall(draft: LaunchDraft) -> UserError:
     target = f"{draft.target} ({draft.target.accelerator.title})"
     best = _roomiest_layout(draft)
     if best is None:
-        faults = split_faults(draft.facts, Layout(draft.target.gpus))
+        faults = split_faults(draft.facts, ParallelLayout(draft.target.gpus))
         message, kv_tokens = f"the model cannot be split over {target}: {'; '.join(faults)}", 0
     else:
         layout, memory = best
@@ -30,7 +30,7 @@ def shortfall(draft: LaunchDraft) -> UserError:
     return UserError(message, hint=hint)
 
 
-def _memory_words(draft: LaunchDraft, target: str, layout: Layout, memory: Memory) -> str:
+def _memory_words(draft: LaunchDraft, target: str, layout: ParallelLayout, memory: Memory) -> str:
     device = "the process" if draft.target.accelerator.kind == "cpu" else "each accelerator"
     needed = memory.kv_bytes_per_token * draft.max_model_len
     return (
@@ -42,13 +42,13 @@ def _memory_words(draft: LaunchDraft, target: str, layout: Layout, memory: Memor
     )
 
 
-def _roomiest_layout(draft: LaunchDraft) -> tuple[Layout, Memory] | None:
+def _roomiest_layout(draft: LaunchDraft) -> tuple[ParallelLayout, Memory] | None:
     """Return the layout over all accelerators that leaves the most KV cache, with its memory; None if none splits."""
     gpus, nodes = draft.target.gpus, draft.target.nodes
     sizes = [tensor for tensor in range(1, gpus + 1) if gpus % tensor == 0]
-    layouts = [Layout(tensor, gpus // tensor * nodes, nodes=nodes) for tensor in sizes]
+    layouts = [ParallelLayout(tensor, gpus // tensor * nodes, nodes=nodes) for tensor in sizes]
     if draft.facts.experts and gpus * nodes > 1:
-        layouts += [Layout(tensor, data=gpus // tensor * nodes, expert=True, nodes=nodes) for tensor in sizes]
+        layouts += [ParallelLayout(tensor, data=gpus // tensor * nodes, expert=True, nodes=nodes) for tensor in sizes]
     possible = [(layout, draft.memory(layout)) for layout in layouts if not split_faults(draft.facts, layout)]
     # When no layout leaves a cache, a reader expects to see the largest tensor parallelism.
     return max(possible, key=lambda pair: (max(0, pair[1].kv_cache), pair[0].tensor), default=None)

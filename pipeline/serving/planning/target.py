@@ -22,7 +22,7 @@ _FORM = re.compile(r"(?P<name>[a-z0-9_.-]+)(?::(?P<gpus>\d+)(?:x(?P<nodes>\d+))?
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServingTarget:
     """``nodes`` machines with ``gpus`` accelerators each. ``hbm_bytes`` is measured, or None for the table's."""
 
     hardware: str
@@ -44,7 +44,7 @@ class Target:
         return f"{self.hardware}:{self.gpus}" + (f"x{self.nodes}" if self.nodes > 1 else "")
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> ServingTarget:
     """Read ``mi300x:8``, ``mi300x:16`` (two nodes), ``mi300x:4x2``, ``cpu``. UserError says what is wrong with it."""
     found = _FORM.fullmatch(text.strip())
     if found is None:
@@ -60,10 +60,10 @@ def parse_target(text: str) -> Target:
                 hint=f"{name}:GPUSxNODES says how many each node has",
             )
         gpus, nodes = most, gpus // most
-    return checked(Target(name, gpus, nodes))
+    return checked(ServingTarget(name, gpus, nodes))
 
 
-def checked(target: Target) -> Target:
+def checked(target: ServingTarget) -> ServingTarget:
     """The same target; UserError for more accelerators than a node has, or for none."""
     row = target.accelerator
     if row.kind == "cpu" and (target.gpus, target.nodes) != (1, 1):

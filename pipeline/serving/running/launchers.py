@@ -25,7 +25,15 @@ from quantmint.pipeline.serving.environment import parse_version
 from quantmint.pipeline.serving.plan import LaunchPlan, Process
 from quantmint.pipeline.serving.render.docker import docker_run
 from quantmint.pipeline.serving.render.invocation import image_of
-from quantmint.pipeline.serving.running.server import HOST, Deployment, Say, Server, on_node, require_model, starting
+from quantmint.pipeline.serving.running.server import (
+    HOST,
+    Deployment,
+    RunningServer,
+    Say,
+    on_node,
+    require_model,
+    starting,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +77,7 @@ class LocalLauncher(Launcher):
     executable: Path | str
 
     @contextmanager
-    def launch(self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0) -> Iterator[Server]:
+    def launch(self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0) -> Iterator[RunningServer]:
         """One server on any free port while the block runs, its log in ``log_path``; raises what `deploy` does."""
         with self.starting(plan, log_path, startup_timeout=startup_timeout) as ready:
             yield ready()
@@ -77,7 +85,7 @@ class LocalLauncher(Launcher):
     @contextmanager
     def starting(
         self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0, say: Say = lambda _: None
-    ) -> Iterator[Callable[[], Server]]:
+    ) -> Iterator[Callable[[], RunningServer]]:
         """As `launch`, for a block that has something to do until it calls, once, for the server that answers."""
         require_model(plan)
         process = Process(0, "server", 0, (), None, {}, plan.argv)
@@ -226,7 +234,7 @@ class EndpointLauncher:
 
         Raises ServingError where nobody answers, or another model does.
         """
-        server = Server(plan.served_model_name, self.url, None, 0.0)
+        server = RunningServer(plan.served_model_name, self.url, None, 0.0)
         server.get("/health")
         yield _Attached([replace(server, model_name=_name(server, plan, say))], [])
 
@@ -255,7 +263,7 @@ def endpoint_url(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-def _name(server: Server, plan: LaunchPlan, say: Say) -> str:
+def _name(server: RunningServer, plan: LaunchPlan, say: Say) -> str:
     """What the server calls our model, found by its name, else by its folder; what cannot be proven of it is said.
 
     ServingError where it has another.

@@ -24,8 +24,8 @@ from quantmint.eval.measurements import CellResult
 from quantmint.eval.workloads import Cell
 from quantmint.pipeline.base.processes import run_logged
 from quantmint.pipeline.serving.environment import VllmEnvironment
-from quantmint.pipeline.serving.running.sensors import Reading, Sensor
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.sensors import Sensor, SensorReading
+from quantmint.pipeline.serving.running.server import RunningServer
 
 CLIENT_ENV = {
     **{"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"},
@@ -41,7 +41,7 @@ _LEAST_TEXT = 0.05  # characters a token: what has fewer repeats a token that st
 def run_cell(
     vllm: VllmEnvironment,
     cell: Cell,
-    server: Server,
+    server: RunningServer,
     *,
     model: Path,
     folder: Path,
@@ -71,7 +71,7 @@ def run_cell(
     return load_generator.read(path, cell, gpus=gpus, log=log)
 
 
-def discard(server: Server, cell: Cell, model: Path, seed: int) -> None:
+def discard(server: RunningServer, cell: Cell, model: Path, seed: int) -> None:
     """Have a server answer prompts that no measured one begins like, as many at a time as the cell has.
 
     Kernels are chosen, memory is laid out and clocks are up before anything counts. `MeasurementError` where the
@@ -101,11 +101,11 @@ def discard(server: Server, cell: Cell, model: Path, seed: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LoadSamples:
     """What was seen while the measured requests ran; `client_cpu` and `server_cpu` are shares of one core, over all of
     that time, of the client's event loop and the busiest API server's."""
 
-    readings: tuple[Reading, ...]
+    readings: tuple[SensorReading, ...]
     client_cpu: float | None
     server_cpu: float | None = None
 
@@ -121,9 +121,9 @@ class LoadWatch:
         self._pid: int | None = None
         self._log_from = 0  # the byte at which the run's lines begin
         self._began: float | None = None
-        self._client: dict[int, list[Used]] = {}
-        self._loops: dict[int, list[Used]] = {}
-        self._readings: list[tuple[float, Reading]] = []
+        self._client: dict[int, list[CpuSample]] = {}
+        self._loops: dict[int, list[CpuSample]] = {}
+        self._readings: list[tuple[float, SensorReading]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="load watch", daemon=True)
 
@@ -140,13 +140,13 @@ class LoadWatch:
         self._over.set()
         self._thread.join()
 
-    def seen(self, duration: float) -> Seen:
+    def seen(self, duration: float) -> LoadSamples:
         """What falls into the measured run, which took so many seconds. Nothing where its beginning was not seen."""
         if self._began is None:
-            return Seen((), None)
+            return LoadSamples((), None)
         end = self._began + duration - TICK_S  # the beginning was seen up to a tick late
         readings = tuple(reading for at, reading in self._readings if at <= end)
-        return Seen(readings, _busiest(self._client, end), _busiest(self._loops, end))
+        return LoadSamples(readings, _busiest(self._client, end), _busiest(self._loops, end))
 
     def _look(self) -> None:
         ticks = 0
@@ -159,7 +159,7 @@ class LoadWatch:
                 (self._server, (), self._loops),
             ):
                 for pid, used in ({} if above is None else event_loops(above, words)).items():
-                    looks.setdefault(pid, []).append(Used(time.monotonic(), used))
+                    looks.setdefault(pid, []).append(CpuSample(time.monotonic(), used))
             if self._sensor is not None and ticks % _MACHINE_EVERY == 0:
                 at, reading = time.monotonic(), self._sensor()
                 self._readings += [] if reading is None else [(at, reading)]
@@ -172,7 +172,7 @@ class LoadWatch:
         return False
 
 
-class Used(NamedTuple):
+class CpuSample(NamedTuple):
     """CPU seconds used up to a moment of the monotonic clock."""
 
     at: float
@@ -201,7 +201,7 @@ def event_loops(pid: int, words: Sequence[str] = ()) -> Mapping[int, float]:
     return found
 
 
-def _busiest(loops: Mapping[int, Sequence[Used]], end: float) -> float | None:
+def _busiest(loops: Mapping[int, Sequence[CpuSample]], end: float) -> float | None:
     """The largest share of a core that one of them used until then; None for fewer than two looks at each.
 
     What was there for less than half of the time, a helper that a process starts, held up nobody for long.

@@ -22,7 +22,7 @@ from quantmint.pipeline.recipe.modules import declared_quantization
 from quantmint.pipeline.serving.plan import LaunchPlan
 
 
-class Finding(NamedTuple):
+class LogFinding(NamedTuple):
     """A line of the log that changes what a number means."""
 
     level: Literal["invalid", "caution"]
@@ -41,18 +41,18 @@ class LogScan:
     kv_cache_dtype: str | None
     kv_tokens: int | None
     concurrency: float | None
-    findings: tuple[Finding, ...]
+    findings: tuple[LogFinding, ...]
     attention_backends: tuple[str, ...] = ()
     max_num_batched_tokens: int | None = None
     cudagraph_mode: str | None = None
 
     @property
-    def invalid(self) -> tuple[Finding, ...]:
+    def invalid(self) -> tuple[LogFinding, ...]:
         """What makes the measurement void."""
         return tuple(finding for finding in self.findings if finding.level == "invalid")
 
     @property
-    def cautions(self) -> tuple[Finding, ...]:
+    def cautions(self) -> tuple[LogFinding, ...]:
         """What the report must say."""
         return tuple(finding for finding in self.findings if finding.level == "caution")
 
@@ -77,8 +77,8 @@ def scan_log(log: str) -> LogScan:
     )
 
 
-def _findings(log: str) -> tuple[Finding, ...]:
-    findings: dict[tuple[str, str], Finding] = {}
+def _findings(log: str) -> tuple[LogFinding, ...]:
+    findings: dict[tuple[str, str], LogFinding] = {}
     for row in beside(__file__, "log_patterns.yaml")["findings"]:
         for found in re.finditer(row["pattern"], log):
             key = (row["pattern"], found["what"] if row.get("each") else "")
@@ -86,7 +86,7 @@ def _findings(log: str) -> tuple[Finding, ...]:
                 start = log.rfind("\n", 0, found.start()) + 1
                 end = log.find("\n", found.end())
                 line = log[start : len(log) if end < 0 else end].strip()
-                findings[key] = Finding(row["level"], row["why"], line)
+                findings[key] = LogFinding(row["level"], row["why"], line)
             if not row.get("each"):
                 break
     return tuple(findings.values())
@@ -152,34 +152,36 @@ _TOLERANCE = 0.10
 """Relative; a prediction of memory that is off by less is as good as it gets."""
 
 
-def broken_promises(plan: LaunchPlan, scan: LogScan, *, quantization: str | None = None) -> Iterator[Finding]:
+def broken_promises(plan: LaunchPlan, scan: LogScan, *, quantization: str | None = None) -> Iterator[LogFinding]:
     """Each promise that the log contradicts; "invalid" ones make a measurement one of another checkpoint."""
     dtype = plan.option("--kv-cache-dtype")
     if dtype is not None and dtype.startswith("fp8") and not (scan.kv_cache_dtype or dtype).startswith("fp8"):
-        yield Finding("invalid", "the KV cache is not FP8", _both(dtype, scan.kv_cache_dtype))
+        yield LogFinding("invalid", "the KV cache is not FP8", _both(dtype, scan.kv_cache_dtype))
     if quantization is not None and scan.quantization == "None":
-        yield Finding("invalid", "vLLM took the checkpoint for one that is not quantized", _both(quantization, "none"))
+        yield LogFinding(
+            "invalid", "vLLM took the checkpoint for one that is not quantized", _both(quantization, "none")
+        )
     backend, seen = plan.attention_backend, scan.attention_backends
     logged = bool(seen) or scan.vllm_version is not None  # else there is no log, and nothing to miss in it
     if backend is not None and backend not in seen and logged:
         told = ", ".join(seen) or "none that the log names"
-        yield Finding("caution", "the attention backend of the plan is not the one that runs", _both(backend, told))
+        yield LogFinding("caution", "the attention backend of the plan is not the one that runs", _both(backend, told))
     named = [*seen, *scan.kernels]
     if plan.env.get("VLLM_ROCM_USE_AITER") == "1" and named and not any("aiter" in name.lower() for name in named):
-        yield Finding("caution", "AITER is on in the plan, but no kernel is AITER's", f"seen: {', '.join(named)}")
+        yield LogFinding("caution", "AITER is on in the plan, but no kernel is AITER's", f"seen: {', '.join(named)}")
     batched = plan.option("--max-num-batched-tokens")
     if batched is not None and scan.max_num_batched_tokens not in {None, int(batched)}:
         values = _both(batched, scan.max_num_batched_tokens)
-        yield Finding("caution", "vLLM changed how many tokens a step takes", values)
+        yield LogFinding("caution", "vLLM changed how many tokens a step takes", values)
     graphs = json.loads(plan.option("--compilation-config") or "{}").get("cudagraph_mode")
     if graphs is not None and scan.cudagraph_mode not in {None, graphs}:
         values = _both(graphs, scan.cudagraph_mode)
-        yield Finding("caution", "the graph mode of the plan is not the one that runs", values)
+        yield LogFinding("caution", "the graph mode of the plan is not the one that runs", values)
     if plan.memory is not None and plan.memory.kv_tokens and scan.kv_tokens is not None:
         change = scan.kv_tokens / plan.memory.kv_tokens - 1
         if abs(change) > _TOLERANCE:
             values = _both(f"{plan.memory.kv_tokens:,} tokens", f"{scan.kv_tokens:,} ({change:+.0%})")
-            yield Finding("caution", "the KV cache has not the size that was predicted", values)
+            yield LogFinding("caution", "the KV cache has not the size that was predicted", values)
 
 
 def checkpoint_quantization(folder: Path) -> str | None:

@@ -41,7 +41,7 @@ _SLOWDOWNS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class SensorReading:
     """One look at all accelerators of a server, empty or None where nothing tells.
 
     `temperature_c` is the hottest, `power_w` that of all together. `throttled` names what slows them down right now;
@@ -55,11 +55,11 @@ class Reading:
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
-Sensor = Callable[[], Reading | None]
+Sensor = Callable[[], SensorReading | None]
 """The state now, for a look about once a second; None where it cannot be read."""
 
 
-def summary(cells: Sequence[Sequence[Reading]]) -> Machine:
+def summary(cells: Sequence[Sequence[SensorReading]]) -> Machine:
     """A launch's state from the readings of each of its cells, taken while the load was on."""
     readings = [reading for cell in cells for reading in cell]
     clocks = sorted(clock for reading in readings for clock in reading.clocks_mhz)
@@ -101,7 +101,7 @@ def amd_sensor(machine: host.Machine, gpus: int) -> Sensor | None:
     return partial(read_amd, machine, tuple(folders)) if folders else None
 
 
-def read_amd(machine: host.Machine, devices: Sequence[Path]) -> Reading | None:
+def read_amd(machine: host.Machine, devices: Sequence[Path]) -> SensorReading | None:
     """The state of devices by their folders on the bus."""
     clocks, temperatures, powers = [], [], []
     counters: dict[str, int] = {}
@@ -119,7 +119,7 @@ def read_amd(machine: host.Machine, devices: Sequence[Path]) -> Reading | None:
             counters[name] = counters.get(name, 0) + count
     if not clocks and not temperatures and not powers and not counters:
         return None
-    return Reading(
+    return SensorReading(
         clocks_mhz=tuple(clocks),
         temperature_c=max(temperatures, default=None),
         power_w=sum(powers) if powers else None,
@@ -139,7 +139,7 @@ def _limiters(device: Path) -> dict[str, int]:
     return {name: count for name, count in counts if name is not None and count != unknown}
 
 
-def read_nvidia(machine: host.Machine, uuids: Sequence[str]) -> Reading | None:
+def read_nvidia(machine: host.Machine, uuids: Sequence[str]) -> SensorReading | None:
     """The state of GPUs by UUID."""
     rows = nvidia_smi(machine, _FIELDS, "-i", ",".join(uuids))
     if not rows:
@@ -149,7 +149,7 @@ def read_nvidia(machine: host.Machine, uuids: Sequence[str]) -> Reading | None:
     bits = 0
     for row in rows:
         bits |= int(row[3], 16) if row[3].startswith("0x") else 0
-    return Reading(
+    return SensorReading(
         clocks_mhz=tuple(clocks),
         temperature_c=max(temperatures, default=None),
         power_w=sum(powers) if powers else None,
@@ -157,9 +157,9 @@ def read_nvidia(machine: host.Machine, uuids: Sequence[str]) -> Reading | None:
     )
 
 
-def read_cpu() -> Reading | None:
+def read_cpu() -> SensorReading | None:
     """The clocks of all cores; a virtual machine has its nominal clock at most."""
     import psutil
 
     clocks = tuple(core.current for core in psutil.cpu_freq(percpu=True) or ())
-    return Reading(clocks_mhz=clocks) if clocks else None
+    return SensorReading(clocks_mhz=clocks) if clocks else None

@@ -29,7 +29,7 @@ _SHOWN = 300  # characters of a refusal that an error quotes
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class RunningServer:
     """A server that answered. `started_seconds` is the time from its start to the first healthy answer.
 
     `base_url` is its address without a path of the API: ``http://127.0.0.1:PORT``. A server that somebody else started
@@ -98,7 +98,7 @@ _HEARTBEAT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RunningProcess:
     """A process that runs; ``title`` is what messages call it."""
 
     title: str
@@ -124,7 +124,7 @@ class Deployment:
 
     poll_s = _POLL_S
 
-    def __init__(self, servers: Sequence[Server], members: Sequence[Member]) -> None:
+    def __init__(self, servers: Sequence[RunningServer], members: Sequence[RunningProcess]) -> None:
         self.servers = tuple(servers)
         self.members = tuple(members)
 
@@ -181,7 +181,7 @@ def starting(
     without a port gets a free one. Raises `ServingError` where one ends or does not answer within
     ``startup_timeout`` seconds, `UserError` where a port is not free.
     """
-    members: list[Member] = []
+    members: list[RunningProcess] = []
     try:
         with ExitStack() as ports:
             held = [
@@ -192,7 +192,7 @@ def starting(
 
             def begin(wave: Sequence[Process]) -> float:
                 began = time.monotonic()
-                members.extend(Member(_title(one, held), start(one, one.port), one.port) for one in wave)
+                members.extend(RunningProcess(_title(one, held), start(one, one.port), one.port) for one in wave)
                 return began
 
             began = begin(first)
@@ -238,12 +238,17 @@ def taken(port: int) -> UserError:
 
 
 def _ready(
-    plan: LaunchPlan, members: Sequence[Member], before: Sequence[Server], began: float, timeout: float, say: Say
-) -> list[Server]:
+    plan: LaunchPlan,
+    members: Sequence[RunningProcess],
+    before: Sequence[RunningServer],
+    began: float,
+    timeout: float,
+    say: Say,
+) -> list[RunningServer]:
     """Servers ``before``, which answer already, and after them those of the other members once they do."""
     waiting = [member for member in members if member.port is not None][len(before) :]
     several = plan.layout.packed > 1 or len(waiting) > 1
-    ready: dict[int, Server] = {}
+    ready: dict[int, RunningServer] = {}
     told = began
     while waiting:
         for member in members:
@@ -251,7 +256,7 @@ def _ready(
         for member in [member for member in waiting if _healthy(plan, member)]:
             waiting.remove(member)
             assert member.port is not None  # noqa: S101 - only such wait
-            server = Server(
+            server = RunningServer(
                 plan.served_model_name,
                 f"http://{HOST}:{member.port}",
                 member.child.log_path,
@@ -277,7 +282,7 @@ def _ready(
     return [*before, *(ready[member.port] for member in members if member.port in ready)]
 
 
-def _healthy(plan: LaunchPlan, member: Member) -> bool:
+def _healthy(plan: LaunchPlan, member: RunningProcess) -> bool:
     address = f"http://{HOST}:{member.port}"
     try:
         status, _ = fetch(address, "/health", timeout=5)

@@ -22,7 +22,7 @@ from quantmint.pipeline.base.processes import run_logged
 from quantmint.pipeline.base.progress import Reporter
 from quantmint.pipeline.serving.model.facts import ModelFacts
 from quantmint.pipeline.serving.plan import LaunchPlan
-from quantmint.pipeline.serving.tuning.space import Axis, Subject
+from quantmint.pipeline.serving.tuning.space import Axis, TuningSubject
 from quantmint.pipeline.serving.tuning.trials import Budget
 from quantmint.pipeline.store.disk import sha256_of
 from quantmint.pipeline.store.tree import Store
@@ -77,7 +77,7 @@ def shapes(facts: ModelFacts, ranks: int) -> list[tuple[int, int]]:
 
 
 def tune_gemms(
-    asked: Gemms, subject: Subject, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool
+    asked: Gemms, subject: TuningSubject, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool
 ) -> Axis:
     """Have AITER tune into ``out``/aiter, once; what a sweep may then try.
 
@@ -103,7 +103,7 @@ def tune_gemms(
     return Axis(asked.variable, (str(kept),))
 
 
-def _run(asked: Gemms, subject: Subject, store: Store, budget: Budget, folder: Path, tuned: Path) -> None:
+def _run(asked: Gemms, subject: TuningSubject, store: Store, budget: Budget, folder: Path, tuned: Path) -> None:
     shapes = folder / "untuned.csv"
     shapes.write_text("\n".join(asked.lines) + "\n", encoding="utf-8")
     python = str(subject.vllm.python)

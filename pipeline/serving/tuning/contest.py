@@ -14,7 +14,7 @@ from statistics import median
 
 from quantmint.eval.statistics.ranks import fewest_launches, rank_test, ratio_interval
 from quantmint.pipeline.base.canonical import fingerprint
-from quantmint.pipeline.serving.tuning.space import BASE, Point, Trial
+from quantmint.pipeline.serving.tuning.space import BASE, Point, SweepTrial
 
 ALPHA = 0.05
 """The chance that a sweep recommends a plan that is no better than the base plan."""
@@ -38,12 +38,12 @@ class Contest:
         """
         return fingerprint([[list(change) for change in point] for point in self.points])
 
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[SweepTrial]:
         """Every launch in order: in turns, forwards or backwards as `eval.measurements.order` has it, against drift."""
         name = self.id
         plans = (BASE, *self.points)
         turns = (plans[::-1] if turn.bit_count() % 2 else plans for turn in range(self.launches))
-        return [Trial(point, turn, name) for turn, points in enumerate(turns) for point in points]
+        return [SweepTrial(point, turn, name) for turn, points in enumerate(turns) for point in points]
 
 
 def contest_of(points: Sequence[Point], launches: int | None) -> Contest:

@@ -11,9 +11,9 @@ from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import ServingError, UserError
 from quantmint.pipeline.base.progress import Reporter
 from quantmint.pipeline.serving.tuning.contest import Contest, contest_of
-from quantmint.pipeline.serving.tuning.space import BASE, STAGE, Point, Trial, label
-from quantmint.pipeline.serving.tuning.sweep import Sweep, planned
-from quantmint.pipeline.serving.tuning.trials import STARTUP_TIMEOUT_S, Budget, Outcome, OutOfTimeError, once
+from quantmint.pipeline.serving.tuning.space import BASE, STAGE, Point, SweepTrial, label
+from quantmint.pipeline.serving.tuning.sweep import KnobSweep, planned
+from quantmint.pipeline.serving.tuning.trials import STARTUP_TIMEOUT_S, Budget, OutOfTimeError, TrialResult, once
 from quantmint.pipeline.store.entries import Entry
 from quantmint.pipeline.store.tree import Store
 
@@ -21,7 +21,7 @@ _PROOF = 2 * contest_of([BASE], None).launches
 """Launches of the smallest contest, which a budget keeps back while values are screened."""
 
 
-def run_sweep(sweep: Sweep, store: Store, budget: Budget, reporter: Reporter, *, redo: bool = False) -> None:
+def run_sweep(sweep: KnobSweep, store: Store, budget: Budget, reporter: Reporter, *, redo: bool = False) -> None:
     """Fill ``sweep``; ``redo`` measures what the store has again. ServingError where the base plan does not serve."""
     runner = _Runner(sweep, store, budget, reporter, redo)
     *wanted, closing = planned(sweep.design)
@@ -36,19 +36,19 @@ def run_sweep(sweep: Sweep, store: Store, budget: Budget, reporter: Reporter, *,
     # A base plan that breaks a limit is no rival: what keeps it needs no proof, and the winners are measured once.
     elif complete and sweep.design.mode == "one-at-a-time" and len(winner := sweep.winners()) > 1:
         points.append(winner)
-        runner.through([Trial(winner, run) for run in range(sweep.design.repeat)], reserve=0)
+        runner.through([SweepTrial(winner, run) for run in range(sweep.design.repeat)], reserve=0)
     met = {trial.point for trial in sweep.outcomes} | set(sweep.refused)
     sweep.not_tried += [point for point in dict.fromkeys(points) if point not in met]
 
 
 class _Runner:
-    def __init__(self, sweep: Sweep, store: Store, budget: Budget, reporter: Reporter, redo: bool) -> None:
+    def __init__(self, sweep: KnobSweep, store: Store, budget: Budget, reporter: Reporter, redo: bool) -> None:
         self.sweep, self.store, self.budget, self.reporter, self.redo = sweep, store, budget, reporter, redo
         self.id = sweep.id
         self.total = len(planned(sweep.design))
         self.number = 0
 
-    def through(self, wanted: Iterable[Trial], *, reserve: int) -> bool:
+    def through(self, wanted: Iterable[SweepTrial], *, reserve: int) -> bool:
         """Run trials until one is not affordable with ``reserve`` more after it; whether all were run."""
         return all(
             trial in self.sweep.outcomes or trial.point in self.sweep.refused or self._one(trial, reserve)
@@ -77,10 +77,10 @@ class _Runner:
             return False
         return True
 
-    def _entry(self, trial: Trial) -> Entry | None:
+    def _entry(self, trial: SweepTrial) -> Entry | None:
         return self.store.find(STAGE, self.sweep.subject.fingerprint(trial))
 
-    def _one(self, trial: Trial, reserve: int) -> bool:
+    def _one(self, trial: SweepTrial, reserve: int) -> bool:
         if trial.contest:
             name = f"{label(trial.point)}, turn {trial.run + 1}"
         else:
@@ -98,7 +98,7 @@ class _Runner:
         payload = self.sweep.subject.payload(trial)
         entry = self.store.find(STAGE, fingerprint(payload))
         if entry is not None and not self.redo:
-            known = Outcome.from_json(entry.record.result)
+            known = TrialResult.from_json(entry.record.result)
             if known.sweep == self.id:
                 self.budget.earlier += known.seconds
             self._keep(trial, known)
@@ -113,7 +113,7 @@ class _Runner:
         outcomes = self.sweep.outcomes.items()
         base_start = next((done.started_seconds for one, done in outcomes if one.point == BASE), None)
 
-        def check(outcome: Outcome, _: Path) -> None:
+        def check(outcome: TrialResult, _: Path) -> None:
             if trial.point == BASE and outcome.status != "ok":
                 why = f"the base plan cannot be measured, and everything is compared with it: {outcome.why}"
                 raise ServingError(why, hint=outcome.fix)
@@ -123,7 +123,7 @@ class _Runner:
         try:
             subject, reporter = self.sweep.subject, self.reporter
             told, _ = once(subject, self.store, payload, lambda _: plan, check, progress=reporter, **how)
-            outcome = Outcome.from_json(told)
+            outcome = TrialResult.from_json(told)
         except OutOfTimeError:
             self._stop(f"the budget ended during {name}, which does not count")
             return False
@@ -133,7 +133,7 @@ class _Runner:
         self.reporter.finished(name, self.number, self.total, outcome.seconds, summary(outcome))
         return True
 
-    def _keep(self, trial: Trial, outcome: Outcome) -> None:
+    def _keep(self, trial: SweepTrial, outcome: TrialResult) -> None:
         self.sweep.outcomes[trial] = outcome
         if outcome.status != "failed":
             self.budget.longest = max(self.budget.longest, outcome.seconds)
@@ -149,7 +149,7 @@ class _Runner:
         self.sweep.out_of_time = True
 
 
-def summary(outcome: Outcome) -> str:
+def summary(outcome: TrialResult) -> str:
     """One line about a trial."""
     if outcome.status != "ok":
         return f"{outcome.status}: {outcome.why}"

@@ -26,7 +26,7 @@ from quantmint.pipeline.serving.tuning.space import (
     gated,
     label,
 )
-from quantmint.pipeline.serving.tuning.sweep import Objective, Sweep, frontier
+from quantmint.pipeline.serving.tuning.sweep import KnobSweep, Objective, frontier
 from quantmint.pipeline.serving.tuning.trials import Budget
 from quantmint.pipeline.store.disk import write_atomic
 
@@ -40,7 +40,9 @@ the sentences about what these could not tell apart.
 """
 
 
-def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, Any], tunableop: str | None) -> Report:
+def report(
+    sweep: KnobSweep, budget: Budget, *, created: str, existing: dict[str, Any], tunableop: str | None
+) -> Report:
     """Gather everything. ``existing`` is the recipe's own serve section, ``tunableop`` the path that it shall name."""
     subject = sweep.subject
     base = subject.plan(BASE)
@@ -82,7 +84,7 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
     )
 
 
-def _points(sweep: Sweep) -> list[dict[str, Any]]:
+def _points(sweep: KnobSweep) -> list[dict[str, Any]]:
     measured = sweep.points()
     found = []
     for number, (point, runs) in enumerate(sweep.by_point().items()):
@@ -114,7 +116,7 @@ def _points(sweep: Sweep) -> list[dict[str, Any]]:
     return found
 
 
-def _verdict(sweep: Sweep, best: Point | None) -> str:
+def _verdict(sweep: KnobSweep, best: Point | None) -> str:
     limits = _limits(sweep.objective)
     if best is None:
         return f"No plan that was measured keeps {limits}." if limits else "Nothing could be measured."
@@ -146,7 +148,7 @@ def _launches(counts: tuple[int, int]) -> str:
     return f"{base} launches each" if base == point else f"{base} launches of the base plan and {point} of it"
 
 
-def _contest(sweep: Sweep, numbers: Mapping[Point, int]) -> list[dict[str, Any]]:
+def _contest(sweep: KnobSweep, numbers: Mapping[Point, int]) -> list[dict[str, Any]]:
     return [
         {
             "number": numbers[point],
@@ -162,7 +164,7 @@ def _contest(sweep: Sweep, numbers: Mapping[Point, int]) -> list[dict[str, Any]]
     ]
 
 
-def _undecided(sweep: Sweep, best: Point) -> Iterator[str]:
+def _undecided(sweep: KnobSweep, best: Point) -> Iterator[str]:
     """Sentences: what cannot be told apart from the recommendation, and what was launched in the screening alone."""
     standings = sweep.standings()
     for point in sweep.equals(best):
@@ -191,7 +193,7 @@ def _limits(objective: Objective) -> str:
     return " and ".join(limits)
 
 
-def _notes(sweep: Sweep) -> list[str]:
+def _notes(sweep: KnobSweep) -> list[str]:
     kind, layout, notes = sweep.subject.kind, sweep.subject.plan(BASE).layout, []
     if kind != "rocm":
         device = {"cpu": "a CPU", "cuda": "an NVIDIA GPU"}[kind]

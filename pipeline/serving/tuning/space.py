@@ -28,7 +28,7 @@ from quantmint.pipeline.serving.knobs.table import knob as knob_of
 from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
-from quantmint.pipeline.serving.planning.target import Target
+from quantmint.pipeline.serving.planning.target import ServingTarget
 
 Value: TypeAlias = "str | bool"
 Point: TypeAlias = tuple[tuple[str, Value], ...]
@@ -48,7 +48,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SweepTrial:
     """One launch of a point; ``run`` counts its repetitions from 0, in the screening or in a ``contest``."""
 
     point: Point
@@ -175,7 +175,7 @@ Planner: TypeAlias = Callable[[Mapping[str, Value]], LaunchPlan]
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class TunedKernels:
     """The files of a pass; ``shapes`` is how many operator shapes were tuned, by the number of the device."""
 
     folder: Path
@@ -184,7 +184,7 @@ class Tuned:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class TuningSubject:
     """A sweep's constants. ``digest`` is the SHA-256 of the checkpoint; ``machine`` says what is measured on."""
 
     name: str
@@ -196,7 +196,7 @@ class Subject:
     vllm: VllmEnvironment
     machine: Mapping[str, str]
     planner: Planner
-    tuned: Tuned | None = None
+    tuned: TunedKernels | None = None
 
     def plan(self, point: Point) -> LaunchPlan:
         """The launch of a point; UserError where the planner refuses it."""
@@ -211,7 +211,7 @@ class Subject:
         replicas = self.plan(()).layout.replicas
         return tuple(_share(cell, replicas) for cell in self.workload.cells)
 
-    def payload(self, trial: Trial) -> dict[str, object]:
+    def payload(self, trial: SweepTrial) -> dict[str, object]:
         """All that shapes a trial's figures, for its fingerprint: equal trials of other sweeps are found by it."""
         contest = {"contest": trial.contest} if trial.contest else {}
         return self.payload_of(self.plan(trial.point), run=trial.run, **contest)
@@ -235,7 +235,7 @@ class Subject:
             **more,
         }
 
-    def fingerprint(self, trial: Trial) -> str:
+    def fingerprint(self, trial: SweepTrial) -> str:
         """The name of a trial's entry in the store."""
         return fingerprint(self.payload(trial))
 
@@ -279,7 +279,7 @@ def planner(request: ServingRequest) -> Planner:
     return plan
 
 
-def machine_facts(target: Target, machine: Machine) -> dict[str, str]:
+def machine_facts(target: ServingTarget, machine: Machine) -> dict[str, str]:
     """CPU, cores that we may use, accelerators; UserError where this is not the target: a sweep measures."""
     facts = {"target": str(target), "cpu": cpu_name(machine), "cores": str(cores())}
     if target.accelerator.kind == "cpu":

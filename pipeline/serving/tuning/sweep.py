@@ -24,8 +24,8 @@ from quantmint.pipeline.serving.tuning.contest import (
     simplest,
     standings,
 )
-from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial
-from quantmint.pipeline.serving.tuning.trials import Outcome
+from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, SweepTrial, TuningSubject
+from quantmint.pipeline.serving.tuning.trials import TrialResult
 
 FIGURES = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "tpot_p50", "tpot_p99")
 """Fields of `CellResult` that a sweep looks at: tokens/s, and milliseconds."""
@@ -39,7 +39,7 @@ Figures: TypeAlias = Mapping[str, Mapping[str, float]]
 """A point's medians over its sound runs: figure by cell and name."""
 
 
-def figures(outcomes: Iterable[Outcome]) -> Figures | None:
+def figures(outcomes: Iterable[TrialResult]) -> Figures | None:
     """The medians of the sound outcomes; None where there is none."""
     sound = [outcome for outcome in outcomes if outcome.status == "ok"]
     if not sound:
@@ -113,10 +113,13 @@ class Design:
     launches: int | None = None
 
 
-def planned(design: Design) -> list[Trial]:
+def planned(design: Design) -> list[SweepTrial]:
     """Every trial of the screening. The base plan comes again at its end: its spread is the noise, drift included."""
     points = [BASE, *(combinations(design.axes) if design.mode == "grid" else singles(design.axes))]
-    return [*(Trial(point, run) for run in range(design.repeat) for point in points), Trial(BASE, design.repeat)]
+    return [
+        *(SweepTrial(point, run) for run in range(design.repeat) for point in points),
+        SweepTrial(BASE, design.repeat),
+    ]
 
 
 def singles(axes: Sequence[Axis]) -> list[Point]:
@@ -138,13 +141,13 @@ def grid_size(axes: Sequence[Axis]) -> int:
 
 
 @dataclass
-class Sweep:
+class KnobSweep:
     """A sweep as far as it got, and what it comes to; ``refused`` has what the planner would not plan, and why."""
 
-    subject: Subject
+    subject: TuningSubject
     design: Design
     objective: Objective
-    outcomes: dict[Trial, Outcome] = field(default_factory=dict)
+    outcomes: dict[SweepTrial, TrialResult] = field(default_factory=dict)
     refused: dict[Point, str] = field(default_factory=dict)
     not_tried: list[Point] = field(default_factory=list)
     out_of_time: bool = False
@@ -155,16 +158,16 @@ class Sweep:
         """What makes two runs the same sweep: all but its budget, its objective and the launches that decide."""
         return fingerprint(
             {
-                "base": self.subject.payload(Trial(BASE)),
+                "base": self.subject.payload(SweepTrial(BASE)),
                 "knobs": [[axis.knob, list(axis.values)] for axis in self.design.axes],
                 "mode": self.design.mode,
                 "repeat": self.design.repeat,
             }
         )
 
-    def by_point(self) -> dict[Point, list[Outcome]]:
+    def by_point(self) -> dict[Point, list[TrialResult]]:
         """Outcomes of each point, in the order in which points were first met."""
-        found: dict[Point, list[Outcome]] = {}
+        found: dict[Point, list[TrialResult]] = {}
         for trial, outcome in self.outcomes.items():
             found.setdefault(trial.point, []).append(outcome)
         return found

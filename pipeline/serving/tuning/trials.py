@@ -23,8 +23,8 @@ from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.running.launchers import LocalLauncher
 from quantmint.pipeline.serving.running.load import run_cell
 from quantmint.pipeline.serving.running.log import diagnose, scan_log
-from quantmint.pipeline.serving.running.server import Server
-from quantmint.pipeline.serving.tuning.space import BASE, TUNED_FILE, Subject, Tuned, with_tunableop
+from quantmint.pipeline.serving.running.server import RunningServer
+from quantmint.pipeline.serving.tuning.space import BASE, TUNED_FILE, TunedKernels, TuningSubject, with_tunableop
 from quantmint.pipeline.store.disk import sha256_of
 from quantmint.pipeline.store.tree import Store
 
@@ -74,7 +74,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Record):
+class TrialResult(Record):
     """One trial. ``seconds`` is its whole wall time, ``started_seconds`` until the server answered.
 
     ``status`` is "failed" where the server did not start or a request did not come back; "void" where the log says that
@@ -94,7 +94,7 @@ class Outcome(Record):
 
 
 def measure(
-    subject: Subject,
+    subject: TuningSubject,
     plan: LaunchPlan,
     folder: Path,
     *,
@@ -104,7 +104,7 @@ def measure(
     progress: Progress,
     startup_timeout: float = STARTUP_TIMEOUT_S,
     stop_grace: float = 15.0,
-) -> Outcome:
+) -> TrialResult:
     """Run a plan once; its cells' JSON and log stay in ``folder``. A failure is an outcome; raises `OutOfTimeError`."""
     began = time.monotonic()
     patience = startup_timeout if budget.left is None else max(1.0, min(startup_timeout, budget.left))
@@ -131,7 +131,7 @@ def measure(
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     (folder / SERVER_LOG).write_text(text, encoding="utf-8")  # a copy: whoever still writes must not reach an entry
     scan = scan_log(text)
-    outcome = Outcome(
+    outcome = TrialResult(
         status="ok",
         cells=cells,
         seconds=round(time.monotonic() - began, 3),
@@ -151,7 +151,7 @@ def measure(
     return outcome
 
 
-def _cause(server: Server, cell: Cell, log: Path) -> ServingError | None:
+def _cause(server: RunningServer, cell: Cell, log: Path) -> ServingError | None:
     """What ended the server, where it was the server that failed and not the load."""
     try:
         server.get("/health", timeout=10)
@@ -162,11 +162,11 @@ def _cause(server: Server, cell: Cell, log: Path) -> ServingError | None:
 
 
 def once(
-    subject: Subject,
+    subject: TuningSubject,
     store: Store,
     payload: dict[str, Any],
     plan: Callable[[Path], LaunchPlan],
-    check: Callable[[Outcome, Path], None],
+    check: Callable[[TrialResult, Path], None],
     *,
     progress: Progress,
     **how: Any,
@@ -194,7 +194,7 @@ FOLDER = "tunableop"
 STOP_GRACE_S = 120.0
 
 
-def read_tuned(folder: Path, devices: int) -> Tuned:
+def read_tuned(folder: Path, devices: int) -> TunedKernels:
     """Read the files of a pass over ``devices`` devices; StageError for one that PyTorch would not use."""
     shapes: dict[str, int] = {}
     digests = {}
@@ -208,10 +208,12 @@ def read_tuned(folder: Path, devices: int) -> Tuned:
             raise StageError(f"{path} has no tuned shape: PyTorch would not use it")
         shapes[str(device)] = len(tuned)
         digests[path.name] = sha256_of(path)
-    return Tuned(folder, fingerprint(digests), shapes)
+    return TunedKernels(folder, fingerprint(digests), shapes)
 
 
-def first_pass(subject: Subject, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool) -> Tuned:
+def first_pass(
+    subject: TuningSubject, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool
+) -> TunedKernels:
     """Tune the workload's matrix products into ``out``/tunableop. ServingError, StageError, `OutOfTimeError`."""
     layout = subject.plan(BASE).layout
     devices = layout.tensor * layout.pipeline
@@ -225,7 +227,7 @@ def first_pass(subject: Subject, store: Store, budget: Budget, reporter: Reporte
     else:
         budget.earlier += float(str(entry.record.result["seconds"]))
 
-    def check(outcome: Outcome, folder: Path) -> None:
+    def check(outcome: TrialResult, folder: Path) -> None:
         if outcome.status == "failed":
             raise ServingError(f"the TunableOp pass failed: {outcome.why}", hint=outcome.fix)
         read_tuned(folder, devices)

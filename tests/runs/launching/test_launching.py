@@ -25,7 +25,7 @@ from quantmint.pipeline.runs.serving import (
     version_of,
 )
 from quantmint.pipeline.serving.planning.request import ServingRequest
-from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
+from quantmint.pipeline.serving.planning.target import ServingTarget, parse_target, profile
 from quantmint.pipeline.stages.setting import SourceIdentity
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
@@ -111,8 +111,8 @@ def test_versions_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_targets() -> None:
     recipe = load_recipe("llama70b-fp8kv").recipe
-    assert target_for(None, recipe) == Target("mi300x", 8)
-    assert target_for("mi355x:16", recipe) == Target("mi355x", 8, 2)
+    assert target_for(None, recipe) == ServingTarget("mi300x", 8)
+    assert target_for("mi355x:16", recipe) == ServingTarget("mi355x", 8, 2)
     found = target_for("auto", recipe)
     assert found == target_for(None, None), "this machine"
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from quantmint.pipeline.serving.host.checks import LOOKS, checks, examine, preflight
+from quantmint.pipeline.serving.host.checks import CHECK_FUNCTIONS, checks, examine, preflight
 from quantmint.pipeline.serving.host.subject import look, script
 from quantmint.pipeline.serving.knobs.table import table
 from quantmint.pipeline.serving.model.facts import model_facts
-from quantmint.pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory
+from quantmint.pipeline.serving.plan import HostCheck, LaunchPlan, Memory, ParallelLayout
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
-from quantmint.pipeline.serving.planning.target import Target, parse_target, profile
+from quantmint.pipeline.serving.planning.target import ServingTarget, parse_target, profile
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, machine
 
@@ -30,7 +30,7 @@ def plan(*names: str, target: str = "mi300x:8", utilization: str = "0.92", **lay
         served_model_name="m",
         tensor_parallel_size=layout.get("tensor", 1),
         reasons=(),
-        layout=Layout(**layout),
+        layout=ParallelLayout(**layout),
         memory=Memory(192 * GIB, 0, 0, 0, 0, 0, 0, 0, 0.0),
         host=tuple(HostCheck(name, f"{name} as planned", "the plan's reason", "the plan's source") for name in names),
         target=target,
@@ -38,7 +38,7 @@ def plan(*names: str, target: str = "mi300x:8", utilization: str = "0.92", **lay
 
 
 def test_every_row_has_a_look_and_every_look_a_row():
-    assert set(checks()) == set(LOOKS)
+    assert set(checks()) == set(CHECK_FUNCTIONS)
     for check in checks().values():
         assert set(check.kinds) <= {"rocm", "cuda", "cpu"}
         assert check.kinds
@@ -122,15 +122,17 @@ def test_what_the_planner_demands_is_met_by_a_healthy_machine(tmp_path: Path, vl
 @pytest.mark.parametrize(
     ("layout", "target", "needed"),
     [
-        ({"tensor": 8}, "mi300x:8", Target("mi300x", 8, 1, 192 * GIB)),
-        ({"tensor": 2}, "mi300x:8", Target("mi300x", 2, 1, 192 * GIB)),
-        ({"tensor": 2, "replicas": 4}, "mi300x:8", Target("mi300x", 8, 1, 192 * GIB)),
-        ({"tensor": 8, "pipeline": 2, "nodes": 2}, "mi300x:16", Target("mi300x", 8, 2, 192 * GIB)),
-        ({"replicas": 4, "packed": 2}, "mi300x:2", Target("mi300x", 2, 1, 192 * GIB)),
-        ({}, "cpu", Target("cpu", 1)),
+        ({"tensor": 8}, "mi300x:8", ServingTarget("mi300x", 8, 1, 192 * GIB)),
+        ({"tensor": 2}, "mi300x:8", ServingTarget("mi300x", 2, 1, 192 * GIB)),
+        ({"tensor": 2, "replicas": 4}, "mi300x:8", ServingTarget("mi300x", 8, 1, 192 * GIB)),
+        ({"tensor": 8, "pipeline": 2, "nodes": 2}, "mi300x:16", ServingTarget("mi300x", 8, 2, 192 * GIB)),
+        ({"replicas": 4, "packed": 2}, "mi300x:2", ServingTarget("mi300x", 2, 1, 192 * GIB)),
+        ({}, "cpu", ServingTarget("cpu", 1)),
     ],
 )
-def test_what_a_plan_needs_of_a_node(tmp_path: Path, vllm: Path, layout: dict[str, int], target: str, needed: Target):
+def test_what_a_plan_needs_of_a_node(
+    tmp_path: Path, vllm: Path, layout: dict[str, int], target: str, needed: ServingTarget
+):
     from quantmint.pipeline.serving.host.subject import target_of
 
     assert target_of(plan(target=target, **layout)) == needed

@@ -10,7 +10,7 @@ import pytest
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.machine import Device
 from quantmint.pipeline.serving.host.detect import chosen, detect, device_here, visible_amd
-from quantmint.pipeline.serving.planning.target import Target
+from quantmint.pipeline.serving.planning.target import ServingTarget
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, KEPT, machine
 
@@ -19,7 +19,7 @@ H100 = "GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559, 551, 4\nGPU-bbbb-2, NVIDIA H10
 
 def test_eight_mi300x(tmp_path: Path):
     found = detect(machine(trees.instinct(tmp_path)))
-    assert found.target == Target("mi300x", 8, 1, 192 * GIB - KEPT)
+    assert found.target == ServingTarget("mi300x", 8, 1, 192 * GIB - KEPT)
     assert (found.compute_partition, found.memory_partition) == ("SPX", "NPS1")
     assert not found.partitioned
     assert [gpu.render for gpu in found.devices] == list(range(128, 136))
@@ -30,7 +30,7 @@ def test_eight_mi300x(tmp_path: Path):
 
 def test_eight_mi355x(tmp_path: Path):
     found = detect(machine(trees.mi355x(tmp_path)))
-    assert found.target == Target("mi355x", 8, 1, 288 * GIB - KEPT)
+    assert found.target == ServingTarget("mi355x", 8, 1, 288 * GIB - KEPT)
     assert {gpu.arch for gpu in found.devices} == {"gfx950"}
 
 
@@ -42,7 +42,7 @@ def test_a_partition_is_not_a_whole_gpu(tmp_path: Path):
     with pytest.raises(UserError, match="gpus is 64: AMD Instinct MI300X has 1 to 8 in a node"):
         _ = found.target
     some = detect(machine(tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"}))
-    assert some.target == Target("mi300x", 2, 1, (192 * GIB - KEPT) // 8)
+    assert some.target == ServingTarget("mi300x", 2, 1, (192 * GIB - KEPT) // 8)
     # The last seven of each card have no files of their own: those of the card's address are taken.
     assert None not in {gpu.device for gpu in found.devices}
     assert len({gpu.device.resolve() for gpu in found.devices if gpu.device}) == 8
@@ -106,7 +106,7 @@ def test_nothing_visible_is_an_error_and_not_a_cpu(tmp_path: Path):
 
 def test_nvidia_by_its_tool(tmp_path: Path):
     found = detect(machine(tmp_path, smi=H100))
-    assert found.target == Target("h100", 2, 1, 81008 << 20)
+    assert found.target == ServingTarget("h100", 2, 1, 81008 << 20)
     assert [used for _, used in found.memory] == [4 << 20, 70000 << 20]
     assert detect(machine(tmp_path, {"CUDA_VISIBLE_DEVICES": "GPU-bbbb"}, smi=H100)).gpus == 1
     assert detect(machine(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}, smi=H100)).hardware == "cpu"
@@ -114,13 +114,13 @@ def test_nvidia_by_its_tool(tmp_path: Path):
 
 def test_an_nvidia_gpu_without_a_row_is_a_cuda_gpu(tmp_path: Path):
     found = detect(machine(tmp_path, smi="GPU-c, NVIDIA GB10, [N/A], [N/A], [N/A]\n"))
-    assert found.target == Target("cuda", 1)
+    assert found.target == ServingTarget("cuda", 1)
     assert detect(machine(tmp_path, smi="NVIDIA-SMI has failed\n")).hardware == "cpu"
 
 
 def test_neither_is_a_cpu(tmp_path: Path):
     found = detect(machine(trees.healthy(tmp_path)))
-    assert found.target == Target("cpu")
+    assert found.target == ServingTarget("cpu")
     assert found.to_json()["hbm_bytes"] is None
 
 

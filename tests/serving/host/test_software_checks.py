@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.base.machine import run_command
-from quantmint.pipeline.serving.host.subject import Wanted, look
+from quantmint.pipeline.serving.host.subject import CheckpointNeeds, look
 from tests.serving.host import trees
 from tests.serving.host.trees import machine
 
-MX = Wanted("mxfp4", "fp8", "quark")
+MX = CheckpointNeeds("mxfp4", "fp8", "quark")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_quark_where_mx_is_emulated(tmp_path: Path, finding, vllm: Path):
     assert (seen.status, seen.found) == ("fail", "amd-quark is not there")
     assert seen.fix == f"{vllm.parent / 'python'} -m pip install amd-quark"
     assert finding("amd-quark", new, wanted=MX).status == "skipped"
-    assert finding("amd-quark", new, wanted=Wanted("mxfp4_fp8", "auto", "quark")).status == "fail"
+    assert finding("amd-quark", new, wanted=CheckpointNeeds("mxfp4_fp8", "auto", "quark")).status == "fail"
     there = machine(old.root, installed={"vllm": "0.32.0", "amd-quark": "0.13"})
     assert finding("amd-quark", there, wanted=MX).found == "amd-quark 0.13"
     assert finding("amd-quark", old).status == "skipped"
@@ -79,12 +79,12 @@ def test_quark_where_mx_is_emulated(tmp_path: Path, finding, vllm: Path):
 def test_what_does_not_load(tmp_path: Path, finding):
     box = machine(trees.healthy(tmp_path))  # AVX-512 without AMX
     assert finding("checkpoint", box).status == "skipped"
-    assert finding("checkpoint", box, wanted=Wanted("ptpc_fp8", "auto", "quark")).status == "ok"
-    assert finding("checkpoint", box, wanted=Wanted("ptpc_fp8", "fp8", "quark")).status == "warn"
+    assert finding("checkpoint", box, wanted=CheckpointNeeds("ptpc_fp8", "auto", "quark")).status == "ok"
+    assert finding("checkpoint", box, wanted=CheckpointNeeds("ptpc_fp8", "fp8", "quark")).status == "warn"
     for scheme in ("mxfp4", "fp8_block"):
-        assert finding("checkpoint", box, wanted=Wanted(scheme, "auto", "quark")).status == "fail"
+        assert finding("checkpoint", box, wanted=CheckpointNeeds(scheme, "auto", "quark")).status == "fail"
     instinct = machine(trees.instinct(tmp_path / "gpu", count=1))
-    seen = finding("checkpoint", instinct, wanted=Wanted("ptpc_fp8", "fp8", "compressed-tensors"))
+    seen = finding("checkpoint", instinct, wanted=CheckpointNeeds("ptpc_fp8", "fp8", "compressed-tensors"))
     assert (seen.status, "may clip" in seen.found) == ("warn", True)
 
 

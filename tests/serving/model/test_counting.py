@@ -12,7 +12,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.builder import meta_model
 from quantmint.pipeline.serving.model.architecture import read_shape
 from quantmint.pipeline.serving.model.facts import facts_of_config, model_facts
-from quantmint.pipeline.serving.model.weights import count_pieces
+from quantmint.pipeline.serving.model.weights import count_weights
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 # transformers 5.17 does not know it; its layers are DeepSeek-V3's.
@@ -47,7 +47,7 @@ TOWER = ("vision_model.", "vision_tower.", "visual.", "multi_modal_projector.")
 
 def counted(config: dict[str, object]) -> int:
     """Parameters of the language model: a tower is taken for a plain vision transformer."""
-    return sum(piece.parameters for piece in count_pieces(config, read_shape(config)) if piece.role != "encoder")
+    return sum(piece.parameters for piece in count_weights(config, read_shape(config)) if piece.role != "encoder")
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir()))

@@ -17,7 +17,7 @@ from quantmint.pipeline.serving.plan import LaunchPlan, processes
 from quantmint.pipeline.serving.planning.layout import split_faults
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
-from quantmint.pipeline.serving.planning.target import Target, profile, profiles
+from quantmint.pipeline.serving.planning.target import ServingTarget, profile, profiles
 from tests.serving.golden.text import CONFIGS, FOLDER, cases, plan_of, text_of
 from tests.tools.vllm_interface import read_table
 
@@ -88,7 +88,7 @@ def questions(draw) -> dict:
     length = draw(st.one_of(st.none(), st.integers(1, 200_000)))
     return {
         "facts": facts,
-        "target": Target(hardware, draw(st.integers(1, 8)), draw(st.sampled_from([1, 1, 2, 3]))),
+        "target": ServingTarget(hardware, draw(st.integers(1, 8)), draw(st.sampled_from([1, 1, 2, 3]))),
         "profile": profile(
             draw(st.sampled_from(sorted(profiles()))), concurrency=draw(st.integers(1, 5000)), max_model_len=length
         ),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
-from quantmint.pipeline.serving.plan import Layout
+from quantmint.pipeline.serving.plan import ParallelLayout
 from quantmint.pipeline.serving.planning.layout import layout_rules, load_level, split_faults
 from quantmint.pipeline.serving.planning.target import profile
 
@@ -68,16 +68,16 @@ def test_between_the_guides_limits_the_profile_decides(name, concurrency, expect
 @pytest.mark.parametrize(
     ("model", "layout", "words"),
     [
-        ("Llama-3.1-70B-Instruct", Layout(6), "64 attention heads cannot be split over 6"),
-        ("Llama-3.1-70B-Instruct", Layout(8), None),
-        ("Qwen3-235B-A22B", Layout(8), None),  # 4 key-value heads, each twice
-        ("Llama-4-Scout-17B-16E-Instruct", Layout(5), "8 key-value heads"),
-        ("Llama-3.1-8B-Instruct", Layout(1, 33), "32 layers do not fill 33 stages"),
-        ("Llama-3.1-8B-Instruct", Layout(2, expert=True), "no experts to spread"),
-        ("Mixtral-8x7B-Instruct-v0.1", Layout(8, data=2, expert=True), "8 experts do not fill 16"),
-        ("DeepSeek-R1-0528", Layout(8, data=4), "cannot be split over 32 GPUs in whole groups of 128"),
-        ("DeepSeek-R1-0528", Layout(8, data=4, expert=True), None),
-        ("gpt-oss-120b", Layout(8), None),  # 360 columns each: its loader pads
+        ("Llama-3.1-70B-Instruct", ParallelLayout(6), "64 attention heads cannot be split over 6"),
+        ("Llama-3.1-70B-Instruct", ParallelLayout(8), None),
+        ("Qwen3-235B-A22B", ParallelLayout(8), None),  # 4 key-value heads, each twice
+        ("Llama-4-Scout-17B-16E-Instruct", ParallelLayout(5), "8 key-value heads"),
+        ("Llama-3.1-8B-Instruct", ParallelLayout(1, 33), "32 layers do not fill 33 stages"),
+        ("Llama-3.1-8B-Instruct", ParallelLayout(2, expert=True), "no experts to spread"),
+        ("Mixtral-8x7B-Instruct-v0.1", ParallelLayout(8, data=2, expert=True), "8 experts do not fill 16"),
+        ("DeepSeek-R1-0528", ParallelLayout(8, data=4), "cannot be split over 32 GPUs in whole groups of 128"),
+        ("DeepSeek-R1-0528", ParallelLayout(8, data=4, expert=True), None),
+        ("gpt-oss-120b", ParallelLayout(8), None),  # 360 columns each: its loader pads
     ],
 )
 def test_what_can_be_cut_up(model, layout, words):

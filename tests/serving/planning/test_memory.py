@@ -12,7 +12,7 @@ import pytest
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
-from quantmint.pipeline.serving.plan import Layout, Memory
+from quantmint.pipeline.serving.plan import Memory, ParallelLayout
 from quantmint.pipeline.serving.planning.kv_cache import LayerCache, cache_groups, kv_bytes_per_token
 from quantmint.pipeline.serving.planning.memory import EngineSettings, estimate_memory, stage_bytes
 
@@ -25,7 +25,7 @@ def facts_of(name: str, **changes: Any) -> ModelFacts:
     return facts_of_config({**config, **changes})
 
 
-def on(facts: ModelFacts, layout: Layout, machine: str = "mi300x", **changes: Any) -> Memory:
+def on(facts: ModelFacts, layout: ParallelLayout, machine: str = "mi300x", **changes: Any) -> Memory:
     engine = EngineSettings(
         vllm_version="0.33.0", utilization=0.95, max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192
     )
@@ -54,17 +54,21 @@ def test_bytes_of_a_token(name: str, tensor: int, dtype: str, kind: str, expecte
 
 def test_one_rank_holds_every_byte_but_the_folded_projections() -> None:
     dense = facts_of("Llama-3.1-8B-Instruct")
-    assert stage_bytes(dense, Layout()) == dense.weights == 2 * 8030261248
+    assert stage_bytes(dense, ParallelLayout()) == dense.weights == 2 * 8030261248
     latent = facts_of("DeepSeek-R1-0528")
     folded = 61 * 512 * 128 * (128 + 128) * 2
-    assert stage_bytes(latent, Layout()) == pytest.approx(latent.weights + folded, abs=61)
+    assert stage_bytes(latent, ParallelLayout()) == pytest.approx(latent.weights + folded, abs=61)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_together_hold_the_model_and_what_they_copy(name: str) -> None:
     facts = facts_of(name)
-    alone = stage_bytes(facts, Layout(), kind="cuda")
-    for layout in (Layout(tensor=8), Layout(tensor=8, expert=True), Layout(tensor=2, pipeline=4)):
+    alone = stage_bytes(facts, ParallelLayout(), kind="cuda")
+    for layout in (
+        ParallelLayout(tensor=8),
+        ParallelLayout(tensor=8, expert=True),
+        ParallelLayout(tensor=2, pipeline=4),
+    ):
         fullest = max(stage_bytes(facts, layout, stage, kind="cuda") for stage in range(layout.pipeline))
         assert alone <= 8 * fullest
         assert fullest < 0.42 * alone
@@ -73,7 +77,7 @@ def test_ranks_together_hold_the_model_and_what_they_copy(name: str) -> None:
 def test_what_tensor_parallelism_cannot_divide_is_copied() -> None:
     facts = facts_of("Llama-3.1-8B-Instruct")
     whole = {role: sum(p.nbytes for p in facts.pieces if p.split == role) for role in ("kv", "copied")}
-    ideal = stage_bytes(facts, Layout(tensor=16)) - facts.weights / 16
+    ideal = stage_bytes(facts, ParallelLayout(tensor=16)) - facts.weights / 16
     # Eight KV heads on sixteen ranks: each is there twice.
     assert ideal == pytest.approx(whole["kv"] / 16 + whole["copied"] * 15 / 16, abs=1e4)
 
@@ -83,14 +87,14 @@ def test_experts_are_spread_over_a_whole_server() -> None:
     experts = sum(piece.nbytes for piece in facts.pieces if piece.split == "experts")
     rest = facts.weights - experts
     # 128 experts on 24 ranks: the fullest has six.
-    for layout, part in ((Layout(data=8, expert=True), 1 / 8), (Layout(data=24, expert=True), 6 / 128)):
+    for layout, part in ((ParallelLayout(data=8, expert=True), 1 / 8), (ParallelLayout(data=24, expert=True), 6 / 128)):
         assert stage_bytes(facts, layout) == pytest.approx(rest + experts * part)
 
 
 def test_kernels_of_mxfp4_experts_want_padded_sizes() -> None:
     facts = facts_of("gpt-oss-120b")
     experts = sum(piece.nbytes for piece in facts.pieces if piece.split == "experts")
-    more = stage_bytes(facts, Layout(), kind="rocm") - stage_bytes(facts, Layout(), kind="cuda")
+    more = stage_bytes(facts, ParallelLayout(), kind="rocm") - stage_bytes(facts, ParallelLayout(), kind="cuda")
     assert more == pytest.approx(experts * ((3072 / 2880) ** 2 - 1))
 
 
@@ -98,8 +102,8 @@ def test_kernels_of_mxfp4_experts_want_padded_sizes() -> None:
 def test_a_quantized_model_leaves_more_for_the_cache(scheme: str) -> None:
     before = facts_of("Llama-3.1-70B-Instruct")
     after = as_quantized(before, scheme=scheme, kv_cache="fp8")
-    assert on(before, Layout()).kv_cache < on(after, Layout()).kv_cache
-    twice = on(after, Layout(), kv_cache_dtype="fp8").kv_tokens / on(after, Layout()).kv_tokens
+    assert on(before, ParallelLayout()).kv_cache < on(after, ParallelLayout()).kv_cache
+    twice = on(after, ParallelLayout(), kv_cache_dtype="fp8").kv_tokens / on(after, ParallelLayout()).kv_tokens
     assert twice == pytest.approx(2, rel=1e-3)
 
 
@@ -114,19 +118,19 @@ def test_a_recipe_may_leave_modules_in_16_bit() -> None:
 
 def test_memory_that_nobody_told() -> None:
     with pytest.raises(UserError, match="expected hbm_bytes"):
-        on(facts_of("Llama-3.1-8B-Instruct"), Layout(), "cuda")
+        on(facts_of("Llama-3.1-8B-Instruct"), ParallelLayout(), "cuda")
 
 
 def test_parts_make_up_the_budget() -> None:
     for name in NAMES:
-        found = on(facts_of(name), Layout(tensor=8), cudagraph_mode="FULL_AND_PIECEWISE")
+        found = on(facts_of(name), ParallelLayout(tensor=8), cudagraph_mode="FULL_AND_PIECEWISE")
         assert found.weights + found.activations + found.graphs + found.kv_cache == found.budget
         assert found.graphs > 0
 
 
 def test_cached_prefixes_cost_a_hybrid_a_second_state() -> None:
     facts = facts_of("Qwen3-Next-80B-A3B-Instruct")
-    newer, older = on(facts, Layout(tensor=2)), on(facts, Layout(tensor=2), vllm_version="0.25.1")
+    newer, older = on(facts, ParallelLayout(tensor=2)), on(facts, ParallelLayout(tensor=2), vllm_version="0.25.1")
     assert newer.concurrency < older.concurrency
 
 
@@ -164,8 +168,8 @@ def test_a_block_grows_until_a_state_fits_it() -> None:
 
 def test_a_pipeline_is_as_small_as_its_fullest_stage() -> None:
     facts = facts_of("Llama-3.1-70B-Instruct")
-    one, four = on(facts, Layout()), on(facts, Layout(pipeline=4))
-    assert four.weights == max(stage_bytes(facts, Layout(pipeline=4), stage) for stage in range(4))
+    one, four = on(facts, ParallelLayout()), on(facts, ParallelLayout(pipeline=4))
+    assert four.weights == max(stage_bytes(facts, ParallelLayout(pipeline=4), stage) for stage in range(4))
     assert four.kv_tokens > 4 * one.kv_tokens
 
 

@@ -11,7 +11,7 @@ import pytest
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.model.facts import model_facts
-from quantmint.pipeline.serving.plan import Layout
+from quantmint.pipeline.serving.plan import ParallelLayout
 from quantmint.pipeline.serving.planning.memory import EngineSettings, estimate_memory
 from quantmint.pipeline.serving.running.log import scan_log
 from tests.serving.shapes import small
@@ -69,7 +69,7 @@ def test_the_cache_holds_the_tokens_that_were_predicted(
         kv_cache_dtype=kv_cache_dtype,
         cpu_kv_bytes=1 << 30,
     )
-    predicted = estimate_memory(model_facts(small(name, tmp_path)), hardware("cpu"), Layout(), engine)
+    predicted = estimate_memory(model_facts(small(name, tmp_path)), hardware("cpu"), ParallelLayout(), engine)
     logged = scan_log(logs[name, kv_cache_dtype].read_text())
     print(name, kv_cache_dtype, predicted.kv_tokens, logged.kv_tokens, predicted.concurrency, logged.concurrency)  # noqa: T201
     assert logged.kv_tokens == pytest.approx(predicted.kv_tokens, rel=0.05)

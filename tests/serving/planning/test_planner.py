@@ -15,7 +15,7 @@ from quantmint.pipeline.base.hardware import refusal
 from quantmint.pipeline.base.schemes import table as schemes
 from quantmint.pipeline.recipe.schema import Speculative
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
-from quantmint.pipeline.serving.plan import LaunchPlan, Layout, processes
+from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout, processes
 from quantmint.pipeline.serving.planning.attention import aiter_mla, attention_backend
 from quantmint.pipeline.serving.planning.draft import opposite
 from quantmint.pipeline.serving.planning.planner import plan_serving
@@ -168,7 +168,7 @@ def test_memory_knows_of_quantization_on_the_fly():
 def test_parallelism_that_the_recipe_spells_out():
     spelled = {"--tensor-parallel-size": "2", "--enable-expert-parallel": True}
     made = plan(facts("Qwen3-30B-A3B"), "mi300x:8", overrides=spelled, for_="throughput", concurrency=512)
-    assert made.layout == Layout(2, expert=True, replicas=4)
+    assert made.layout == ParallelLayout(2, expert=True, replicas=4)
     assert made.reasons[0].source == "given"
     with pytest.raises(UserError, match="64 attention heads cannot be split over 6"):
         plan(facts(LLAMA_70B), "mi300x:8", overrides={"--tensor-parallel-size": "6"})
@@ -225,7 +225,7 @@ def test_speculation_without_what_vllm_refuses():
 def test_packed_servers_share_a_gpu_when_that_is_asked():
     busy = {"for_": "throughput", "concurrency": 256}
     packed = plan(servers_per_gpu=2, **busy)
-    assert packed.layout == Layout(packed=2)
+    assert packed.layout == ParallelLayout(packed=2)
     assert flag(packed, "--gpu-memory-utilization") == "0.45"
     assert [(process.gpus, process.port) for process in processes(packed)] == [((0,), 8000), ((0,), 8001)]
     with pytest.raises(UserError, match="does not fit"):
@@ -378,7 +378,7 @@ def test_a_length_that_nobody_said_caps_no_batch(model, load, seqs):
 
 def test_nodes_run_a_process_each():
     staged = plan(facts(LLAMA_405B), "mi300x:4x2", concurrency=16)
-    assert staged.layout == Layout(4, 2, nodes=2)
+    assert staged.layout == ParallelLayout(4, 2, nodes=2)
     assert flag(staged, "--distributed-executor-backend") is None  # a run that is spread over a Ray cluster says ray
     head, worker = processes(staged, host_ips=("10.0.0.1", "10.0.0.2"))
     assert (head.role, worker.role, worker.port) == ("server", "headless", None)
@@ -404,10 +404,10 @@ def heads(count: int, kv: int) -> ModelFacts:
 @pytest.mark.parametrize(
     ("model", "target", "layout"),
     [
-        (heads(14, 2), "mi300x:8", Layout(2, replicas=4)),  # Qwen2.5 0.5B: 7 GPUs could share it
-        (heads(12, 2), "mi300x:8", Layout(4, replicas=2)),  # Qwen2.5 1.5B: 6 could, and leave two idle
-        (heads(12, 2), "mi300x:6", Layout(6)),
-        (heads(9, 3), "mi300x:3", Layout(1, replicas=3)),
+        (heads(14, 2), "mi300x:8", ParallelLayout(2, replicas=4)),  # Qwen2.5 0.5B: 7 GPUs could share it
+        (heads(12, 2), "mi300x:8", ParallelLayout(4, replicas=2)),  # Qwen2.5 1.5B: 6 could, and leave two idle
+        (heads(12, 2), "mi300x:6", ParallelLayout(6)),
+        (heads(9, 3), "mi300x:3", ParallelLayout(1, replicas=3)),
     ],
 )
 def test_a_size_that_leaves_gpus_idle_is_not_taken_for_little(model, target, layout):

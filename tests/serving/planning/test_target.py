@@ -8,7 +8,7 @@ import pytest
 
 from quantmint.eval import records, workloads
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.serving.planning.target import Target, parse_target, profile, profiles
+from quantmint.pipeline.serving.planning.target import ServingTarget, parse_target, profile, profiles
 
 
 def test_workloads_and_plans_call_profiles_by_the_same_names():
@@ -28,11 +28,11 @@ def test_a_profile_with_its_load():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("mi300x", Target("mi300x")),
-        ("MI300X:8", Target("mi300x", 8)),
-        ("mi300x:16", Target("mi300x", 8, 2)),
-        ("mi355x:4x2", Target("mi355x", 4, 2)),
-        ("cpu", Target("cpu")),
+        ("mi300x", ServingTarget("mi300x")),
+        ("MI300X:8", ServingTarget("mi300x", 8)),
+        ("mi300x:16", ServingTarget("mi300x", 8, 2)),
+        ("mi355x:4x2", ServingTarget("mi355x", 4, 2)),
+        ("cpu", ServingTarget("cpu")),
     ],
 )
 def test_a_target(text, expected):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
-from quantmint.pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory, Process, Reason
+from quantmint.pipeline.serving.plan import HostCheck, LaunchPlan, Memory, ParallelLayout, Process, Reason
 
 SPECULATION = '{"method": "eagle3", "model": "/models/draft $1", "num_speculative_tokens": 2}'
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
@@ -29,7 +29,7 @@ RDMA = ("--cap-add=IPC_LOCK", "--device=/dev/infiniband")
 
 def _plan(
     target: str,
-    layout: Layout,
+    layout: ParallelLayout,
     *more: str,
     version: str = "0.33.0",
     docker: tuple[str, ...] = INSTINCT,
@@ -64,7 +64,9 @@ def _plan(
 @pytest.fixture
 def one() -> tuple[LaunchPlan, tuple[Process, ...]]:
     """One server on four GPUs."""
-    plan = _plan("mi300x:4", Layout(tensor=4), "--tensor-parallel-size", "4", "--speculative-config", SPECULATION)
+    plan = _plan(
+        "mi300x:4", ParallelLayout(tensor=4), "--tensor-parallel-size", "4", "--speculative-config", SPECULATION
+    )
     env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     return plan, (Process(0, "server", 0, (0, 1, 2, 3), 8000, env, plan.argv),)
 
@@ -72,7 +74,7 @@ def one() -> tuple[LaunchPlan, tuple[Process, ...]]:
 @pytest.fixture
 def replicas() -> tuple[LaunchPlan, tuple[Process, ...]]:
     """Three servers with a GPU each."""
-    plan = _plan("mi300x:3", Layout(replicas=3))
+    plan = _plan("mi300x:3", ParallelLayout(replicas=3))
     return plan, tuple(
         Process(0, "server", rank, (rank,), 8000 + rank, {"CUDA_VISIBLE_DEVICES": str(rank)}, plan.argv)
         for rank in range(3)
@@ -82,7 +84,7 @@ def replicas() -> tuple[LaunchPlan, tuple[Process, ...]]:
 @pytest.fixture
 def packed() -> tuple[LaunchPlan, tuple[Process, ...]]:
     """Two servers on each of two GPUs."""
-    plan = _plan("mi300x:2", Layout(replicas=2, packed=2))
+    plan = _plan("mi300x:2", ParallelLayout(replicas=2, packed=2))
     gpus = [rank // 2 for rank in range(4)]
     return plan, tuple(
         Process(0, "server", rank, (gpu,), 8900 + rank, {"CUDA_VISIBLE_DEVICES": str(gpu)}, plan.argv)
@@ -95,7 +97,7 @@ def headless() -> tuple[LaunchPlan, tuple[Process, ...]]:
     """One server over three nodes, each with processes of its own."""
     plan = _plan(
         "mi300x:8x3",
-        Layout(tensor=8, pipeline=3, nodes=3),
+        ParallelLayout(tensor=8, pipeline=3, nodes=3),
         "--nnodes",
         "3",
         "--master-addr",
@@ -114,7 +116,7 @@ def headless() -> tuple[LaunchPlan, tuple[Process, ...]]:
 @pytest.fixture
 def on_cpu() -> tuple[LaunchPlan, tuple[Process, ...]]:
     """The CPU has none of it."""
-    plan = _plan("cpu:1", Layout(), version="0.32.0+cpu", docker=(), image=None)
+    plan = _plan("cpu:1", ParallelLayout(), version="0.32.0+cpu", docker=(), image=None)
     return plan, (Process(0, "server", 0, (), 8000, {}, plan.argv),)
 
 

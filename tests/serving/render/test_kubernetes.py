@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.serving.plan import LaunchPlan, Layout, Process
+from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout, Process
 from quantmint.pipeline.serving.render.kubernetes import deployment as rendered
 
 if find_spec("kubernetes") is None:
@@ -113,9 +113,9 @@ def test_the_model_comes_from_a_claim(one: Launch) -> None:
 def test_what_kubernetes_does_not_share(one: Launch) -> None:
     plan, _ = one
     with pytest.raises(UserError, match="gives a GPU to one container"):
-        rendered(replace(plan, layout=Layout(packed=2)))
+        rendered(replace(plan, layout=ParallelLayout(packed=2)))
     with pytest.raises(UserError, match="one server on 3 nodes"):
-        rendered(replace(plan, layout=Layout(tensor=8, pipeline=3, nodes=3)))
+        rendered(replace(plan, layout=ParallelLayout(tensor=8, pipeline=3, nodes=3)))
 
 
 def test_a_cpu_asks_for_no_device(on_cpu: Launch) -> None:

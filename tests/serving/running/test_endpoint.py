@@ -14,7 +14,7 @@ import pytest
 from quantmint.pipeline.base.errors import ServingError, UserError
 from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.running.launchers import EndpointLauncher, endpoint_url
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.server import RunningServer
 
 
 class Endpoint:
@@ -60,7 +60,7 @@ def plan_for(model: Path, *more: str, version: str = "0.32.0") -> LaunchPlan:
     return LaunchPlan({}, argv, "m", 1, (), vllm_version=version)
 
 
-def take(endpoint: Endpoint, plan: LaunchPlan, folder: Path) -> tuple[list[str], Server]:
+def take(endpoint: Endpoint, plan: LaunchPlan, folder: Path) -> tuple[list[str], RunningServer]:
     said: list[str] = []
     with EndpointLauncher(endpoint.url).deploy(plan, (), folder / "logs", say=said.append) as running:
         running.check()

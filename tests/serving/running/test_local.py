@@ -15,7 +15,7 @@ import pytest
 
 from quantmint.pipeline.base.errors import ServingError, UserError
 from quantmint.pipeline.base.processes import Child
-from quantmint.pipeline.serving.plan import LaunchPlan, Layout, Process
+from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout, Process
 from quantmint.pipeline.serving.running.launchers import LocalLauncher
 from quantmint.pipeline.serving.running.server import BALANCER, Say
 
@@ -103,7 +103,7 @@ def test_servers_of_one_gpu_load_one_after_the_other(
     monkeypatch.setattr("quantmint.pipeline.serving.running.server._HEARTBEAT_S", 0.0)
     model = fake_model(mode="slow", seconds=0.3)
     plan, processes = launch(model, replicas=4)
-    plan = replace(plan, layout=Layout(replicas=2, packed=2))
+    plan = replace(plan, layout=ParallelLayout(replicas=2, packed=2))
     started: list[tuple[int, bool]] = []
 
     class Watched(LocalLauncher):

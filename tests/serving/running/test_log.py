@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantmint.pipeline.serving.plan import LaunchPlan, Layout, Memory
+from quantmint.pipeline.serving.plan import LaunchPlan, Memory, ParallelLayout
 from quantmint.pipeline.serving.running.log import LogScan, broken_promises, checkpoint_quantization, diagnose, scan_log
 
 LOGS = Path(__file__).resolve().parents[2] / "assets" / "server-logs"
@@ -134,7 +134,7 @@ def test_a_real_log_of_the_cpu() -> None:
     assert (scan.vllm_version, scan.kv_tokens, scan.concurrency) == ("0.32.0", 1_048_576, 4096.0)
     assert (scan.quantization, scan.kv_cache_dtype, scan.cudagraph_mode) == ("None", "auto", "NONE")
     assert [finding.line.rpartition(" ")[2] for finding in scan.findings] == ["VLLM_NOT_A_VARIABLE"]
-    promised = LaunchPlan({}, ("vllm", "serve", "/m", "--max-model-len", "256", *FP8), "m", 1, (), Layout())
+    promised = LaunchPlan({}, ("vllm", "serve", "/m", "--max-model-len", "256", *FP8), "m", 1, (), ParallelLayout())
     assert [finding.why for finding in broken_promises(promised, scan)] == ["the KV cache is not FP8"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.serving.plan import LaunchPlan, Layout
+from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout
 from quantmint.pipeline.serving.running.launchers import Cluster, ClusterLauncher
 
 HERE = Cluster("10.1.2.3:6379", "10.1.2.4")
@@ -23,7 +23,7 @@ def plan_of(model: Path) -> LaunchPlan:
         served_model_name="m",
         tensor_parallel_size=8,
         reasons=(),
-        layout=Layout(tensor=8, pipeline=2, nodes=2),
+        layout=ParallelLayout(tensor=8, pipeline=2, nodes=2),
     )
 
 
@@ -55,6 +55,6 @@ def test_the_engine_gets_its_gpus_from_the_cluster(
 
 
 def test_engines_that_each_node_starts_are_refused(launcher: ClusterLauncher, fake_model: Callable[..., Path]) -> None:
-    plan = replace(plan_of(fake_model()), layout=Layout(tensor=8, data=2, nodes=2))
+    plan = replace(plan_of(fake_model()), layout=ParallelLayout(tensor=8, data=2, nodes=2))
     with pytest.raises(UserError, match="2 engines over 2 nodes"):
         launcher.require(plan)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantmint.pipeline.serving.running.sensors import Reading, amd_sensor, sensor_for, summary
+from quantmint.pipeline.serving.running.sensors import SensorReading, amd_sensor, sensor_for, summary
 from tests.serving.host import trees
 
 SMI = """\
@@ -46,7 +46,7 @@ def test_nvidia_by_its_tool(smi: Callable[..., Path]) -> None:
     smi("1980, 61, 412.55, 0x0000000000000004\n1755, 64, 690.10, 0x0000000000000000\n")
     sensor = sensor_for("cuda", gpus=2, env={})
     assert sensor is not None
-    assert sensor() == Reading((1980.0, 1755.0), 64.0, pytest.approx(1102.65), ())
+    assert sensor() == SensorReading((1980.0, 1755.0), 64.0, pytest.approx(1102.65), ())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_slows_nvidia_down(smi: Callable[..., Path], bits: str, names: tupl
     smi(f"[N/A], 61, [Not Supported], {bits}\n")
     sensor = sensor_for("cuda", gpus=1, env={})
     assert sensor is not None
-    assert sensor() == Reading((), 61.0, None, names)
+    assert sensor() == SensorReading((), 61.0, None, names)
 
 
 def test_only_the_gpus_of_the_server_are_asked(smi: Callable[..., Path]) -> None:
@@ -122,7 +122,7 @@ def test_instinct_of_the_server_alone(tmp_path: Path) -> None:
     machine = trees.machine(tmp_path, {"HIP_VISIBLE_DEVICES": "2,0"})
     sensor = amd_sensor(machine, 1)
     assert sensor is not None
-    assert sensor() == Reading((3000.0,), 50.0, 612.0)
+    assert sensor() == SensorReading((3000.0,), 50.0, 612.0)
 
 
 def test_partitions_of_a_card_are_one_device(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_partitions_of_a_card_are_one_device(tmp_path: Path) -> None:
         hwmon(tmp_path, card, mhz=2100, junction=50)
     sensor = amd_sensor(trees.machine(tmp_path), 8)
     assert sensor is not None
-    assert sensor() == Reading((2100.0,), 50.0, 612.0)
+    assert sensor() == SensorReading((2100.0,), 50.0, 612.0)
 
 
 @pytest.mark.parametrize("revision", [(1, 5), (2, 6), (1, 9)])
@@ -140,14 +140,14 @@ def test_tables_of_other_drivers_are_not_guessed(tmp_path: Path, revision: tuple
     limiters(hwmon(tmp_path, 0, mhz=2100, junction=50), 1, 2, 3, 4, 5, revision=revision)
     sensor = amd_sensor(trees.machine(tmp_path), 1)
     assert sensor is not None
-    assert sensor() == Reading((2100.0,), 50.0, 612.0)
+    assert sensor() == SensorReading((2100.0,), 50.0, 612.0)
 
 
 def test_a_launch_is_the_readings_of_its_cells() -> None:
-    one = Reading((1000.0,), 50.0, 400.0, ("power brake",), {"heat": 5})
+    one = SensorReading((1000.0,), 50.0, 400.0, ("power brake",), {"heat": 5})
     cells = [[one, replace(one, clocks_mhz=(1980.0,), temperature_c=72.0)], [replace(one, counters={"heat": 9})], []]
     state = summary(cells)
     # Between cells nothing is measured: what happened there slowed nothing down.
     assert (state.throttled, state.samples, state.temperature_c) == (("power brake",), 3, 72.0)
     assert (state.clock_mhz, state.clock_mhz_low, state.power_w) == (1000.0, 1000.0, 400.0)
-    assert summary([[Reading(tuple(range(100, 200)))]]).clock_mhz_low == 104.0
+    assert summary([[SensorReading(tuple(range(100, 200)))]]).clock_mhz_low == 104.0

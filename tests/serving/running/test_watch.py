@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.base.processes import run_logged
-from quantmint.pipeline.serving.running.load import LoadWatch, Seen, Used, _busiest, event_loops
-from quantmint.pipeline.serving.running.sensors import Reading
+from quantmint.pipeline.serving.running.load import CpuSample, LoadSamples, LoadWatch, _busiest, event_loops
+from quantmint.pipeline.serving.running.sensors import SensorReading
 
 CLIENT = """
 import sys, time
@@ -25,13 +25,13 @@ print("Starting main benchmark run...", flush=True)
 """
 
 
-def clock() -> Reading:
+def clock() -> SensorReading:
     """Says the same of the machine every time."""
-    return Reading((1000.0,))
+    return SensorReading((1000.0,))
 
 
 def test_only_the_measured_run_counts(tmp_path: Path) -> None:
-    seen: dict[str, Seen] = {}
+    seen: dict[str, LoadSamples] = {}
 
     def follow(before: str, after: str) -> None:
         log = tmp_path / f"{before}.log"
@@ -51,19 +51,19 @@ def test_only_the_measured_run_counts(tmp_path: Path) -> None:
     assert busy is not None
     assert idle < busy / 2
     assert seen["rest"].readings
-    assert all(reading == Reading((1000.0,)) for reading in seen["rest"].readings)
+    assert all(reading == SensorReading((1000.0,)) for reading in seen["rest"].readings)
 
 
 def test_a_load_whose_beginning_is_not_seen_says_nothing(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with LoadWatch(clock, log) as watch:
         run_logged([sys.executable, "-c", "import time; time.sleep(1.2)"], log, what="it", env={}, started=watch.follow)
-    assert watch.seen(10.0) == Seen((), None)
+    assert watch.seen(10.0) == LoadSamples((), None)
 
 
 def test_a_helper_that_is_soon_gone_held_up_nobody() -> None:
-    client = [Used(float(at), 0.4 * at) for at in range(11)]
-    helper = [Used(1.0, 0.0), Used(2.0, 1.0)]
+    client = [CpuSample(float(at), 0.4 * at) for at in range(11)]
+    helper = [CpuSample(1.0, 0.0), CpuSample(2.0, 1.0)]
     assert _busiest({1: client, 2: helper}, end=10.0) == pytest.approx(0.4)
     assert _busiest({1: client[:1]}, end=10.0) is None
 

@@ -15,7 +15,7 @@ from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile
 from quantmint.pipeline.serving.running.launchers import LocalLauncher
 from quantmint.pipeline.serving.running.log import LogScan
-from quantmint.pipeline.serving.running.server import Server
+from quantmint.pipeline.serving.running.server import RunningServer
 from tests.serving.served.cases import MODEL, Case
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def serve(case: Case, folder: Path, vllm: VllmEnvironment, hardware: str, *, cpu
         return Served(answers, server.scan_log(), server.started_seconds)
 
 
-def ask(server: Server) -> Answers:
+def ask(server: RunningServer) -> Answers:
     """Every prompt with its greedy continuation; each position's own token and the likeliest few."""
     import torch
 
@@ -112,7 +112,7 @@ def ask(server: Server) -> Answers:
     return Answers(torch.tensor(ids), torch.tensor(rows), torch.tensor(values, dtype=torch.float64))
 
 
-def _completions(server: Server) -> list[dict[str, Any]]:
+def _completions(server: RunningServer) -> list[dict[str, Any]]:
     body = {
         "model": server.model_name,
         "prompt": [list(prompt) for prompt in prompts()],

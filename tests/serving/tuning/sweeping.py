@@ -15,10 +15,10 @@ from typing import Any
 from quantmint.eval.workloads import Cell, Workload
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.runs.tuning import tune
-from quantmint.pipeline.serving.plan import LaunchPlan, Layout
+from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout
 from quantmint.pipeline.serving.tuning.report import Report
-from quantmint.pipeline.serving.tuning.space import Axis, Subject, Value
-from quantmint.pipeline.serving.tuning.sweep import Design, Objective, Sweep
+from quantmint.pipeline.serving.tuning.space import Axis, TuningSubject, Value
+from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective
 from quantmint.pipeline.store.tree import Store
 
 CELL = Cell("in8-out4-c2", 8, 4, 2, 4, 1)
@@ -58,13 +58,15 @@ def planner_for(model: Path, base: dict[str, Value], tensor: int = 1) -> Any:
                 env |= {} if value is False else {knob: str(value)}
             elif value is not False:
                 argv += [knob] if value is True else [knob, str(value)]
-        return LaunchPlan(MappingProxyType(env), tuple(argv), "model", tensor, (), Layout(tensor=tensor))
+        return LaunchPlan(MappingProxyType(env), tuple(argv), "model", tensor, (), ParallelLayout(tensor=tensor))
 
     return plan
 
 
-def subject_in(folder: Path, *, base: dict[str, Value] | None = None, kind: str = "cpu", tensor: int = 1) -> Subject:
-    return Subject(
+def subject_in(
+    folder: Path, *, base: dict[str, Value] | None = None, kind: str = "cpu", tensor: int = 1
+) -> TuningSubject:
+    return TuningSubject(
         name="fake",
         model=folder / "model",
         digest="a" * 64,
@@ -77,15 +79,15 @@ def subject_in(folder: Path, *, base: dict[str, Value] | None = None, kind: str 
     )
 
 
-def sweep_of(folder: Path, axes: dict[str, list[Value]], **options: Any) -> Sweep:
+def sweep_of(folder: Path, axes: dict[str, list[Value]], **options: Any) -> KnobSweep:
     """A sweep over axes; ``options`` are those of `Design`, ``objective`` and those of `subject_in`."""
     objective = options.pop("objective", Objective())
     design = {key: options.pop(key) for key in ("mode", "repeat") if key in options}
     made = tuple(Axis(knob, tuple(values)) for knob, values in axes.items())
-    return Sweep(subject_in(folder, **options), Design(made, **design), objective)
+    return KnobSweep(subject_in(folder, **options), Design(made, **design), objective)
 
 
-def run(folder: Path, sweep: Sweep, *, budget: float | None = None, **more: Any) -> Report:
+def run(folder: Path, sweep: KnobSweep, *, budget: float | None = None, **more: Any) -> Report:
     """Sweep to the end; the report."""
     reporter = PlainReporter()
     store = Store(folder / "store", on_warning=reporter.warn)

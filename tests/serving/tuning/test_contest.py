@@ -20,9 +20,9 @@ from quantmint.pipeline.serving.tuning import launching
 from quantmint.pipeline.serving.tuning.contest import ALPHA, Contest, contest_of, simplest, standings
 from quantmint.pipeline.serving.tuning.launching import run_sweep
 from quantmint.pipeline.serving.tuning.report import Report, report
-from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial
-from quantmint.pipeline.serving.tuning.sweep import Design, Objective, Sweep
-from quantmint.pipeline.serving.tuning.trials import Budget, Outcome
+from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, SweepTrial, TuningSubject
+from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective
+from quantmint.pipeline.serving.tuning.trials import Budget, TrialResult
 from quantmint.pipeline.store.tree import Store
 from tests.serving.tuning.sweeping import FakeVllm, planner_for
 
@@ -32,12 +32,12 @@ NOISE = 0.01
 RUNS = 400
 
 
-def outcome(speed: float) -> Outcome:
+def outcome(speed: float) -> TrialResult:
     cell = CellResult("c", 1, 0, 1.0, speed, speed, *(1000 / speed,) * 8)
-    return Outcome("ok", 1.0, "s", {"c": cell})
+    return TrialResult("ok", 1.0, "s", {"c": cell})
 
 
-Simulate = Callable[..., Sweep]
+Simulate = Callable[..., KnobSweep]
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulate:
         drift: float = 0.0,
         goal: Any = "throughput",
         **design: Any,
-    ) -> Sweep:
+    ) -> KnobSweep:
         count = 0
 
-        def drawn(subject: Subject, store: Store, payload: Any, plan: Any, check: Any, **_: Any) -> Any:
+        def drawn(subject: TuningSubject, store: Store, payload: Any, plan: Any, check: Any, **_: Any) -> Any:
             nonlocal count
             count += 1
             words = plan(tmp_path).argv
@@ -66,19 +66,19 @@ def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulate:
             return outcome(speed).to_json(), tmp_path
 
         monkeypatch.setattr(launching, "once", drawn)
-        subject = Subject(
+        subject = TuningSubject(
             "fake", tmp_path, "a" * 64, "cpu:1", "cpu",
             Workload("w", "", "throughput", (Cell("c", 8, 4, 2, 4, 1),)), FakeVllm(tmp_path),  # type: ignore[arg-type]
             MappingProxyType({"cpu": "fake", "cores": "2"}), planner_for(tmp_path, {}),
         )  # fmt: skip
-        found = Sweep(subject, Design(axes, **design), Objective(goal))
+        found = KnobSweep(subject, Design(axes, **design), Objective(goal))
         run_sweep(found, Store(tmp_path / "store"), Budget(None), Mock(spec=PlainReporter))
         return found
 
     return sweep
 
 
-def of(sweep: Sweep) -> Report:
+def of(sweep: KnobSweep) -> Report:
     return report(sweep, Budget(None), created="2026-01-02T03:04:05+00:00", existing={}, tunableop=None)
 
 
@@ -159,7 +159,7 @@ def test_finalists_take_turns_and_share_no_launch_with_another_contest() -> None
     assert points == [BASE, a, b, b, a, BASE, b, a, BASE, BASE, a, b]
     assert contest_of([a], None).launches == 3
     assert contest_of([a], 7).launches == 7
-    assert not {*contest.trials()} & {*contest_of([a], None).trials(), Trial(a), Trial(BASE)}
+    assert not {*contest.trials()} & {*contest_of([a], None).trials(), SweepTrial(a), SweepTrial(BASE)}
     assert len(set(contest.trials())) == 12
 
 

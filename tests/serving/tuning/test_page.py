@@ -15,9 +15,9 @@ from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.serving.tuning import report as page
 from quantmint.pipeline.serving.tuning.contest import contest_of
 from quantmint.pipeline.serving.tuning.report import Report, report, serve_section, serve_yaml
-from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial
-from quantmint.pipeline.serving.tuning.sweep import Design, Objective, Sweep
-from quantmint.pipeline.serving.tuning.trials import Budget, Outcome
+from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, SweepTrial, TuningSubject
+from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective
+from quantmint.pipeline.serving.tuning.trials import Budget, TrialResult
 from tests.pages import Tags, contrast, visit
 from tests.serving.tuning.sweeping import FakeVllm, planner_for
 
@@ -31,13 +31,15 @@ AXES = (
 )
 
 
-def outcome(speed: float, wait: float) -> Outcome:
+def outcome(speed: float, wait: float) -> TrialResult:
     cells = {
         cell.name: CellResult(cell.name, 1, 0, 1.0, speed * scale, speed, wait * scale, wait * 2 * scale, wait / 10,
                               wait / 9, wait / 10, wait / 5, wait, wait)
         for cell, scale in zip(CELLS, (1.0, 2.5), strict=True)
     }  # fmt: skip
-    return Outcome("ok", 61.0, "s", cells, started_seconds=31.0, kv_tokens=120_000, attention_backend="ROCM_AITER_FA")
+    return TrialResult(
+        "ok", 61.0, "s", cells, started_seconds=31.0, kv_tokens=120_000, attention_backend="ROCM_AITER_FA"
+    )
 
 
 @pytest.fixture
@@ -45,29 +47,31 @@ def make(tmp_path: Path) -> Callable[..., Report]:
     """A sweep whose outcomes are given, as a report."""
 
     def report_of(kind: str = "rocm", best: float = 1190, full: float = 1040, **more: Any) -> Report:
-        points: dict[Trial, Outcome] = {
-            Trial(BASE): outcome(1000, 100),
-            Trial((("--max-num-batched-tokens", "8192"),)): outcome(930, 80),
-            Trial((("--compilation-config", '{"cudagraph_mode": "FULL"}'),)): outcome(full, 101),
-            Trial((("--max-num-seqs", "<script>alert(1)</script>"),)): Outcome(
+        points: dict[SweepTrial, TrialResult] = {
+            SweepTrial(BASE): outcome(1000, 100),
+            SweepTrial((("--max-num-batched-tokens", "8192"),)): outcome(930, 80),
+            SweepTrial((("--compilation-config", '{"cudagraph_mode": "FULL"}'),)): outcome(full, 101),
+            SweepTrial((("--max-num-seqs", "<script>alert(1)</script>"),)): TrialResult(
                 "failed", 9.0, "s", why="it <b>died</b>"
             ),
-            Trial(((QUICK, "INT4"),)): outcome(best, 97),
-            Trial(BASE, 1): outcome(1012, 99),
+            SweepTrial(((QUICK, "INT4"),)): outcome(best, 97),
+            SweepTrial(BASE, 1): outcome(1012, 99),
         }
-        subject = Subject(
+        subject = TuningSubject(
             "llama", tmp_path, "a" * 64, "mi300x:8", kind, Workload("throughput", "", "throughput", CELLS),
             FakeVllm(tmp_path),  # type: ignore[arg-type]
             MappingProxyType({"cpu": "EPYC", "cores": "96", "accelerators": "8 x AMD Instinct MI300X"}),
             planner_for(tmp_path, {"--max-num-batched-tokens": "16384", "HIP_FORCE_DEV_KERNARG": "1"}, 8),
         )  # fmt: skip
-        sweep = Sweep(subject, Design(AXES), Objective(**more), outcomes=points)
+        sweep = KnobSweep(subject, Design(AXES), Objective(**more), outcomes=points)
         sweep.not_tried = [(("--max-num-batched-tokens", "32768"),)]
         finalists = [point for point in sweep.finalists() if sweep.score(BASE) is not None]
         if finalists:
             sweep.contest = contest_of(finalists, None)
             for trial in sweep.contest.trials():
-                (screened,) = [points[one] for one in points if one == Trial(trial.point)] or [outcome(best + 1, 97)]
+                (screened,) = [points[one] for one in points if one == SweepTrial(trial.point)] or [
+                    outcome(best + 1, 97)
+                ]
                 # Turns differ by what the base plan's two launches of the screening differ.
                 (cell, *_) = screened.cells.values()
                 sweep.outcomes[trial] = outcome(cell.output_throughput + 3 * trial.run, cell.ttft_p50)

@@ -15,9 +15,17 @@ from quantmint.eval.measurements import CellResult
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.times import parse_duration
 from quantmint.pipeline.serving.plan import LaunchPlan
-from quantmint.pipeline.serving.tuning.space import BASE, Axis, Trial, parse_knob, same, value_in, without_base_values
-from quantmint.pipeline.serving.tuning.sweep import Design, Objective, Sweep, frontier, grid_size, planned
-from quantmint.pipeline.serving.tuning.trials import Budget, Outcome
+from quantmint.pipeline.serving.tuning.space import (
+    BASE,
+    Axis,
+    SweepTrial,
+    parse_knob,
+    same,
+    value_in,
+    without_base_values,
+)
+from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective, frontier, grid_size, planned
+from quantmint.pipeline.serving.tuning.trials import Budget, TrialResult
 
 FIGURE = st.integers(1, 40).map(float)
 POINTS = st.lists(st.tuples(FIGURE, FIGURE), min_size=1, max_size=40)
@@ -48,8 +56,8 @@ def test_every_mode_begins_with_the_base_plan_and_repeats_nothing(
     axes: tuple[Axis, ...], repeat: int, mode: Literal["one-at-a-time", "grid"]
 ) -> None:
     trials = planned(Design(axes, mode, repeat))
-    assert trials[0] == Trial(BASE)
-    assert trials[-1] == Trial(BASE, repeat)
+    assert trials[0] == SweepTrial(BASE)
+    assert trials[-1] == SweepTrial(BASE, repeat)
     assert len(set(trials)) == len(trials)
     singles = {(axis.knob, value) for axis in axes for value in axis.values}
     assert {trial.point for trial in trials[1 : len(singles) + 1]} == {(change,) for change in singles}
@@ -59,11 +67,11 @@ def test_every_mode_begins_with_the_base_plan_and_repeats_nothing(
 
 def test_winners_are_the_best_value_of_each_knob_that_beats_noise() -> None:
     axes = (Axis("--a", ("1", "2")), Axis("--b", ("3",)))
-    outcomes = {Trial(BASE): outcome(100, 50), Trial((("--b", "3"),)): outcome(120, 50)}
-    outcomes |= {Trial((("--a", value),)): outcome(speed, 50) for value, speed in (("1", 100.5), ("2", 130))}
-    sweep = Sweep(None, Design(axes), Objective(), outcomes)  # type: ignore[arg-type]
+    outcomes = {SweepTrial(BASE): outcome(100, 50), SweepTrial((("--b", "3"),)): outcome(120, 50)}
+    outcomes |= {SweepTrial((("--a", value),)): outcome(speed, 50) for value, speed in (("1", 100.5), ("2", 130))}
+    sweep = KnobSweep(None, Design(axes), Objective(), outcomes)  # type: ignore[arg-type]
     assert sweep.winners() == (("--a", "2"), ("--b", "3"))
-    outcomes[Trial((("--a", "2"),))] = outcome(99, 50)
+    outcomes[SweepTrial((("--a", "2"),))] = outcome(99, 50)
     assert sweep.winners() == (("--b", "3"),)
 
 
@@ -134,24 +142,24 @@ def test_a_sweep_whose_trials_take_what_was_expected_stays_within_its_budget(
     assert budget.spent == earlier + now[0]
 
 
-def outcome(speed: float, wait: float, **more: object) -> Outcome:
+def outcome(speed: float, wait: float, **more: object) -> TrialResult:
     cell = CellResult("c", 1, 0, 1.0, speed, speed, wait, 2 * wait, wait, wait, wait / 10, wait / 5, wait, wait)
-    return Outcome(status="ok", seconds=1.0, sweep="s", cells={"c": cell}, **more)  # type: ignore[arg-type]
+    return TrialResult(status="ok", seconds=1.0, sweep="s", cells={"c": cell}, **more)  # type: ignore[arg-type]
 
 
 def test_of_points_that_noise_cannot_tell_apart_the_one_with_fewer_changes_is_chosen() -> None:
     a, b, c = (("--a", "1"),), (("--b", "1"),), (("--a", "1"), ("--b", "1"))
     outcomes = {
-        Trial(BASE): outcome(100, 50),
-        Trial(BASE, 1): outcome(104, 50),
-        Trial(a): outcome(118, 50),
-        Trial(b): outcome(120, 50),
-        Trial(c): outcome(122, 50),
+        SweepTrial(BASE): outcome(100, 50),
+        SweepTrial(BASE, 1): outcome(104, 50),
+        SweepTrial(a): outcome(118, 50),
+        SweepTrial(b): outcome(120, 50),
+        SweepTrial(c): outcome(122, 50),
     }
-    judge = Sweep(None, Design(()), Objective(), outcomes)  # type: ignore[arg-type]
+    judge = KnobSweep(None, Design(()), Objective(), outcomes)  # type: ignore[arg-type]
     assert judge.score_noise() == pytest.approx(1.04)
     assert judge.favourite() == b
-    outcomes[Trial(c)] = outcome(130, 50)
+    outcomes[SweepTrial(c)] = outcome(130, 50)
     assert judge.favourite() == c
     assert replace(judge, objective=Objective("latency")).favourite() == BASE
 
@@ -159,11 +167,11 @@ def test_of_points_that_noise_cannot_tell_apart_the_one_with_fewer_changes_is_ch
 @pytest.mark.parametrize(("goal", "best"), [("throughput", "--fast"), ("latency", "--quick")])
 def test_objectives_weigh_speed_against_waiting(goal: object, best: str) -> None:
     outcomes = {
-        Trial(BASE): outcome(100, 100),
-        Trial(BASE, 1): outcome(100, 100),
-        Trial((("--fast", "1"),)): outcome(200, 300),
-        Trial((("--quick", "1"),)): outcome(50, 40),
-        Trial((("--both", "1"),)): outcome(160, 70),
+        SweepTrial(BASE): outcome(100, 100),
+        SweepTrial(BASE, 1): outcome(100, 100),
+        SweepTrial((("--fast", "1"),)): outcome(200, 300),
+        SweepTrial((("--quick", "1"),)): outcome(50, 40),
+        SweepTrial((("--both", "1"),)): outcome(160, 70),
     }
-    sweep = Sweep(None, Design(()), Objective(goal), outcomes)  # type: ignore[arg-type]
+    sweep = KnobSweep(None, Design(()), Objective(goal), outcomes)  # type: ignore[arg-type]
     assert sweep.favourite() == ((best, "1"),)

@@ -14,7 +14,7 @@ from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile
-from quantmint.pipeline.serving.tuning.space import BASE, Trial, with_tunableop
+from quantmint.pipeline.serving.tuning.space import BASE, SweepTrial, with_tunableop
 from quantmint.pipeline.serving.tuning.space import TUNED_FILE as FILE
 from quantmint.pipeline.serving.tuning.trials import read_tuned
 from tests.serving.conftest import write_tiny_llama
@@ -125,4 +125,4 @@ def test_where_the_files_lie_does_not_shape_a_trial(tmp_path: Path) -> None:
     subject = subject_in(tmp_path, kind="rocm", tensor=2)
     point = ((KNOB, "1"),)
     one, two = (replace(subject, tuned=read_tuned(written(tmp_path / name), 2)) for name in ("a", "b"))
-    assert one.fingerprint(Trial(point)) == two.fingerprint(Trial(point)) != one.fingerprint(Trial(BASE))
+    assert one.fingerprint(SweepTrial(point)) == two.fingerprint(SweepTrial(point)) != one.fingerprint(SweepTrial(BASE))
