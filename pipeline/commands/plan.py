@@ -150,12 +150,12 @@ def _machine_elsewhere(asked: str | None, hardware: str, gpus: int) -> ServingTa
 
     Raises `UserError` for a machine that no table has figures of.
     """
-    from quantmint.pipeline.serving.host.detect import device_here
+    from quantmint.pipeline.serving.host.detect import local_device
     from quantmint.pipeline.serving.planning.target import parse_target
 
     if asked is not None:
         return None if asked == "here" else _machine_named(asked)
-    here = device_here("auto").hardware
+    here = local_device("auto").hardware
     return None if hardware in ("cpu", here) or hardware not in _have_figures() else parse_target(f"{hardware}:{gpus}")
 
 

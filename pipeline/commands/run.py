@@ -63,7 +63,7 @@ def run(
     from quantmint.pipeline.runs.search import known_groups, run_search
     from quantmint.pipeline.runs.session import open_setting
     from quantmint.pipeline.runs.tracking import log_run
-    from quantmint.pipeline.serving.host.detect import device_here
+    from quantmint.pipeline.serving.host.detect import local_device
     from quantmint.pipeline.stages.advice import advise
     from quantmint.pipeline.store.remote import open_tier
 
@@ -74,7 +74,7 @@ def run(
         vllm=vllm,
         device=device,
         to_run=True,
-        remote=None if remote is None else open_tier(remote, reporter.warn, device_here),
+        remote=None if remote is None else open_tier(remote, reporter.warn, local_device),
     )
     with spread(on, setting, reporter) as setting:
         outcome, setting, tries = run_search(setting, reporter, until=until, redo=redo)

@@ -15,7 +15,7 @@ from quantmint.pipeline.commands.options import MODEL_FOLDER, emit, json_option,
 
 if TYPE_CHECKING:
     from quantmint.pipeline.runs.serving import Request
-    from quantmint.pipeline.serving.host.subject import HostFinding
+    from quantmint.pipeline.serving.host.context import HostFinding
     from quantmint.pipeline.serving.model.facts import ModelFacts
     from quantmint.pipeline.serving.planning.target import ServingTarget
 
@@ -191,16 +191,16 @@ def doctor(
     Ends with 0 when nothing fails, warnings allowed, with 1 when something does.
     """
     from quantmint.pipeline.base.machine import Machine
-    from quantmint.pipeline.serving.host.checks import examine
-    from quantmint.pipeline.serving.host.subject import look, script, wanted_of
+    from quantmint.pipeline.serving.host.checks import run_checks
+    from quantmint.pipeline.serving.host.context import gather_context, model_needs, root_fix_script
     from quantmint.pipeline.serving.planning.target import parse_target
 
     if as_json and fix_script:
         raise click.UsageError("--json and --fix-script both print on standard output: give one of them")
-    wanted, meant = (None, None) if model is None else wanted_of(model)
+    wanted, meant = (None, None) if model is None else model_needs(model)
     asked = meant if target is None else None if target == "auto" else parse_target(target)
-    subject = look(Machine(), target=asked, vllm=vllm, wanted=wanted)
-    findings = examine(subject)
+    subject = gather_context(Machine(), target=asked, vllm=vllm, wanted=wanted)
+    findings = run_checks(subject)
     failed = any(finding.status == "fail" for finding in findings)
     if as_json:
         emit(
@@ -212,7 +212,7 @@ def doctor(
             }
         )
     elif fix_script:
-        click.echo(script(findings), nl=False)
+        click.echo(root_fix_script(findings), nl=False)
     else:
         _print_findings(subject.target, findings)
     return 1 if failed else 0

@@ -28,7 +28,14 @@ _LARGEST_GRID = 4096
 def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) -> None:
     """List what a launch of vLLM can set, or say of one NAME when it gets which value, and why."""
     from quantmint.pipeline.serving.environment import parse_version
-    from quantmint.pipeline.serving.knobs.table import Knob, conditions, entry, existence, knob, page, table, versions
+    from quantmint.pipeline.serving.knobs.page import (
+        condition_words,
+        knob_page,
+        knob_section,
+        range_words,
+        version_words,
+    )
+    from quantmint.pipeline.serving.knobs.table import Knob, knob, table
 
     number = None if version is None else parse_version(version)
 
@@ -37,35 +44,35 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
         rules = [
             {
                 **{field: getattr(rule, field) for field in ("value", "why", "source")},
-                "when": conditions(rule),
-                "versions": versions(*rule.vllm),
+                "when": condition_words(rule),
+                "versions": range_words(*rule.vllm),
             }
             for rule in item.rules
         ]
-        known = {} if number is None else {"known": item.known(number)}
+        known = {} if number is None else {"known": item.exists_in(number)}
         told = {field: getattr(item, field) for field in names.split()}
-        return {**told, "versions": existence(item), "rules": rules, **known}
+        return {**told, "versions": version_words(item), "rules": rules, **known}
 
     if markdown:
-        click.echo(page(), nl=False)
+        click.echo(knob_page(), nl=False)
         return
     if name is not None:
         found = table().get(f"--{name.lstrip('-').replace('_', '-')}") or knob(name)
         if as_json:
             emit(plain(found))
             return
-        click.echo(entry(found))
-        if number is not None and not found.known(number):
+        click.echo(knob_section(found))
+        if number is not None and not found.exists_in(number):
             click.echo(f"\nvLLM {version} does not have it.")
         return
-    shown = [item for item in table().values() if number is None or item.known(number)]
+    shown = [item for item in table().values() if number is None or item.exists_in(number)]
     if as_json:
         emit([plain(item) for item in shown])
         return
     from quantmint.pipeline.commands.tables import table as make
     from quantmint.pipeline.commands.tables import terminal
 
-    rows = [(item.name, item.kind, existence(item), item.about) for item in shown]
+    rows = [(item.name, item.kind, version_words(item), item.about) for item in shown]
     terminal().print(make("knob", "kind", "vLLM", "what it does", rows=rows))
 
 

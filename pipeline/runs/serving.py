@@ -40,8 +40,8 @@ from quantmint.pipeline.runs.search import stand_in
 from quantmint.pipeline.runs.session import open_setting, recipe_named
 from quantmint.pipeline.serving.environment import VllmEnvironment, find_vllm
 from quantmint.pipeline.serving.host.checks import preflight
+from quantmint.pipeline.serving.host.context import checkpoint_needs
 from quantmint.pipeline.serving.host.detect import detect, visible_devices
-from quantmint.pipeline.serving.host.subject import wanted_by
 from quantmint.pipeline.serving.knobs.table import NEWEST_READ, knob, table
 from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan, Process, processes
@@ -385,7 +385,7 @@ def _report(plan: LaunchPlan, servers: Sequence[RunningServer], logs: Path) -> I
 def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
     """What the machine lacks for the plan, as `quantmint doctor` finds it."""
     vllm = None if request.environment is None else request.environment.executable
-    for finding in preflight(plan, Machine(), vllm=vllm, wanted=wanted_by(request.model.facts)):
+    for finding in preflight(plan, Machine(), vllm=vllm, wanted=checkpoint_needs(request.model.facts)):
         if finding.status in ("warn", "fail"):
             yield f"{finding.name}: found {finding.found}, expected {finding.expected}; {finding.fix}"
 

@@ -26,9 +26,9 @@ from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.sections import ThroughputGate
 from quantmint.pipeline.serving.plan import LaunchPlan
-from quantmint.pipeline.serving.running.load import LoadSamples, LoadWatch, discard, run_cell
+from quantmint.pipeline.serving.running.load import LoadSamples, LoadWatch, run_cell, warm_up
 from quantmint.pipeline.serving.running.log import scan_log
-from quantmint.pipeline.serving.running.sensors import SensorReading, sensor_for, summary
+from quantmint.pipeline.serving.running.sensors import SensorReading, sensor_for, summarize
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.estimate import START_S, TOKEN_S, Estimate
 from quantmint.pipeline.stages.serve import (
@@ -232,7 +232,7 @@ def discarded_launch(job: Job) -> None:
     model, log = model_folder(job.inputs[model_key("baseline")]), job.path / "launches" / "discarded" / SERVER_LOG
     with job.servers.fresh("baseline", launch_plan(job.setting, "baseline", model), log) as server:
         for cell in job.setting.workload.cells:
-            discard(server, cell, model, seed=-1)
+            warm_up(server, cell, model, seed=-1)
 
 
 def make_launch(job: Job, turn: Turn, advance: Callable[[int], None]) -> None:
@@ -267,7 +267,7 @@ def make_launch(job: Job, turn: Turn, advance: Callable[[int], None]) -> None:
         started_seconds=round(server.started_seconds, 1),
         client_cpu=max(clients, default=None),
         server_cpu=max(loops, default=None),
-        machine=summary(readings),
+        machine=summarize(readings),
         started=started.isoformat(timespec="seconds"),
         attention_backend=scan.attention_backend,
         faults=tuple(faults(scan)),

@@ -36,7 +36,7 @@ from quantmint.pipeline.recipe.faults import Fault, YamlPath
 from quantmint.pipeline.recipe.load import LoadedRecipe
 from quantmint.pipeline.recipe.sections import Evaluation, Gate
 from quantmint.pipeline.serving.knobs import table as knobs
-from quantmint.pipeline.serving.knobs.table import checked_arguments
+from quantmint.pipeline.serving.knobs.overrides import check_arguments
 from quantmint.pipeline.serving.model.facts import schemes_of_experts
 
 
@@ -206,7 +206,7 @@ def _serve(loaded: LoadedRecipe) -> Iterator[Fault]:
         if message:
             yield Fault(loaded.place(*at, key=True), at, message)
     try:
-        checked_arguments(serve.arguments)
+        check_arguments(serve.arguments)
     except UserError as error:
         yield loaded.fault(("serve", "arguments"), error.message)
     table = loaded.tunableop

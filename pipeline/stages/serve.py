@@ -21,7 +21,7 @@ from quantmint.pipeline.base.machine import Device, versions
 from quantmint.pipeline.quantize.digest import template_digest, tokenizer_digest
 from quantmint.pipeline.recipe.modules import assigned
 from quantmint.pipeline.recipe.schema import Quantization, Recipe
-from quantmint.pipeline.serving.host.detect import device_here
+from quantmint.pipeline.serving.host.detect import local_device
 from quantmint.pipeline.serving.knobs.table import NEWEST_READ
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
 from quantmint.pipeline.serving.plan import LaunchPlan
@@ -31,7 +31,7 @@ from quantmint.pipeline.serving.planning.target import ServingTarget, parse_targ
 from quantmint.pipeline.serving.running.launchers import (
     reference_plan,
 )
-from quantmint.pipeline.serving.running.log import LogScan, broken_promises, checkpoint_quantization, scan_log
+from quantmint.pipeline.serving.running.log import LogScan, checkpoint_quantization, plan_deviations, scan_log
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.servers import ReferenceServer, over_nodes
@@ -51,7 +51,7 @@ def keep_log(server: RunningServer, destination: Path) -> LogScan:
 
 def held_to(plan: LaunchPlan, scan: LogScan, model: Path) -> LogScan:
     """What a log says, with what the plan promised for the checkpoint in ``model`` and the server does not keep."""
-    broken = broken_promises(plan, scan, quantization=checkpoint_quantization(model))
+    broken = plan_deviations(plan, scan, quantization=checkpoint_quantization(model))
     return replace(scan, findings=(*scan.findings, *broken))
 
 
@@ -306,4 +306,4 @@ def runtime_of(server: RunningServer, scan: LogScan, log: Path) -> dict[str, Any
 def vllm_device(log: Path) -> Device:
     """The device that a vLLM of this machine runs on, by its ``log``: a machine with GPUs may run its CPU build."""
     logged = _LOGGED_DEVICE.search(log.read_text(encoding="utf-8", errors="replace"))
-    return device_here(logged[1] if logged else "cuda")
+    return local_device(logged[1] if logged else "cuda")

@@ -37,7 +37,7 @@ from quantmint.pipeline.base.progress import Reporter, reporter_for
 from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.runner import run_plan
 from quantmint.pipeline.runs.session import open_setting
-from quantmint.pipeline.serving.host.detect import device_here
+from quantmint.pipeline.serving.host.detect import local_device
 from quantmint.pipeline.stages.bench import LAUNCH, Turn, discarded_launch, make_launch
 from quantmint.pipeline.stages.servers import Servers
 from quantmint.pipeline.stages.setting import Setting
@@ -230,7 +230,7 @@ def needed(plan: tuple[Planned, ...], last: str) -> tuple[Planned, ...]:
 def measurements(setting: Setting, launches: tuple[Launch, ...], kv_cache: str | None) -> Measurements:
     """Launches alone: what was served where is the same on both sides here."""
     assert setting.vllm is not None, "bench has run"
-    here = device_here("cpu" if hardware(setting.recipe.target.hardware).kind == "cpu" else "cuda")
+    here = local_device("cpu" if hardware(setting.recipe.target.hardware).kind == "cpu" else "cuda")
     cache = kv_cache or setting.recipe.quantization.kv_cache
 
     def server(kv_cache: str) -> Server:

@@ -74,7 +74,7 @@ def test_knobs(quantmint: Quantmint) -> None:
     unknown = ("knobs", "VLLM_CPU_ATTN_SPLIT_KV", "--vllm", "0.19.0")
     assert "vLLM 0.19.0 does not have it." in quantmint(*unknown).out
     assert quantmint(*unknown, "--json").json["known"] is False
-    assert "--attention-backend does its work there" in quantmint("knobs", "VLLM_ATTENTION_BACKEND").err
+    assert "--attention-backend replaces it" in quantmint("knobs", "VLLM_ATTENTION_BACKEND").err
     assert 'did you mean "NCCL_MIN_NCHANNELS"' in quantmint("knobs", "NCCL_MIN_CHANNELS").err
     assert "--kv-cache-dtype" in quantmint("knobs").out
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.progress import PlainReporter
-from quantmint.pipeline.serving.host.detect import device_here
+from quantmint.pipeline.serving.host.detect import local_device
 from quantmint.pipeline.store.remote import open_tier
 from quantmint.pipeline.store.tree import Store
 from tests.publish.s3_server import Fault
@@ -31,7 +31,7 @@ def test_through_a_bucket(bucket: Any, tmp_path: Path, monkeypatch: Any) -> None
     one, other = _made(tmp_path / "one", "one"), _made(tmp_path / "other", "other")
 
     def tier() -> Any:
-        return open_tier(f"s3://{bucket.name}/tier/", warnings.append, device_here)
+        return open_tier(f"s3://{bucket.name}/tier/", warnings.append, local_device)
 
     assert not tier().offers("evaluate", DIGEST)
     tier().send(one, {}, progress)

@@ -12,7 +12,7 @@ import pytest
 
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.base.machine import Device
-from quantmint.pipeline.serving.host.detect import device_here
+from quantmint.pipeline.serving.host.detect import local_device
 from quantmint.pipeline.stages.stage import Job
 from quantmint.pipeline.store.objects import Objects
 from quantmint.pipeline.store.remote import RemoteTier
@@ -162,7 +162,7 @@ class Away:
 
 def test_a_tier_that_is_away_is_asked_once_and_spoils_nothing(baseline: Any, orchestra: Any) -> None:
     away, warnings = Away(), []
-    tier = RemoteTier(away, warnings.append, device_here)  # type: ignore[arg-type]
+    tier = RemoteTier(away, warnings.append, local_device)  # type: ignore[arg-type]
     orchestra.setting = replace(orchestra.setting, remote=tier)
     outcome = orchestra.run(*baseline())
     assert len(outcome.steps) == 5

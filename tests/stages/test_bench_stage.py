@@ -15,7 +15,7 @@ import pytest
 from quantmint.eval.workloads import Cell
 from quantmint.pipeline.base.errors import InvalidMeasurementError
 from quantmint.pipeline.runs.runner import Outcome
-from quantmint.pipeline.serving.host.detect import device_here
+from quantmint.pipeline.serving.host.detect import local_device
 from quantmint.pipeline.stages import bench
 from quantmint.pipeline.stages.bench import BenchStage, outlook, read_launches
 from tests.processes import processes_naming
@@ -104,7 +104,7 @@ def test_sides_take_turns_on_fresh_servers(series: Callable[..., Series]) -> Non
     assert len(set(discarded)) == 3 * 2 * (2 + 4), "the same of both sides, and new ones in each pair"
     assert all(launch.cells.keys() == {"c2", "c4"} for launch in launches)
     assert {launch.kv_tokens for launch in launches} == {12345}
-    assert {launch.device for launch in launches} == {device_here("cuda").name}
+    assert {launch.device for launch in launches} == {local_device("cuda").name}
     assert [launch.cells["c4"].goodput is None for launch in launches] == [False] * 4
     assert entry.record.result["ratios"] == {"c2": 1.5, "c4": 1.5}
     assert entry.record.result["faults"] == []

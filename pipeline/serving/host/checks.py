@@ -15,16 +15,16 @@ from quantmint.pipeline.base import hardware
 from quantmint.pipeline.base.data import beside
 from quantmint.pipeline.base.machine import Machine
 from quantmint.pipeline.serving.environment import parse_version
-from quantmint.pipeline.serving.host.detect import CUDA, HIP
-from quantmint.pipeline.serving.host.subject import (
+from quantmint.pipeline.serving.host.context import (
     CheckContext,
     CheckpointNeeds,
     CheckResult,
     HostFinding,
     Status,
-    look,
-    target_of,
+    gather_context,
+    plan_target,
 )
+from quantmint.pipeline.serving.host.detect import CUDA, HIP
 from quantmint.pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ
 from quantmint.pipeline.serving.plan import LaunchPlan
 
@@ -302,7 +302,7 @@ def checks() -> Mapping[str, MachineCheck]:
     return MappingProxyType({row["name"]: MachineCheck(**row) for row in beside(__file__, "checks.yaml")})
 
 
-def examine(subject: CheckContext, names: Collection[str] | None = None) -> tuple[HostFinding, ...]:
+def run_checks(subject: CheckContext, names: Collection[str] | None = None) -> tuple[HostFinding, ...]:
     """Run the checks that are a question for the subject's hardware; of these only ``names`` where they are given."""
     asked = (check for check in checks().values() if names is None or check.name in names)
     return tuple(check.finding(subject) for check in asked if subject.kind in check.kinds)
@@ -315,5 +315,5 @@ def preflight(
     if not plan.host:
         return ()
     utilization = float(plan.option("--gpu-memory-utilization") or 0.92)
-    subject = look(machine, target=target_of(plan), vllm=vllm, wanted=wanted, utilization=utilization)
-    return examine(subject, {check.name for check in plan.host})
+    subject = gather_context(machine, target=plan_target(plan), vllm=vllm, wanted=wanted, utilization=utilization)
+    return run_checks(subject, {check.name for check in plan.host})

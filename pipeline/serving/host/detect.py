@@ -20,7 +20,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import Hardware
 from quantmint.pipeline.base.machine import Device, Machine, cpu_name
 from quantmint.pipeline.serving.plan import VisibleDevices
-from quantmint.pipeline.serving.planning.target import ServingTarget, checked
+from quantmint.pipeline.serving.planning.target import ServingTarget, check_target
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 AMD = 0x1002
@@ -90,7 +90,7 @@ def _device(machine: Machine, facts: dict[str, str]) -> Path | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Detected:
+class DetectedAccelerators:
     """The accelerators that a launch could use here.
 
     ``gpus`` counts what ROCm or CUDA numbers, so partitions where GPUs are partitioned; ``hbm_bytes`` is the memory of
@@ -114,7 +114,7 @@ class Detected:
     @property
     def target(self) -> ServingTarget:
         """The machine as a target of one node; UserError where its partitions are more GPUs than a node has."""
-        return checked(ServingTarget(self.hardware, self.gpus, hbm_bytes=self.hbm_bytes))
+        return check_target(ServingTarget(self.hardware, self.gpus, hbm_bytes=self.hbm_bytes))
 
     @property
     def partitioned(self) -> bool:
@@ -127,7 +127,7 @@ class Detected:
         return {name: getattr(self, name) for name in names}
 
 
-def detect(machine: Machine) -> Detected:
+def detect(machine: Machine) -> DetectedAccelerators:
     """Say what a machine is. UserError for a GPU that the table does not know, and for different ones side by side."""
     instinct = amd_gpus(machine)
     if instinct:
@@ -137,7 +137,7 @@ def detect(machine: Machine) -> Detected:
                 f"this machine has {len(instinct)} AMD GPUs, but {ROCR} and {CUDA} leave none of them",
                 hint=f"unset {ROCR} {CUDA} HIP_VISIBLE_DEVICES, or name the target: --target cpu",
             )
-        return Detected(
+        return DetectedAccelerators(
             hardware=_one_kind([_row(gpu) for gpu in found]).name,
             gpus=len(found),
             hbm_bytes=min(gpu.memory for gpu in found),
@@ -146,7 +146,7 @@ def detect(machine: Machine) -> Detected:
             memory=tuple((gpu.memory, gpu.used) for gpu in found),
             devices=tuple(found),
         )
-    return _nvidia(machine) or Detected(hardware="cpu", gpus=1, hbm_bytes=None)
+    return _nvidia(machine) or DetectedAccelerators(hardware="cpu", gpus=1, hbm_bytes=None)
 
 
 def _row(gpu: AmdGpu) -> Hardware:
@@ -179,15 +179,15 @@ def nvidia_smi(machine: Machine, fields: Sequence[str], *more: str) -> list[list
     return [row for row in rows if len(row) == len(fields)]
 
 
-def _nvidia(machine: Machine) -> Detected | None:
+def _nvidia(machine: Machine) -> DetectedAccelerators | None:
     rows = nvidia_smi(machine, _MEMORY)
-    rows = [rows[index] for index in chosen(machine.environ.get(CUDA), [row[0] for row in rows])]
+    rows = [rows[index] for index in select_devices(machine.environ.get(CUDA), [row[0] for row in rows])]
     if not rows:
         return None
     general = accelerators.hardware("cuda")
     # What the driver reserves is nobody's: the rest is what CUDA says there is, seen on an H200 to the last MiB.
     memory = tuple(((_mib(whole) or 0) - (_mib(reserved) or 0), _mib(used)) for _, _, whole, reserved, used in rows)
-    return Detected(
+    return DetectedAccelerators(
         hardware=_one_kind([accelerators.by_name(name) or general for _, name, *_ in rows]).name,
         gpus=len(rows),
         hbm_bytes=min(whole for whole, _ in memory) or None,
@@ -200,7 +200,7 @@ def _mib(cell: str) -> int | None:
     return int(cell) << 20 if cell.isdigit() else None
 
 
-def chosen(value: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
+def select_devices(value: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
     """Indices into ``uuids`` that a list of numbers and UUIDs names, in its order; all of them for None.
 
     As in the runtimes of both makers, a UUID may be cut short, and the first entry that names nothing ends the list.
@@ -221,8 +221,8 @@ def chosen(value: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
 
 def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> tuple[int, ...]:
     """Indices of AMD's GPUs that vLLM sees: of ROCR's those in CUDA's variable, else HIP's; empty means unset."""
-    first = chosen(environ.get(ROCR) or None, uuids)
-    second = chosen(environ.get(CUDA) or environ.get(HIP) or None, [uuids[index] for index in first])
+    first = select_devices(environ.get(ROCR) or None, uuids)
+    second = select_devices(environ.get(CUDA) or environ.get(HIP) or None, [uuids[index] for index in first])
     return tuple(first[index] for index in second)
 
 
@@ -257,7 +257,7 @@ def _entries(value: str) -> tuple[str, ...]:
     return tuple(takewhile(lambda entry: entry not in ("", "-1", "NoDevFiles"), entries))
 
 
-def device_here(kind: str, machine: Machine | None = None) -> Device:
+def local_device(kind: str, machine: Machine | None = None) -> Device:
     """This device that PyTorch calls ``kind`` ("cpu", "cuda:1"); `UserError` for an Instinct that no table knows."""
     machine = machine or Machine()
     found = None if kind.startswith("cpu") else detect(machine)

@@ -15,14 +15,8 @@ from quantmint.eval.report.numbers import size
 from quantmint.pipeline.base import hardware as accelerators
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.serving.environment import parse_version
-from quantmint.pipeline.serving.knobs.table import (
-    NEWEST_READ,
-    OLDEST_READ,
-    checked_arguments,
-    checked_overrides,
-    layout_override,
-    table,
-)
+from quantmint.pipeline.serving.knobs.overrides import check_arguments, check_overrides, layout_override
+from quantmint.pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ, table
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized
 from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout, Reason
 from quantmint.pipeline.serving.planning.attention import (
@@ -35,7 +29,7 @@ from quantmint.pipeline.serving.planning.draft import LEN_FLAG, OVERRIDE_SOURCE,
 from quantmint.pipeline.serving.planning.layout import LayoutChoice, choose_layout, layout_words, split_faults
 from quantmint.pipeline.serving.planning.request import KvCacheDtype, ServingRequest
 from quantmint.pipeline.serving.planning.shortfall import shortfall
-from quantmint.pipeline.serving.planning.target import Profile, checked
+from quantmint.pipeline.serving.planning.target import Profile, check_target
 
 _KV_FLAG = "--kv-cache-dtype"
 #: FP8 caches that use the checkpoint's scales; other 8-bit caches compute their own.
@@ -52,7 +46,7 @@ def plan_serving(request: ServingRequest) -> LaunchPlan:
     model there, when the model does not fit or cannot be split, and for overrides or arguments that are not allowed.
     """
     draft = _draft(request)
-    reasons = checked_arguments(request.arguments)
+    reasons = check_arguments(request.arguments)
     draft, choice = _choose_layout(draft)
     layout, settings, kind = choice.layout, draft.settings(choice.layout), request.target.accelerator.kind
     argv = ["vllm", "serve", str(request.model)]
@@ -79,14 +73,14 @@ def plan_serving(request: ServingRequest) -> LaunchPlan:
 
 def _draft(request: ServingRequest) -> LaunchDraft:
     """Settle everything but the layout: overrides, KV cache type, context, and weights that vLLM quantizes on load."""
-    checked(request.target)
+    check_target(request.target)
     version = parse_version(request.vllm_version)
     if version[:2] < parse_version(OLDEST_READ)[:2]:
         raise UserError(
             f"vLLM {request.vllm_version} is older than {OLDEST_READ}, the oldest that is supported",
             hint=f"update vLLM; plans are made for {OLDEST_READ} to {NEWEST_READ}",
         )
-    overrides = checked_overrides(request.overrides, request.vllm_version)
+    overrides = check_overrides(request.overrides, request.vllm_version)
     facts = request.facts
     dtype = _kv_cache_dtype(request, overrides)
     refusal = accelerators.refusal(

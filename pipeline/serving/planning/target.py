@@ -60,10 +60,10 @@ def parse_target(text: str) -> ServingTarget:
                 hint=f"{name}:GPUSxNODES says how many each node has",
             )
         gpus, nodes = most, gpus // most
-    return checked(ServingTarget(name, gpus, nodes))
+    return check_target(ServingTarget(name, gpus, nodes))
 
 
-def checked(target: ServingTarget) -> ServingTarget:
+def check_target(target: ServingTarget) -> ServingTarget:
     """The same target; UserError for more accelerators than a node has, or for none."""
     row = target.accelerator
     if row.kind == "cpu" and (target.gpus, target.nodes) != (1, 1):

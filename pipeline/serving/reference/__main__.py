@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _answer(options: argparse.Namespace) -> None:
     from quantmint.eval.harness_child import Session, Tell, answer_on
     from quantmint.pipeline.quantize.device import resolve_device
-    from quantmint.pipeline.serving.host.detect import device_here
+    from quantmint.pipeline.serving.host.detect import local_device
     from quantmint.pipeline.serving.reference.lm import ReferenceLM, load_tokenizer, prompt_logprobs
     from quantmint.pipeline.serving.reference.model import load, reference_version
 
@@ -61,7 +61,7 @@ def _answer(options: argparse.Namespace) -> None:
     facts = {
         "version": reference_version(),
         "runtime": loaded.runtime,
-        "device": asdict(device_here(device)),
+        "device": asdict(local_device(device)),
         "kv_cache_dtype": loaded.kv_cache_dtype,
     }
     print(f"{loaded.runtime}, on {facts['device']}", file=sys.stderr, flush=True)  # noqa: T201

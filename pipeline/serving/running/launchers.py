@@ -30,9 +30,9 @@ from quantmint.pipeline.serving.running.server import (
     Deployment,
     RunningServer,
     Say,
-    on_node,
+    node_processes,
     require_model,
-    starting,
+    start_processes,
 )
 
 
@@ -58,12 +58,12 @@ class Launcher:
         Raises ServingError, with the cause that the log names, when one ends or does not answer within
         ``startup_timeout`` seconds; UserError when what it needs is not here: the model's folder, a port, docker.
         """
-        here = on_node(plan, processes, self.node_rank)
+        here = node_processes(plan, processes, self.node_rank)
 
         def start(process: Process, port: int | None) -> Child:
             return self._start(plan, process, port, logs / f"{process.role}-{process.replica}.log", say)
 
-        with starting(plan, here, start, startup_timeout=startup_timeout, say=say) as ready:
+        with start_processes(plan, here, start, startup_timeout=startup_timeout, say=say) as ready:
             yield ready()
 
     def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
@@ -79,11 +79,11 @@ class LocalLauncher(Launcher):
     @contextmanager
     def launch(self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0) -> Iterator[RunningServer]:
         """One server on any free port while the block runs, its log in ``log_path``; raises what `deploy` does."""
-        with self.starting(plan, log_path, startup_timeout=startup_timeout) as ready:
+        with self.launch_in_background(plan, log_path, startup_timeout=startup_timeout) as ready:
             yield ready()
 
     @contextmanager
-    def starting(
+    def launch_in_background(
         self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0, say: Say = lambda _: None
     ) -> Iterator[Callable[[], RunningServer]]:
         """As `launch`, for a block that has something to do until it calls, once, for the server that answers."""
@@ -93,7 +93,7 @@ class LocalLauncher(Launcher):
         def start(process: Process, port: int | None) -> Child:
             return self._start(plan, process, port, log_path, print)
 
-        with starting(plan, [process], start, startup_timeout=startup_timeout, say=say) as ready:
+        with start_processes(plan, [process], start, startup_timeout=startup_timeout, say=say) as ready:
             yield lambda: ready().servers[0]
 
     def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:

@@ -55,7 +55,7 @@ def run_cell(
 
     `StageError` of the client, `MeasurementError` for lost requests and answers without text.
     """
-    discard(server, cell, model, seed)
+    warm_up(server, cell, model, seed)
     path = folder / f"{cell.name}.json"
     path.unlink(missing_ok=True)
     argv = load_generator.command(
@@ -71,7 +71,7 @@ def run_cell(
     return load_generator.read(path, cell, gpus=gpus, log=log)
 
 
-def discard(server: RunningServer, cell: Cell, model: Path, seed: int) -> None:
+def warm_up(server: RunningServer, cell: Cell, model: Path, seed: int) -> None:
     """Have a server answer prompts that no measured one begins like, as many at a time as the cell has.
 
     Kernels are chosen, memory is laid out and clocks are up before anything counts. `MeasurementError` where the

@@ -152,7 +152,7 @@ _TOLERANCE = 0.10
 """Relative; a prediction of memory that is off by less is as good as it gets."""
 
 
-def broken_promises(plan: LaunchPlan, scan: LogScan, *, quantization: str | None = None) -> Iterator[LogFinding]:
+def plan_deviations(plan: LaunchPlan, scan: LogScan, *, quantization: str | None = None) -> Iterator[LogFinding]:
     """Each promise that the log contradicts; "invalid" ones make a measurement one of another checkpoint."""
     dtype = plan.option("--kv-cache-dtype")
     if dtype is not None and dtype.startswith("fp8") and not (scan.kv_cache_dtype or dtype).startswith("fp8"):

@@ -21,7 +21,7 @@ from typing import Literal
 
 from quantmint.eval.measurements import Machine
 from quantmint.pipeline.base import machine as host
-from quantmint.pipeline.serving.host.detect import CUDA, amd_gpus, chosen, nvidia_smi, visible_amd
+from quantmint.pipeline.serving.host.detect import CUDA, amd_gpus, nvidia_smi, select_devices, visible_amd
 
 _HEADER = struct.Struct("<HBB")  # bytes of the table, its format, its content
 _REVISIONS = {(1, 6), (1, 7), (1, 8)}
@@ -59,7 +59,7 @@ Sensor = Callable[[], SensorReading | None]
 """The state now, for a look about once a second; None where it cannot be read."""
 
 
-def summary(cells: Sequence[Sequence[SensorReading]]) -> Machine:
+def summarize(cells: Sequence[Sequence[SensorReading]]) -> Machine:
     """A launch's state from the readings of each of its cells, taken while the load was on."""
     readings = [reading for cell in cells for reading in cell]
     clocks = sorted(clock for reading in readings for clock in reading.clocks_mhz)
@@ -88,7 +88,7 @@ def sensor_for(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, env: Mapping[
     if kind == "rocm":
         return amd_sensor(machine, gpus)
     found = [row[0] for row in nvidia_smi(machine, ("uuid",))]
-    uuids = [found[index] for index in chosen(machine.environ.get(CUDA), found)[:gpus]]
+    uuids = [found[index] for index in select_devices(machine.environ.get(CUDA), found)[:gpus]]
     return partial(read_nvidia, machine, uuids) if uuids else None
 
 

@@ -86,10 +86,10 @@ def fetch(base_url: str, path: str, *, timeout: float, body: Mapping[str, object
 
 
 Say = Callable[[str], None]
-Start = Callable[[Process, int | None], Child]
+StartProcess = Callable[[Process, int | None], Child]
 """Starts one process of a launch; the port is None where nothing is served."""
 
-BALANCER = (
+NO_BALANCER = (
     "each replica listens on its own port, and nothing spreads requests over them: put a load balancer in front of them"
 )
 """What to say of several servers."""
@@ -111,7 +111,7 @@ class RunningProcess:
             return
         found = diagnose(self.child.log())
         if found.name == "port" and self.port is not None:
-            raise taken(self.port)
+            raise port_in_use(self.port)
         hint = f"its log: {self.child.log_path}"
         raise ServingError(
             f"{self.title} ended with code {self.child.exit_code} {when}: {found.message}",
@@ -140,7 +140,7 @@ class Deployment:
             time.sleep(self.poll_s)
 
 
-def on_node(plan: LaunchPlan, processes: Sequence[Process], rank: int) -> list[Process]:
+def node_processes(plan: LaunchPlan, processes: Sequence[Process], rank: int) -> list[Process]:
     """The processes of one node. UserError where it has none, where no model is here, and for nodes that all reach."""
     require_model(plan)
     for process in processes:
@@ -172,8 +172,8 @@ def _require_private(process: Process) -> None:
 
 
 @contextmanager
-def starting(
-    plan: LaunchPlan, processes: Sequence[Process], start: Start, *, startup_timeout: float, say: Say
+def start_processes(
+    plan: LaunchPlan, processes: Sequence[Process], start: StartProcess, *, startup_timeout: float, say: Say
 ) -> Iterator[Callable[[], Deployment]]:
     """Start every process, and stop them all when the block ends; what it is given, once, waits until each answers.
 
@@ -185,7 +185,9 @@ def starting(
     try:
         with ExitStack() as ports:
             held = [
-                replace(process, port=ports.enter_context(reserved(process.port)) if process.role == "server" else None)
+                replace(
+                    process, port=ports.enter_context(reserve_port(process.port)) if process.role == "server" else None
+                )
                 for process in processes
             ]
             first, *later = waves(plan, held)
@@ -203,7 +205,7 @@ def starting(
                     servers = _ready(plan, members, servers, begin(wave), startup_timeout, say)
                 ports.close()
                 if len(servers) > 1:
-                    say(BALANCER)
+                    say(NO_BALANCER)
                 return Deployment(servers, members)
 
             yield ready
@@ -212,7 +214,7 @@ def starting(
 
 
 @contextmanager
-def reserved(port: int | None) -> Iterator[int]:
+def reserve_port(port: int | None) -> Iterator[int]:
     """A port that the kernel gives to nobody else during the block: the one asked for, or any that is free.
 
     Bound but not listening, with SO_REUSEADDR: that keeps it from being handed out, and lets a server that sets the
@@ -227,11 +229,11 @@ def reserved(port: int | None) -> Iterator[int]:
             raise UserError(f"port {port} needs more rights than this user has", hint=hint) from error
         except OSError as error:
             assert port is not None  # noqa: S101 - the kernel has free ports
-            raise taken(port) from error
+            raise port_in_use(port) from error
         yield held.getsockname()[1]
 
 
-def taken(port: int) -> UserError:
+def port_in_use(port: int) -> UserError:
     """What to say of a port that another process listens on."""
     hint = f"`ss -ltnp 'sport = :{port}'` says by whom: end that process, or choose another port with --port."
     return UserError(f"port {port} is held", hint=hint)
@@ -294,7 +296,7 @@ def _healthy(plan: LaunchPlan, member: RunningProcess) -> bool:
         return False
     name = plan.served_model_name
     if status != 200 or name not in models or models[name] not in {None, plan.model}:
-        raise taken(member.port or 0)
+        raise port_in_use(member.port or 0)
     return True
 
 

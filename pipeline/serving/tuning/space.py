@@ -22,8 +22,8 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.base.machine import Machine, cores, cpu_name
 from quantmint.pipeline.serving.environment import VllmEnvironment, parse_version
-from quantmint.pipeline.serving.host.detect import Detected, detect
-from quantmint.pipeline.serving.knobs.table import LAYOUT
+from quantmint.pipeline.serving.host.detect import DetectedAccelerators, detect
+from quantmint.pipeline.serving.knobs.overrides import LAYOUT
 from quantmint.pipeline.serving.knobs.table import knob as knob_of
 from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.planning.planner import plan_serving
@@ -138,7 +138,7 @@ def default_axes(
     for row in beside(__file__, "sweeps.yaml")[kind]:
         holds = all(facts.get(fact) in values for fact, values in row.get("when", {}).items())
         knob = knob_of(row["knob"])
-        if holds and knob.known(parse_version(version)):
+        if holds and knob.exists_in(parse_version(version)):
             values = row.get("values") or knob.sweep
             found = dict.fromkeys(numbers.get(value, value) for value in values)
             axes.append(Axis(knob.name, tuple(found)))
@@ -152,7 +152,7 @@ def given_axes(given: Sequence[tuple[str, tuple[Value, ...]]], *, version: str) 
         entry = knob_of(knob)
         if entry.kind not in {"flag", "env"}:
             raise UserError(f"--knob {knob}: a sweep changes arguments and variables of vLLM, this is a {entry.kind}'s")
-        if not entry.known(parse_version(version)):
+        if not entry.exists_in(parse_version(version)):
             raise UserError(f"--knob {knob}: vLLM {version} does not know it")
         earlier = axes[knob].values if knob in axes else ()
         axes[knob] = Axis(knob, tuple(dict.fromkeys((*earlier, *values))))
@@ -300,7 +300,7 @@ def device_name(facts: Mapping[str, str]) -> str:
     return f"{facts['accelerators']} ({cpu})" if "accelerators" in facts else cpu
 
 
-def _named(found: Detected) -> str:
+def _named(found: DetectedAccelerators) -> str:
     row = hardware(found.hardware)
     if row.kind == "cpu":
         return "no GPU"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from quantmint.pipeline.base.machine import Machine
-from quantmint.pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, chosen, nvidia_smi, visible_amd
+from quantmint.pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, nvidia_smi, select_devices, visible_amd
 from quantmint.pipeline.store.locks import HEARTBEAT_S, Lock, is_held
 from quantmint.pipeline.upkeep.fleet.events import folder_of
 
@@ -51,11 +51,11 @@ def devices_of(machine: Machine) -> Devices:
         variable: str | None = HIP
         visible = visible_amd(environ, uuids)
         before = environ.get(CUDA) or environ.get(HIP) or None
-        places = len(chosen(environ.get(ROCR) or None, uuids))
+        places = len(select_devices(environ.get(ROCR) or None, uuids))
     else:
         uuids = [uuid for (uuid,) in nvidia_smi(machine, ("uuid",))]
         variable = CUDA if uuids else None
-        visible = chosen(environ.get(CUDA), uuids)
+        visible = select_devices(environ.get(CUDA), uuids)
         before = environ.get(CUDA)
         places = len(uuids)
     values = list(map(str, range(places))) if before is None else [entry.strip() for entry in before.split(",")]

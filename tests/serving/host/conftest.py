@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.base.machine import Machine
-from quantmint.pipeline.serving.host.subject import HostFinding
+from quantmint.pipeline.serving.host.context import HostFinding
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finding(vllm: Path) -> Callable[..., HostFinding]:
     """Look at a machine for one check: ``finding("iommu", machine, target="mi300x:8")``."""
     from quantmint.pipeline.serving.host.checks import checks
-    from quantmint.pipeline.serving.host.subject import look
+    from quantmint.pipeline.serving.host.context import gather_context
     from quantmint.pipeline.serving.planning.target import parse_target
 
     def one(name: str, machine: Machine, *, target: str | None = None, **given: object) -> HostFinding:
         parsed = None if target is None else parse_target(target)
-        return checks()[name].finding(look(machine, target=parsed, vllm=given.pop("vllm", vllm), **given))
+        return checks()[name].finding(gather_context(machine, target=parsed, vllm=given.pop("vllm", vllm), **given))
 
     return one

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quantmint.pipeline.serving.host.checks import CHECK_FUNCTIONS, checks, examine, preflight
-from quantmint.pipeline.serving.host.subject import look, script
+from quantmint.pipeline.serving.host.checks import CHECK_FUNCTIONS, checks, preflight, run_checks
+from quantmint.pipeline.serving.host.context import gather_context, root_fix_script
 from quantmint.pipeline.serving.knobs.table import table
 from quantmint.pipeline.serving.model.facts import model_facts
 from quantmint.pipeline.serving.plan import HostCheck, LaunchPlan, Memory, ParallelLayout
@@ -57,10 +57,10 @@ def test_what_a_plan_demands_is_looked_at():
 
 
 def test_a_healthy_machine_has_nothing_to_mend(tmp_path: Path, vllm: Path):
-    found = examine(look(machine(trees.instinct(tmp_path)), vllm=vllm))
+    found = run_checks(gather_context(machine(trees.instinct(tmp_path)), vllm=vllm))
     assert {finding.status for finding in found} == {"ok", "skipped"}
     assert not any(finding.fix or finding.as_root for finding in found)
-    assert script(found).endswith("# nothing to fix as root\n")
+    assert root_fix_script(found).endswith("# nothing to fix as root\n")
 
 
 def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Path):
@@ -78,7 +78,7 @@ def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Pa
         space=lambda path: None if path.name == "shm" else trees.Space(GIB, 1),
         installed={"vllm": "0.10.0"},
     )
-    found = examine(look(box, target=parse_target("mi355x:16"), vllm=vllm))
+    found = run_checks(gather_context(box, target=parse_target("mi355x:16"), vllm=vllm))
     bad = {finding.name for finding in found if finding.status in ("warn", "fail")}
     assert bad == {name for name, check in checks().items() if "rocm" in check.kinds} - {
         "partition",
@@ -86,7 +86,7 @@ def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Pa
         "checkpoint",
     }
     assert all(finding.fix for finding in found if finding.name in bad)
-    text = script(found)
+    text = root_fix_script(found)
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False, capture_output=True).stderr == ""
     assert text.count("usermod -a -G video,render ann") == 1
     assert "echo 0 > /proc/sys/kernel/numa_balancing" in text
@@ -133,9 +133,9 @@ def test_what_the_planner_demands_is_met_by_a_healthy_machine(tmp_path: Path, vl
 def test_what_a_plan_needs_of_a_node(
     tmp_path: Path, vllm: Path, layout: dict[str, int], target: str, needed: ServingTarget
 ):
-    from quantmint.pipeline.serving.host.subject import target_of
+    from quantmint.pipeline.serving.host.context import plan_target
 
-    assert target_of(plan(target=target, **layout)) == needed
+    assert plan_target(plan(target=target, **layout)) == needed
 
 
 def test_a_packed_plan_leaves_room_for_its_neighbour(tmp_path: Path, vllm: Path):

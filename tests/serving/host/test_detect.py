@@ -9,7 +9,7 @@ import pytest
 
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.machine import Device
-from quantmint.pipeline.serving.host.detect import chosen, detect, device_here, visible_amd
+from quantmint.pipeline.serving.host.detect import detect, local_device, select_devices, visible_amd
 from quantmint.pipeline.serving.planning.target import ServingTarget
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, KEPT, machine
@@ -126,16 +126,16 @@ def test_neither_is_a_cpu(tmp_path: Path):
 
 def test_lists_of_devices():
     uuids = ["GPU-10", "GPU-20", "GPU-21"]
-    assert chosen(None, uuids) == (0, 1, 2)
-    assert chosen("2, 0", uuids) == (2, 0)
-    assert chosen("GPU-10,GPU-21", uuids) == (0, 2)
-    assert chosen("GPU-2", uuids) == ()  # two of them: ambiguous
-    assert chosen("-1,0", uuids) == ()
+    assert select_devices(None, uuids) == (0, 1, 2)
+    assert select_devices("2, 0", uuids) == (2, 0)
+    assert select_devices("GPU-10,GPU-21", uuids) == (0, 2)
+    assert select_devices("GPU-2", uuids) == ()  # two of them: ambiguous
+    assert select_devices("-1,0", uuids) == ()
     assert visible_amd({"CUDA_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": "2,0"}, uuids) == (0,)
 
 
 def test_an_instinct_gpu_is_the_table_s(tmp_path: Path):
-    assert device_here("cuda:3", machine(trees.instinct(tmp_path))) == Device("mi300x", "AMD Instinct MI300X")
+    assert local_device("cuda:3", machine(trees.instinct(tmp_path))) == Device("mi300x", "AMD Instinct MI300X")
 
 
 def test_an_nvidia_gpu_has_its_driver_s_words(tmp_path: Path):
@@ -143,16 +143,16 @@ def test_an_nvidia_gpu_has_its_driver_s_words(tmp_path: Path):
         listed = "GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559, 551, 4\n"
         return listed if "--query-gpu=name" not in tuple(argv) else "NVIDIA H100 80GB HBM3\n"  # type: ignore[call-overload]
 
-    assert device_here("cuda", replace(machine(tmp_path), run=smi)) == Device("h100", "NVIDIA H100 80GB HBM3")
+    assert local_device("cuda", replace(machine(tmp_path), run=smi)) == Device("h100", "NVIDIA H100 80GB HBM3")
 
 
 def test_a_cpu_is_its_model_also_beside_a_gpu(tmp_path: Path):
     root = trees.instinct(tmp_path)
     trees.write(root, "proc/cpuinfo", "processor\t: 0\nmodel name\t: AMD EPYC 9654 96-Core Processor\n")
-    assert device_here("cpu", machine(root)) == Device("cpu", "AMD EPYC 9654 96-Core Processor")
+    assert local_device("cpu", machine(root)) == Device("cpu", "AMD EPYC 9654 96-Core Processor")
 
 
 def test_a_machine_without_a_gpu_is_its_cpu(tmp_path: Path):
-    found = device_here("cuda", machine(tmp_path))
+    found = local_device("cuda", machine(tmp_path))
     assert found.hardware == "cpu"
     assert found.name

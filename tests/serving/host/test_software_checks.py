@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.base.machine import run_command
-from quantmint.pipeline.serving.host.subject import CheckpointNeeds, look
+from quantmint.pipeline.serving.host.context import CheckpointNeeds, gather_context
 from tests.serving.host import trees
 from tests.serving.host.trees import machine
 
@@ -99,7 +99,7 @@ def test_a_real_interpreter_is_asked(tmp_path: Path):
     (binaries / "vllm").write_text("#!/bin/sh\n")
     for name in ("python", "vllm"):
         (binaries / name).chmod(0o755)
-    found = look(
+    found = gather_context(
         replace(trees.machine(trees.healthy(tmp_path / "root")), run=run_command), vllm=binaries / "vllm"
     ).installed
     assert found is not None

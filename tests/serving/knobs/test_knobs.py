@@ -13,10 +13,10 @@ import yaml
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.commands.cli import main
 from quantmint.pipeline.serving.environment import parse_version, within
+from quantmint.pipeline.serving.knobs.overrides import check_arguments
 from quantmint.pipeline.serving.knobs.table import (
     NEWEST_READ,
     OLDEST_READ,
-    checked_arguments,
     knob,
     parse_condition,
     table,
@@ -83,9 +83,9 @@ def test_names_and_values_are_those_of_the_source(version: str) -> None:
         if item.vllm is None or item.kind in ("host", "docker"):
             assert item.name not in found["flags"] | found["env"]
             continue
-        assert item.known(number) == (item.name in found[kind]), item.name
+        assert item.exists_in(number) == (item.name in found[kind]), item.name
         choices = found.get(item.name)
-        if choices is None or not item.known(number):
+        if choices is None or not item.exists_in(number):
             continue
         rules = [rule for rule in item.rules if within(number, *rule.vllm)]
         values = {rule.value for rule in rules if isinstance(rule.value, str) and "{" not in rule.value}
@@ -126,13 +126,13 @@ def test_rules_are_complete_and_ask_what_can_be_known() -> None:
 
 
 def test_a_name_without_an_entry() -> None:
-    assert knob("VLLM_ROCM_USE_AITER_FP4_ASM_GEMM").known((0, 31, 2))
-    assert not knob("VLLM_ROCM_USE_AITER_FP4_ASM_GEMM").known((0, 30))
+    assert knob("VLLM_ROCM_USE_AITER_FP4_ASM_GEMM").exists_in((0, 31, 2))
+    assert not knob("VLLM_ROCM_USE_AITER_FP4_ASM_GEMM").exists_in((0, 30))
     with pytest.raises(UserError, match='did you mean "--block-size"'):
         knob("--blok-size")
     with pytest.raises(UserError, match="have no VLLM_ATTENTION_BACKEND") as caught:
         knob("VLLM_ATTENTION_BACKEND")
-    assert caught.value.hint == "--attention-backend does its work there"
+    assert caught.value.hint == "--attention-backend replaces it"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_conditions(given: str | list[str | int | float], holds: tuple[float, ..
 
 def test_each_argument_has_its_words() -> None:
     words = ["--reasoning-parser", "deepseek_r1", "--middleware", "a", "b", "--enable-auto-tool-choice", "--x=1"]
-    assert [(reason.knob, reason.value) for reason in checked_arguments(words)] == [
+    assert [(reason.knob, reason.value) for reason in check_arguments(words)] == [
         ("--reasoning-parser", "deepseek_r1"),
         ("--middleware", "a b"),
         ("--enable-auto-tool-choice", "on"),
@@ -174,7 +174,7 @@ def test_each_argument_has_its_words() -> None:
 )
 def test_arguments_that_the_plan_would_not_know_of_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        checked_arguments(words)
+        check_arguments(words)
     assert message in caught.value.message
     assert "secret" not in str(caught.value)
 

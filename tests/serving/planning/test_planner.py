@@ -127,7 +127,7 @@ def test_a_flag_that_is_set_silences_its_opposite():
     [
         ({"--max-num-sqs": "4"}, 'did you mean "--max-num-seqs"'),
         ({"--calculate-kv-scales": True}, "does not know --calculate-kv-scales"),
-        ({"VLLM_ATTENTION_BACKEND": "ROCM_AITER_FA"}, "--attention-backend does its work there"),
+        ({"VLLM_ATTENTION_BACKEND": "ROCM_AITER_FA"}, "--attention-backend replaces it"),
         ({"numa_balancing": "0"}, "set on the machine"),
         ({"--port": "80"}, "the launcher gives"),
         ({"--max-num-seqs": "many"}, "expected a whole number"),

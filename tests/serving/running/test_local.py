@@ -17,7 +17,7 @@ from quantmint.pipeline.base.errors import ServingError, UserError
 from quantmint.pipeline.base.processes import Child
 from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout, Process
 from quantmint.pipeline.serving.running.launchers import LocalLauncher
-from quantmint.pipeline.serving.running.server import BALANCER, Say
+from quantmint.pipeline.serving.running.server import NO_BALANCER, Say
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -94,7 +94,7 @@ def test_replicas_answer_each_with_its_devices_and_log(
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [f"server-{rank}.log" for rank in range(3)]
     assert (tmp_path / "logs" / "server-2.log").read_text() == "one of three\n"
     assert sum("is ready after" in line for line in said) == 3
-    assert said[-1] == BALANCER
+    assert said[-1] == NO_BALANCER
 
 
 def test_servers_of_one_gpu_load_one_after_the_other(

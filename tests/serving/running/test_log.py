@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.serving.plan import LaunchPlan, Memory, ParallelLayout
-from quantmint.pipeline.serving.running.log import LogScan, broken_promises, checkpoint_quantization, diagnose, scan_log
+from quantmint.pipeline.serving.running.log import LogScan, checkpoint_quantization, diagnose, plan_deviations, scan_log
 
 LOGS = Path(__file__).resolve().parents[2] / "assets" / "server-logs"
 
@@ -45,7 +45,7 @@ GRAPHS = ("--compilation-config", '{"cudagraph_mode": "FULL_AND_PIECEWISE"}')
 )
 def test_a_kept_promise_is_no_finding(log: str, kept: LaunchPlan) -> None:
     kept = replace(kept, env={}) if log == "rocm-0.19" else kept
-    assert list(broken_promises(kept, scanned(log), quantization=None)) == []
+    assert list(plan_deviations(kept, scanned(log), quantization=None)) == []
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_kept_promise_is_no_finding(log: str, kept: LaunchPlan) -> None:
 def test_a_broken_promise_is_told(
     log: str, broken: LaunchPlan, quantization: str | None, expected: list[tuple[str, str, str]]
 ) -> None:
-    found = list(broken_promises(broken, scanned(log), quantization=quantization))
+    found = list(plan_deviations(broken, scanned(log), quantization=quantization))
     assert [(finding.level, finding.line) for finding in found] == [(level, line) for level, _, line in expected]
     for finding, (_, why, _) in zip(found, expected, strict=True):
         assert why in finding.why
@@ -92,13 +92,13 @@ def test_a_broken_promise_is_told(
     ("tokens", "broken"), [(1_045_568, False), (1_150_000, False), (950_600, False), (1_170_000, True), (949_000, True)]
 )
 def test_a_tenth_of_memory_is_forgiven(tokens: int, broken: bool) -> None:
-    found = list(broken_promises(plan(*EIGHT, kv_tokens=tokens), scanned("rocm-0.32")))
+    found = list(plan_deviations(plan(*EIGHT, kv_tokens=tokens), scanned("rocm-0.32")))
     assert bool(found) is broken
 
 
 def test_without_a_log_no_promise_is_missed_and_with_one_it_is() -> None:
-    assert list(broken_promises(plan(), scan_log(""))) == []
-    (found,) = broken_promises(replace(plan(*EIGHT), env={}), replace(scanned("rocm-0.32"), attention_backends=()))
+    assert list(plan_deviations(plan(), scan_log(""))) == []
+    (found,) = plan_deviations(replace(plan(*EIGHT), env={}), replace(scanned("rocm-0.32"), attention_backends=()))
     assert found.line == "planned: ROCM_AITER_FA, seen: none that the log names"
 
 
@@ -135,7 +135,7 @@ def test_a_real_log_of_the_cpu() -> None:
     assert (scan.quantization, scan.kv_cache_dtype, scan.cudagraph_mode) == ("None", "auto", "NONE")
     assert [finding.line.rpartition(" ")[2] for finding in scan.findings] == ["VLLM_NOT_A_VARIABLE"]
     promised = LaunchPlan({}, ("vllm", "serve", "/m", "--max-model-len", "256", *FP8), "m", 1, (), ParallelLayout())
-    assert [finding.why for finding in broken_promises(promised, scan)] == ["the KV cache is not FP8"]
+    assert [finding.why for finding in plan_deviations(promised, scan)] == ["the KV cache is not FP8"]
 
 
 @pytest.mark.parametrize(

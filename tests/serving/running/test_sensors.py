@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantmint.pipeline.serving.running.sensors import SensorReading, amd_sensor, sensor_for, summary
+from quantmint.pipeline.serving.running.sensors import SensorReading, amd_sensor, sensor_for, summarize
 from tests.serving.host import trees
 
 SMI = """\
@@ -110,7 +110,7 @@ def test_instinct_by_its_files(tmp_path: Path) -> None:
     limiters(second, 3, 900, 9, 0, 4)
     after = sensor()
     assert after is not None
-    state = summary([[before, after]])
+    state = summarize([[before, after]])
     assert state.throttled == ("memory temperature", "socket temperature")  # the power limit is no fault
     assert (state.clock_mhz, state.temperature_c, state.power_w, state.samples) == (2000.0, 74.0, 1224.0, 2)
 
@@ -146,8 +146,8 @@ def test_tables_of_other_drivers_are_not_guessed(tmp_path: Path, revision: tuple
 def test_a_launch_is_the_readings_of_its_cells() -> None:
     one = SensorReading((1000.0,), 50.0, 400.0, ("power brake",), {"heat": 5})
     cells = [[one, replace(one, clocks_mhz=(1980.0,), temperature_c=72.0)], [replace(one, counters={"heat": 9})], []]
-    state = summary(cells)
+    state = summarize(cells)
     # Between cells nothing is measured: what happened there slowed nothing down.
     assert (state.throttled, state.samples, state.temperature_c) == (("power brake",), 3, 72.0)
     assert (state.clock_mhz, state.clock_mhz_low, state.power_w) == (1000.0, 1000.0, 400.0)
-    assert summary([[SensorReading(tuple(range(100, 200)))]]).clock_mhz_low == 104.0
+    assert summarize([[SensorReading(tuple(range(100, 200)))]]).clock_mhz_low == 104.0

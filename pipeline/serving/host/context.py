@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 from quantmint.pipeline.base.errors import QuantmintError, UserError
 from quantmint.pipeline.base.machine import Machine
 from quantmint.pipeline.serving.environment import find_vllm
-from quantmint.pipeline.serving.host.detect import Detected, detect
+from quantmint.pipeline.serving.host.detect import DetectedAccelerators, detect
 from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan
-from quantmint.pipeline.serving.planning.target import ServingTarget, checked, parse_target
+from quantmint.pipeline.serving.planning.target import ServingTarget, check_target, parse_target
 
 _ASK = """
 import importlib.metadata as m, json, sys
@@ -48,7 +48,7 @@ class HostFinding:
     as_root: tuple[str, ...] = ()
 
 
-def script(findings: Iterable[HostFinding]) -> str:
+def root_fix_script(findings: Iterable[HostFinding]) -> str:
     """A bash script of the fixes that need root, each below a comment that says why. Nothing runs it but its reader."""
     lines = ["#!/usr/bin/env bash", "# Fixes that need root, found by `quantmint doctor`. Read it before you run it."]
     lines += ["set -euo pipefail"]
@@ -91,7 +91,7 @@ class CheckContext:
 
     machine: Machine
     target: ServingTarget
-    detected: Detected | None
+    detected: DetectedAccelerators | None
     unknown: str = ""
     installed: InstalledPackages | None = None
     missing: str = ""
@@ -109,7 +109,7 @@ class CheckContext:
         return self.target.gpus * self.target.nodes > 1
 
 
-def look(
+def gather_context(
     machine: Machine,
     *,
     target: ServingTarget | None = None,
@@ -130,7 +130,7 @@ def look(
     return CheckContext(machine, target, detected, unknown, installed, missing, wanted, utilization)
 
 
-def target_of(plan: LaunchPlan) -> ServingTarget:
+def plan_target(plan: LaunchPlan) -> ServingTarget:
     """What a plan needs of each node; its own target may offer more."""
     offered, layout = parse_target(plan.target), plan.layout
     accelerators = math.ceil(layout.gpus * layout.replicas / (layout.packed * layout.nodes))
@@ -151,21 +151,21 @@ def _environment(machine: Machine, vllm: str | Path | None) -> tuple[InstalledPa
     return InstalledPackages(python, json.loads(answer)), ""
 
 
-def wanted_of(model: str) -> tuple[CheckpointNeeds, ServingTarget | None]:
+def model_needs(model: str) -> tuple[CheckpointNeeds, ServingTarget | None]:
     """What is to be served, and on what where a recipe says so. UserError for what is neither folder nor recipe."""
     folder = Path(model)
     if folder.is_dir():
-        return wanted_by(model_facts(folder)), None
+        return checkpoint_needs(model_facts(folder)), None
     from quantmint.pipeline.recipe.load import load_recipe
 
     recipe = load_recipe(model).recipe
     made, target = recipe.quantization, recipe.target
-    return CheckpointNeeds(made.scheme, made.kv_cache, made.format), checked(
+    return CheckpointNeeds(made.scheme, made.kv_cache, made.format), check_target(
         ServingTarget(target.hardware, target.gpus)
     )
 
 
-def wanted_by(facts: ModelFacts) -> CheckpointNeeds:
+def checkpoint_needs(facts: ModelFacts) -> CheckpointNeeds:
     """What a checkpoint with these facts asks of a machine."""
     return CheckpointNeeds(
         facts.quantization, facts.kv_cache_scheme or "auto", facts.checkpoint_format, facts.expert_schemes
