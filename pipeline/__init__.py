@@ -1,3 +1,3 @@
 """The stages of quantmint and what they share."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

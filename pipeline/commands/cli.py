@@ -7,8 +7,9 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +18,59 @@ import click
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base.errors import QuantmintError, did_you_mean
 
-# command: (module below pipeline.commands, heading and line of --help); it is imported when it is called
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A command: the module below ``pipeline.commands`` that defines it, and its heading and line in --help.
+
+    A group has entries of its own in ``group``, by name.
+    """
+
+    module: str
+    heading: str
+    line: str
+    group: Mapping[str, _Entry] | None = None
+
+
+_RELEASE = {
+    "list": _Entry("publish", "Commands", "List the releases at a destination, and which of them readers get."),
+    "promote": _Entry("publish", "Commands", "Promote a candidate to the current release."),
+    "rollback": _Entry("publish", "Commands", "Make an earlier release the current one again."),
+    "prune": _Entry("publish", "Commands", "Remove old releases from a destination."),
+    "verify": _Entry("judge", "Commands", "Verify a release with nothing but what was published."),
+}
+_RECIPE = {
+    "init": _Entry("recipes", "Commands", "Write a first recipe for a model of your own."),
+    "list": _Entry("recipes", "Commands", "List the recipes."),
+    "show": _Entry("recipes", "Commands", "Print a recipe with everything inherited and every default."),
+    "schema": _Entry("recipes", "Commands", "Print the JSON Schema of recipes."),
+}
 _COMMANDS = {
-    "init": ("recipes", "Make", "Write a first recipe for a model of your own."),
-    "run": ("run", "Make", "Make, prove and publish what a recipe says."),
-    "plan": ("plan", "Make", "Show what a run would do, and what it would cost."),
-    "quantize": ("quantize", "Make", "Quantize one model without a recipe."),
-    "search": ("search", "Make", "Measure what precision costs where, and what a budget of bits is best spent on."),
-    "submit": ("submit", "Make", "Run a recipe on Slurm, Kubernetes or a Ray cluster."),
-    "inspect": ("quantize", "Prove", "Prove a quantized checkpoint's structure, anybody's."),
-    "gate": ("judge", "Prove", "Judge again from a record, or from what was published."),
-    "report": ("report", "Prove", "Print where a recipe's report is."),
-    "compare": ("report", "Prove", "Put checkpoints side by side: accuracy, size, throughput."),
-    "verify": ("judge", "Prove", "Check all that a release says, with nothing but what was published."),
-    "serve": ("serve", "Serve", "Serve a model with the knobs that its hardware calls for, or print the launch."),
-    "tune": ("tune", "Serve", "Measure which knobs serve a model best, and print them for its recipe."),
-    "doctor": ("serve", "Serve", "Check whether this machine is ready to serve."),
-    "knobs": ("tune", "Serve", "List what a launch of vLLM can set, and why."),
-    "publish": ("publish", "Publish", "Publish what a finished run left, to other places too, or as a candidate."),
-    "releases": ("publish", "Publish", "List what a place holds, and which of it readers get."),
-    "promote": ("publish", "Publish", "Make a candidate what readers get."),
-    "rollback": ("publish", "Publish", "Make an earlier release what readers get again."),
-    "prune": ("publish", "Publish", "Remove old releases from a place."),
-    "due": ("requantize", "Keep fresh", "Say which recipes would come out otherwise than when last published."),
-    "requantize": ("requantize", "Keep fresh", "Run the recipes that are due, beside each other."),
-    "schedule": ("schedule", "Keep fresh", "Look at recipes on their schedules, or write units and manifests that do."),
-    "recipes": ("recipes", "Look", "List the recipes, or print one resolved."),
-    "schemes": ("recipes", "Look", "List the quantization schemes."),
-    "schema": ("recipes", "Look", "Print the JSON Schema of recipes."),
-    "explain": ("run", "Look", "Say why each stage would run again."),
-    "runs": ("run", "Look", "List past runs."),
-    "site": ("report", "Look", "Render an index of all runs, with their reports."),
-    "track": ("report", "Look", "Log a finished run to MLflow."),
-    "gc": ("run", "Look", "Remove store entries that no recent run uses."),
+    "recipe": _Entry("recipes", "Make", "Write, list and show recipes.", _RECIPE),
+    "plan": _Entry("plan", "Make", "Show the stages of a run, and its time, memory and disk."),
+    "run": _Entry("run", "Make", "Quantize, prove and publish what a recipe says."),
+    "quantize": _Entry("quantize", "Make", "Quantize one model without a recipe."),
+    "search": _Entry("search", "Make", "Measure the KL of each scheme by layer, and spend a budget of bits."),
+    "submit": _Entry("submit", "Make", "Run a recipe on Slurm, Kubernetes or a Ray cluster."),
+    "inspect": _Entry("quantize", "Prove", "Check the structure and the numbers of any quantized checkpoint."),
+    "gate": _Entry("judge", "Prove", "Judge recorded measurements again."),
+    "report": _Entry("report", "Prove", "Open or copy a recipe's report."),
+    "compare": _Entry("report", "Prove", "Compare checkpoints: accuracy, size, throughput."),
+    "serve": _Entry("serve", "Serve", "Serve a model with the knobs for its hardware, or print the launch."),
+    "tune": _Entry("tune", "Serve", "Measure which knobs serve a model best."),
+    "doctor": _Entry("serve", "Serve", "Check whether this machine is ready to serve."),
+    "knobs": _Entry("tune", "Serve", "List vLLM's settings, with the value and reason of each."),
+    "publish": _Entry("publish", "Publish", "Publish a finished run, to other destinations too, or as a candidate."),
+    "release": _Entry("publish", "Publish", "List, promote, roll back, prune and verify releases.", _RELEASE),
+    "due": _Entry("requantize", "Keep fresh", "List recipes whose inputs changed since their last release."),
+    "requantize": _Entry("requantize", "Keep fresh", "Run the recipes that are due, side by side."),
+    "schedule": _Entry("schedule", "Keep fresh", "Export schedules of recipes to cron, systemd, Kubernetes or GitHub."),
+    "schemes": _Entry("recipes", "Look", "List the quantization schemes."),
+    "explain": _Entry("run", "Look", "Explain why each stage would run again."),
+    "runs": _Entry("run", "Look", "List past runs."),
+    "site": _Entry("report", "Look", "Render an index of all runs, with their reports."),
+    "track": _Entry("report", "Look", "Log a finished run to MLflow."),
+    "gc": _Entry("run", "Look", "Remove store entries that no recent run uses."),
 }
 
 
@@ -71,24 +92,33 @@ _EXTRAS = {
 
 
 class _Commands(click.Group):
+    """A group that imports a command when it is called."""
+
+    def __init__(self, *, entries: Mapping[str, _Entry], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._entries = entries
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order of the table."""
-        return list(_COMMANDS)
+        """Return the names, in the order of the table."""
+        return list(self._entries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command, by the name that it gives itself; None for a name that is none."""
-        if cmd_name not in _COMMANDS:
+        """Import a command by its name, or make a group of its entries; None for an unknown name."""
+        entry = self._entries.get(cmd_name)
+        if entry is None:
             return None
-        module = importlib.import_module(f"quantmint.pipeline.commands.{_COMMANDS[cmd_name][0]}")
-        found = [value for value in vars(module).values() if isinstance(value, click.Command)]
-        return next(command for command in found if command.name == cmd_name)
+        if entry.group is not None:
+            return _Commands(entries=entry.group, name=cmd_name, help=entry.line)
+        module = importlib.import_module(f"quantmint.pipeline.commands.{entry.module}")
+        commands = [value for value in vars(module).values() if isinstance(value, click.Command)]
+        return next(command for command in commands if command.name == cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List them below their headings, without importing any."""
+        """Write the commands below their headings, without importing any."""
         headings: dict[str, list[tuple[str, str]]] = {}
-        for name, (_, heading, line) in _COMMANDS.items():
-            headings.setdefault(heading, []).append((name, line))
-        widest = max(map(len, _COMMANDS))
+        for name, entry in self._entries.items():
+            headings.setdefault(entry.heading, []).append((name, entry.line))
+        widest = max(map(len, self._entries))
         for title, rows in headings.items():
             with formatter.section(title):
                 formatter.write_dl([(f"{name:<{widest}}", line) for name, line in rows])
@@ -96,12 +126,13 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in _COMMANDS:
-            ctx.fail(f"no command {args[0]!r}{did_you_mean(args[0], _COMMANDS)}")
+        """Find the command that was typed; an unknown name is a usage error with the nearest one."""
+        if args and args[0] not in self._entries:
+            ctx.fail(f"no command {args[0]!r}{did_you_mean(args[0], self._entries)}")
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, entries=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="quantmint")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @click.pass_context

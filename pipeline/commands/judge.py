@@ -35,7 +35,7 @@ _SHOWN = 8  # details of a check that are printed
 
 
 @click.command(name="gate")
-@click.argument("subject", metavar="PATH_OR_RECIPE")
+@click.argument("subject", metavar="RESULT")
 @click.option(
     "--margin",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
@@ -61,12 +61,14 @@ def gate(
     store_path: Path,
     as_json: bool,
 ) -> int:
-    """Judge again from the recorded numbers, by the recorded limits or by your own.
+    """Judge the recorded measurements of RESULT again, by the recorded limits or by your own.
 
-    PATH_OR_RECIPE is a published folder, a gate.json or its folder, a report in the store, the name of a recipe that
-    was run, or a release elsewhere (org/name[@TAG], s3://bucket/prefix/name[@TAG]), of which only the evidence is
-    fetched. Nothing of the recorded verdict is used; whether it is the same is said. Where a quantmint.json lists other
-    files than those that are judged, the verdict is INVALID. Ends with the verdict's exit code.
+    RESULT is a recipe that was run, a published folder, a gate.json or its folder, a report in the store, or a release
+    elsewhere (org/name[@TAG], s3://bucket/prefix/name[@TAG]), of which only the evidence is fetched. The recorded
+    verdict is compared and not used. Where a quantmint.json lists other files than those that are judged, the verdict
+    is INVALID. Ends with the verdict's exit code.
+
+    Example: quantmint gate published/llama70b-fp8kv --margin 0.01
     """
     file = _record_of(subject, Store(store_path), as_json=as_json)
     try:
@@ -144,7 +146,7 @@ def _unlisted(file: Path, artefact: str) -> Iterator[str]:
     if manifest.artefact != artefact:
         yield f"{MANIFEST} is about checkpoint {manifest.artefact}, the record about {artefact}"
     for other, digest in manifest.files.items():
-        # Bytes are hashed by `quantmint verify`; of a release whose evidence alone was fetched, most are elsewhere.
+        # `quantmint release verify` hashes bytes; where the evidence alone was fetched, most files are elsewhere.
         size = (root / other).stat().st_size if (root / other).is_file() and other != name else digest.size
         if size != digest.size:
             yield f"{other} has {size:,} bytes, {MANIFEST} lists {digest.size:,}: something else was judged"
@@ -222,7 +224,7 @@ def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
 
 
 @click.command(name="verify")
-@click.argument("subject", metavar="REPO_OR_PATH")
+@click.argument("subject", metavar="RELEASE")
 @click.option("--key", type=PATH, help="PEM file with the public key of whom you trust to publish it.")
 @click.option("--identity", help="Whom you trust, where it was signed without a key: an address or a workflow's URL.")
 @click.option("--issuer", help="Who vouches for that identity: the OpenID provider's URL.")
@@ -240,13 +242,13 @@ def verify_release(
 ) -> int:
     """Check everything that can be checked of a release, with nothing but what was published.
 
-    REPO_OR_PATH is a folder, a repository (org/name), or a bucket (s3://bucket/prefix/name); @TAG behind it names
+    RELEASE is a folder, a repository (org/name), or a bucket (s3://bucket/prefix/name); @TAG behind it names
     another release than the current one. Every file is hashed, the signature and the provenance are followed, the
     checkpoint is inspected and the gate judges again, by the recipe's limits. Report and card are rendered again where
     this version of quantmint made them. VERIFIED says that a signer whom you name vouches for all of it; a release
     without a signature is CONSISTENT, UNSIGNED at best.
 
-    Example: quantmint verify my-org/NAME --key signing.pub
+    Example: quantmint release verify my-org/NAME --key signing.pub
 
     Ends with 0 when everything holds, with 1 when something does not, with 3 when nothing fails but something could
     not be checked (a release without a signature, or no key to check one with), with 2 when there is no release.

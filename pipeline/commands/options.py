@@ -57,6 +57,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 vllm_option = click.option(
     "--vllm", help="`vllm` executable or its environment (default: $QUANTMINT_VLLM, .venv-vllm, PATH)."
 )
+vllm_version_option = click.option(
+    "--vllm-version", metavar="VERSION", help="Plan for this version of vLLM instead of the one installed."
+)
 jobs_option = click.option(
     "--on",
     metavar="ray|http://HEAD:8265",

@@ -56,10 +56,12 @@ def publish(
     as_json: bool,
     **places: str | None,
 ) -> int:
-    """Publish what a finished run of RECIPE left in the store, if it passed: nothing is measured, nothing quantized.
+    """Publish a finished run of RECIPE that passed: nothing is measured or quantized.
 
-    To the places of the recipe, or to those that are named here; several may be named. A release that is there is left
-    as it is, so that the same command finishes what was interrupted; `quantmint rollback` gives readers an earlier one.
+    It goes to the recipe's destinations, or to those that are named here. A release that is there already is left as it
+    is, so the same command finishes what was interrupted; `quantmint release rollback` goes back to an earlier one.
+
+    Example: quantmint publish llama70b-fp8kv --hub my-org/Llama-70B-FP8
     """
     from quantmint.pipeline.runs.planner import build_plan, foreseen, missing_stages
     from quantmint.pipeline.runs.preflight import require_means
@@ -83,11 +85,14 @@ def publish(
     return do(plan, setting, reporter, as_json=as_json)
 
 
-@click.command(name="releases", epilog=f"PLACE is {EXPECTED}.")
-@click.argument("place")
+@click.command(name="list", epilog=f"DESTINATION is {EXPECTED}.")
+@click.argument("place", metavar="DESTINATION")
 @json_option
 def releases(place: str, as_json: bool) -> None:
-    """List what is published in PLACE, the newest first, and which of it readers get."""
+    """List the releases at DESTINATION, the newest first, and which of them readers get.
+
+    Example: quantmint release list published/llama70b-fp8kv
+    """
     there = open_place(place)
     found = there.releases()
     if as_json:
@@ -111,27 +116,31 @@ def releases(place: str, as_json: bool) -> None:
 
 
 @click.command(name="promote")
-@click.argument("place")
+@click.argument("place", metavar="DESTINATION")
 @click.argument("tag", required=False)
 @_dry_run_option
 @json_option
 def promote(place: str, tag: str | None, dry_run: bool, as_json: bool) -> None:
-    """Make a candidate in PLACE what readers get; TAG says which one where several wait.
+    """Promote a candidate at DESTINATION to the current release; TAG says which one where several wait.
 
-    Its files were sent when it was published: none is sent again. `quantmint rollback` undoes it.
+    Its files were sent when it was published: none is sent again. `quantmint release rollback` undoes it.
+
+    Example: quantmint release promote my-org/Llama-70B-FP8
     """
     _change("promote", place, tag, dry_run=dry_run, as_json=as_json)
 
 
 @click.command(name="rollback")
-@click.argument("place")
+@click.argument("place", metavar="DESTINATION")
 @click.argument("tag")
 @_dry_run_option
 @json_option
 def rollback(place: str, tag: str, dry_run: bool, as_json: bool) -> None:
-    """Make TAG, an earlier release in PLACE, what readers get again, byte by byte.
+    """Make TAG, an earlier release at DESTINATION, the current one again, byte for byte.
 
     Nothing is removed: the release that it replaces can be rolled back to in the same way.
+
+    Example: quantmint release rollback published/llama70b-fp8kv v20261102-91be07aa
     """
     _change("rollback", place, tag, dry_run=dry_run, as_json=as_json)
 
@@ -152,7 +161,7 @@ def _change(way: Literal["promote", "rollback"], place: str, tag: str | None, *,
 
 
 @click.command(name="prune")
-@click.argument("place")
+@click.argument("place", metavar="DESTINATION")
 @click.option(
     "--keep",
     type=click.IntRange(min=1),
@@ -163,11 +172,11 @@ def _change(way: Literal["promote", "rollback"], place: str, tag: str | None, *,
 @_dry_run_option
 @json_option
 def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
-    """Remove old releases from PLACE, never the current one or a candidate.
+    """Remove old releases from DESTINATION, never the current one or a candidate.
 
-    Releases count from the newest. One that readers get stays although it is older, and so do all candidates.
+    Releases count from the newest. The current release stays although it is older, and so do all candidates.
 
-    Example: quantmint prune published/llama70b-fp8kv --keep 3
+    Example: quantmint release prune published/llama70b-fp8kv --keep 3
     """
     there = open_place(place)
     done = there.prune(keep=keep, dry_run=dry_run, progress=reporter_for(json=as_json))
@@ -219,10 +228,10 @@ def show_published(published: Sequence[Published], setting: Setting) -> None:
         place = shown_path(one.place)
         waits = setting.recipe.publish.to == "candidate" and not one.current
         there = "  was there already" if one.again else ""
-        waiting = f"  a candidate: quantmint promote {place}" if waits else ""
+        waiting = f"  a candidate: quantmint release promote {place}" if waits else ""
         current = _current_in(one.place)
         if current not in (None, one.tag) and not waits:
-            waiting = f"  readers get {current}: quantmint rollback {place} {one.tag} gives them this one"
+            waiting = f"  readers get {current}: quantmint release rollback {place} {one.tag} gives them this one"
         click.echo(f"checkpoint  {place}  {one.tag}{there}{waiting}")
 
 

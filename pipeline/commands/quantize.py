@@ -20,7 +20,7 @@ _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "
 
 
 @click.command(name="quantize")
-@click.argument("src")
+@click.argument("src", metavar="MODEL")
 @click.argument("out", type=PATH)
 @click.option("--scheme", required=True, help="What linear layers become; `quantmint schemes` lists them.")
 @click.option("--from", "from_", metavar="SCHEMES", help="What --scheme auto chooses from, with commas between.")
@@ -61,10 +61,12 @@ def quantize(
     override: tuple[str, ...],
     **given: Any,
 ) -> None:
-    """Quantize SRC, a folder or organisation/name[@revision] of the Hub, into the folder OUT.
+    """Quantize MODEL (a folder, or organisation/name[@revision] of the Hub) into the folder OUT, without a recipe.
 
-    The one stage, without a recipe: nothing is served or judged. OUT gets its config.json when all is made and found
-    sound. The same command goes on with what was interrupted, and does nothing where OUT is finished.
+    Nothing is served or judged. OUT gets its config.json when the checkpoint is complete and sound. The same command
+    goes on with what was interrupted, and does nothing where OUT is finished.
+
+    Example: quantmint quantize meta-llama/Llama-3.1-8B-Instruct out --scheme ptpc_fp8
     """
     from dataclasses import replace
 
@@ -210,7 +212,7 @@ def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as
 
 
 @click.command(name="inspect")
-@click.argument("path", type=PATH)
+@click.argument("path", metavar="CHECKPOINT", type=PATH)
 @click.option(
     "--source",
     type=PATH,
@@ -220,9 +222,11 @@ def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as
 @click.option("--device", default="auto", show_default=True, help="Where numbers are compared.")
 @json_option
 def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, device: str, as_json: bool) -> int:
-    """Prove that the compressed-tensors or Quark checkpoint in PATH is what its config.json says.
+    """Check that CHECKPOINT, compressed-tensors or Quark, holds what its config.json says.
 
-    Ends with 0 when nothing contradicts anything, with 1 when something does.
+    Ends with 0 where nothing contradicts anything, with 1 where something does.
+
+    Example: quantmint inspect published/llama70b-fp8kv --source /models/llama70b
     """
     from quantmint.pipeline.base.errors import UserError
     from quantmint.pipeline.quantize.device import resolve_device

@@ -1,4 +1,4 @@
-"""quantmint init, recipes, schema, schemes: what can be made, and how it is written down."""
+"""quantmint recipe init, list, show and schema, and quantmint schemes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,41 @@ _TYPES = {"e4m3": "FP8", "e2m1": "FP4", "e2m3": "FP6 e2m3", "e3m2": "FP6 e3m2", 
 _GRANULARITY = {"per_tensor": "tensor", "per_channel": "channel", "per_token": "token"}
 
 
-@click.command(name="recipes")
-@click.argument("name", required=False)
+@click.command(name="list")
 @json_option
-def recipes(name: str | None, as_json: bool) -> None:
-    """List the recipes by name, or print NAME with everything inherited and every default written out."""
+def list_recipes(as_json: bool) -> None:
+    """List the recipes of ./recipes and the shipped ones, with their descriptions.
+
+    Example: quantmint recipe list
+    """
     from quantmint.pipeline.recipe.load import load_recipe, recipe_names
 
-    if name is not None:
-        loaded = load_recipe(name)
-        if as_json:
-            emit(loaded.recipe.model_dump(mode="json"))
-        else:
-            click.echo(loaded.text_resolved, nl=False)
-        return
-    found = [load_recipe(known).recipe for known in recipe_names()]
+    recipes = [load_recipe(name).recipe for name in recipe_names()]
     if as_json:
-        emit([{"name": recipe.name, "description": recipe.description} for recipe in found])
+        emit([{"name": recipe.name, "description": recipe.description} for recipe in recipes])
         return
     from quantmint.pipeline.commands.tables import paragraph, terminal
 
     console = terminal()
-    for recipe in found:
+    for recipe in recipes:
         click.echo(paragraph(console, f"{recipe.name:<22} ", recipe.description))
+
+
+@click.command(name="show")
+@click.argument("recipe")
+@json_option
+def show(recipe: str, as_json: bool) -> None:
+    """Print RECIPE (a name or a YAML file) with everything inherited and every default written out.
+
+    Example: quantmint recipe show llama70b-fp8kv
+    """
+    from quantmint.pipeline.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe)
+    if as_json:
+        emit(loaded.recipe.model_dump(mode="json"))
+    else:
+        click.echo(loaded.text_resolved, nl=False)
 
 
 @click.command(name="init")
@@ -72,6 +84,8 @@ def init(
     """Write a recipe for MODEL (a folder, or org/name of the Hub), with a calibration set and a suite from --text.
 
     A person at a terminal is asked for what no option says. Nothing is written over, fetched or run.
+
+    Example: quantmint recipe init models/support-3b --text manuals.md --target mi300x
     """
     from quantmint.pipeline.base.machine import Machine
     from quantmint.pipeline.recipe.draft import Wish, default_name, default_scheme, draft, write
@@ -104,7 +118,10 @@ def init(
 
 @click.command(name="schema")
 def schema() -> None:
-    """Print the JSON Schema of recipes, for editors that complete and check them."""
+    """Print the JSON Schema of recipes, for editors that complete and check them.
+
+    Example: quantmint recipe schema > recipe.schema.json
+    """
     from quantmint.pipeline.recipe.json_schema import schema_text
 
     click.echo(schema_text(), nl=False)
@@ -114,9 +131,11 @@ def schema() -> None:
 @click.option("--markdown", is_flag=True, help="Print the table as docs/schemes.md has it.")
 @json_option
 def schemes(markdown: bool, as_json: bool) -> None:
-    """List the schemes: what they store, which engines make them in each layout, and where they run as they are.
+    """List the schemes: the numbers they store, the engines that make them in each layout, and where they run natively.
 
     An FP8 KV cache goes with every scheme; its scales are calibrated.
+
+    Example: quantmint schemes
     """
     if as_json:
         emit([_facts(scheme) for scheme in table().values()])

@@ -22,18 +22,22 @@ FORMATS = ("html", "markdown", "junit", "json")
 
 
 @click.command(name="report")
-@click.argument("subject", metavar="RECIPE_OR_PATH")
+@click.argument("subject", metavar="RESULT")
 @click.option(
     "--format", "form", type=click.Choice(FORMATS), default="html", show_default=True,
     help="The page, the section of a model card, test results for a CI system, or the data.",
 )  # fmt: skip
 @click.option("--output", type=FILE, help="Copy it there.")
+@click.option("--open", "opened", is_flag=True, help="Open the page in a browser.")
 @store_option
 @json_option
-def report(subject: str, form: str, output: Path | None, store_path: Path, as_json: bool) -> None:
-    """Show the report of a recipe's last run, of a published folder or of an entry of the store.
+def report(subject: str, form: str, output: Path | None, opened: bool, store_path: Path, as_json: bool) -> None:
+    """Print where the report of RESULT is, open it, or print it in another form.
 
-    The page is told by its path; the other forms are printed, unless --output says where they go.
+    RESULT is a recipe that was run, a published folder or an entry of the store. The page is named by its path; the
+    other forms are printed, unless --output says where they go.
+
+    Example: quantmint report llama70b-fp8kv --open
     """
     from quantmint.pipeline.runs.reports import find
     from quantmint.pipeline.stages.report import FILES
@@ -48,6 +52,13 @@ def report(subject: str, form: str, output: Path | None, store_path: Path, as_js
     if output is not None:
         _write(output, file.read_bytes())
         file = output.absolute()
+    if opened:
+        import webbrowser
+
+        if form != "html":
+            raise UserError(f"--open: found --format {form}, expected the page (html)")
+        if not webbrowser.open(file.as_uri()):
+            raise UserError(f"--open: no browser was found on this machine; the page is {shown_path(file)}")
     if as_json:
         data = (folder / FILES["json"]).absolute()
         emit({"report": str(file), "format": form, "data": str(data)})
@@ -67,14 +78,16 @@ def _write(output: Path, content: bytes) -> None:
 
 
 @click.command(name="compare")
-@click.argument("finished", nargs=-1, required=True, metavar="A B ...")
+@click.argument("finished", nargs=-1, required=True, metavar="RESULT...")
 @click.option("--output", type=FILE, metavar="FILE.html", help="Write the page there.")
 @store_option
 @json_option
 def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as_json: bool) -> None:
-    """Put checkpoints side by side: accuracy against size against throughput.
+    """Compare checkpoints side by side: accuracy, size and throughput.
 
-    A, B, ... are published folders, report.json files, reports in the store, or names of recipes that were run.
+    Each RESULT is a recipe that was run, a published folder, a report.json, or a report in the store.
+
+    Example: quantmint compare llama70b-fp8kv llama70b-mxfp4 --output both.html
     """
     from quantmint.eval.comparison.model import read, side_by_side, to_json
     from quantmint.eval.comparison.page import render
@@ -196,9 +209,11 @@ def _print_direct(console: Console, group: Group) -> None:
 @store_option
 @json_option
 def site(output: Path, store_path: Path, as_json: bool) -> None:
-    """Render an index of all runs with their reports: plain files for any web server, or to be opened from the disk.
+    """Render an index of all runs with their reports, as plain files for a web server or to open from the disk.
 
     Runs that the store has forgotten stay in the index; delete the folder to begin anew.
+
+    Example: quantmint site --output /srv/quantmint
     """
     from quantmint.pipeline.runs.site import INDEX, build
 
@@ -213,16 +228,19 @@ def site(output: Path, store_path: Path, as_json: bool) -> None:
 
 
 @click.command(name="track")
-@click.argument("finished", metavar="PATH_OR_RECIPE")
+@click.argument("finished", metavar="RESULT")
 @click.option("--mlflow", "uri", required=True, metavar="URI", help="MLflow's tracking server: http://host:5000.")
 @click.option("--experiment", default="quantmint", show_default=True, help="Experiment that the run is put into.")
 @store_option
 @json_option
 def track(finished: str, uri: str, experiment: str, store_path: Path, as_json: bool) -> None:
-    """Log a finished run to MLflow: its recipe, figures, verdict and report. What is there already stays as it is.
+    """Log a finished run to MLflow: its recipe, figures, verdict and report. A run that was logged before stays as it
+    is.
 
-    PATH_OR_RECIPE is a published folder, a report.json, a report in the store, or the name of a recipe that was run.
-    A key is read from MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+    RESULT is a recipe that was run, a published folder, a report.json, or a report in the store. A key is read from
+    MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+
+    Example: quantmint track llama70b-fp8kv --mlflow http://localhost:5000
     """
     from quantmint.pipeline.runs.reports import find
     from quantmint.pipeline.runs.tracking import content_of, log

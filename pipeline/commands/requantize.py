@@ -44,6 +44,8 @@ def due(recipes: tuple[str, ...], device: str, vllm: str | None, store_path: Pat
     Nothing is run and nothing large is fetched; what cannot be asked is told, and makes nothing due. --json lists every
     change. Without RECIPES all of ./recipes are looked at. Ends with 10 where something is due, else 5 where a release
     cannot be read, else 2 where a recipe is broken, else 0.
+
+    Example: quantmint due
     """
     from quantmint.pipeline.serving.environment import serving_image
 
@@ -116,6 +118,8 @@ def requantize(
     Each runs as `quantmint run` does, on devices that nobody else has, by priority and then by name. One that fails
     does not hold up the others; faults of networks and servers are tried again. Stopped at any moment, the same command
     goes on. Ends with the worst of the recipes' exit codes: 5, 2, 4, 1, 3, 0.
+
+    Example: quantmint requantize --jobs 2
     """
     from quantmint.pipeline.clusters.ray.nodes import jobs_address_of
 

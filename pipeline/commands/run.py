@@ -54,9 +54,11 @@ def run(
     remote: str | None,
     as_json: bool,
 ) -> int:
-    """Make what RECIPE says (a name or a YAML file), prove it, publish it if it passes.
+    """Quantize, prove and, after a PASS, publish what RECIPE (a name or a YAML file) says.
 
-    Finished stages are taken from the store; an interrupted run goes on with the same command.
+    Finished stages are taken from the store; the same command goes on with an interrupted run.
+
+    Example: quantmint run llama70b-fp8kv --until inspect
     """
     from quantmint.pipeline.commands.publish import published_by, report_page, show_published
     from quantmint.pipeline.publish.places import published_folder
@@ -154,7 +156,10 @@ def _measured(gate: Entry | None) -> dict[str, str] | None:
 @store_option
 @json_option
 def explain_command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> None:
-    """Say which input of which stage changed since RECIPE was last run."""
+    """Explain which input of which stage changed since RECIPE was last run.
+
+    Example: quantmint explain llama70b-fp8kv
+    """
     from quantmint.pipeline.runs.planner import build_plan, explain, foreseen
     from quantmint.pipeline.runs.search import stand_in
     from quantmint.pipeline.runs.session import open_setting
@@ -184,7 +189,10 @@ def _change(change: Change) -> dict[str, object]:
 @store_option
 @json_option
 def runs(recipe: str | None, store_path: Path, as_json: bool) -> None:
-    """List past runs, the newest first, with how each ended."""
+    """List past runs, the newest first, with how each ended.
+
+    Example: quantmint runs --recipe llama70b-fp8kv
+    """
     from quantmint.pipeline.store.gc import list_runs
 
     found = [run for run in list_runs(store_path) if recipe in (None, run.recipe)]
@@ -211,7 +219,10 @@ def runs(recipe: str | None, store_path: Path, as_json: bool) -> None:
 @store_option
 @json_option
 def gc(keep: int, dry_run: bool, store_path: Path, as_json: bool) -> None:
-    """Remove what none of the newest runs of any recipe uses. What was published is not touched."""
+    """Remove store entries that none of the newest runs of any recipe uses. Published releases are not touched.
+
+    Example: quantmint gc --keep 3 --dry-run
+    """
     from quantmint.pipeline.store.gc import apply, plan_gc
 
     plan = plan_gc(Store(store_path), keep=keep)

@@ -66,6 +66,8 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> None:
     """Show when RECIPES are next looked at (default: those of ./recipes that have a schedule).
 
     Times are in the schedule's own zone, then in UTC. In a pipe each time has a line of its own, with tabs between.
+
+    Example: quantmint schedule list
     """
     from datetime import UTC, datetime
 
@@ -134,6 +136,8 @@ def run(
     All are looked at when it starts. Recipes are read again when their files change. SIGTERM and SIGINT end what runs;
     it goes on from its last commit when a scheduler runs again. Several may run on one store. --json prints a JSON
     object a line. QUANTMINT_WEBHOOK names an address that is told how it goes; docs/notices.md says what it is sent.
+
+    Example: quantmint schedule run
     """
     from quantmint.pipeline.clusters.ray.nodes import jobs_address_of
     from quantmint.pipeline.upkeep.fleet.jobs import Options
@@ -208,6 +212,8 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
 
     RECIPES: default are those of ./recipes that have a schedule. What the scheduler cannot say of a schedule is
     refused with the reason; docs/scheduling.md compares them.
+
+    Example: quantmint schedule export --systemd --output units
     """
     forms = [form for form in _FORMS if given[form]]
     if len(forms) != 1:

@@ -56,6 +56,8 @@ def search(
     What each group of layers costs in each scheme is measured once, and kept in the store for all budgets. The KL is
     a prediction, of rounding by the recipe's algorithm, until the checkpoint was measured; a speedup is an estimate by
     the target's data sheet, of the linear layers alone, until it was served.
+
+    Example: quantmint search llama70b-fp8kv --calibration ultrachat --bits 5
     """
     from quantmint.eval.records import is_path
     from quantmint.pipeline.base.argument import classify

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantmint.pipeline.base.progress import reporter_for
-from quantmint.pipeline.commands.options import MODEL_FOLDER, emit, json_option, store_option, vllm_option
+from quantmint.pipeline.commands.options import (
+    MODEL_FOLDER,
+    emit,
+    json_option,
+    store_option,
+    vllm_option,
+    vllm_version_option,
+)
 
 if TYPE_CHECKING:
     from quantmint.pipeline.runs.serving import Request
@@ -48,9 +55,8 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 @click.option("--node-rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which of them this is.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the model's own Python code.")
 @click.option("--startup-timeout", type=click.FloatRange(min=1), default=3600, show_default=True, help="Seconds.")
-@click.option(
-    "--vllm", metavar="PATH|VERSION", help="`vllm` executable or its environment; a version is only planned for."
-)
+@vllm_option
+@vllm_version_option
 @click.option("--dry-run", is_flag=True, help="Print what would run. So do, in their own form, the five below.")
 @click.option("--explain", is_flag=True, help="... with the reason and source of every knob.")
 @click.option("--json", "json", is_flag=True, help="... as one JSON object.")
@@ -59,12 +65,13 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 @click.option("--kubernetes", is_flag=True, help="... as a Kubernetes Deployment.")
 @store_option
 def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given: Any) -> int:
-    """Serve MODEL with vLLM, with the knobs that its hardware and load call for, until Ctrl-C.
+    """Serve MODEL with vLLM, with the knobs for its hardware and load, until Ctrl-C.
 
-    MODEL is a folder, organisation/name[@revision] of the Hub, or a recipe: what it has made, or its --baseline.
-    Servers listen on the loopback interface, and use the GPUs that CUDA_VISIBLE_DEVICES leaves (on ROCm also HIP's and
-    ROCR's variable). To plan, a config.json is enough. ARGUMENTS behind two dashes go to vLLM
-    as they are.
+    MODEL is a folder, organisation/name[@revision] of the Hub, or a recipe: the checkpoint that it made, or its
+    --baseline. Servers listen on the loopback interface, and use the GPUs that CUDA_VISIBLE_DEVICES leaves (on ROCm
+    also HIP's and ROCR's variable). To plan, a config.json is enough. ARGUMENTS after two dashes go to vLLM unchanged.
+
+    Example: quantmint serve llama70b-fp8kv --target mi300x:8 --explain
     """
     from quantmint.pipeline.runs.serving import serve as serve_until_stopped
 
@@ -94,7 +101,9 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
     )
     from quantmint.pipeline.serving.planning.request import ServingRequest
 
-    version, environment = vllm_for(given["vllm"], elsewhere=planning or given["launcher"] in ("docker", "endpoint"))
+    version, environment = vllm_for(
+        given["vllm"], given["vllm_version"], elsewhere=planning or given["launcher"] in ("docker", "endpoint")
+    )
     found = find_model(
         model,
         store=given["store_path"],
@@ -186,9 +195,11 @@ def doctor(
     as_json: bool,
     fix_script: bool,
 ) -> int:
-    """Check whether this machine is ready to serve: each finding comes with its fix, and nothing is changed.
+    """Check whether this machine is ready to serve. Each finding comes with its fix; nothing is changed.
 
-    Ends with 0 when nothing fails, warnings allowed, with 1 when something does.
+    Ends with 0 where nothing fails, warnings allowed, with 1 where something does.
+
+    Example: quantmint doctor --target mi300x:8
     """
     from quantmint.pipeline.base.machine import Machine
     from quantmint.pipeline.serving.host.checks import run_checks

@@ -59,10 +59,12 @@ _FOR = {
 @json_option
 @click.pass_context
 def command(context: click.Context, /, **given: Any) -> int:
-    """Run RECIPE on a cluster: the same `quantmint run`, working folder and store, on a filesystem that is shared.
+    """Run RECIPE on a cluster: `quantmint run` with the same working folder and store, on a shared filesystem.
 
-    What follows two dashes goes to `quantmint run`, such as `-- --until inspect`. A job that Slurm preempted or
+    ARGUMENTS after two dashes go to `quantmint run`, such as `-- --until inspect`. A job that Slurm preempted or
     Kubernetes evicted is run again and goes on where it stopped; on Slurm also one that reached its time limit.
+
+    Example: quantmint submit llama70b-fp8kv --slurm --partition mi300x --time 8h --follow
     """
     if (given["place_name"] is None) == (given["ray_address"] is None):
         raise click.UsageError("expected one place: --slurm, --kubernetes or --ray ADDRESS")

@@ -9,7 +9,14 @@ import click
 
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.progress import reporter_for
-from quantmint.pipeline.commands.options import FOLDER, emit, json_option, store_option
+from quantmint.pipeline.commands.options import (
+    FOLDER,
+    emit,
+    json_option,
+    store_option,
+    vllm_option,
+    vllm_version_option,
+)
 from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
@@ -22,11 +29,19 @@ _LARGEST_GRID = 4096
 
 @click.command(name="knobs", context_settings={"ignore_unknown_options": True})  # a knob may begin with dashes
 @click.argument("name", required=False)
-@click.option("--vllm", "version", help="Only what this version of vLLM has; with NAME, whether it has it.")
+@click.option(
+    "--vllm-version",
+    "version",
+    metavar="VERSION",
+    help="List what this version of vLLM has; with NAME, whether it has it.",
+)
 @click.option("--markdown", is_flag=True, help="Print the documentation's page of knobs.")
 @json_option
 def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) -> None:
-    """List what a launch of vLLM can set, or say of one NAME when it gets which value, and why."""
+    """List vLLM's settings, or explain one NAME: the value for each case, with its reason and source.
+
+    Example: quantmint knobs --gpu-memory-utilization
+    """
     from quantmint.pipeline.serving.environment import parse_version
     from quantmint.pipeline.serving.knobs.page import (
         condition_words,
@@ -77,7 +92,7 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
 
 
 @click.command(name="tune")
-@click.argument("recipe_or_model")
+@click.argument("model")
 @click.option("--target", metavar="NAME:GPUS", help="Default: the recipe's, or this machine (auto).")
 @click.option("--knob", "knobs", metavar="NAME=V1,V2", multiple=True, help="Try this instead of the usual knobs.")
 @click.option("--mode", type=click.Choice(["one-at-a-time", "grid"]), default="one-at-a-time", show_default=True)
@@ -102,17 +117,18 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
 @click.option("--out", type=FOLDER, help="Folder of the result (default: tuning/NAME).")
 @click.option("--redo", is_flag=True, help="Measure everything again.")
 @click.option("--dry-run", is_flag=True, help="Show what would be tried.")
-@click.option(
-    "--vllm", metavar="PATH|VERSION", help="`vllm` executable or its environment; a version only with --dry-run."
-)
+@vllm_option
+@vllm_version_option
 @store_option
 @json_option
-def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **given: Any) -> int:
-    """Measure which knobs serve RECIPE_OR_MODEL best here, by `vllm bench serve`.
+def tune(model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **given: Any) -> int:
+    """Measure which knobs serve MODEL (a recipe, a folder or a repository) best here, by `vllm bench serve`.
 
     Every value is screened; the best few and the base plan are then launched again by turns, and a rank test decides
     whether one is better. Every trial is a fresh server. Finished trials are kept: the same command goes on after an
     interruption, also with other knobs or a larger budget. Ends with 1 where no measured plan keeps the limits.
+
+    Example: quantmint tune llama70b-fp8kv --budget 2h
     """
     from quantmint.pipeline.base.times import parse_duration
     from quantmint.pipeline.runs.tuning import open_subject
@@ -135,8 +151,8 @@ def tune(recipe_or_model: str, mode: Literal["one-at-a-time", "grid"], tunableop
     knobs = [parse_knob(text) for text in given["knobs"]]
     store = Store(given["store_path"], on_warning=reporter.warn)
     opened = open_subject(
-        recipe_or_model,
-        **{name: given[name] for name in ("target", "workload", "vllm")},
+        model,
+        **{name: given[name] for name in ("target", "workload", "vllm", "vllm_version")},
         store=store,
         reporter=reporter,
         measuring=not dry_run,

@@ -259,7 +259,7 @@ class _Mark:
 
 def _removed(url: str, tag: str) -> StageError:
     return StageError(
-        f"{url}: `quantmint prune` removes {tag}, or has removed it",
+        f"{url}: `quantmint release prune` removes {tag}, or has removed it",
         hint="Wait for it, or run it again where it was cut off; then the recipe can be published again.",
     )
 

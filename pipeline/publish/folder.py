@@ -85,7 +85,7 @@ class FolderPlace(Place):
         if release is not None and free < (needed := sum(release.files[name].size for name in missing)):
             raise StageError(
                 f"{self.address}: the release has {needed:,} bytes, the disk has {free:,} free",
-                hint="Free space (`quantmint prune` removes old releases) and run the same command again.",
+                hint="Free space (`quantmint release prune` removes old releases) and run the same command again.",
             )
 
     def state(self) -> State:

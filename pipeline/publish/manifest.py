@@ -2,7 +2,7 @@
 
 It is what everything else of a release is held against, so reading is strict: a key too many, a type that is wrong or a
 name that leads out of the folder is one error, and nothing of it is used. That it agrees with itself is a question of
-its own (`contradictions`), whose answers `quantmint verify` names one by one.
+its own (`contradictions`), whose answers `quantmint release verify` names one by one.
 
 It names no user, host or path: payloads hold content, by digest or by commit.
 """

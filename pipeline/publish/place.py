@@ -243,7 +243,7 @@ class Place(ABC):
             if chosen.candidate and not chosen.current:
                 raise UserError(
                     f"{tag} of {self.address} is a candidate that was never a release",
-                    hint=f"`quantmint promote {self.address} {tag}` makes it one.",
+                    hint=f"`quantmint release promote {self.address} {tag}` makes it one.",
                 )
             return self._switch(chosen, state, "Roll back to", dry_run=dry_run)
 
@@ -322,7 +322,7 @@ def moved(address: str, pointer: str, now: str | None, tag: str) -> StageError:
     return StageError(
         f"{address}: {pointer} names {now or 'nothing'} now: somebody else published meanwhile. "
         "Nothing was overwritten.",
-        hint=f"Look at `quantmint releases {address}`; the same command again makes {tag} the next.",
+        hint=f"Look at `quantmint release list {address}`; the same command again makes {tag} the next.",
     )
 
 
@@ -360,7 +360,7 @@ def named(releases: Sequence[Listed], tag: str, place: str) -> Listed:
         tags = [release.tag for release in releases]
         raise UserError(
             f"{place} has no release {tag}{did_you_mean(tag, tags)}",
-            hint=f"`quantmint releases {place}` lists them." if tags else f"Nothing is published in {place} yet.",
+            hint=f"`quantmint release list {place}` lists them." if tags else f"Nothing is published in {place} yet.",
         )
     return found
 
@@ -377,7 +377,7 @@ def candidate_of(releases: Sequence[Listed], tag: str | None, place: str) -> Lis
             raise UserError(
                 f"{tag} is an earlier release of {place}, expected a candidate"
                 + (f" such as {candidates[0].tag}" if candidates else ""),
-                hint=f"`quantmint rollback {place} {tag}` makes it the current one again.",
+                hint=f"`quantmint release rollback {place} {tag}` makes it the current one again.",
             )
         return found
     if not candidates:

@@ -1,4 +1,4 @@
-"""A first recipe for a model of one's own: what `quantmint init` writes.
+"""A first recipe for a model of one's own: what `quantmint recipe init` writes.
 
 A text is cut into passages; some of them, evenly spread, are held out for a task that asks for their perplexity, and
 the others calibrate. No passage is in both.
@@ -176,7 +176,7 @@ def _recipe(wish: Wish, folder: Path, samples: int) -> str:
     cpu, own = wish.target == "cpu", f"{wish.name}-eval"
     base = _BASES.get(wish.scheme, "_base")
     lines = [
-        f"# quantmint plan {wish.name}: what this makes, and what it takes. Keys: quantmint schema.",
+        f"# quantmint plan {wish.name}: what this makes, and what it takes. Keys: quantmint recipe schema.",
         f"name: {wish.name}",
         f"description: {_own_name(wish.model)} in {wish.scheme} for {wish.gpus} x {wish.target}.",
         f"extends: {base}",

@@ -208,7 +208,7 @@ class Publish(Destinations):
     """Where a checkpoint that passed goes."""
 
     to: Literal["release", "candidate"] = "release"
-    """release: it is what readers get at once. candidate: it waits beside what they get for `quantmint promote`."""
+    """release: readers get it at once. candidate: it waits for `quantmint release promote`."""
     keep: int | None = Field(default=None, ge=1)
     """Releases that stay; older ones are removed after a publication, never the current one or a candidate (null: all
     stay)."""

@@ -174,23 +174,30 @@ def _made(setting: Setting, config: Path | None) -> Path | None:
     return published if published is not None and (published / "config.json").is_file() else None
 
 
-def vllm_for(text: str | None, *, elsewhere: bool) -> tuple[str, VllmEnvironment | None]:
-    """The version to plan for, and the command that ``--vllm`` or the machine has.
+def vllm_for(command: str | None, version: str | None, *, elsewhere: bool) -> tuple[str, VllmEnvironment | None]:
+    """Return the vLLM version to plan for, and the environment of ``--vllm`` or of this machine.
 
-    What is only planned, or runs ``elsewhere``, needs none: it is for the version that is named, else for the newest
-    that the tables know. Raises `UserError` where one is needed and not there.
+    A launch that is only planned, or runs ``elsewhere``, needs no environment: it is planned for ``version``
+    (``--vllm-version``), else for the environment's, else for the newest that the tables know. Raises `UserError` where
+    an environment is needed and not found.
     """
-    version = version_of(text)
+    if version_of(command) is not None:
+        raise UserError(
+            f"--vllm: found the version {command}, expected the `vllm` command to run or its environment",
+            hint=f"--vllm-version {command} --dry-run plans for it; --launcher docker runs it.",
+        )
+    if version is not None and version_of(version) is None:
+        raise UserError(f"--vllm-version: found {version!r}, expected a version such as {NEWEST_READ}")
     if version is not None and not elsewhere:
         raise UserError(
-            f"--vllm: {text} is a version, expected the `vllm` command to run",
-            hint="A version is planned for with --dry-run, and run with --launcher docker.",
+            f"--vllm-version: {version} is planned for with --dry-run, and run with --launcher docker",
+            hint="--vllm names the `vllm` command to run.",
         )
     try:
-        environment = find_vllm(None if version is not None else text)
+        environment = find_vllm(command)
         return version or environment.version, environment
     except QuantmintError:
-        if not elsewhere or (text is not None and version is None):
+        if not elsewhere or command is not None:
             raise
         return version or NEWEST_READ, None
 

@@ -158,6 +158,7 @@ def open_subject(
     target: str | None,
     workload: str | None,
     vllm: str | None,
+    vllm_version: str | None = None,
     store: Store,
     reporter: Reporter,
     measuring: bool = True,
@@ -165,11 +166,11 @@ def open_subject(
 ) -> Opened:
     """Find or make what is tuned. A recipe's checkpoint is made, through `inspect`, where there is none.
 
-    Without ``measuring`` nothing is made, this machine need not be the target, and ``vllm`` may be a version. With
+    Without ``measuring`` nothing is made, and neither this machine nor its vLLM need be those that are tuned. With
     ``tunableop`` the base plan does without the kernels that an earlier sweep left. Raises UserError for what is not
     there.
     """
-    version, environment = vllm_for(vllm, elsewhere=not measuring)
+    version, environment = vllm_for(vllm, vllm_version, elsewhere=not measuring)
     found = find_model(text, store=store.root, vllm=vllm if environment is not None else None)
     if measuring:
         found = _present(found, text, vllm, store, reporter)

@@ -81,7 +81,7 @@ class PublishStage(Stage):
             if section.to == "release" and not one.current:
                 progress.warn(
                     f"{where}: {release.tag} is there, but readers get another release, which stays so; "
-                    f"`quantmint rollback {where} {release.tag}` gives them this one"
+                    f"`quantmint release rollback {where} {release.tag}` gives them this one"
                 )
         return Output(
             result={"tag": release.tag, "identity": release.identity, "targets": [asdict(one) for one in published]},
@@ -177,5 +177,5 @@ def _retain(place: Place, keep: int, progress: Progress) -> None:
     except QuantmintError as error:
         progress.warn(
             f"{shown_path(place.address)}: published, but older releases were not removed: {error.message}; "
-            f"`quantmint prune {shown_path(place.address)} --keep {keep}` tries again"
+            f"`quantmint release prune {shown_path(place.address)} --keep {keep}` tries again"
         )

@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from quantmint.pipeline.base.errors import ServingError
@@ -59,7 +60,7 @@ def test_a_reader_who_leaves_is_no_verdict(command: str) -> None:
 def test_a_foreign_module_on_the_path_is_no_verdict(tmp_path: Path, module: str, text: str, debug: list[str]) -> None:
     (tmp_path / f"{module}.py").write_text(text)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    words = [sys.executable, "-P", "-m", "quantmint", *debug, "recipes", "tiny-ptpc"]
+    words = [sys.executable, "-P", "-m", "quantmint", *debug, "recipe", "show", "tiny-ptpc"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 5, done.stderr
     assert done.stdout == ""
@@ -88,11 +89,23 @@ def test_help_needs_no_heavy_library() -> None:
         assert words in text
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(quantmint: Quantmint, command: str) -> None:
-    ended = quantmint(command, "--help")
+def _pages(group: click.Group, names: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the words of every command that is no group."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from _pages(command, (*names, name))
+        else:
+            yield (*names, name)
+
+
+@pytest.mark.parametrize("words", list(_pages(cli.cli)), ids=" ".join)
+def test_every_command_has_help_with_an_example(quantmint: Quantmint, words: tuple[str, ...]) -> None:
+    ended = quantmint(*words, "--help")
     assert ended.code == 0
-    assert ended.out.startswith(f"Usage: quantmint {command}")
+    assert ended.out.startswith(f"Usage: quantmint {' '.join(words)}")
+    assert f"Example: quantmint {' '.join(words)}" in " ".join(ended.out.split())
     assert ended.err == ""
 
 
@@ -294,7 +307,7 @@ def test_the_store_is_where_one_says(
 
 
 def test_json_is_plain_for_every_list(quantmint: Quantmint, project: Path) -> None:
-    for arguments in (["recipes"], ["schemes"], ["runs"], ["gc", "--dry-run"], ["recipes", "r.yaml"]):
+    for arguments in (["recipe", "list"], ["schemes"], ["runs"], ["gc", "--dry-run"], ["recipe", "show", "r.yaml"]):
         ended = quantmint(*arguments, "--json")
         assert ended.code == 0
         assert isinstance(json.loads(ended.out), list | dict)

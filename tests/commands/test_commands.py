@@ -23,20 +23,20 @@ Quantmint = Callable[..., Any]
 
 
 def test_recipes(quantmint: Quantmint) -> None:
-    ended = quantmint("recipes")
+    ended = quantmint("recipe", "list")
     assert (ended.code, ended.err) == (0, "")
     assert [line.split()[0] for line in ended.out.splitlines()] == list(recipe_names())
-    told = quantmint("recipes", "--json").json
+    told = quantmint("recipe", "list", "--json").json
     assert [entry["name"] for entry in told] == list(recipe_names())
     assert all(entry["description"] for entry in told)
 
 
 def test_one_recipe_is_written_out(quantmint: Quantmint, project: Path) -> None:
-    ended = quantmint("recipes", "llama70b-fp8kv")
+    ended = quantmint("recipe", "show", "llama70b-fp8kv")
     (project / "llama70b-fp8kv.yaml").write_text(ended.out)
     assert load_recipe("llama70b-fp8kv.yaml").recipe == load_recipe("llama70b-fp8kv").recipe
     assert "extends" not in ended.out
-    assert quantmint("recipes", "llama70b-fp8kv", "--json").json["target"]["gpus"] == 8
+    assert quantmint("recipe", "show", "llama70b-fp8kv", "--json").json["target"]["gpus"] == 8
 
 
 def test_schemes(quantmint: Quantmint) -> None:
@@ -68,10 +68,10 @@ def test_knobs(quantmint: Quantmint) -> None:
     assert {row["name"] for row in quantmint("knobs", "--json").json} == knobs().keys()
     spelled = {quantmint("knobs", name).out for name in ("--max-num-seqs", "max-num-seqs", "max_num_seqs")}
     assert len(spelled) == 1
-    old = {row["name"] for row in quantmint("knobs", "--vllm", "0.19.0", "--json").json}
+    old = {row["name"] for row in quantmint("knobs", "--vllm-version", "0.19.0", "--json").json}
     assert "--attention-backend" in old
     assert "--numa-bind" not in old
-    unknown = ("knobs", "VLLM_CPU_ATTN_SPLIT_KV", "--vllm", "0.19.0")
+    unknown = ("knobs", "VLLM_CPU_ATTN_SPLIT_KV", "--vllm-version", "0.19.0")
     assert "vLLM 0.19.0 does not have it." in quantmint(*unknown).out
     assert quantmint(*unknown, "--json").json["known"] is False
     assert "--attention-backend replaces it" in quantmint("knobs", "VLLM_ATTENTION_BACKEND").err
@@ -80,7 +80,7 @@ def test_knobs(quantmint: Quantmint) -> None:
 
 
 def test_the_schema_is_the_one_beside_the_recipes(quantmint: Quantmint) -> None:
-    ended = quantmint("schema")
+    ended = quantmint("recipe", "schema")
     assert ended.code == 0
     assert ended.out == (Path(recipes.__path__[0]) / "recipe.schema.json").read_text()
     json.loads(ended.out)

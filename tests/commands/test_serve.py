@@ -35,7 +35,7 @@ def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_json(quantmint: Quantmint) -> None:
     ended = quantmint(
-        "serve", MIXTRAL, "--target", "mi300x:8", "--workload", "throughput", "--vllm", "0.24.0", "--json"
+        "serve", MIXTRAL, "--target", "mi300x:8", "--workload", "throughput", "--vllm-version", "0.24.0", "--json"
     )
     assert ended.code == 0, ended.err
     plan = ended.json
@@ -54,7 +54,18 @@ def test_json(quantmint: Quantmint) -> None:
 
 
 def test_every_form_is_the_same_launch(quantmint: Quantmint) -> None:
-    given = ("serve", LLAMA, "--target", "mi355x:2", "--vllm", "0.33.0", "--concurrency", "16", "--workload", "latency")
+    given = (
+        "serve",
+        LLAMA,
+        "--target",
+        "mi355x:2",
+        "--vllm-version",
+        "0.33.0",
+        "--concurrency",
+        "16",
+        "--workload",
+        "latency",
+    )
     plan = quantmint(*given, "--json").json
     script = quantmint(*given, "--shell").out
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
@@ -79,7 +90,7 @@ def test_every_form_is_the_same_launch(quantmint: Quantmint) -> None:
 
 def test_options_reach_the_plan(quantmint: Quantmint) -> None:
     def plan(*more: object) -> dict[str, Any]:
-        ended = quantmint("serve", LLAMA, "--target", "mi300x:2", "--vllm", "0.33.0", "--json", *more)
+        ended = quantmint("serve", LLAMA, "--target", "mi300x:2", "--vllm-version", "0.33.0", "--json", *more)
         assert ended.code == 0, ended.err
         return dict(ended.json)
 
@@ -106,20 +117,20 @@ def test_options_reach_the_plan(quantmint: Quantmint) -> None:
 def test_a_recipe_without_a_checkpoint_is_planned_for(quantmint: Quantmint, project: Path) -> None:
     recipe = (project / "r.yaml").read_text() + "serve: {knobs: {--max-num-seqs: 33}, profile: offline}\n"
     (project / "r.yaml").write_text(recipe)
-    plan = quantmint("serve", "r.yaml", "--vllm", "0.33.0", "--json").json
+    plan = quantmint("serve", "r.yaml", "--vllm-version", "0.33.0", "--json").json
     assert plan["argv"][2] == str(project / "published" / "r")
     assert "r has made no checkpoint yet" in plan["warnings"][0]
     assert (plan["facts"]["quantization"], plan["facts"]["kv_cache_scheme"]) == ("ptpc_fp8", "fp8")
     assert plan["argv"][plan["argv"].index("--max-num-seqs") + 1] == "33"
     assert (plan["target"], plan["profile"]) == ("mi300x:1", "offline")
-    baseline = quantmint("serve", "r.yaml", "--baseline", "--vllm", "0.33.0", "--json").json
+    baseline = quantmint("serve", "r.yaml", "--baseline", "--vllm-version", "0.33.0", "--json").json
     assert baseline["argv"][2] == str(project / "model")
     assert (baseline["facts"]["quantization"], baseline["warnings"][:1]) != ("ptpc_fp8", plan["warnings"][:1])
 
 
 @pytest.mark.slow
 def test_a_recipe_serves_what_it_made(quantmint: Quantmint, project: Path) -> None:
-    given = ("serve", "r.yaml", "--vllm", "0.33.0", "--json")
+    given = ("serve", "r.yaml", "--vllm-version", "0.33.0", "--json")
     recipe = (project / "r.yaml").read_text().replace("kv_cache: fp8", "kv_cache: auto")
     (project / "r.yaml").write_text(recipe)
     ran = quantmint("run", "r.yaml", "--until", "quantize", "--json")
@@ -136,7 +147,7 @@ def test_a_recipe_serves_what_it_made(quantmint: Quantmint, project: Path) -> No
 
 def test_shipped_recipes_are_planned_for_without_a_network(quantmint: Quantmint) -> None:
     folder = CONFIGS / "Llama-3.1-405B-Instruct"
-    ended = quantmint("serve", "llama405b-fp8kv", "--config", folder, "--vllm", "0.33.0", "--json")
+    ended = quantmint("serve", "llama405b-fp8kv", "--config", folder, "--vllm-version", "0.33.0", "--json")
     assert ended.code == 0, ended.err
     assert ended.json["facts"]["quantization"] == "fp8"
 
@@ -158,7 +169,7 @@ def test_shipped_recipes_are_planned_for_without_a_network(quantmint: Quantmint)
 def test_what_it_refuses(quantmint: Quantmint, arguments: tuple[object, ...], expected: str) -> None:
     ended = quantmint(
         "serve",
-        "--vllm",
+        "--vllm-version",
         "0.33.0",
         "--json",
         *arguments,
@@ -178,8 +189,12 @@ def test_forms_exclude_each_other(quantmint: Quantmint) -> None:
 
 def test_nothing_is_served_without_weights_or_vllm(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no vLLM found" in quantmint("serve", LLAMA, "--target", "cpu").err
-    version = quantmint("serve", LLAMA, "--target", "cpu", "--vllm", "0.33.0")
-    assert (version.code, "is a version, expected the `vllm` command" in version.err) == (2, True)
+    version = quantmint("serve", LLAMA, "--target", "cpu", "--vllm-version", "0.33.0")
+    assert (version.code, "--vllm-version: 0.33.0 is planned for with --dry-run" in version.err) == (2, True)
+    typed = quantmint("serve", LLAMA, "--target", "cpu", "--vllm", "0.33.0")
+    assert (typed.code, "--vllm: found the version 0.33.0, expected the `vllm` command" in typed.err) == (2, True)
+    wrong = quantmint("serve", LLAMA, "--target", "cpu", "--vllm-version", "newest", "--dry-run")
+    assert (wrong.code, "--vllm-version: found 'newest', expected a version" in wrong.err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +227,7 @@ def test_a_launch_has_the_gpus_that_its_caller_has(
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    launch = ("serve", LLAMA, "--target", target, "--vllm", "0.33.0")
+    launch = ("serve", LLAMA, "--target", target, "--vllm-version", "0.33.0")
     processes = quantmint(*launch, "--json").json["processes"]
     assert ",".join(process["env"]["CUDA_VISIBLE_DEVICES"] for process in processes) == named
     for process in processes:
@@ -225,6 +240,6 @@ def test_a_launch_has_the_gpus_that_its_caller_has(
 
 def test_a_plan_for_more_gpus_than_are_visible_says_so(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    plan = quantmint("serve", LLAMA, "--target", "h100:4", "--vllm", "0.33.0", "--json").json
+    plan = quantmint("serve", LLAMA, "--target", "h100:4", "--vllm-version", "0.33.0", "--json").json
     expected = "planned for GPUs from 0 on: CUDA_VISIBLE_DEVICES=4,5 leaves 2 GPUs, expected"
     assert any(expected in warning for warning in plan["warnings"])

@@ -94,7 +94,7 @@ def test_the_published_folder_is_complete_and_can_be_judged_again(finished: Fini
     inspected = finished.project.run("inspect", str(published), "--json")
     assert inspected.returncode == 0, inspected.stdout
     assert bool(json.loads(inspected.stdout)["kv_scales"]) == FP8_CACHE
-    verified = finished.project.run("verify", str(published), "--unsigned", "--json")
+    verified = finished.project.run("release", "verify", str(published), "--unsigned", "--json")
     assert verified.returncode == 0, verified.stdout
 
 

@@ -42,5 +42,5 @@ def test_the_printed_block_leads_to_a_pass(
     assert code == 0, progress
     assert Path("published/own/config.json").is_file()
     assert "A search tried up to" in Path("published/own/README.md").read_text()
-    code, _, _ = quantmint(capsys, "verify", "published/own", "--unsigned")
+    code, _, _ = quantmint(capsys, "release", "verify", "published/own", "--unsigned")
     assert code == 0

@@ -121,7 +121,7 @@ def test_a_margin_that_was_widened_after_a_verdict_is_told_to_every_reader(
     told = "the margin of tiny_facts was \N{MINUS SIGN}3.00 pt and is \N{MINUS SIGN}30.00 pt"
     for name in ("README.md", "quantmint/report.html", "quantmint/report.md"):
         assert told in (published / name).read_text().replace("\N{NO-BREAK SPACE}", " ").replace("\\_", "_"), name
-    for command in (("gate", published), ("verify", published, "--unsigned")):
+    for command in (("gate", published), ("release", "verify", published, "--unsigned")):
         with pytest.raises(SystemExit) as ended:
             main(list(map(str, command)))
         shown = " ".join(capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ").split())

@@ -1,4 +1,4 @@
-"""Shipped suites keep what releases were judged by: `quantmint verify` holds releases of every version against them."""
+"""Shipped suites keep the limits of releases: `quantmint release verify` reads releases of every version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quantmint init`: a recipe, a calibration set and a suite that are ready to be planned."""
+"""`quantmint recipe init`: a recipe, a calibration set and a suite that are ready to be planned."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_text_calibrates_or_is_judged(here: Path, quantmint: Quantmint) -> None:
     (here / "model" / "config.json").write_text('{"max_position_embeddings": 4096}')
     options = ("--text", "manual.md", "--target", "mi355x", "--publish", "my-org/mine", "--name", "mine")
-    ended = quantmint("init", "model", *options, "--json")
+    ended = quantmint("recipe", "init", "model", *options, "--json")
     assert (ended.code, ended.json["recipe"]) == (0, "mine")
     assert "mine" in recipe_names()
     loaded = load_recipe("mine")
@@ -64,7 +64,7 @@ def test_a_text_calibrates_or_is_judged(here: Path, quantmint: Quantmint) -> Non
     assert (len(read["prose"]), len(read["texts"])) == (task.items, 75)
     assert sorted(read["prose"] + read["texts"]) == sorted(prose(100).split("\n\n")), "nothing is in both, or lost"
     before = {path: path.read_bytes() for path in Path("recipes").rglob("*.*")}
-    again = quantmint("init", "model", *options)
+    again = quantmint("recipe", "init", "model", *options)
     assert (again.code, "is there already" in again.err) == (2, True)
     assert {path: path.read_bytes() for path in Path("recipes").rglob("*.*")} == before
 
@@ -83,7 +83,7 @@ def test_what_no_vllm_for_a_cpu_serves_is_answered_by_the_reference(
     here: Path, quantmint: Quantmint, scheme: str
 ) -> None:
     options = ("--target", "cpu", "--scheme", scheme, "--text", "manual.md", "--name", "mine")
-    ended = quantmint("init", "model", *options)
+    ended = quantmint("recipe", "init", "model", *options)
     assert ended.code == 0, ended.err
     recipe = load_recipe("mine").recipe
     served = scheme == "ptpc_fp8"

@@ -109,7 +109,7 @@ _UNSIGNED = (
     "the other checks prove that what lies here agrees with itself; whoever can write here could have made all of it "
     "anew, scores of items included: only a signature says who vouches for it"
 )
-_SAYS_SIGNED = re.compile(r"model_signing verify|quantmint verify \S+ --(key|identity) ")
+_SAYS_SIGNED = re.compile(r"model_signing verify|quantmint (release )?verify \S+ --(key|identity) ")
 """Commands on the card of a signed release, in every version."""
 
 

@@ -195,7 +195,8 @@ def _made_before(now: Now, said: Places) -> str:
 
 
 def _readers_get(there: Released, ours: str) -> str:
-    return f"readers get {there.shown}; `quantmint rollback {there.place} {ours}` gives them what these inputs made"
+    command = f"`quantmint release rollback {there.place} {ours}`"
+    return f"readers get {there.shown}; {command} gives them what these inputs made"
 
 
 # What it would be made from now: its plan, by what is here and what was answered.

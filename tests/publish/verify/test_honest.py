@@ -31,7 +31,7 @@ def test_every_check_of_a_signed_release_holds(signed: Path, keys: Keys, check: 
 
 
 def test_without_a_key_a_signature_proves_nothing(signed: Path, quantmint: Quantmint) -> None:
-    told = quantmint("verify", signed, "--json")
+    told = quantmint("release", "verify", signed, "--json")
     assert (told.code, told.json["exit_code"]) == (3, 3)
     outcomes = {check["name"]: check["outcome"] for check in told.json["checks"]}
     assert [name for name, outcome in outcomes.items() if outcome != "OK"] == ["signature"]
@@ -39,14 +39,14 @@ def test_without_a_key_a_signature_proves_nothing(signed: Path, quantmint: Quant
 
 
 def test_an_unsigned_release_is_said_to_be_one(release: Path, quantmint: Quantmint, keys: Keys) -> None:
-    ended = quantmint("verify", release)
+    ended = quantmint("release", "verify", release)
     assert (ended.code, ended.out.startswith("NOT ALL CHECKED")) == (3, True)
     line = next(line for line in ended.out.splitlines() if " signature " in line)
     assert line.split(maxsplit=1)[0] == "?"
     assert "could have made all of it anew" in ended.out
-    accepted = quantmint("verify", release, "--unsigned")
+    accepted = quantmint("release", "verify", release, "--unsigned")
     assert (accepted.code, accepted.out.startswith("CONSISTENT, UNSIGNED")) == (0, True)
-    expected = quantmint("verify", release, "--key", keys("ours")[1])
+    expected = quantmint("release", "verify", release, "--key", keys("ours")[1])
     assert (expected.code, "the signature was taken away" in expected.out) == (1, True)
 
 
@@ -62,7 +62,7 @@ def test_the_published_folder_is_enough(signed: Path, keys: Keys, tmp_path: Path
         "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     public = shutil.copy(keys("ours")[1], tmp_path / "ours.pub")
-    command = [sys.executable, "-m", "quantmint", "verify", str(signed), "--key", str(public), "--json"]
+    command = [sys.executable, "-m", "quantmint", "release", "verify", str(signed), "--key", str(public), "--json"]
     ended = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr.count("Traceback")) == (0, 0), ended.stdout + ended.stderr
     assert {check["outcome"] for check in json.loads(ended.stdout)["checks"]} == {"OK"}
@@ -102,6 +102,6 @@ def test_what_is_no_release(release: Path, quantmint: Quantmint, keys: Keys, tmp
         ((release, "--key", release / "config.json"), "config.json"),
         ((release, "--identity", "me@example.org"), "expected both"),
     ):
-        ended = quantmint("verify", *arguments)
+        ended = quantmint("release", "verify", *arguments)
         assert (ended.code, ended.out) == (2, "")
         assert said in ended.err

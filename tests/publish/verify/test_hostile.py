@@ -44,7 +44,7 @@ def test_what_leads_out_of_the_folder_is_not_read(release: Path, check: Verify, 
 )
 def test_names_that_climb_are_refused(release: Path, quantmint: Quantmint, name: str) -> None:
     edit(release / MANIFEST, lambda data: data["files"].update({name: {"size": 1, "sha256": "ab" * 32}}))
-    told = quantmint("verify", release, "--unsigned", "--json")
+    told = quantmint("release", "verify", release, "--unsigned", "--json")
     checks = {check["name"]: check for check in told.json["checks"]}
     assert (told.code, checks["manifest"]["outcome"]) == (1, "FAILS")
     assert checks["files"]["outcome"] == "NOT CHECKED"
@@ -96,7 +96,7 @@ def test_code_of_the_folder_is_not_run(release: Path, check: Verify, tmp_path: P
 
 def test_control_characters_do_not_reach_a_terminal(release: Path, quantmint: Quantmint) -> None:
     (release / "a\x1b[2Jb.json").write_text("{}")
-    told = quantmint("verify", release, "--unsigned")
+    told = quantmint("release", "verify", release, "--unsigned")
     assert told.code == 1
     assert "\x1b[2J" not in told.out
     assert "[2Jb.json" in told.out

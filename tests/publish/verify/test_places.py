@@ -56,10 +56,10 @@ def test_a_release_of_a_folder_by_its_tag(release: Path, quantmint: Quantmint, t
     target.publish(second, candidate=False, progress=PlainReporter())
     place = tmp_path / "published" / "llama-ptpc"
     for named, said in ((place, "again"), (f"{place}@{first.tag}", "llama in FP8")):
-        told = quantmint("verify", named, "--unsigned", "--json")
+        told = quantmint("release", "verify", named, "--unsigned", "--json")
         assert told.code == 0, told.out
         assert told.json["checks"][0]["reason"].startswith(said)
-    wrong = quantmint("verify", f"{place}@v20260101-00000000")
+    wrong = quantmint("release", "verify", f"{place}@v20260101-00000000")
     assert (wrong.code, "has no release v20260101-00000000" in wrong.err) == (2, True)
 
 
@@ -74,20 +74,20 @@ def test_another_release_under_a_tag(release: Path, quantmint: Quantmint, tmp_pa
     home = tmp_path / "published/.releases/llama-ptpc"
     shutil.rmtree(home / second.tag)
     (home / first.tag).rename(home / second.tag)
-    told = quantmint("verify", f"{target.address}@{second.tag}", "--unsigned", "--json")
+    told = quantmint("release", "verify", f"{target.address}@{second.tag}", "--unsigned", "--json")
     failing = [check for check in told.json["checks"] if check["outcome"] != "OK"]
     assert [check["name"] for check in failing] == ["manifest"]
     assert f"another release lies under {second.tag}" in failing[0]["reason"]
 
 
 def test_a_repository_of_the_hub(published: Release, hub: HubStandIn, quantmint: Quantmint, keys: Keys) -> None:
-    told = quantmint("verify", REPO, "--key", keys("ours")[1], "--json")
+    told = quantmint("release", "verify", REPO, "--key", keys("ours")[1], "--json")
     assert {check["name"]: check["reason"] for check in told.json["checks"] if check["outcome"] != "OK"} == {}
     assert told.json["checks"][0]["reason"].count(f"; {published.tag}; ") == 1, "which release that is"
     assert (told.code, told.json["place"]) == (0, REPO)
-    tagged = quantmint("verify", f"hf://{REPO}@{published.tag}", "--key", keys("ours")[1])
+    tagged = quantmint("release", "verify", f"hf://{REPO}@{published.tag}", "--key", keys("ours")[1])
     assert tagged.code == 0
-    none = quantmint("verify", "my-org/nobody")
+    none = quantmint("release", "verify", "my-org/nobody")
     assert (none.code, "no such repository" in none.err) == (2, True)
 
 
@@ -96,7 +96,7 @@ def test_a_key_that_is_none_is_found_before_anything_is_fetched(
 ) -> None:
     other = tmp_path / "notes.pub"
     other.write_text("no key")
-    told = quantmint("verify", REPO, "--key", str(other))
+    told = quantmint("release", "verify", REPO, "--key", str(other))
     assert (told.code, "expected a public key" in told.err, hub.requests) == (2, True, [])
 
 
@@ -110,7 +110,7 @@ def test_what_was_changed_on_the_hub_is_named(
     swapped_numbers(signed)
     for name in ("model.safetensors", "README.md"):
         HfApi().upload_file(path_or_fileobj=signed / name, path_in_repo=name, repo_id=REPO)
-    told = quantmint("verify", REPO, "--key", keys("ours")[1], "--json")
+    told = quantmint("release", "verify", REPO, "--key", keys("ours")[1], "--json")
     checks = {check["name"]: check for check in told.json["checks"]}
     assert told.code == 1
     found = [checks["digests"]["reason"], *checks["digests"]["details"]]
@@ -131,12 +131,12 @@ def test_a_bucket(
     told = quantmint("gate", place, "--json")
     assert (told.code, told.json["verdict"], told.json["differences"]) == (0, "PASS", [])
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
-    assert quantmint("verify", f"{place}@{release.tag}", "--key", keys("ours")[1]).code == 0
+    assert quantmint("release", "verify", f"{place}@{release.tag}", "--key", keys("ours")[1]).code == 0
     flip_a_byte(signed)
     body = (signed / "model.safetensors").read_bytes()
     bucket.client("put_object", Key=f"models/llama-ptpc/{release.tag}/model.safetensors", Body=body)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    told = quantmint("verify", place, "--key", keys("ours")[1], "--json")
+    told = quantmint("release", "verify", place, "--key", keys("ours")[1], "--json")
     assert told.code == 1
     assert "model.safetensors is not what the release says" in told.json["checks"][0]["reason"]
 

@@ -99,7 +99,7 @@ def test_what_readers_are_shown_is_what_was_found(release: Path, check: Verify, 
 def test_commands_are_planned_again(release: Path, quantmint: Quantmint) -> None:
     another_command(release)
     honest.forge(release)
-    told = quantmint("verify", release, "--unsigned", "--json")
+    told = quantmint("release", "verify", release, "--unsigned", "--json")
     failing = {check["name"]: check["reason"] for check in told.json["checks"] if check["outcome"] == "FAILS"}
     assert (told.code, list(failing)) == (1, ["card"])
     assert "are not those that quantmint plans" in failing["card"]
@@ -161,22 +161,22 @@ def test_libraries_that_render_otherwise_are_no_contradiction(
 
 
 def test_an_unsigned_release_is_consistent_and_not_verified(release: Path, quantmint: Quantmint) -> None:
-    told = quantmint("verify", release, "--unsigned")
+    told = quantmint("release", "verify", release, "--unsigned")
     assert (told.code, told.out.split("  ")[0]) == (0, "CONSISTENT, UNSIGNED")
     assert "VERIFIED" not in told.out
-    assert quantmint("verify", release, "--unsigned", "--json").json["conclusion"] == "CONSISTENT, UNSIGNED"
+    assert quantmint("release", "verify", release, "--unsigned", "--json").json["conclusion"] == "CONSISTENT, UNSIGNED"
 
 
 def test_a_signature_by_a_stranger_is_not_accepted(release: Path, quantmint: Quantmint, keys: Keys) -> None:
     signed_by(release, keys("theirs")[0], release / SIGNATURE)
-    told = quantmint("verify", release, "--unsigned")
+    told = quantmint("release", "verify", release, "--unsigned")
     assert (told.code, "--unsigned accepts no signature" in told.out) == (3, True)
-    known = quantmint("verify", release, "--key", keys("theirs")[1])
+    known = quantmint("release", "verify", release, "--key", keys("theirs")[1])
     assert (known.code, known.out.startswith("VERIFIED")) == (0, True)
 
 
 def test_a_card_that_says_signed_without_a_signature(release: Path, check: Verify) -> None:
-    for text in ("model_signing verify key x", "quantmint verify my-org/llama-ptpc --key PUBLIC_KEY"):
+    for text in ("model_signing verify key x", "quantmint release verify my-org/llama-ptpc --key PUBLIC_KEY"):
         card = (release / CARD).read_text()
         (release / CARD).write_text(f"{card}\n{text} \n")
         for trust in (Trust(), Trust(unsigned=True)):
@@ -190,18 +190,18 @@ def test_another_release_of_the_same_signer(
 ) -> None:
     """It is whole, and signed by whom the reader trusts: it only lies where another one should."""
     key = ("--key", keys("ours")[1])
-    assert quantmint("verify", signed, *key, "--name", "llama-ptpc").code == 0
-    other = quantmint("verify", signed, *key, "--name", "llama70b-ptpc")
+    assert quantmint("release", "verify", signed, *key, "--name", "llama-ptpc").code == 0
+    other = quantmint("release", "verify", signed, *key, "--name", "llama70b-ptpc")
     assert (other.code, "this is the release llama-ptpc, not llama70b-ptpc" in other.out) == (1, True)
     release = release_of(signed)
     FolderPlace(tmp_path / "published", "llama-ptpc").publish(release, candidate=False, progress=PlainReporter())
     for folder in ("published/llama-ptpc", f"published/llama-ptpc@{release.tag}"):
-        assert quantmint("verify", tmp_path / folder, *key).code == 0
+        assert quantmint("release", "verify", tmp_path / folder, *key).code == 0
     FolderPlace(tmp_path / "published", "mistral").publish(release, candidate=False, progress=PlainReporter())
     for folder in ("published/mistral", f"published/mistral@{release.tag}"):
-        other = quantmint("verify", tmp_path / folder, *key)
+        other = quantmint("release", "verify", tmp_path / folder, *key)
         assert (other.code, "this is the release llama-ptpc, not mistral" in other.out) == (1, True)
-        assert quantmint("verify", tmp_path / folder, *key, "--name", "llama-ptpc").code == 0
+        assert quantmint("release", "verify", tmp_path / folder, *key, "--name", "llama-ptpc").code == 0
 
 
 def test_another_release_in_a_repository(signed: Path, keys: Keys, quantmint: Quantmint, hub: HubStandIn) -> None:
@@ -215,10 +215,10 @@ def test_another_release_in_a_repository(signed: Path, keys: Keys, quantmint: Qu
     signed_by(signed, keys("ours")[0], signed / SIGNATURE)
     for repo, code in (("my-org/llama-ptpc", 0), ("my-org/mistral-ptpc", 1)):
         HubPlace(repo).publish(release_of(signed), candidate=False, progress=PlainReporter())
-        told = quantmint("verify", repo, "--key", keys("ours")[1])
+        told = quantmint("release", "verify", repo, "--key", keys("ours")[1])
         assert (told.code, "my-org/llama-ptpc, not my-org/mistral-ptpc" in told.out) == (code, code == 1), told.out
 
 
 def test_the_commands_json_holds_the_conclusion(signed: Path, keys: Keys, quantmint: Quantmint) -> None:
-    told = quantmint("verify", signed, "--key", keys("ours")[1], "--json")
+    told = quantmint("release", "verify", signed, "--key", keys("ours")[1], "--json")
     assert json.loads(told.out)["conclusion"] == "VERIFIED"

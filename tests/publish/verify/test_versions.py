@@ -38,7 +38,7 @@ def reworded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("reworded")
 def test_sentences_of_another_version_fail_no_release(release: Path, earlier: Path, quantmint: Quantmint) -> None:
     for folder in (release, earlier):
-        told = quantmint("verify", folder, "--unsigned", "--json")
+        told = quantmint("release", "verify", folder, "--unsigned", "--json")
         assert {check["outcome"] for check in told.json["checks"]} <= {"OK", "NOT CHECKED"}, told.out
         assert told.code in (0, 3)
         again = quantmint("gate", folder, "--json")
@@ -55,7 +55,7 @@ def test_sentences_of_another_version_stop_no_publication(release: Path) -> None
 
 
 def test_a_release_of_the_version_before(earlier: Path, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = quantmint("verify", earlier, "--unsigned", "--json")
+    told = quantmint("release", "verify", earlier, "--unsigned", "--json")
     assert {check["name"] for check in told.json["checks"] if check["outcome"] == "FAILS"} == set(), told.out
     assert told.code in (0, 3)
     gate = quantmint("gate", earlier, "--json")
@@ -112,7 +112,7 @@ def test_the_recipes_limits_hold_in_every_version(
     assert found["gate"].outcome is Outcome.FAILS
     assert "judged by other limits than the recipe's: margins.facts is 0.45, not 0.05" in said(found["gate"])
     assert "does not follow" not in said(found["gate"])
-    assert quantmint("verify", release, "--unsigned").code == 1
+    assert quantmint("release", "verify", release, "--unsigned").code == 1
 
 
 def shipped_suite(folder: Path) -> None:

@@ -182,7 +182,7 @@ def test_an_address_with_a_password_is_refused_unseen(
     assert "MLFLOW_TRACKING_TOKEN" in ended.err
     text = (project / "r.yaml").read_text()
     (project / "r.yaml").write_text(f"{text}tracking: {{mlflow: '{uri}'}}\n")
-    ended = quantmint("recipes", "r.yaml")
+    ended = quantmint("recipe", "show", "r.yaml")
     assert (ended.code, "s3cret" in ended.err) == (2, False)
     assert "tracking.mlflow: found an address with an @, expected an address without credentials" in ended.err
 

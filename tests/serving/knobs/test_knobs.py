@@ -180,7 +180,7 @@ def test_arguments_that_the_plan_would_not_know_of_are_refused(words: list[str],
 
 
 def test_arguments_stand_behind_the_plans_own(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--target mi300x:8 --vllm 0.33.0 --json -- --reasoning-parser deepseek_r1"
+    options = "--target mi300x:8 --vllm-version 0.33.0 --json -- --reasoning-parser deepseek_r1"
     with pytest.raises(SystemExit) as ended:
         main(["serve", str(CONFIG), *options.split()])
     assert ended.value.code == 0

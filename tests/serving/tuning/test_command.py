@@ -108,9 +108,9 @@ def test_a_dry_run_needs_no_vllm(
     elsewhere = ("model", "--target", "mi300x:1", "--workload", "tiny")
     assert tune(*elsewhere, "--dry-run") == 0
     assert "launches of vLLM 0.33.0 on mi300x:1" in capsys.readouterr().out
-    assert tune(*elsewhere, "--dry-run", "--vllm", "0.22.0") == 0
+    assert tune(*elsewhere, "--dry-run", "--vllm-version", "0.22.0") == 0
     assert "launches of vLLM 0.22.0 on mi300x:1" in capsys.readouterr().out
-    assert tune(*elsewhere) == tune(*elsewhere, "--vllm", "0.22.0") == 2
+    assert tune(*elsewhere) == tune(*elsewhere, "--vllm-version", "0.22.0") == 2
     assert "no vLLM" in capsys.readouterr().err
 
 

@@ -29,7 +29,7 @@ def passed(orchestra: Any, stages: Any, publish_to: Callable[..., None]) -> Call
 
 
 def listed(quantmint: Any, place: str) -> dict[str, str]:
-    told = quantmint("releases", place, "--json").json
+    told = quantmint("release", "list", place, "--json").json
     return {
         one["tag"]: "current" if one["current"] else "candidate" if one["candidate"] else "" for one in told["releases"]
     }
@@ -52,7 +52,7 @@ def test_what_a_run_left_goes_elsewhere_too(orchestra: Any, passed: Any, quantmi
 def test_a_folder_as_a_candidate(passed: Any, quantmint: Any) -> None:
     tag = passed()
     ended = quantmint("publish", "r.yaml", "--folder", "other", "--to", "candidate")
-    assert ended.out == f"checkpoint  other/r  {tag}  a candidate: quantmint promote other/r\n"
+    assert ended.out == f"checkpoint  other/r  {tag}  a candidate: quantmint release promote other/r\n"
     assert listed(quantmint, "other/r") == {tag: "candidate"}
     assert listed(quantmint, "published/r") == {tag: "current"}
 
@@ -125,14 +125,14 @@ def test_a_place_that_is_none(orchestra: Any, stages: Any, quantmint: Any) -> No
 
 def test_the_list_of_a_folder(passed: Any, quantmint: Any) -> None:
     first, second = passed(1), passed(2)
-    ended = quantmint("releases", "published/r")
+    ended = quantmint("release", "list", "published/r")
     assert ended.code == 0
     rows = {words[0]: words for words in (line.split() for line in ended.out.splitlines()) if words}
     assert rows.keys() >= {first, second}
     assert "current" in rows[second]
     assert "current" not in rows[first]
     assert " ".join(rows[first]).endswith("r with option 1")
-    told = quantmint("releases", "published/r", "--json").json
+    told = quantmint("release", "list", "published/r", "--json").json
     assert told["place"] == str(Path.cwd() / "published" / "r")
     assert {one["title"] for one in told["releases"]} == {"r with option 1", "r with option 2"}
     assert all(one["size"] > 2_000_000 for one in told["releases"])
@@ -142,41 +142,41 @@ def test_back_and_forth(passed: Any, quantmint: Any) -> None:
     first, second = passed(1), passed(2)
     shown = Path("published/r/config.json")
     before = shown.read_text()
-    foreseen = quantmint("rollback", "published/r", first, "--dry-run", "--json").json
+    foreseen = quantmint("release", "rollback", "published/r", first, "--dry-run", "--json").json
     assert (foreseen["dry_run"], shown.read_text()) == (True, before)
-    ended = quantmint("rollback", "published/r", first)
+    ended = quantmint("release", "rollback", "published/r", first)
     assert ended.code == 0
     assert ended.out.splitlines()[-1] == f"current  {first} of published/r"
     assert shown.read_text() != before
     assert listed(quantmint, "published/r") == {first: "current", second: ""}
-    again = quantmint("rollback", "published/r", first)
+    again = quantmint("release", "rollback", "published/r", first)
     assert again.out == f"{first} is the current release of published/r already\n"
 
-    mistyped = quantmint("rollback", "published/r", second[:-1])
+    mistyped = quantmint("release", "rollback", "published/r", second[:-1])
     assert (mistyped.code, f'did you mean "{second}"' in mistyped.err) == (2, True)
-    assert quantmint("rollback", "published/r", second).code == 0
+    assert quantmint("release", "rollback", "published/r", second).code == 0
     assert shown.read_text() == before
 
 
 def test_after_a_rollback_a_run_says_what_readers_get(passed: Any, orchestra: Any, stages: Any, quantmint: Any) -> None:
     first, second = passed(1), passed(2)
-    assert quantmint("rollback", "published/r", first).code == 0
+    assert quantmint("release", "rollback", "published/r", first).code == 0
     told = quantmint("publish", "r.yaml").out
-    assert f"{second}  was there already  readers get {first}: quantmint rollback published/r {second}" in told
+    assert f"{second}  was there already  readers get {first}: quantmint release rollback published/r {second}" in told
 
 
 def test_a_prune_that_removes_nothing_says_how_it_counts(passed: Any, quantmint: Any) -> None:
     first, second = passed(1), passed(2)
-    assert quantmint("rollback", "published/r", first).code == 0
-    told = quantmint("prune", "published/r", "--keep", "1").out
+    assert quantmint("release", "rollback", "published/r", first).code == 0
+    told = quantmint("release", "prune", "published/r", "--keep", "1").out
     assert told == (
         f"published/r: nothing to remove; the newest 1 of 2 stay ({second}), {first} stays because readers get it\n"
     )
 
 
-@pytest.mark.parametrize("command", [("releases",), ("promote",), ("rollback",), ("prune", "--keep", "1")])
+@pytest.mark.parametrize("command", [("list",), ("promote",), ("rollback",), ("prune", "--keep", "1")])
 def test_a_place_where_nothing_is(quantmint: Any, project: Path, command: tuple[str, ...]) -> None:
     more = ["v20261121-01234567"] if command == ("rollback",) else []
-    ended = quantmint(command[0], "published/none", *more, *command[1:])
+    ended = quantmint("release", command[0], "published/none", *more, *command[1:])
     assert ended.code == 2
     assert "published/none" in ended.err

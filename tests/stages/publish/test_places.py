@@ -98,7 +98,7 @@ def test_a_candidate_waits_in_every_place(
     second = tag_of(orchestra.run(*stages(2)))
     for place in ("published/r", REPO):
         assert state(place) == {first: "current", second: "candidate"}
-        assert quantmint("promote", place).code == 0
+        assert quantmint("release", "promote", place).code == 0
         assert state(place) == {first: "", second: "current"}
     assert orchestra.run(*stages(2)).steps[-1].cached
     before = list(orchestra.lines)
@@ -112,7 +112,7 @@ def test_older_releases_go_after_a_publication(
 ) -> None:
     publish_to(folder="published", hub={"repo": REPO}, keep=2)
     tags = [tag_of(orchestra.run(*stages(option))) for option in (1, 2)]
-    assert quantmint("rollback", REPO, tags[0]).code == 0
+    assert quantmint("release", "rollback", REPO, tags[0]).code == 0
     tags += [tag_of(orchestra.run(*stages(option))) for option in (3, 4)]
     assert state("published/r").keys() == state(REPO).keys()
     assert len(state(REPO)) == 2
@@ -128,7 +128,7 @@ def test_what_cannot_be_removed_hides_no_publication(
     second = tag_of(orchestra.run(*stages(2)))
     assert state(REPO) == {first: "", second: "current"}
     [told] = [line for line in orchestra.lines if "older releases were not removed" in line]
-    assert f"`quantmint prune {REPO} --keep 1` tries again" in told
+    assert f"`quantmint release prune {REPO} --keep 1` tries again" in told
 
 
 def test_a_signature_travels_with_the_release(orchestra: Any, stages: Any, publish_to: Callable[..., None]) -> None:

@@ -91,13 +91,13 @@ def test_a_run_does_not_undo_a_rollback(orchestra: Any, stages: Any, quantmint: 
     orchestra.run(*stages(2))
     second = published()
     assert second != first
-    assert quantmint("rollback", "published/r", first_tag).code == 0
+    assert quantmint("release", "rollback", "published/r", first_tag).code == 0
     assert published() == first
     for redo in ([], ["publish"]):
         outcome = orchestra.run(*stages(2), redo=redo)
         assert outcome.steps[-1].cached == (not redo)
         assert published() == first
-    assert "readers get another release, which stays so; `quantmint rollback" in orchestra.lines[-2]
+    assert "readers get another release, which stays so; `quantmint release rollback" in orchestra.lines[-2]
     orchestra.run(*stages(1))
     assert orchestra.ran == ["quantize", "inspect", "gate", "report", "package"] * 2
 
@@ -109,7 +109,7 @@ def test_inputs_that_moved_there_and_back(orchestra: Any, stages: Any, quantmint
     assert quantmint("publish", "r.yaml", "--dry-run").out.rstrip().endswith("nothing to do, it is there")
     entry = orchestra.run(*stages(1), redo=["publish"]).entry("publish")
     assert [(one.current, one.again) for one in published_in(entry)] == [(False, True)]
-    assert f"`quantmint rollback published/r {tags[0]}` gives them this one" in orchestra.lines[-2]
+    assert f"`quantmint release rollback published/r {tags[0]}` gives them this one" in orchestra.lines[-2]
     assert Path("published/r").resolve().name == tags[1]
 
 

@@ -203,7 +203,7 @@ def there(request: pytest.FixtureRequest, world: World, hub: HubStandIn) -> Ther
 def test_an_edit_that_was_taken_back_has_its_release_already(there: There) -> None:
     there.move("first")
     found = there.world.due()
-    command = f"`quantmint rollback {there.target.address} {there.first}` gives them what these inputs made"
+    command = f"`quantmint release rollback {there.target.address} {there.first}` gives them what these inputs made"
     assert (found.state, found.reason) == (
         "current", f"readers get {there.edited}; {command} (recipe: gate.accuracy.margin 0.03 -> 0.02)",
     )  # fmt: skip
@@ -216,7 +216,7 @@ def test_an_edit_that_was_taken_back_has_its_release_already(there: There) -> No
 def test_a_rollback_makes_nothing_due(there: There) -> None:
     there.target.rollback(there.first, dry_run=False, progress=SILENT)
     found = there.world.due()
-    command = f"`quantmint rollback {there.target.address} {there.edited}` gives them what these inputs made"
+    command = f"`quantmint release rollback {there.target.address} {there.edited}` gives them what these inputs made"
     assert (found.state, found.reason) == ("current", f"nothing changed; readers get {there.first}; {command}")
     assert found.release is not None
     assert (found.release.tag, found.release.shown) == (there.edited, there.first)
