@@ -132,11 +132,12 @@ def _overrides(texts: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: bool) -> None:
-    from quantmint.pipeline.runs.forecast import forecast, machine_here
+    from quantmint.pipeline.runs.weights import forecast_weights, machine_here
     from quantmint.pipeline.store.disk import free_bytes
 
     recipe, source = job.setting.recipe, job.setting.source
     prediction = expected.prediction
+    costs = forecast_weights(expected.source, expected.structure, recipe, machine_here(job.setting.device))
     told: dict[str, Any] = {
         "source": source.to_json() if source.repo else str(source.folder),
         "out": str(job.out),
@@ -144,7 +145,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
         "schemes": dict(expected.schemes),
         "kept": prediction.kept,
         "predicted": asdict(prediction),
-        "costs": forecast(expected.source, expected.structure, recipe, machine_here(job.setting.device)),
+        "costs": costs.to_json(),
         "disk": {"needed": prediction.checkpoint, "free": free_bytes(job.out)},
     }
     if as_json:
@@ -166,7 +167,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
         f"checkpoint ({prediction.source / prediction.checkpoint:.2f} x smaller)": prediction.checkpoint,
         "disk: free": told["disk"]["free"],
     }
-    print_outlook(console, sizes, told["costs"])
+    print_outlook(console, sizes, costs)
 
 
 def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as_json: bool) -> None:

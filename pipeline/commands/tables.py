@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.cells import cell_len
@@ -15,6 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from quantmint.eval.report.numbers import duration, size
+
+if TYPE_CHECKING:
+    from quantmint.pipeline.runs.weights import WeightForecast
 
 _WIDE = 140
 _READABLE = 120
@@ -83,23 +86,23 @@ def table(*columns: str, right: Collection[str] = (), rows: Iterable[Iterable[st
     return made
 
 
-def print_outlook(console: Console, sizes: Mapping[str, int | None], costs: Mapping[str, Any]) -> None:
-    """Bytes, what `stages.cost` says of the stages that work on weights, and whose rates that was computed from."""
+def print_outlook(console: Console, sizes: Mapping[str, int | None], forecast: WeightForecast) -> None:
+    """Print sizes in bytes, the costs of the stages that work on weights, and the origin of the machine's rates."""
     known = [(what, size(count)) for what, count in sizes.items() if count is not None]
     console.print(table("what", "size", right=("size",), rows=known))
-    if not costs["stages"]:
+    if not forecast.stages:
         console.print("how long a library takes to quantize is not predicted")
         return
     rows = [
         (
-            stage if cost["mode"] is None else f"{stage}, {cost['mode']}",
-            duration(cost["seconds"]),
-            size(cost["memory"]),
-            size(cost["device_memory"]) if cost["device_memory"] else "-",
-            size(cost["disk"]),
+            stage if cost.mode is None else f"{stage}, {cost.mode}",
+            duration(cost.seconds),
+            size(cost.memory),
+            size(cost.device_memory) if cost.device_memory else "-",
+            size(cost.disk),
         )
-        for stage, cost in costs["stages"].items()
+        for stage, cost in forecast.stages.items()
     ]
     right = ("time", "memory", "device", "disk")
     console.print(table("stage", *right, right=right, rows=rows))
-    console.print(f"times on {escape(costs['rates']['machine'])}: {_ORIGINS[costs['rates']['origin']]}")
+    console.print(f"times on {escape(forecast.rates.machine)}: {_ORIGINS[forecast.origin]}")

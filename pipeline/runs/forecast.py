@@ -1,161 +1,219 @@
-"""What the stages of a recipe that work on weights will take, here or on another machine, by `stages.cost`.
+"""Forecast a whole run before it starts: which stages it has, what they take, and what its gate can show.
 
-forecast(source, structure, recipe, machine_of(parse_target("mi300x:8")))["stages"]["calibrate"]["seconds"]
+forecast_run(stand_in(open_setting("llama70b-fp8kv", store=store))).seconds
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from quantmint.pipeline.base.machine import cores
-from quantmint.pipeline.quantize.device import device_memory, resolve_devices
-from quantmint.pipeline.quantize.engines.stream.layerwise import gptq_bytes
-from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
-from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
-from quantmint.pipeline.quantize.model.selection import select
-from quantmint.pipeline.quantize.model.structure import Structure
-from quantmint.pipeline.recipe.modules import text_config
+from quantmint.eval.gate.reach import Reach, reach
+from quantmint.eval.report.numbers import size
+from quantmint.pipeline.base.errors import UserError, did_you_mean
+from quantmint.pipeline.base.hardware import cautions, table
+from quantmint.pipeline.quantize.engines.algorithms import algorithm
 from quantmint.pipeline.recipe.schema import Recipe
-from quantmint.pipeline.serving.planning.target import ServingTarget
-from quantmint.pipeline.stages.calibrate import needs_ranges
-from quantmint.pipeline.stages.cost import (
-    Cost,
-    Machine,
-    calibrate_cost,
-    calibrate_volume,
-    gptq_volume,
-    quantize_cost,
-    quantize_volume,
-    routed_share,
-    sensitivity_samples,
-)
-from quantmint.pipeline.stages.rates import HOST_BYTES, HOST_CORES, Origin, rates_here, rates_of
-from quantmint.pipeline.stages.rounding_cost import change_seconds, hessian_seconds, rounding_seconds
+from quantmint.pipeline.runs.planner import build_plan, foreseen, missing_stages
+from quantmint.pipeline.runs.preflight import disk_needed, require_disk, require_room_to_publish, require_tokens
+from quantmint.pipeline.runs.search import tried
+from quantmint.pipeline.runs.timeline import ahead, further_tries, reckoned, savings
+from quantmint.pipeline.runs.weights import WeightForecast, forecast_weights, machine_here, machine_of
+from quantmint.pipeline.serving.host.detect import local_device
+from quantmint.pipeline.serving.model.facts import schemes_of_experts
+from quantmint.pipeline.serving.planning.target import ServingTarget, parse_target
+from quantmint.pipeline.stages.bench import outlook
+from quantmint.pipeline.stages.checks import as_asked
+from quantmint.pipeline.stages.estimate import Estimate
+from quantmint.pipeline.stages.gate import policy_of
+from quantmint.pipeline.stages.setting import Setting
+from quantmint.pipeline.stages.sizes import Prediction, model_for, predict
+from quantmint.pipeline.stages.source import config_folder, require_tokenizer
+from quantmint.pipeline.store.disk import free_bytes
 
 
-def machine_here(device: str) -> tuple[Machine, Origin]:
-    """Return this machine with PyTorch's ``device``; where the table does not know it, a second is spent to measure."""
-    devices, count = resolve_devices(device), cores()  # several GPUs are taken to be of a kind
-    rates, origin = rates_here(devices[0], count)
-    return Machine(rates, count, device_memory("cpu"), devices, device_memory(devices[0])), origin
+@dataclass(frozen=True, slots=True)
+class StageForecast:
+    """One stage of a run: ``seconds`` as an earlier run took ("seen") or by rates ("reckoned"), None where unknown.
 
-
-def machine_of(target: ServingTarget) -> tuple[Machine, Origin]:
-    """Return a node of another machine: its accelerators by the table, its host as such nodes have one."""
-    rates, origin = rates_of(target.hardware)
-    gpus, memory = target.gpus, target.memory or HOST_BYTES
-    devices = tuple(f"{target.hardware}:{number}" for number in range(gpus))
-    return Machine(rates, gpus * HOST_CORES, gpus * HOST_BYTES, devices, memory), origin
-
-
-def forecast(
-    source: Checkpoint,
-    structure: Structure,
-    recipe: Recipe,
-    where: tuple[Machine, Origin],
-    *,
-    written: Recipe | None = None,
-) -> dict[str, Any]:
-    """Return rates of a machine and costs by stage, from headers real or imagined, as JSON; a library's has no stages.
-
-    ``written`` is the recipe before its schemes were chosen (None: there was no choice).
+    A stage that the store has is "cached" and takes no time.
     """
-    machine, origin = where
-    rates = machine.rates
-    stages: dict[str, Cost] = {}
-    quantization = recipe.quantization
-    if quantization.engine == "stream":
-        parts = {"import": rates.start}
-        stages["start"] = Cost(rates.start, rates.start, rates.resident, 0, 0, bound="import", parts=parts)
-        if written is not None and written.quantization.from_:
-            stages["sensitivity"] = sensitivity_cost(source, structure, written, machine)
-        if recipe.calibration is not None and needs_ranges(quantization):
-            stages["calibrate"] = calibrate_cost(calibrate_volume(source, structure, recipe.calibration), machine)
-        choice, shared = select(structure, quantization), quantization.shared_scales
-        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)
-        stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
-        if quantization.algorithm == "gptq" and recipe.calibration is not None:
-            once = calibrate_cost(gptq_volume(source, structure, recipe), machine)
-            rounding = gptq_seconds(source, structure, recipe, choice.schemes, machine)
-            room = gptq_bytes(structure, choice.schemes)
-            stages["quantize"] = _after(stages["quantize"], once, rounding, room, machine)
-    return {
-        "rates": {"origin": origin, **asdict(rates)},
-        "stages": {name: asdict(cost) for name, cost in stages.items()},
-    }
+
+    stage: str
+    fingerprint: str
+    cached: bool
+    seconds: float | None
+    by: str | None
 
 
-def gptq_seconds(
-    source: Checkpoint, structure: Structure, recipe: Recipe, schemes: Mapping[str, str], machine: Machine
-) -> float:
-    """Return what GPTQ computes beside its forwards: Hessians, cross terms where it compensates, factors, rounding."""
-    assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
-    shapes = {name: shape for name, shape in structure.linear.items() if name in schemes}
-    tokens = recipe.calibration.samples * recipe.calibration.sequence_length
-    share = routed_share(text_config(source.config))
-    sums = 2 if recipe.quantization.parameters["compensation"] else 1
-    rates = machine.rates
-    rate = rates.float32 if rates.link is None else rates.flops  # a GPU sums products of 16 bit in float32
-    hessians = hessian_seconds(shapes, tokens, share, rate, sums=sums) / len(machine.devices)
-    return hessians + rounding_seconds(shapes, recipe.quantization.schemes, rates)
+@dataclass(frozen=True, slots=True)
+class RunForecast:
+    """What a run makes and takes, on this machine ("here") or another one; JSON and the terminal both render it.
 
-
-def sensitivity_cost(source: Checkpoint, structure: Structure, recipe: Recipe, machine: Machine) -> Cost:
-    """Return the cost of measuring every group in every scheme: a pass through the layers and one back, in float32.
-
-    The way back runs each layer forward and back, and its linear modules once for each scheme.
+    ``seconds`` is the sum of all stages that are forecast, with the start of the process: a lower bound where
+    ``not_predicted`` names stages. A search may make ``further_tries`` after a FAIL; with all of them the run takes
+    ``seconds_of_all_tries``. ``savings`` are settings and the seconds that each would save. ``disk_needed`` are bytes
+    by purpose on the disk of ``where``. ``bench`` is what measuring throughput takes, empty where nothing is measured.
     """
-    assert recipe.calibration is not None  # noqa: S101 - the recipe's checks
-    rates, names = machine.rates, recipe.quantization.from_ or ()
-    samples = sensitivity_samples(recipe.calibration.samples)
-    part = recipe.calibration.model_copy(update={"samples": samples, "experts": "routed"})
-    volume = calibrate_volume(source, structure, part)
-    tokens, share = samples * part.sequence_length, routed_share(text_config(source.config))
-    parts = {
-        "load": 2 * volume.need.weights / rates.load,
-        "products": (_PASSES + len(names)) * volume.flops / rates.float32,
-        "changes": change_seconds(structure.linear, names, samples),
-    }
-    if recipe.quantization.algorithm == "gptq":
-        parts["rounding"] = rounding_seconds(structure.linear, names, rates)
-        parts["products"] += hessian_seconds(structure.linear, tokens, share, rates.float32, sums=1)
-    on_cpu, seconds = rates.link is None, sum(parts.values())
-    held = 2 * volume.need.layer + volume.need.forward + 2 * volume.need.states
-    return Cost(
-        seconds=seconds,
-        written=seconds,
-        memory=rates.resident + (held if on_cpu else 0),
-        device_memory=0 if on_cpu else held,
-        disk=2 * volume.need.states * max(len(structure.attention), 1),
-        bound=max(parts, key=lambda name: parts[name]),
-        parts=parts,
+
+    setting: Setting
+    stages: Sequence[StageForecast]
+    machine: str
+    seconds: float
+    not_predicted: Sequence[str]
+    further_tries: int
+    seconds_of_all_tries: float
+    savings: Sequence[tuple[str, float]]
+    size: Prediction
+    weights: WeightForecast
+    disk_needed: Mapping[str, int]
+    disk_free: int
+    where: Path
+    gate: Reach
+    bench: Mapping[str, Any]
+    cautions: Sequence[str]
+
+    @property
+    def recipe(self) -> Recipe:
+        """Return the recipe, resolved."""
+        return self.setting.recipe
+
+    def require_room(self) -> None:
+        """Raise `UserError` where this machine's disks are too small for a run here."""
+        if self.machine == "here":
+            require_disk(self.disk_needed, self.disk_free, str(self.where))
+            missing = [stage.stage for stage in self.stages if not stage.cached]
+            require_room_to_publish(self.setting, self.size, missing)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON."""
+        chosen, tries = self.setting.chosen, self.further_tries
+        return {
+            "recipe": self.recipe.name,
+            **({} if chosen is None else {"auto": {"said": chosen.line, **chosen.to_json()}}),
+            "source": self.setting.source.to_json(),
+            "stages": [asdict(stage) for stage in self.stages],
+            "machine": self.machine,
+            "seconds": self.seconds,
+            "not_predicted": list(self.not_predicted),
+            **({"further_tries": tries, "seconds_of_all_tries": self.seconds_of_all_tries} if tries else {}),
+            "savings": [{"setting": text, "seconds": seconds} for text, seconds in self.savings],
+            "predicted": asdict(self.size),
+            "costs": self.weights.to_json(),
+            "disk": {"needed": dict(self.disk_needed), "free": self.disk_free, "where": str(self.where)},
+            "gate": self.gate.to_json(),
+            "bench": dict(self.bench) or None,
+            "cautions": list(self.cautions),
+        }
+
+
+def forecast_run(
+    setting: Setting, *, machine: str | None = None, config: Path | None = None, tries: bool = True
+) -> RunForecast:
+    """Forecast the run of a setting whose schemes are chosen (`runs.search.stand_in`); nothing is made.
+
+    ``machine`` is what was typed, such as mi300x:8 or here (None: the recipe's target, where that is another machine);
+    ``config`` is a folder with the model's config.json for a source that is not here. Without ``tries`` a search's
+    further tries are not counted. Raises `UserError` for what no run could do.
+    """
+    recipe = setting.recipe
+    if setting.source.folder is not None:
+        require_tokenizer(setting.source.folder)
+    plan = foreseen(build_plan(setting), setting)
+    missing = missing_stages(plan, setting)
+    require_tokens(setting, missing)
+    model = model_for(setting, config or config_folder(setting.source))
+    prediction = predict(*model, recipe)
+    elsewhere = machine_elsewhere(machine, recipe.target.hardware, recipe.target.gpus)
+    rates = machine_here(setting.device) if elsewhere is None else machine_of(elsewhere)
+    weights = forecast_weights(*model, recipe, rates, written=setting.written)
+    bench = outlook(setting) if any(planned.key == "bench" for planned in plan) else {}
+    questions = as_asked(setting.suite, recipe.evaluation, recipe.gate)
+    looks = recipe.evaluation.looks
+    judged = reach(questions, policy_of(setting), looks, noise=bench.get("noise"), seen=bench.get("ratio"))
+    expected = {name: task.expected for name, task in judged.tasks.items()}
+    estimate = Estimate(setting, prediction, weights.rates, weights.seconds, expected, bench.get("seconds"))
+    times = ahead(plan, missing, setting, reckoned(plan, estimate), here=elsewhere is None)
+    seconds = {key: spent for key, (spent, _) in times.items()}
+    total = sum(seconds.values()) + weights.rates.start
+    verdicts = [verdict for _, verdict in tried(setting)] if tries else []
+    count, further = further_tries(setting, plan, seconds, verdicts) if tries else (0, 0.0)
+    needed, where = disk_needed(prediction, missing, setting, plan), setting.store.root.absolute()
+    free = free_bytes(where)
+    return RunForecast(
+        setting=setting,
+        stages=[
+            StageForecast(
+                planned.key, planned.fingerprint, planned.key not in missing, *times.get(planned.key, (None, None))
+            )
+            for planned in plan
+        ],
+        machine="here" if elsewhere is None else str(elsewhere),
+        seconds=total,
+        not_predicted=[planned.key for planned in plan if planned.key not in seconds],
+        further_tries=count,
+        seconds_of_all_tries=total + further,
+        savings=savings(seconds, setting),
+        size=prediction,
+        weights=weights,
+        disk_needed=needed,
+        disk_free=free,
+        where=where,
+        gate=judged,
+        bench=bench,
+        cautions=[*_cautions(setting), *_too_small(needed, free, where, elsewhere)],
     )
 
 
-_PASSES = 4
-"""Forwards of the model that a pass through its layers and one back take; the way back counts for two."""
-_FORWARDS = 3
-"""Forwards of each layer that GPTQ takes, the one that channels are scaled by among them, but for its own products."""
+def machine_elsewhere(text: str | None, hardware: str, gpus: int) -> ServingTarget | None:
+    """Return the machine to forecast for, None for this one.
 
-
-def _after(cost: Cost, once: Cost, seconds: float, rounding: int, machine: Machine) -> Cost:
-    """Return the cost of a checkpoint that is written after GPTQ.
-
-    ``once`` is that of a forward; beside forwards it takes ``seconds``, and ``rounding`` bytes of the device.
+    ``text`` is what was typed (None: the recipe's target, ``gpus`` of ``hardware``, where that is another machine).
+    Raises `UserError` for a machine that no table has figures of.
     """
-    on_cpu = machine.rates.link is None
-    once = replace(
-        once,
-        memory=once.memory + (rounding if on_cpu else 0),
-        device_memory=once.device_memory + (0 if on_cpu else rounding),
+    if text is not None:
+        return None if text == "here" else _machine_named(text)
+    here = local_device("auto").hardware
+    return None if hardware in ("cpu", here) or hardware not in _with_figures() else parse_target(f"{hardware}:{gpus}")
+
+
+def _machine_named(text: str) -> ServingTarget:
+    name, rows, planned = text.partition(":")[0].lower(), table(), _with_figures()
+    if name not in planned:
+        found = f"{text!r}, which has no figures" if name in rows else repr(text)
+        expected = ", ".join(("here", *planned))
+        raise UserError(
+            f"--for: found {found}, expected {expected}{did_you_mean(name, ('here', *planned))}.",
+            hint="As in --for mi300x:8.",
+        )
+    try:
+        return parse_target(text)
+    except UserError as error:
+        nearest = f' (did you mean "{name}:{rows[name].gpus_per_node}"?)'
+        raise UserError(f"--for: found {text!r}: {error.message}{nearest}.", hint=error.hint) from None
+
+
+def _with_figures() -> list[str]:
+    """Return the names of the hardware that a forecast has figures of."""
+    return [row.name for row in table().values() if row.bandwidth is not None or row.kind == "cpu"]
+
+
+def _cautions(setting: Setting) -> list[str]:
+    """Return what is known to harm such a checkpoint: its algorithm, and its target's kernels."""
+    quantization, target = setting.recipe.quantization, setting.recipe.target
+    harm = algorithm(quantization.algorithm).caution(quantization.schemes)
+    experts = schemes_of_experts(quantization, setting.config)
+    served = cautions(
+        target.hardware, quantization.scheme, quantization.kv_cache, quantization.format, expert_schemes=experts
     )
-    forwards = _FORWARDS * once.seconds
-    spent = forwards + seconds
-    bound = max(("forwards", forwards), ("rounding", seconds), (cost.bound, cost.seconds), key=lambda part: part[1])[0]
-    memory, there = max(cost.memory, once.memory), max(cost.device_memory, once.device_memory)
-    later = replace(cost, seconds=cost.seconds + spent, written=cost.written + spent, bound=bound)
-    return replace(
-        later, memory=memory, device_memory=there, parts={**cost.parts, "forwards": forwards, "rounding": seconds}
-    )
+    return [*([] if harm is None else [harm]), *served]
+
+
+def _too_small(needed: Mapping[str, int], free: int, where: Path, elsewhere: ServingTarget | None) -> list[str]:
+    """Return a caution that this machine's disk would not do, where another machine is planned for."""
+    total = sum(needed.values())
+    if elsewhere is None or total <= free:
+        return []
+    return [f"{size(total)} are needed where it runs; on this machine {where} has {size(free)}"]

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from quantmint.eval.suites import Suite, SuiteTask, definition
 from quantmint.pipeline.base.hardware import hardware
+from quantmint.pipeline.stages.rates import Rates
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.sizes import Prediction
 
@@ -44,14 +45,14 @@ _H100_TFLOPS: Final = 989.4
 class Estimate:
     """A machine's speed with a model: what the forecasts of the stages are made from.
 
-    ``rates`` and ``weights`` are of `pipeline.runs.forecast`: rates of the machine in bytes and operations a second,
-    and seconds of the stages that work on weights, as far as they are known. ``expected`` are the items of each task
-    that a lossless candidate is asked (None: all), ``bench`` the seconds of measuring throughput (None: not measured).
+    ``rates`` are the machine's; ``weights`` are the seconds of the stages that work on weights, as far as they are
+    known. ``expected`` are the items of each task that a lossless candidate is asked (None: all), ``bench`` the seconds
+    of measuring throughput (None: not measured).
     """
 
     setting: Setting
     size: Prediction
-    rates: Mapping[str, Any]
+    rates: Rates
     weights: Mapping[str, float]
     expected: Mapping[str, int | None]
     bench: float | None
@@ -70,8 +71,8 @@ class Estimate:
     def start(self) -> float:
         """Return the seconds of a server's start."""
         if self.by_reference:  # 16 bit, read as float32
-            return float(_REFERENCE_IMPORT * self.rates["start"] + 2 * self.size.source / self.rates["load"])
-        return float((_CPU_START_S if self.on_cpu else START_S) + self.size.source / self.rates["disk"])
+            return float(_REFERENCE_IMPORT * self.rates.start + 2 * self.size.source / self.rates.load)
+        return float((_CPU_START_S if self.on_cpu else START_S) + self.size.source / self.rates.disk)
 
     @property
     def restart(self) -> float:
@@ -86,9 +87,9 @@ class Estimate:
         """Return the seconds of a token of a prompt: two operations for each parameter."""
         target = self.setting.recipe.target
         if self.by_reference:
-            flops = _REFERENCE_BUSY * self.rates["float32"]
+            flops = _REFERENCE_BUSY * self.rates.float32
         elif self.on_cpu:
-            flops = _CPU_BUSY * self.rates["flops"]
+            flops = _CPU_BUSY * self.rates.flops
         else:
             peak = dict(hardware(target.hardware).tflops).get("bf16", _H100_TFLOPS)
             flops = target.gpus * _BUSY * peak * 1e12
@@ -102,7 +103,7 @@ class Estimate:
     @cached_property
     def item_seconds(self) -> Mapping[str, float]:
         """Return the seconds of an item, by task."""
-        step = 0.005 + self.size.source / self.rates["read"] if self.on_cpu else TOKEN_S
+        step = 0.005 + self.size.source / self.rates.read if self.on_cpu else TOKEN_S
         out = max(self.token, step / self.setting.recipe.evaluation.concurrency)
         suite = self.setting.suite
         return {task.task: item_seconds(task, suite, self.token, out) for task in suite.tasks}

@@ -221,7 +221,7 @@ def _evidence(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def _read_again(estimate: Estimate) -> float:
-    return float(1.0 + estimate.size.checkpoint / estimate.rates["hash"])
+    return float(1.0 + estimate.size.checkpoint / estimate.rates.hash)
 
 
 def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None:

@@ -54,7 +54,7 @@ class PublishStage(Stage):
 
     def seconds(self, estimate: Estimate) -> float:
         """Return the time of writing a copy; an upload is not forecast."""
-        return float(1.0 + estimate.size.checkpoint / estimate.rates["sync"])
+        return float(1.0 + estimate.size.checkpoint / estimate.rates.sync)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The places. Who signs is a matter of the signature's own stage."""

@@ -348,8 +348,8 @@ class InspectStage(Stage):
     def seconds(self, estimate: Estimate) -> float:
         """Return the time of hashing what our engine proved while it wrote, or of reading both checkpoints."""
         if "quantize" in estimate.weights:
-            return float(estimate.size.checkpoint / estimate.rates["hash"])
-        return float(estimate.size.source / estimate.rates["load"])
+            return float(estimate.size.checkpoint / estimate.rates.hash)
+        return float(estimate.size.source / estimate.rates.load)
 
     def require_sound(self, entry: Entry) -> None:
         """Raise `InspectionError` with the reasons where the checkpoint is unsound."""

@@ -55,7 +55,7 @@ class SourceStage(Stage):
 
     def seconds(self, estimate: Estimate) -> float:
         """Return the time of hashing the source; a download is not forecast."""
-        return float(estimate.size.source / estimate.rates["hash"])
+        return float(estimate.size.source / estimate.rates.hash)
 
     def run(self, job: Job) -> Output:
         """Fetch if need be, then prove that configuration, index and shards agree."""

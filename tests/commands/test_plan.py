@@ -71,7 +71,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("quantmint.pipeline.store.disk", "quantmint.pipeline.runs.preflight"):
+    for place in ("quantmint.pipeline.runs.forecast", "quantmint.pipeline.runs.preflight"):
         monkeypatch.setattr(f"{place}.free_bytes", lambda path: 10**16)
 
 
@@ -255,7 +255,7 @@ def test_a_machine_is_planned_for_by_its_name(quantmint: Quantmint, project: Pat
 def test_a_disk_that_is_too_small_here_is_a_caution_for_a_run_elsewhere(
     quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantmint.pipeline.store.disk.free_bytes", lambda path: 10_000_000)
+    monkeypatch.setattr("quantmint.pipeline.runs.forecast.free_bytes", lambda path: 10_000_000)
     ended = quantmint("plan", "r.yaml", "--for", "mi300x:8")
     assert ended.code == 0
     assert "are needed where it runs; on this machine" in " ".join(ended.out.split())
@@ -304,7 +304,7 @@ def test_a_total_without_a_stage_is_at_least(quantmint: Quantmint, project: Path
 def test_a_disk_that_is_too_small(
     quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
-    monkeypatch.setattr("quantmint.pipeline.store.disk.free_bytes", lambda path: 10_000_000)
+    monkeypatch.setattr("quantmint.pipeline.runs.forecast.free_bytes", lambda path: 10_000_000)
     ended = quantmint("plan", "r.yaml", "--for", "here", *(["--json"] if as_json else []))
     assert ended.code == 2
     assert "10.0 MB are free" in ended.err
@@ -436,7 +436,7 @@ def test_a_config_that_is_none(quantmint: Quantmint, tmp_path: Path) -> None:
 
 
 def test_a_plan_says_whose_rates_it_has(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantmint.pipeline.runs.forecast.cores", lambda: 64)
+    monkeypatch.setattr("quantmint.pipeline.runs.weights.cores", lambda: 64)
     ended = quantmint("plan", "tiny-ptpc")
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.split())
@@ -452,9 +452,9 @@ def _fails(*_: object) -> None:
 
 
 def test_a_target_without_figures_is_planned_for_this_machine() -> None:
-    from quantmint.pipeline.commands.plan import _machine_elsewhere
+    from quantmint.pipeline.runs.forecast import machine_elsewhere
 
-    assert _machine_elsewhere(None, "cuda", 1) is None
-    elsewhere = _machine_elsewhere(None, "mi300x", 8)
+    assert machine_elsewhere(None, "cuda", 1) is None
+    elsewhere = machine_elsewhere(None, "mi300x", 8)
     assert elsewhere is not None
     assert elsewhere.gpus == 8

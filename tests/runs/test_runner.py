@@ -171,7 +171,7 @@ class FakeLauncher:
     def __init__(self, executable: Path) -> None:
         self.executable = executable
 
-    def starting(self, plan: Any, log: Path, **_: Any) -> FakeLauncher:
+    def launch_in_background(self, plan: Any, log: Path, **_: Any) -> FakeLauncher:
         self.model = plan.served_model_name
         return self
 

@@ -10,7 +10,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.structure import imagine, read_structure
 from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.recipe.schema import Recipe
-from quantmint.pipeline.runs.forecast import forecast, machine_of
+from quantmint.pipeline.runs.weights import forecast_weights, machine_of
 from quantmint.pipeline.serving.planning.target import parse_target
 from quantmint.pipeline.stages.rates import known, rates_of
 
@@ -26,8 +26,8 @@ def seconds(recipe: Recipe, target: str = "cpu") -> dict[str, float]:
     made["quantization"] = {name: value for name, value in made["quantization"].items() if name not in ("from", "bits")}
     chosen = Recipe.model_validate(made)
     where = machine_of(parse_target(target))
-    stages = forecast(source, read_structure(TINY, source.tensors), chosen, where, written=recipe)["stages"]
-    return {name: cost["seconds"] for name, cost in stages.items()}
+    stages = forecast_weights(source, read_structure(TINY, source.tensors), chosen, where, written=recipe).stages
+    return {name: cost.seconds for name, cost in stages.items()}
 
 
 def changed(**sections: dict[str, object]) -> Recipe:
@@ -62,8 +62,8 @@ def test_gptq_of_an_8b_shape_takes_what_was_measured(parameters: dict[str, objec
         }
     )  # fmt: skip
     source, structure = imagine(CONFIGS / "Llama-3.1-8B-Instruct")
-    stages = forecast(source, structure, recipe, machine_of(parse_target("h100:1")))["stages"]
-    assert least / 1.5 < stages["quantize"]["seconds"] < most * 1.5
+    stages = forecast_weights(source, structure, recipe, machine_of(parse_target("h100:1"))).stages
+    assert least / 1.5 < stages["quantize"].seconds < most * 1.5
 
 
 @pytest.mark.parametrize("target", ["cpu", "mi300x:8"])

@@ -1,0 +1,182 @@
+"""Forecast the stages of a recipe that work on weights, for this machine or another one, by `stages.cost`.
+
+forecast_weights(source, structure, recipe, machine_of(parse_target("mi300x:8"))).stages["calibrate"].seconds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from quantmint.pipeline.base.machine import cores
+from quantmint.pipeline.quantize.device import device_memory, resolve_devices
+from quantmint.pipeline.quantize.engines.stream.layerwise import gptq_bytes
+from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
+from quantmint.pipeline.quantize.model.selection import select
+from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.recipe.modules import text_config
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.serving.planning.target import ServingTarget
+from quantmint.pipeline.stages.calibrate import needs_ranges
+from quantmint.pipeline.stages.cost import (
+    Cost,
+    Machine,
+    calibrate_cost,
+    calibrate_volume,
+    gptq_volume,
+    quantize_cost,
+    quantize_volume,
+    routed_share,
+    sensitivity_samples,
+)
+from quantmint.pipeline.stages.rates import HOST_BYTES, HOST_CORES, Origin, Rates, rates_here, rates_of
+from quantmint.pipeline.stages.rounding_cost import change_seconds, hessian_seconds, rounding_seconds
+
+
+def machine_here(device: str) -> tuple[Machine, Origin]:
+    """Return this machine with PyTorch's ``device``; where the table does not know it, a second is spent to measure."""
+    devices, count = resolve_devices(device), cores()  # several GPUs are taken to be of a kind
+    rates, origin = rates_here(devices[0], count)
+    return Machine(rates, count, device_memory("cpu"), devices, device_memory(devices[0])), origin
+
+
+def machine_of(target: ServingTarget) -> tuple[Machine, Origin]:
+    """Return a node of another machine: its accelerators by the table, its host as such nodes have one."""
+    rates, origin = rates_of(target.hardware)
+    gpus, memory = target.gpus, target.memory or HOST_BYTES
+    devices = tuple(f"{target.hardware}:{number}" for number in range(gpus))
+    return Machine(rates, gpus * HOST_CORES, gpus * HOST_BYTES, devices, memory), origin
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForecast:
+    """The costs of stages on a machine, by stage, and the machine's rates with their ``origin``.
+
+    ``start`` is the cost of starting the process. A library's stages are not among ``stages``.
+    """
+
+    origin: Origin
+    rates: Rates
+    stages: Mapping[str, Cost]
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Return the seconds of each stage, without the start of the process."""
+        return {name: cost.seconds for name, cost in self.stages.items() if name != "start"}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return rates and costs as JSON."""
+        return {
+            "rates": {"origin": self.origin, **asdict(self.rates)},
+            "stages": {name: asdict(cost) for name, cost in self.stages.items()},
+        }
+
+
+def forecast_weights(
+    source: Checkpoint,
+    structure: Structure,
+    recipe: Recipe,
+    where: tuple[Machine, Origin],
+    *,
+    written: Recipe | None = None,
+) -> WeightForecast:
+    """Return the costs by stage on a machine, from tensor headers.
+
+    ``written`` is the recipe before its schemes were chosen (None: there was no choice).
+    """
+    machine, origin = where
+    rates = machine.rates
+    stages: dict[str, Cost] = {}
+    quantization = recipe.quantization
+    if quantization.engine == "stream":
+        parts = {"import": rates.start}
+        stages["start"] = Cost(rates.start, rates.start, rates.resident, 0, 0, bound="import", parts=parts)
+        if written is not None and written.quantization.from_:
+            stages["sensitivity"] = sensitivity_cost(source, structure, written, machine)
+        if recipe.calibration is not None and needs_ranges(quantization):
+            stages["calibrate"] = calibrate_cost(calibrate_volume(source, structure, recipe.calibration), machine)
+        choice, shared = select(structure, quantization), quantization.shared_scales
+        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)
+        stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
+        if quantization.algorithm == "gptq" and recipe.calibration is not None:
+            once = calibrate_cost(gptq_volume(source, structure, recipe), machine)
+            rounding = gptq_seconds(source, structure, recipe, choice.schemes, machine)
+            room = gptq_bytes(structure, choice.schemes)
+            stages["quantize"] = _after(stages["quantize"], once, rounding, room, machine)
+    return WeightForecast(origin, rates, stages)
+
+
+def gptq_seconds(
+    source: Checkpoint, structure: Structure, recipe: Recipe, schemes: Mapping[str, str], machine: Machine
+) -> float:
+    """Return what GPTQ computes beside its forwards: Hessians, cross terms where it compensates, factors, rounding."""
+    assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
+    shapes = {name: shape for name, shape in structure.linear.items() if name in schemes}
+    tokens = recipe.calibration.samples * recipe.calibration.sequence_length
+    share = routed_share(text_config(source.config))
+    sums = 2 if recipe.quantization.parameters["compensation"] else 1
+    rates = machine.rates
+    rate = rates.float32 if rates.link is None else rates.flops  # a GPU sums products of 16 bit in float32
+    hessians = hessian_seconds(shapes, tokens, share, rate, sums=sums) / len(machine.devices)
+    return hessians + rounding_seconds(shapes, recipe.quantization.schemes, rates)
+
+
+def sensitivity_cost(source: Checkpoint, structure: Structure, recipe: Recipe, machine: Machine) -> Cost:
+    """Return the cost of measuring every group in every scheme: a pass through the layers and one back, in float32.
+
+    The way back runs each layer forward and back, and its linear modules once for each scheme.
+    """
+    assert recipe.calibration is not None  # noqa: S101 - the recipe's checks
+    rates, names = machine.rates, recipe.quantization.from_ or ()
+    samples = sensitivity_samples(recipe.calibration.samples)
+    part = recipe.calibration.model_copy(update={"samples": samples, "experts": "routed"})
+    volume = calibrate_volume(source, structure, part)
+    tokens, share = samples * part.sequence_length, routed_share(text_config(source.config))
+    parts = {
+        "load": 2 * volume.need.weights / rates.load,
+        "products": (_PASSES + len(names)) * volume.flops / rates.float32,
+        "changes": change_seconds(structure.linear, names, samples),
+    }
+    if recipe.quantization.algorithm == "gptq":
+        parts["rounding"] = rounding_seconds(structure.linear, names, rates)
+        parts["products"] += hessian_seconds(structure.linear, tokens, share, rates.float32, sums=1)
+    on_cpu, seconds = rates.link is None, sum(parts.values())
+    held = 2 * volume.need.layer + volume.need.forward + 2 * volume.need.states
+    return Cost(
+        seconds=seconds,
+        written=seconds,
+        memory=rates.resident + (held if on_cpu else 0),
+        device_memory=0 if on_cpu else held,
+        disk=2 * volume.need.states * max(len(structure.attention), 1),
+        bound=max(parts, key=lambda name: parts[name]),
+        parts=parts,
+    )
+
+
+_PASSES = 4
+"""Forwards of the model that a pass through its layers and one back take; the way back counts for two."""
+_FORWARDS = 3
+"""Forwards of each layer that GPTQ takes, the one that channels are scaled by among them, but for its own products."""
+
+
+def _after(cost: Cost, once: Cost, seconds: float, rounding: int, machine: Machine) -> Cost:
+    """Return the cost of a checkpoint that is written after GPTQ.
+
+    ``once`` is that of a forward; beside forwards it takes ``seconds``, and ``rounding`` bytes of the device.
+    """
+    on_cpu = machine.rates.link is None
+    once = replace(
+        once,
+        memory=once.memory + (rounding if on_cpu else 0),
+        device_memory=once.device_memory + (0 if on_cpu else rounding),
+    )
+    forwards = _FORWARDS * once.seconds
+    spent = forwards + seconds
+    bound = max(("forwards", forwards), ("rounding", seconds), (cost.bound, cost.seconds), key=lambda part: part[1])[0]
+    memory, there = max(cost.memory, once.memory), max(cost.device_memory, once.device_memory)
+    later = replace(cost, seconds=cost.seconds + spent, written=cost.written + spent, bound=bound)
+    return replace(
+        later, memory=memory, device_memory=there, parts={**cost.parts, "forwards": forwards, "rounding": seconds}
+    )
