@@ -38,6 +38,8 @@ _stopping = 0
 
 def main(owner: int, grace: float, command: list[str], after: list[list[str]], output: str | None) -> int:
     """Run ``command`` until it ends or the owner does, then ``after``; return its exit code."""
+    # By ctypes, because Python has no prctl. It is needed for safety, not speed: without it a server whose parent was
+    # killed would run on and hold its GPUs.
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

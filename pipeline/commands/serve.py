@@ -210,7 +210,7 @@ def doctor(
         raise click.UsageError("--json and --fix-script both print on standard output: give one of them")
     wanted, meant = (None, None) if model is None else model_needs(model)
     asked = meant if target is None else None if target == "auto" else parse_target(target)
-    subject = gather_context(Machine(), target=asked, vllm=vllm, wanted=wanted)
+    subject = gather_context(Machine(), target=asked, vllm=vllm, checkpoint=wanted)
     findings = run_checks(subject)
     failed = any(finding.status == "fail" for finding in findings)
     if as_json:

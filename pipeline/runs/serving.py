@@ -392,7 +392,7 @@ def _report(plan: LaunchPlan, servers: Sequence[RunningServer], logs: Path) -> I
 def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
     """What the machine lacks for the plan, as `quantmint doctor` finds it."""
     vllm = None if request.environment is None else request.environment.executable
-    for finding in preflight(plan, Machine(), vllm=vllm, wanted=checkpoint_needs(request.model.facts)):
+    for finding in preflight(plan, Machine(), vllm=vllm, checkpoint=checkpoint_needs(request.model.facts)):
         if finding.status in ("warn", "fail"):
             yield f"{finding.name}: found {finding.found}, expected {finding.expected}; {finding.fix}"
 

@@ -1,1 +1,1 @@
-"""Serving a checkpoint with vLLM: what the hardware can load, the plan of a launch, the launch itself."""
+"""Serve a checkpoint with vLLM: facts about model and machine, the launch plan, the running servers."""

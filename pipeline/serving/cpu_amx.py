@@ -1,8 +1,8 @@
-"""Plugin for vLLM's CPU build, for Intel processors with AMX: asks the kernel for its tiles, and makes FP8 fast.
+"""Plugin for vLLM's CPU build on Intel processors with AMX: requests AMX tiles from the kernel and makes FP8 fast.
 
-Linux lets a process use AMX's tiles once it has asked for them (arch_prctl, ARCH_REQ_XCOMP_PERM). vLLM's attention
-does not ask: it relies on a oneDNN product before it, and where none used tiles the first prompt of more than a token
-ends the engine with an illegal instruction.
+Linux lets a process use AMX tiles after it requested them (arch_prctl, ARCH_REQ_XCOMP_PERM). vLLM's attention does not
+request them and relies on an earlier oneDNN product; if none used tiles, the first prompt of several tokens ends the
+engine with an illegal instruction.
 
 On Sapphire and Emerald Rapids PyTorch hands `torch._scaled_mm` of two FP8 matrices to oneDNN, whose only kernel for
 them there is a reference loop: 0.78 s for 512 x 256 x 1,024 on 16 cores, where float32 takes 0.02 s and gives the same
@@ -23,7 +23,7 @@ _LIBRARIES: list[torch.library.Library] = []  # a kernel is registered as long a
 
 
 def register(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """Ask for AMX's tiles, and replace PyTorch's CPU kernels of `_scaled_mm` where they would be a reference loop."""
+    """Request AMX tiles, and replace PyTorch's CPU kernels of `_scaled_mm` if they would be a reference loop."""
     features = flags(cpuinfo)
     if "amx_tile" in features:
         import torch
@@ -34,7 +34,7 @@ def register(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
 
 
 def flags(cpuinfo: Path) -> frozenset[str]:
-    """Return the words of the kernel's file about processors, their features among them; none where it is missing."""
+    """Return the words of /proc/cpuinfo, which include the processor's features; empty if there is no such file."""
     try:
         return frozenset(cpuinfo.read_text(encoding="utf-8").split())
     except OSError:
@@ -81,13 +81,13 @@ def replace_kernels() -> None:
         *,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """Write the product into ``out``: what compiled models call."""
+        """Write the product into ``out`` and return it; compiled models call this variant."""
         product = scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype or out.dtype)
         return out.resize_(product.shape).copy_(product)
 
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # replacing a kernel of PyTorch's own is what this is for
+        warnings.simplefilter("ignore")  # PyTorch warns that its own kernel is replaced, which is intended
         library.impl("_scaled_mm", scaled_mm, "CPU")  # type: ignore[no-untyped-call]
         library.impl("_scaled_mm.out", scaled_mm_out, "CPU")  # type: ignore[no-untyped-call]
     _LIBRARIES.append(library)

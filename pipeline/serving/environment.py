@@ -1,10 +1,10 @@
-"""Where the ``vllm`` command is: an argument, then QUANTMINT_VLLM, then ``.venv-vllm``, then PATH.
+"""Find the ``vllm`` command and its version: an argument, then QUANTMINT_VLLM, then ``.venv-vllm``, then PATH.
 
     >>> find_vllm().version  # without importing vLLM, which takes some ten seconds
     '0.32.0+cpu'
 
 vLLM lives in its own environment, because its pins clash with llm-compressor's. It is started, never imported. In a
-container, QUANTMINT_IMAGE names the image by its digest: what was measured with one image says nothing of another.
+container, QUANTMINT_IMAGE names the image by its digest, because a measurement holds for one image only.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True)
 class VllmEnvironment:
-    """A ``vllm`` command; with ``planned`` none, but a version that is only planned for."""
+    """A ``vllm`` command; ``planned`` is a version to plan for where no such command exists."""
 
     executable: Path
     planned: str | None = None
 
     @property
     def python(self) -> Path:
-        """The interpreter that runs the command; ServingError where it cannot be told."""
-        beside = self.executable.parent / "python"
-        if _runnable(beside):
-            return beside
+        """The Python interpreter of the command; ServingError when its first line does not name one."""
+        sibling = self.executable.parent / "python"
+        if _runnable(sibling):
+            return sibling
         with self.executable.open("rb") as script:
             words = script.readline(4096).decode("utf-8", errors="replace").removeprefix("#!").split()
         if words and Path(words[0]).name == "env":
             words = words[1:]
-        named = shutil.which(words[0]) if words else None
-        if named is None or "python" not in Path(named).name:
+        interpreter = shutil.which(words[0]) if words else None
+        if interpreter is None or "python" not in Path(interpreter).name:
             raise ServingError(f"cannot tell which Python runs {self.executable}", hint=_HINT)
-        return Path(named)
+        return Path(interpreter)
 
     @property
     def version(self) -> str:
-        """vLLM's version, from the metadata of the distribution; ServingError where it has none."""
+        """vLLM's version from its package metadata; ServingError when the environment has no vLLM."""
         return self.planned or _version(self, self.executable.stat().st_mtime_ns)
 
 
@@ -66,14 +66,14 @@ def find_vllm(
 ) -> VllmEnvironment:
     """Return the first ``vllm`` command of the four places.
 
-    ``explicit`` and QUANTMINT_VLLM name the command or the environment that holds it; when they are given and wrong
-    that is a UserError, not a reason to look further. ``folder`` (default: the current one) and its parents, then the
-    project's own folder, are searched for ``.venv-vllm``.
+    ``explicit`` and QUANTMINT_VLLM name the command or its environment; a wrong one is a UserError and ends the search.
+    ``.venv-vllm`` is searched for in ``folder`` (default: the current one), its parents, and the project's own folder.
+    UserError when no place has the command.
     """
     variables = os.environ if environ is None else environ
-    for given, found_by in ((explicit, "the argument"), (variables.get(VARIABLE), VARIABLE)):
-        if given:
-            return VllmEnvironment(_command(Path(given), found_by))
+    for name, origin in ((explicit, "the argument"), (variables.get(VARIABLE), VARIABLE)):
+        if name:
+            return VllmEnvironment(_command(Path(name), origin))
     start = (folder or Path.cwd()).resolve()
     project = Path(__file__).resolve().parents[2]
     for place in (start, *start.parents, project):
@@ -88,11 +88,11 @@ def find_vllm(
     )
 
 
-def _command(given: Path, found_by: str) -> Path:
-    path = Path(os.path.abspath(given.expanduser()))  # noqa: PTH100 - resolve() would follow the link out of the environment
+def _command(name: Path, origin: str) -> Path:
+    path = Path(os.path.abspath(name.expanduser()))  # noqa: PTH100 - resolve() would follow the link out of the environment
     candidate = path / "bin" / "vllm" if path.is_dir() else path
     if not _runnable(candidate):
-        raise UserError(f"{found_by} names {given}, but {candidate} is not a command that can be run", hint=_HINT)
+        raise UserError(f"{origin} names {name}, but {candidate} is not an executable file", hint=_HINT)
     return candidate
 
 
@@ -120,28 +120,28 @@ def _version(environment: VllmEnvironment, _mtime_ns: int) -> str:
 
 
 def serving_image() -> str | None:
-    """The image as ``name@sha256:DIGEST``; None outside a container. Raises `UserError` for anything else."""
-    found = os.environ.get(IMAGE_VARIABLE, "")
-    if not found:
+    """Return QUANTMINT_IMAGE, an image as ``name@sha256:DIGEST``; None when unset. UserError for another form."""
+    image = os.environ.get(IMAGE_VARIABLE, "")
+    if not image:
         return None
-    if _IMAGE.fullmatch(found) is None:
+    if _IMAGE.fullmatch(image) is None:
         raise UserError(
-            f"{IMAGE_VARIABLE}: found {found!r}, expected an image by its digest, name@sha256: and 64 hex digits",
+            f"{IMAGE_VARIABLE}: found {image!r}, expected an image by its digest, name@sha256: and 64 hex digits",
             hint="`docker inspect --format '{{index .RepoDigests 0}}' IMAGE` prints it; unset it outside a container.",
         )
-    return found
+    return image
 
 
 def parse_version(text: str) -> Version:
-    """Release numbers of a vLLM version: "0.32.0+cpu" is (0, 32, 0). UserError for a text that starts with none."""
-    found = re.match(r"v?(\d+(?:\.\d+)*)", text)
-    if found is None:
+    """Return the release numbers of a vLLM version: (0, 32, 0) for "0.32.0+cpu". UserError for another form."""
+    match = re.match(r"v?(\d+(?:\.\d+)*)", text)
+    if match is None:
         raise UserError(f"{text!r} is not a version of vLLM: expected something like 0.32.0")
-    return tuple(int(part) for part in found[1].split("."))
+    return tuple(int(part) for part in match[1].split("."))
 
 
 def within(version: Version, first: Version, end: Version) -> bool:
-    """Whether first <= version < end, with an empty bound open; 0.11 and 0.11.0 are one version."""
+    """Return whether first <= version < end; an empty bound is open, and 0.11 equals 0.11.0."""
     width = max(map(len, (version, first, end)))
     number, least, most = ((*bound, *[0] * (width - len(bound))) for bound in (version, first, end))
     return least <= number and (not end or number < most)

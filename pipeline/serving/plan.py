@@ -1,6 +1,6 @@
-"""What a launch of vLLM is: arguments, variables, how accelerators share it, its memory, what the machine must offer.
+"""A launch plan of vLLM: arguments, variables, layout, memory and requirements of the machine; and its processes.
 
-Plain results. `planner.py` makes a plan, `processes` the processes of its launch, `render` its other forms.
+`planner.py` makes plans, `processes` expands a plan into the processes to start, `render` prints it in other forms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quantmint.pipeline.serving.planning.target import parse_target
 
 
 class Reason(NamedTuple):
-    """Why a knob has its value, and who says so."""
+    """The value of a knob with its reason and source."""
 
     knob: str
     value: str
@@ -23,7 +23,7 @@ class Reason(NamedTuple):
 
 
 class HostCheck(NamedTuple):
-    """Something that the machine must offer for this launch; `name` is the knob's, `quantmint doctor` looks at it."""
+    """A requirement that a launch has of the machine; `quantmint doctor` checks it under the same ``name``."""
 
     name: str
     expected: str
@@ -33,7 +33,7 @@ class HostCheck(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """How accelerators share the work.
+    """The parallelism of a launch.
 
     One server holds ``data`` engines of ``tensor`` x ``pipeline`` accelerators and spans ``nodes``; ``packed`` servers
     share one accelerator. ``expert`` spreads whole experts over a server's accelerators instead of slices of each.
@@ -49,17 +49,17 @@ class ParallelLayout:
 
     @property
     def gpus(self) -> int:
-        """Accelerators of one server."""
+        """Number of accelerators of one server."""
         return self.tensor * self.pipeline * self.data
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the fullest accelerator of a server, by part; on a CPU those of the process.
+    """Memory of a server's fullest accelerator in bytes, by part; on a CPU, of the process.
 
-    ``total`` is the accelerator's, ``budget`` the share that vLLM may take, ``kv_cache`` what of it is left for keys
-    and values, ``kv_tokens`` how many tokens that holds in one engine, ``concurrency`` requests of full length in it.
-    ``beside`` is what the launch takes without vLLM counting it: the buffers of Quick Reduce.
+    ``total`` is the accelerator's memory, ``budget`` the share that vLLM may take, ``kv_cache`` the rest of the budget
+    after weights, activations and graphs. ``kv_tokens`` is the capacity of one engine's cache in tokens,
+    ``concurrency`` in requests of full length. ``beside`` is memory outside the budget: the buffers of Quick Reduce.
     """
 
     total: int
@@ -76,9 +76,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of a launch. ``port`` is None where nothing is served (a headless engine).
+    """One process of a launch. ``port`` is None for a headless engine, which answers no requests.
 
-    ``gpus`` are positions among the GPUs that the launch may use; ``env`` names them to the runtime.
+    ``gpus`` are positions in the list of GPUs that the launch may use; ``env`` selects them for the runtime.
     """
 
     node: int
@@ -92,9 +92,11 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What `vllm serve` gets. `argv` starts with ("vllm", "serve", MODEL) and names neither host nor port.
+    """A planned launch: ``argv`` starts with ("vllm", "serve", MODEL) and names neither host nor port.
 
-    That of the reference runtime starts with ("python", "-mquantmint.pipeline.reference", MODEL).
+    For the reference runtime ``argv`` starts with ("python", "-mquantmint.pipeline.reference", MODEL). ``docker`` are
+    options of `docker run`, ``host`` the machine's requirements. ``memory``, ``image`` and ``attention_backend`` are
+    None when they are not known.
     """
 
     env: Mapping[str, str]
@@ -115,11 +117,11 @@ class LaunchPlan:
 
     @property
     def model(self) -> str:
-        """The checkpoint's folder."""
+        """The checkpoint's folder, or a repository."""
         return self.argv[2]
 
     def option(self, name: str) -> str | None:
-        """The value of an argument, the last where it is repeated; "" for a flag that takes none, None where absent."""
+        """Return the value of an argument, the last if repeated; "" for a flag without value, None if absent."""
         value = None
         for word, following in zip(self.argv, (*self.argv[1:], "--"), strict=True):
             if word == name:
@@ -129,14 +131,14 @@ class LaunchPlan:
         return value
 
     def canonical(self) -> dict[str, Any]:
-        """The part that shapes a measurement, for a fingerprint: no model path, no prose."""
+        """Return the part that determines a measurement, for its fingerprint: no model path, no prose."""
         return {"env": dict(sorted(self.env.items())), "arguments": list(self.argv[3:])}
 
     def to_json(self) -> dict[str, Any]:
-        """The whole plan as JSON values."""
-        told = ("target", "profile", "vllm_version", "served_model_name", "attention_backend", "image")
+        """Return the whole plan as JSON values."""
+        plain = ("target", "profile", "vllm_version", "served_model_name", "attention_backend", "image")
         return {
-            **{name: getattr(self, name) for name in told},
+            **{name: getattr(self, name) for name in plain},
             "env": dict(self.env),
             "argv": list(self.argv),
             "tensor_parallel_size": self.tensor_parallel_size,
@@ -156,15 +158,15 @@ class LaunchPlan:
 
 PORT = 8000
 DATA_PORT = 13345
-"""Where the engines of other nodes find the first one."""
+"""Port of the first node's data parallel coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisibleDevices:
-    """The GPUs that the variables of a process leave it, as a launch must name them to its own processes.
+    """The GPUs that environment variables leave to a process, in the form that its own children need.
 
-    ``names`` are entries for CUDA_VISIBLE_DEVICES, in order: numbers or UUIDs. ``env`` is passed on beside it, because
-    the names count what it leaves. ``source`` is the setting that says so, for messages.
+    ``names`` are entries for CUDA_VISIBLE_DEVICES, in order: numbers or UUIDs. ``env`` are variables to pass on with
+    it, relative to which the numbers count. ``source`` is the setting that limits the GPUs, for messages.
     """
 
     names: tuple[str, ...]
@@ -180,13 +182,12 @@ def processes(
     visible: VisibleDevices | None = None,
     node_rank: int = 0,
 ) -> tuple[Process, ...]:
-    """Return every process, in the order in which they start.
+    """Return the processes of a launch, in the order to start them.
 
-    Servers get the ports from ``port`` on. ``host_ips`` are the nodes' addresses on a private network, the first that
-    of the head, where one server spans nodes; without them, names in capitals stand in their places. ``visible`` are
-    the GPUs that node ``node_rank`` may use; None, and on the other nodes, numbers from 0 on. ``Process.gpus`` are
-    positions in that list.
-    Raises UserError for fewer addresses than nodes, and for fewer visible GPUs than a node of the plan needs.
+    Servers listen on consecutive ports from ``port`` on. For a server that spans nodes, ``host_ips`` are the nodes'
+    addresses on a private network, the head's first; without them the placeholders NODE_0_IP, NODE_1_IP and so on are
+    used. ``visible`` are the GPUs of node ``node_rank``; other nodes, and None, use numbers from 0 on.
+    UserError for fewer addresses than nodes, and for fewer visible GPUs than a node of the plan needs.
     """
     nodes = plan.layout.nodes
     if nodes == 1:
@@ -201,7 +202,7 @@ def processes(
 
 
 def _on_visible(process: Process, visible: VisibleDevices) -> Process:
-    """The process on GPUs of the caller's own; UserError where they are fewer than its positions."""
+    """Return the process on the caller's visible GPUs; UserError when they are too few."""
     if not process.gpus:
         return process
     needed = max(process.gpus) + 1
@@ -215,17 +216,18 @@ def _on_visible(process: Process, visible: VisibleDevices) -> Process:
 
 
 def waves(plan: LaunchPlan, processes: Sequence[Process]) -> tuple[tuple[Process, ...], ...]:
-    """The same in the order in which they may load: of servers on one accelerator each waits until the last answers.
+    """Return the processes in groups: each group may load when the servers of the group before it answer.
 
-    vLLM reads its use of memory from the whole device, and charges itself what others load meanwhile (vllm#55827).
+    Servers on one accelerator are in different groups, because vLLM measures its own memory by that of the whole
+    device, and would count what another server loads meanwhile (vllm#55827).
     """
     count = plan.layout.packed
-    turns = (tuple(one for one in processes if one.replica % count == turn) for turn in range(count))
-    return tuple(filter(None, turns))
+    groups = (tuple(process for process in processes if process.replica % count == rank) for rank in range(count))
+    return tuple(filter(None, groups))
 
 
 def _servers(plan: LaunchPlan, port: int) -> Iterator[Process]:
-    """Independent servers, node after node, each on its own accelerators or packed on one."""
+    """Yield independent servers, node after node, each on its own accelerators or sharing one."""
     layout, target = plan.layout, parse_target(plan.target)
     per_node = max(1, target.gpus // layout.gpus)
     for number in range(layout.replicas * layout.packed):
@@ -237,21 +239,21 @@ def _servers(plan: LaunchPlan, port: int) -> Iterator[Process]:
 
 
 def _spanning(plan: LaunchPlan, port: int, addresses: Sequence[str]) -> Iterator[Process]:
-    """One server on several nodes: its data parallel engines, or its one engine."""
+    """Yield the processes of one server on several nodes: its data parallel engines, or its one engine."""
     layout = plan.layout
     gpus = tuple(range(layout.gpus // layout.nodes))
     local = layout.data // layout.nodes
     for node, address in enumerate(addresses):
         if layout.data > 1:
-            own = ["--data-parallel-size-local", str(local), "--data-parallel-address", addresses[0]]
-            own += ["--data-parallel-rpc-port", str(DATA_PORT)]
-            own += ["--data-parallel-start-rank", str(node * local)] if node else []
+            node_argv = ["--data-parallel-size-local", str(local), "--data-parallel-address", addresses[0]]
+            node_argv += ["--data-parallel-rpc-port", str(DATA_PORT)]
+            node_argv += ["--data-parallel-start-rank", str(node * local)] if node else []
         else:
-            # --nnodes needs it, and on ROCm vLLM takes Ray where it finds a cluster (vLLM 0.32 config/parallel.py).
-            own = ["--distributed-executor-backend", "mp", "--nnodes", str(layout.nodes)]
-            own += ["--node-rank", str(node), "--master-addr", addresses[0]]
+            # --nnodes needs "mp"; on ROCm vLLM would use Ray if a cluster runs (vLLM 0.32 config/parallel.py).
+            node_argv = ["--distributed-executor-backend", "mp", "--nnodes", str(layout.nodes)]
+            node_argv += ["--node-rank", str(node), "--master-addr", addresses[0]]
         env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "VLLM_HOST_IP": address}
         if node == 0:
-            yield Process(0, "server", 0, gpus, port, env, (*plan.argv, *own))
+            yield Process(0, "server", 0, gpus, port, env, (*plan.argv, *node_argv))
         else:
-            yield Process(node, "headless", 0, gpus, None, env, (*plan.argv, *own, "--headless"))
+            yield Process(node, "headless", 0, gpus, None, env, (*plan.argv, *node_argv, "--headless"))

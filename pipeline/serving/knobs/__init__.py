@@ -1,1 +1,1 @@
-"""The knobs of a launch: a table with versions, rules, reasons and sources."""
+"""The serving knobs: a table with versions, rules, reasons and sources."""

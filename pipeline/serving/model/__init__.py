@@ -1,1 +1,1 @@
-"""What a model is, as far as serving it depends on it."""
+"""The facts about a model that serving depends on: sizes, weights, quantization."""

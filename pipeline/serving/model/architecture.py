@@ -1,6 +1,6 @@
-"""The shape of a language model, read from its config.json: one vocabulary for the many names of the same thing.
+"""Read the shape of a language model from its config.json, whose field names differ between architectures.
 
-Where a configuration leaves out what its class in transformers has a default for, that default is here.
+For fields that a configuration omits, this module has the defaults of its class in transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.recipe.modules import text_config
 
 Mixer = Literal["full", "sliding", "chunked", "delta", "mamba2", "none"]
-"""What mixes the tokens of a layer: attention to all, to a window, to a chunk; a gated delta net; Mamba-2; nothing."""
+"""How a layer mixes tokens: attention to all, to a window, to a chunk; a gated delta net; Mamba-2; not at all."""
 
 Feed = Literal["dense", "experts", "none"]
 
@@ -28,7 +28,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"head_dim": 128},
     "nemotron_h": {"mamba_expand": 2},
 }  # fmt: skip
-"""Fields that configurations of these models often leave out; from transformers 5.17's configuration classes."""
+"""Defaults of fields that configurations of these models often omit (transformers 5.17 configuration classes)."""
 
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "top_k")
@@ -39,7 +39,7 @@ _ATTENTION_KINDS: Mapping[str, Mixer] = {
 
 _MARKS: Mapping[str, Mixer] = {"M": "mamba2", "*": "full"}
 _FEEDS: Mapping[str, Feed] = {"E": "experts", "-": "dense"}
-"""Marks of Nemotron-H's pattern, whose layers mix tokens or feed forward but never both."""
+"""Letters of Nemotron-H's layer pattern; its layers either mix tokens or feed forward."""
 
 _UNPLANNED = ("jamba", "mamba", "falcon_mamba", "mamba2")
 
@@ -48,7 +48,7 @@ _BLOCKS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attent
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """Sizes of a multi-head latent attention (MLA), elements."""
+    """Sizes of multi-head latent attention (MLA), in elements."""
 
     query_rank: int | None
     rank: int
@@ -59,7 +59,7 @@ class LatentSizes:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSizes:
-    """Sizes of a linear-attention layer: heads and elements of a head; Mamba has no heads of keys but groups."""
+    """Sizes of a layer with a recurrent state: heads, elements of a head, groups (for delta nets, key heads)."""
 
     heads: int
     head_dim: int
@@ -70,10 +70,10 @@ class RecurrentSizes:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The language model; sizes are elements of one layer or head.
+    """The shape of a language model; sizes are in elements, of one layer or head.
 
-    ``text_type`` is its model_type, ``fields`` its configuration with defaults. ``kinds`` and ``feeds`` have one entry
-    a layer. ``experts`` is 0 for a dense model.
+    ``text_type`` is its model_type, ``fields`` its configuration with defaults filled in. ``kinds`` and ``feeds`` have
+    one entry a layer. ``experts`` is 0 for a dense model; ``tied`` means that embeddings and output head are one.
     """
 
     text_type: str
@@ -105,21 +105,21 @@ class Shape:
 
     @property
     def gated(self) -> bool:
-        """Whether a feed-forward layer has a gate beside up and down; Nemotron's squared ReLU has none."""
+        """Whether feed-forward layers have a gate projection; Nemotron's squared ReLU has none."""
         return self.text_type not in ("nemotron", "nemotron_h")
 
 
 def read_shape(config: Mapping[str, Any]) -> Shape:
-    """Read a parsed config.json. UserError where it names no layers or no hidden size."""
-    found = dict(text_config(config))
-    model_type = str(found.get("model_type") or config.get("model_type") or "")
+    """Return the shape of a parsed config.json. UserError for Mamba-1 models, and without layers or hidden size."""
+    declared = dict(text_config(config))
+    model_type = str(declared.get("model_type") or config.get("model_type") or "")
     if model_type in _UNPLANNED:
         raise UserError(
-            f"config.json of a {model_type} model: models of Mamba-1, or of nothing but Mamba, have no plan."
+            f"config.json of a {model_type} model: serving Mamba-1 models, and pure Mamba models, is not supported."
         )
     defaults = _DEFAULTS.get(model_type, {})
-    text = {**defaults, **{key: value for key, value in found.items() if value is not None}}
-    if isinstance(config.get("tie_word_embeddings"), bool):  # the outer model's, which may differ from its text part's
+    text = {**defaults, **{key: value for key, value in declared.items() if value is not None}}
+    if isinstance(config.get("tie_word_embeddings"), bool):  # the outer model's value wins over its text part's
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
     hidden = integer(text, "hidden_size", "n_embd")
     layers = integer(text, "num_hidden_layers", "n_layer") or len(_blocks(text))
@@ -161,7 +161,7 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
 
 
 def integer(text: Mapping[str, Any], *names: str) -> int:
-    """The first of these fields that is a number; where each layer has its own, the first layer's."""
+    """Return the first of these fields that is a number, 0 if none is; of a list with one value a layer, the first."""
     for name in names:
         value = text.get(name)
         value = value[0] if isinstance(value, list) and value else value
@@ -171,7 +171,7 @@ def integer(text: Mapping[str, Any], *names: str) -> int:
 
 
 def _shared(text: Mapping[str, Any], model_type: str, moe_size: int, experts: int) -> tuple[int, int]:
-    """Shared experts that a token always visits, and their width together."""
+    """Return the number of shared experts, which every token visits, and their total width."""
     if model_type.startswith("llama4"):
         return (1, moe_size) if experts else (0, 0)
     width = integer(text, "shared_expert_intermediate_size", "shared_intermediate_size")
@@ -217,23 +217,23 @@ def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Mixer
     if isinstance(named, list):
         return tuple(_ATTENTION_KINDS.get(str(name), "full") for name in named[:layers])
     if model_type.startswith("llama4"):
-        # A layer without rotary embedding (0) attends to everything; every fourth where nothing is listed.
+        # A layer without rotary embedding (0) attends to all tokens; by default it is every fourth.
         rope = text.get("no_rope_layers") or [int((number + 1) % 4 != 0) for number in range(layers)]
         kinds = ("full", "chunked")
         return tuple(kinds[bool(rope[number])] for number in range(layers))
-    usual: Mixer = "delta"
+    default: Mixer = "delta"
     every = integer(text, "full_attention_interval")
     if not every and text.get("sliding_window") and text.get("use_sliding_window") is not False:
-        usual = "sliding"
+        default = "sliding"
         every = 2 if model_type == "gpt_oss" else integer(text, "sliding_window_pattern", "_sliding_window_pattern")
     elif not every:
-        usual = "full"
-    kinds = (usual, "full")
+        default = "full"
+    kinds = (default, "full")
     return tuple(kinds[every > 0 and (number + 1) % every == 0] for number in range(layers))
 
 
 def _blocks(text: Mapping[str, Any]) -> str:
-    """Nemotron-H's pattern of layers that mix tokens or feed forward but never both; empty for other models."""
+    """Return Nemotron-H's layer pattern, one letter a layer (M, *, E or -); empty for other models."""
     named = text.get("layers_block_type")
     if isinstance(named, list) and text.get("model_type") == "nemotron_h":
         return "".join(_BLOCKS.get(str(name), "-") for name in named)

@@ -1,8 +1,8 @@
-"""What a model is, as far as serving it depends on it: from config.json and the headers of its shards, never a weight.
+"""The facts about a model that serving depends on, from its config.json and the headers of its shards.
 
-A folder with nothing but a config.json is enough: parameters and bytes are then counted, and `counted` says so. What a
-configuration declares about its quantization is read by `pipeline.quantize.formats` for the two layouts that this
-project writes; of the others only what serving depends on.
+For a folder with only a config.json, parameters and bytes are computed, and `ModelFacts.counted` is True. The two
+checkpoint layouts that quantmint writes are read by `pipeline.quantize.formats`; for other quantization methods this
+module reads what serving needs.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ _LENGTHS = (
     "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
 _PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Where a config.json counts the layers of a predictor of further tokens."""
-_DEFAULT_LENGTH = 2048  # vLLM's own where a configuration says nothing
+"""Fields of config.json that count layers for multi-token prediction."""
+_DEFAULT_LENGTH = 2048  # vLLM's default for a configuration without a length
 _SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default")
 _OURS = ("quark", "compressed-tensors")
-_KEPT = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore", "exclude")
+_EXCLUDED = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore", "exclude")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts(Shape):
-    """A model for `vllm serve`.
+    """A model as `vllm serve` sees it.
 
-    ``attention`` is "none" where no layer has any. ``sliding_layers`` keep the last
-    tokens only, ``linear_layers`` (Mamba, gated delta nets) a state of constant size. ``quantization`` is a scheme of
-    schemes.yaml where it is one of ours, else the method's own name, "none" for 16 bit; ``expert_schemes`` are those of
-    routed experts, without 16 bit, as far as their names are sure. ``group`` is how many elements of a quantized
-    weight's input share a scale. ``weights`` are bytes, measured from headers or, with ``counted``,
-    computed from the configuration. ``parameters`` and ``weights`` leave out a ``predictor`` of further tokens.
+    ``attention`` is "none" for a model without attention layers. ``sliding_layers`` counts the layers that cache a
+    window of tokens, ``linear_layers`` those with a recurrent state (Mamba, gated delta nets). ``quantization`` is a
+    scheme of schemes.yaml, else the method's own name, "none" for 16 bit. ``expert_schemes`` are the schemes of routed
+    experts, without 16 bit, as far as their names are known. ``group`` is the number of input elements that share a
+    scale, None without groups. ``weights`` is in bytes, measured from headers, or computed if ``counted``.
+    ``predictor`` says whether the model has layers for multi-token prediction, which ``parameters`` and ``weights``
+    leave out.
     """
 
     architecture: str
@@ -78,12 +79,12 @@ class ModelFacts(Shape):
     kv_cache_scheme: Literal["fp8"] | None
     weights: int
     counted: bool
-    pieces: tuple[ModuleWeight, ...] = field(repr=False, compare=False)
+    module_weights: tuple[ModuleWeight, ...] = field(repr=False, compare=False)
     predictor: bool = False
 
     @property
     def family(self) -> Literal["gpt-oss", "dsa", "mla", "moe", "dense"]:
-        """The row of the layout table; the first that fits of gpt-oss, DSA, MLA, MoE, dense."""
+        """The model family of the layout table: gpt-oss, DSA, MLA, MoE or dense, the first that applies."""
         if self.gpt_oss:
             return "gpt-oss"
         if self.attention in ("dsa", "mla"):
@@ -92,35 +93,40 @@ class ModelFacts(Shape):
 
     @property
     def density(self) -> float | None:
-        """Routed experts that a token visits, percent of all; None for a dense model."""
+        """Percentage of the routed experts that a token visits; None for a dense model."""
         return 100 * self.experts_per_token / self.experts if self.experts else None
 
     @property
     def encoder_share(self) -> float:
-        """Parameters of the vision or audio encoder, percent of all."""
+        """Percentage of the parameters that belong to the vision or audio encoder."""
         return 100 * self.encoder_parameters / self.parameters if self.parameters else 0.0
 
 
 def model_facts(folder: Path) -> ModelFacts:
-    """Read config.json, and the headers of shards where there are any; UserError where they are missing or damaged."""
+    """Return the facts of a folder, from config.json and the headers of its shards, if any.
+
+    UserError when config.json is missing, or a file is damaged.
+    """
     config = read_json(folder / "config.json")
     counted = facts_of_config(config)
     if not any((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)):
         return counted
     tensors = (info for _, info in open_checkpoint(folder).tensors.values())
-    pieces = measure_weights(tensors, layers=counted.layers)
+    module_weights = measure_weights(tensors, layers=counted.layers)
     experts, quantization = counted.expert_schemes, declared_quantization(config)
-    names = tuple(piece.name for piece in pieces if piece.role == "experts" and piece.linear)
+    names = tuple(weight.name for weight in module_weights if weight.role == "experts" and weight.linear)
     if quantization and names:
         experts = tuple(sorted({scheme for scheme in _declared(quantization, names)[0].values() if scheme is not None}))
-    return replace(counted, pieces=pieces, weights=_bytes(pieces), counted=False, expert_schemes=experts)
+    return replace(
+        counted, module_weights=module_weights, weights=_bytes(module_weights), counted=False, expert_schemes=experts
+    )
 
 
 def schemes_of_experts(section: Quantization, config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the schemes that a recipe is sure to give a model's routed experts, none for a dense model.
+    """Return the schemes that a recipe gives a model's routed experts; empty for a dense model.
 
-    Where a recipe leaves the choice to a measurement, these are all that it chooses from. A model whose config.json has
-    no plan for serving has none.
+    For ``scheme: auto`` these are all schemes to choose from. Empty too for a config.json that serving does not
+    support.
     """
     try:
         layers = read_shape(config).expert_layers
@@ -131,19 +137,21 @@ def schemes_of_experts(section: Quantization, config: Mapping[str, Any]) -> froz
 
 
 def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
-    """The facts of a parsed config.json alone: sizes are counted. UserError where it names no layers."""
+    """Return the facts of a parsed config.json, with computed sizes. UserError as in `read_shape`."""
     shape = read_shape(config)
-    pieces = count_weights(config, shape)
-    linear = {piece.name: piece.parameters for piece in pieces if piece.linear}
+    module_weights = count_weights(config, shape)
+    linear = {weight.name: weight.parameters for weight in module_weights if weight.linear}
     quantization = declared_quantization(config) or {}
     schemes, cached = _declared(quantization, tuple(linear)) if quantization else (dict.fromkeys(linear), False)
     experts = tuple(name for names in expert_names(shape.expert_layers) for name in names) if quantization else ()
     of_experts = _declared(quantization, experts)[0] if experts else {}
-    weights: Counter[str] = Counter()
+    parameters: Counter[str] = Counter()  # of quantized weights, by scheme
     for module, scheme in schemes.items():
         if scheme is not None:
-            weights[scheme] += linear[module]
-    pieces = tuple(piece.stored(schemes[piece.name]) if piece.linear else piece for piece in pieces)
+            parameters[scheme] += linear[module]
+    module_weights = tuple(
+        weight.stored(schemes[weight.name]) if weight.linear else weight for weight in module_weights
+    )
     kinds = shape.kinds
     attends = {"full", "sliding", "chunked"} & set(kinds)
     attention: Attention = "mha" if attends else "none"
@@ -151,27 +159,27 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
         attention = "dsa" if shape.indexer else "mla"
     recurrent = sum(kind in ("delta", "mamba2") for kind in kinds)
     return ModelFacts(
-        **{one.name: getattr(shape, one.name) for one in fields(shape)},
+        **{item.name: getattr(shape, item.name) for item in fields(shape)},
         architecture=str((config.get("architectures") or [""])[0]),
         model_type=str(config.get("model_type") or shape.text_type),
         attention=attention,
         gpt_oss=shape.text_type == "gpt_oss",
         multimodal=any(isinstance(config.get(key), Mapping) for key in _ENCODERS),
         hybrid=recurrent > 0,
-        parameters=sum(piece.parameters for piece in pieces if piece.role != "mtp"),
-        encoder_parameters=sum(piece.parameters for piece in pieces if piece.role == "encoder"),
+        parameters=sum(weight.parameters for weight in module_weights if weight.role != "mtp"),
+        encoder_parameters=sum(weight.parameters for weight in module_weights if weight.role == "encoder"),
         layers=len(kinds),
         sliding_layers=kinds.count("sliding"),
         linear_layers=recurrent,
         context=_context(shape),
-        quantization=next(iter(weights.most_common(1)), ("none", 0))[0],
+        quantization=next(iter(parameters.most_common(1)), ("none", 0))[0],
         expert_schemes=expert_schemes(of_experts.get, shape.expert_layers),
         checkpoint_format=str(quantization.get("quant_method") or "unknown") if quantization else "none",
-        group=max(filter(None, (_group(scheme, quantization) for scheme in weights)), default=None),
+        group=max(filter(None, (_group(scheme, quantization) for scheme in parameters)), default=None),
         kv_cache_scheme="fp8" if cached else None,
-        weights=_bytes(pieces),
+        weights=_bytes(module_weights),
         counted=True,
-        pieces=pieces,
+        module_weights=module_weights,
         predictor=any(section.get(key) for section in (config, text_config(config)) for key in _PREDICTORS),
     )
 
@@ -184,10 +192,10 @@ def as_quantized(
     format: str = "quark",  # noqa: A002 - the recipe's own word
     assigned: Callable[[str], str | None] | None = None,
 ) -> ModelFacts:
-    """The facts of what a recipe makes of a model: every linear layer of the decoder in ``scheme``.
+    """Return the facts of a model after quantization: every linear layer of the decoder in ``scheme``.
 
-    ``assigned`` says the scheme of a module by its name, None for 16 bit, where a recipe has exceptions. UserError for
-    a scheme that is not in schemes.yaml, and for a source that is neither in 16 bit nor in FP8 blocks.
+    ``assigned`` returns the scheme of a module by its name, None for 16 bit; by default all get ``scheme``. UserError
+    for a scheme that is not in schemes.yaml, and for a source that is neither in 16 bit nor in FP8 blocks.
     """
     if scheme not in table():
         raise UserError(f"found scheme {scheme!r}, expected one of {', '.join(table())}.")
@@ -198,8 +206,9 @@ def as_quantized(
             hint="Start from the 16-bit release of the model.",
         )
     scheme_of = assigned or (lambda name: scheme)
-    pieces = tuple(
-        piece.stored(scheme_of(piece.name)) if piece.linear and piece.role != "mtp" else piece for piece in facts.pieces
+    module_weights = tuple(
+        weight.stored(scheme_of(weight.name)) if weight.linear and weight.role != "mtp" else weight
+        for weight in facts.module_weights
     )
     divisor = table()[scheme].input_divisor
     return replace(
@@ -209,27 +218,27 @@ def as_quantized(
         checkpoint_format=format,
         group=divisor if divisor > 1 else None,
         kv_cache_scheme="fp8" if kv_cache == "fp8" else None,
-        pieces=pieces,
-        weights=_bytes(pieces),
+        module_weights=module_weights,
+        weights=_bytes(module_weights),
         counted=True,
     )
 
 
-def _bytes(pieces: tuple[ModuleWeight, ...]) -> int:
-    return sum(piece.nbytes for piece in pieces if piece.role != "mtp")
+def _bytes(module_weights: tuple[ModuleWeight, ...]) -> int:
+    return sum(weight.nbytes for weight in module_weights if weight.role != "mtp")
 
 
 def _context(shape: Shape) -> int:
-    """Tokens of the longest request, by vLLM's rule (0.32 vllm/config/model.py, _get_and_verify_max_len).
+    """Return the context in tokens, by vLLM's rule (0.32 vllm/config/model.py, _get_and_verify_max_len).
 
-    The smallest of the fields that say it, times the rope factor, except for YaRN, Llama-3's and long rope, whose
-    configurations say the scaled length already. A tokenizer's model_max_length counts for pooling models only.
+    It is the smallest of the length fields times the rope factor, except for YaRN, Llama-3's and long rope, whose
+    configurations have the scaled length. A tokenizer's model_max_length counts for pooling models only.
     """
     text = shape.fields
     lengths = [value for name in _LENGTHS if isinstance(value := text.get(name), int) and value > 0]
     length = float(text.get("model_max_length") or min(lengths, default=_DEFAULT_LENGTH))
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    # One set for all layers, or one for each type of layer.
+    # Either one set for all layers, or one for each type of layer.
     scalings = [rope] if "rope_type" in rope or "type" in rope else [part for part in rope.values() if part]
     for scaling in scalings:
         if not isinstance(scaling, Mapping) or "gemma3" in shape.text_type:
@@ -243,31 +252,31 @@ def _context(shape: Shape) -> int:
 
 
 def _declared(quantization: Mapping[str, Any], modules: Sequence[str]) -> tuple[Mapping[str, str | None], bool]:
-    """The scheme of each of these linear modules, None for 16 bit, and whether there are scales for an FP8 cache."""
+    """Return the scheme of each of these linear modules, None for 16 bit, and whether there are FP8 cache scales."""
     method = str(quantization.get("quant_method") or "unknown")
     if method in _OURS:
         claims = layout_of_method(method).claims(quantization, modules)
-        # The bytes of a spec that no table has are measured where there are shards.
+        # A specification that the table lacks counts as FP8; its bytes are measured if there are shards.
         schemes = {module: "fp8" if module in claims.unknown else scheme for module, scheme in claims.schemes.items()}
         return schemes, claims.kv_cache or bool(quantization.get("kv_cache_quant_config"))
-    kept = [str(pattern) for key in _KEPT for pattern in quantization.get(key) or ()]
+    in_16_bit = [str(pattern) for key in _EXCLUDED for pattern in quantization.get(key) or ()]
     scheme = _scheme(method, quantization)
-    # gpt-oss keeps everything but its experts in 16 bit, whether or not it lists them.
-    named = {
+    # gpt-oss keeps all modules but its experts in 16 bit, listed or not.
+    schemes = {
         module: None
-        if any(_named(module, pattern) for pattern in kept) or (method == "mxfp4" and ".experts." not in module)
+        if any(_matches(module, pattern) for pattern in in_16_bit) or (method == "mxfp4" and ".experts." not in module)
         else scheme
         for module in modules
     }
-    return named, str(quantization.get("kv_cache_quant_algo") or "").upper() == "FP8" or _kv_scales(quantization)
+    return schemes, str(quantization.get("kv_cache_quant_algo") or "").upper() == "FP8" or _kv_scales(quantization)
 
 
 def _kv_scales(quantization: Mapping[str, Any]) -> bool:
-    """Whether ``kv_cache_scheme`` says so: "static" (both ROCm guides), or as ModelOpt does (vLLM 0.32 modelopt.py)."""
-    said = quantization.get("kv_cache_scheme")
-    if isinstance(said, Mapping):
-        return (said.get("type"), said.get("num_bits")) == ("float", 8)
-    return said == "static"
+    """Return whether ``kv_cache_scheme`` declares FP8 scales: "static" (ROCm guides), or ModelOpt's mapping."""
+    declared = quantization.get("kv_cache_scheme")
+    if isinstance(declared, Mapping):
+        return (declared.get("type"), declared.get("num_bits")) == ("float", 8)  # vLLM 0.32 modelopt.py
+    return declared == "static"
 
 
 def _scheme(method: str, quantization: Mapping[str, Any]) -> str:
@@ -290,7 +299,7 @@ def _group(scheme: str, quantization: Mapping[str, Any]) -> int | None:
     return {"nvfp4": 16, "awq": 128, "gptq": 128}.get(scheme)
 
 
-def _named(module: str, pattern: str) -> bool:
-    """Whether a list's entry means a module: a name, a part of one, a glob, or ``re:`` with a regular expression."""
+def _matches(module: str, pattern: str) -> bool:
+    """Return whether an entry of an exclusion list matches a module: a name, part of one, a glob, or ``re:`` regex."""
     globs = (pattern, f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*")
     return matches(pattern, module) or any(fnmatch.fnmatchcase(module, glob) for glob in globs)

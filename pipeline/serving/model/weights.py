@@ -1,7 +1,7 @@
-"""The weights of a model in pieces: how many parameters, how vLLM divides them, how many bytes they take when stored.
+"""The weights of a model by module: parameters, stored bytes, and how vLLM divides them among ranks.
 
-A piece is one module's weight, or the same module's of all experts of a layer. `count_pieces` makes them by arithmetic
-from a configuration, as transformers 5.17 builds its layers; `measure_pieces` from the headers of shards.
+`count_weights` computes them from a configuration, by the layers that transformers 5.17 builds; `measure_weights` reads
+them from the headers of shards. The weights of one module in all experts of a layer are one entry.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Role = Literal[
 ]  # fmt: skip
 
 Split = Literal["tensor", "kv", "vocabulary", "experts", "shared", "encoder", "copied"]
-"""How the ranks share a piece: by tensor parallelism; by it, but at most once per KV head; by rows of the vocabulary;
-over all ranks of a server; as a dense layer beside the experts; as a vision tower; or not at all."""
+"""How ranks divide a weight: by tensor parallelism; by it, but into at most one part per KV head; by vocabulary rows;
+over all ranks of a server; as shared experts; as a vision tower; or not at all (every rank has a copy)."""
 
 OTHER_BITS = {"awq": 4.15625, "gptq": 4.15625, "nvfp4": 4.5, "bitsandbytes": 4.5}
-"""Bits of a weight with its share of the scales, for methods that are no scheme of ours: groups of 128 with a 16-bit
-scale and a 4-bit zero point; groups of 16 with an E4M3 scale; groups of 64 with a float32 scale."""
+"""Bits per weight including scales, for methods that quantmint does not write: groups of 128 with a 16-bit scale and a
+4-bit zero point; groups of 16 with an E4M3 scale; groups of 64 with a float32 scale."""
 
 _QKV_BIAS = ("qwen2", "qwen2_moe", "qwen2_5_vl_text", "qwen2_vl_text", "qwen2_vl", "qwen2_5_vl")
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_next", "qwen3_5", "gemma3", "olmo2")
@@ -37,8 +37,8 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _SCALES = re.compile(r"(_scale|_scale_inv|_scales|\.scales|\.qzeros|\.g_idx|_zero_point|weight_shape|_scale_2)$")
 
-# The first that is found in a name decides; order matters: an expert's projection is no dense one.
-_SORTS: tuple[tuple[str, Role, Split], ...] = (
+# The first pattern that matches a tensor's name decides, so experts stand before dense projections.
+_ROLES: tuple[tuple[str, Role, Split], ...] = (
     (r"(^|\.)(visual|vision_tower|vision_model|audio_tower|vision_encoder)\.", "encoder", "encoder"),
     (r"multi_modal_projector|mm_projector", "encoder", "encoder"),
     (r"(^|\.)mtp\.|\.(eh_proj|enorm|hnorm|shared_head)\b", "mtp", "copied"),
@@ -59,9 +59,10 @@ _SORTS: tuple[tuple[str, Role, Split], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModuleWeight:
-    """``name`` is the module's on disk, of expert 0 for experts; ``layer`` is None outside the decoder's layers.
+    """The weight of one module, or of the same module in all experts of a layer.
 
-    ``rows`` counts output channels, over all experts. ``linear`` matrices are those that quantization may touch.
+    ``name`` is the module's name on disk, for experts that of expert 0; ``layer`` is None outside the decoder's layers.
+    ``rows`` counts output channels, over all experts. ``linear`` marks matrices that quantization may change.
     """
 
     name: str
@@ -74,28 +75,31 @@ class ModuleWeight:
     linear: bool = False
 
     def stored(self, scheme: str | None) -> ModuleWeight:
-        """The same weight in another scheme with its scales, by channel one a row; an unknown scheme is 16 bit."""
-        known = table().get(str(scheme))
-        bits = self.parameters * (OTHER_BITS.get(str(scheme), 16.0) if known is None else known.bits_per_weight)
-        if known is not None and known.weight.granularity == "per_channel":
-            bits += self.rows * SCALE_BITS[known.weight.scale]
+        """Return the weight as stored in a scheme, with its scales; None and unknown schemes are 16 bit."""
+        row = table().get(str(scheme))
+        bits = self.parameters * (OTHER_BITS.get(str(scheme), 16.0) if row is None else row.bits_per_weight)
+        if row is not None and row.weight.granularity == "per_channel":  # one scale a row
+            bits += self.rows * SCALE_BITS[row.weight.scale]
         return replace(self, nbytes=round(bits / 8))
 
 
 def count_weights(config: Mapping[str, Any], shape: Shape) -> tuple[ModuleWeight, ...]:
-    """Every weight of a configuration, of this shape, in 16 bit, but an MTP's, which vLLM loads to speculate."""
+    """Return every weight of a configuration with this shape, in 16 bit.
+
+    Weights for multi-token prediction are left out: vLLM loads them only for speculative decoding.
+    """
     body, head = "model.", "lm_head"
     if isinstance(config.get("text_config"), Mapping):
         qwen = str(config.get("model_type", "")).startswith("qwen")
         body, head = ("model.language_model.", head) if qwen else ("language_model.model.", "language_model.lm_head")
-    pieces = [_piece(f"{body}embed_tokens", None, "embeddings", "vocabulary", shape.vocabulary, shape.hidden)]
+    weights = [_matrix(f"{body}embed_tokens", None, "embeddings", "vocabulary", shape.vocabulary, shape.hidden)]
     for number, (kind, feed) in enumerate(zip(shape.kinds, shape.feeds, strict=True)):
-        pieces += _layer(shape, f"{body}layers.{number}.", number, kind, feed)
-    pieces.append(_vector(f"{body}norm", None, "norms", shape.hidden))
+        weights += _layer(shape, f"{body}layers.{number}.", number, kind, feed)
+    weights.append(_vector(f"{body}norm", None, "norms", shape.hidden))
     if not shape.tied:
-        pieces.append(_piece(head, None, "head", "vocabulary", shape.vocabulary, shape.hidden))
-    pieces += _encoder(config, shape.hidden)
-    return tuple(pieces)
+        weights.append(_matrix(head, None, "head", "vocabulary", shape.vocabulary, shape.hidden))
+    weights += _encoder(config, shape.hidden)
+    return tuple(weights)
 
 
 def _layer(shape: Shape, prefix: str, number: int, kind: str, feed: str) -> Iterator[ModuleWeight]:
@@ -116,7 +120,7 @@ def _layer(shape: Shape, prefix: str, number: int, kind: str, feed: str) -> Iter
 
 def _attention(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]:
     query, value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # A gate of the attention's output comes out of the same projection as the queries.
+    # In these models the query projection also computes a gate of the attention's output.
     doubled = shape.text_type.startswith(("qwen3_next", "qwen3_5"))
     at = f"{prefix}self_attn."
     yield _linear(f"{at}q_proj", number, "attention", "tensor", query * (1 + doubled), shape.hidden)
@@ -132,7 +136,7 @@ def _attention(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]
 
 
 def _latent(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]:
-    """Multi-head latent attention; every rank has a whole copy of what makes the latents."""
+    """Yield the weights of latent attention; the down-projections to latents are copied to every rank."""
     latent, at = shape.latent, f"{prefix}self_attn."
     assert latent is not None  # noqa: S101 - the caller asked
     keys = shape.heads * (latent.nope + latent.rope)
@@ -154,15 +158,15 @@ def _latent(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]:
         width = latent.query_rank or shape.hidden
         yield _linear(f"{at}indexer.wq_b", number, "indexer", "copied", heads * size, width)
         yield _linear(f"{at}indexer.wk", number, "indexer", "copied", size, shape.hidden)
-        # vLLM loads it without a quantization method, whatever the checkpoint declares.
-        yield _piece(f"{at}indexer.weights_proj", number, "indexer", "copied", heads, shape.hidden)
+        # vLLM never quantizes this projection, whatever the checkpoint declares.
+        yield _matrix(f"{at}indexer.weights_proj", number, "indexer", "copied", heads, shape.hidden)
         yield _vector(f"{at}indexer.k_norm", number, "norms", 2 * size)
 
 
 def _feed(
     shape: Shape, at: str, number: int, role: Role, split: Split, width: int, count: int = 1
 ) -> Iterator[ModuleWeight]:
-    """The matrices of a feed-forward layer, or of ``count`` such experts."""
+    """Yield the matrices of a feed-forward layer, or of ``count`` experts of that width."""
     for name in ("gate_proj", "up_proj") if shape.gated else ("up_proj",):
         yield _linear(f"{at}{name}", number, role, split, count * width, shape.hidden)
     yield _linear(f"{at}down_proj", number, role, split, count * shape.hidden, width)
@@ -171,7 +175,7 @@ def _feed(
 def _experts(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]:
     count, width = shape.experts, shape.expert_intermediate
     yield from _feed(shape, f"{prefix}experts.0.", number, "experts", "experts", width, count)
-    yield _piece(f"{prefix}gate", number, "router", "copied", count, shape.hidden)
+    yield _matrix(f"{prefix}gate", number, "router", "copied", count, shape.hidden)
     if shape.text_type == "gpt_oss":
         yield _vector(f"{prefix}experts.biases", number, "experts", count * (2 * width + shape.hidden), "experts")
         yield _vector(f"{prefix}gate.bias", number, "router", count)
@@ -180,15 +184,15 @@ def _experts(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]:
         if "shared_expert_intermediate_size" in shape.fields:
             yield _vector(f"{prefix}shared_expert_gate", number, "router", shape.hidden)
     if shape.text_type in _CORRECTED:
-        # In float32, in every release.
+        # In float32 in every checkpoint.
         yield ModuleWeight(f"{prefix}gate.e_score_correction_bias", number, "router", "copied", count, 4 * count)
 
 
 def _linear(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> ModuleWeight:
-    return replace(_piece(name, layer, role, split, rows, columns), linear=True)
+    return replace(_matrix(name, layer, role, split, rows, columns), linear=True)
 
 
-def _piece(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> ModuleWeight:
+def _matrix(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> ModuleWeight:
     return ModuleWeight(name, layer, role, split, rows * columns, 2 * rows * columns, rows)
 
 
@@ -197,7 +201,7 @@ def _vector(name: str, layer: int | None, role: Role, length: int, split: Split 
 
 
 def _recurrent(shape: Shape, prefix: str, layer: int, kind: str) -> Iterator[ModuleWeight]:
-    """The weights of a layer with a state (a gated delta net, Mamba), divided by heads."""
+    """Yield the weights of a layer with a recurrent state (gated delta net, Mamba), which ranks divide by heads."""
     sizes, hidden = shape.recurrent, shape.hidden
     assert sizes is not None  # noqa: S101 - a layer of this kind has them
     inner, groups = sizes.heads * sizes.head_dim, sizes.groups * sizes.state
@@ -214,13 +218,13 @@ def _recurrent(shape: Shape, prefix: str, layer: int, kind: str) -> Iterator[Mod
 
 
 def _encoder(config: Mapping[str, Any], text_hidden: int) -> Iterator[ModuleWeight]:
-    """A vision tower and its projection, as large as those of a plain vision transformer.
+    """Yield a vision tower and its projector, with the sizes of a plain vision transformer.
 
-    Its layers have four projections and two feed-forward matrices with biases, and two norms.
+    Each layer has four projections and two feed-forward matrices with biases, and two norms.
     """
     vision = config.get("vision_config")
     if isinstance(vision, Mapping):
-        # Where there is an embed_dim, as in Qwen2-VL, hidden_size is the language model's.
+        # In configurations with embed_dim (Qwen2-VL), hidden_size is the language model's.
         hidden = integer(vision, "embed_dim", "hidden_size", "width") or 1152
         layers = integer(vision, "num_hidden_layers", "depth", "layers") or 24
         ratio = vision.get("mlp_ratio")
@@ -231,7 +235,7 @@ def _encoder(config: Mapping[str, Any], text_hidden: int) -> Iterator[ModuleWeig
         tower = layers * (4 * (hidden * hidden + hidden) + 2 * hidden * width + width + 5 * hidden)
         tower += hidden * (3 * patch * patch + patches + 3)
         yield ModuleWeight("visual", None, "encoder", "encoder", tower, 2 * tower)
-        # Qwen merges patches before it projects them, in some models behind several layers.
+        # Qwen merges patches before it projects them; some models do so after several layers.
         merged = hidden * (integer(vision, "spatial_merge_size") or 1) ** 2
         projector = merged * text_hidden + (merged > hidden) * merged * merged
         projector *= 1 + len(vision.get("deepstack_visual_indexes") or ())
@@ -239,29 +243,28 @@ def _encoder(config: Mapping[str, Any], text_hidden: int) -> Iterator[ModuleWeig
 
 
 def measure_weights(tensors: Iterable[TensorInfo], *, layers: int) -> tuple[ModuleWeight, ...]:
-    """Sum the tensors of each module; those of all experts of a layer are one piece. A name that nothing is known of is
-    taken for a matrix that tensor parallelism divides.
+    """Return the weights of a checkpoint by module; a layer's experts count as one.
 
-    ``layers`` are the decoder's: what lies behind them belongs to a predictor of further tokens. A packed tensor's
-    parameters are the elements that are stored.
+    Names that match no pattern count as matrices that tensor parallelism divides. ``layers`` is the number of decoder
+    layers; tensors of later ones belong to multi-token prediction. A packed tensor counts its stored elements.
     """
-    pieces: dict[tuple[str, Role, Split], ModuleWeight] = {}
+    weights: dict[tuple[str, Role, Split], ModuleWeight] = {}
     for info in tensors:
         name = _EXPERT.sub(".experts.0.", info.name)
-        found = _LAYER.search(name)
-        layer = int(found[1]) if found else None
-        role, split = next((role, split) for pattern, role, split in _SORTS if re.search(pattern, name))
+        match = _LAYER.search(name)
+        layer = int(match[1]) if match else None
+        role, split = next((role, split) for pattern, role, split in _ROLES if re.search(pattern, name))
         if role in ("encoder", "mtp") or (layer is not None and layer >= layers):
             role, layer = "encoder" if role == "encoder" else "mtp", None
         module = name.rpartition(".")[0]
-        piece = pieces.get((module, role, split)) or ModuleWeight(module, layer, role, split, 0, 0)
+        weight = weights.get((module, role, split)) or ModuleWeight(module, layer, role, split, 0, 0)
         counted = 0 if _SCALES.search(name) else info.parameters
         matrix = counted and len(info.shape) >= 2 and role not in ("embeddings", "head", "router", "norms", "encoder")
-        pieces[module, role, split] = replace(
-            piece,
-            parameters=piece.parameters + counted,
-            nbytes=piece.nbytes + info.nbytes,
-            rows=piece.rows + (counted // info.shape[-1] if matrix else 0),
-            linear=piece.linear or bool(matrix and "conv" not in name),
+        weights[module, role, split] = replace(
+            weight,
+            parameters=weight.parameters + counted,
+            nbytes=weight.nbytes + info.nbytes,
+            rows=weight.rows + (counted // info.shape[-1] if matrix else 0),
+            linear=weight.linear or bool(matrix and "conv" not in name),
         )
-    return tuple(pieces.values())
+    return tuple(weights.values())

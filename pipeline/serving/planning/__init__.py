@@ -1,1 +1,1 @@
-"""From a model, machines, a load and a version of vLLM to a launch."""
+"""Plan a launch from a model, machines, a load and a version of vLLM."""

@@ -147,34 +147,34 @@ def stage_bytes(facts: ModelFacts, layout: ParallelLayout, stage: int = 0, *, ki
     last = stage == layout.pipeline - 1
     tied = facts.tied
     total = 0.0
-    for piece in facts.pieces:
-        if piece.layer is not None:
-            here = piece.layer in layers
-        elif piece.role == "mtp":
+    for weight in facts.module_weights:
+        if weight.layer is not None:
+            here = weight.layer in layers
+        elif weight.role == "mtp":
             here = False
-        elif piece.role in ("embeddings", "encoder"):
-            here = stage == 0 or (last and tied and piece.role == "embeddings")
+        elif weight.role in ("embeddings", "encoder"):
+            here = stage == 0 or (last and tied and weight.role == "embeddings")
         else:
             here = last
         if here:
-            total += piece.nbytes * _share(piece, facts, layout, kind)
+            total += weight.nbytes * _share(weight, facts, layout, kind)
     if latent := facts.latent:
         folded = facts.heads * (latent.nope + latent.value) * latent.rank
         total += len(layers) * 2 * folded / layout.tensor
     return round(total)
 
 
-def _share(piece: ModuleWeight, facts: ModelFacts, layout: ParallelLayout, kind: str) -> float:
+def _share(weight: ModuleWeight, facts: ModelFacts, layout: ParallelLayout, kind: str) -> float:
     """Return the fraction of a weight's bytes on the fullest rank; padding can make it more than 1."""
     tensor, ranks = layout.tensor, layout.tensor * layout.data
-    if piece.split == "tensor":
+    if weight.split == "tensor":
         return 1 / tensor
-    if piece.split == "kv":
+    if weight.split == "kv":
         return 1 / min(tensor, max(1, facts.kv_heads))
-    if piece.split == "vocabulary":
+    if weight.split == "vocabulary":
         padded = -(-facts.vocabulary // _VOCABULARY_STEP) * _VOCABULARY_STEP
         return padded / max(1, facts.vocabulary) / tensor
-    if piece.split == "experts":
+    if weight.split == "experts":
         share = -(-facts.experts // ranks) / facts.experts if layout.expert else 1 / ranks
         if not facts.gpt_oss or facts.quantization != "mxfp4":
             return share
@@ -183,7 +183,7 @@ def _share(piece: ModuleWeight, facts: ModelFacts, layout: ParallelLayout, kind:
         padded_hidden = -(-facts.hidden // hidden) * hidden / facts.hidden
         padded_width = -(-width // intermediate) * intermediate / width
         return share * padded_hidden * padded_width
-    if piece.split == "shared":
+    if weight.split == "shared":
         # When tokens are sharded over an engine's ranks, each rank needs the whole shared expert.
         return 1.0 if layout.expert and layout.data > 1 and tensor > 1 else 1 / tensor
     return 1.0

@@ -91,8 +91,8 @@ def _draft(request: ServingRequest) -> LaunchDraft:
     length = _requested_length(facts, overrides, request.profile)
     online = table()["--quantization"].values.get(str(overrides.get("--quantization")))
     if online is not None and facts.quantization == "none":
-        in_memory = as_quantized(facts, scheme=online.scheme)
-        facts = replace(facts, pieces=in_memory.pieces, weights=in_memory.weights, group=in_memory.group)
+        stored = as_quantized(facts, scheme=online.scheme)
+        facts = replace(facts, module_weights=stored.module_weights, weights=stored.weights, group=stored.group)
     return LaunchDraft(
         request=request,
         facts=facts,

@@ -1,10 +1,10 @@
-"""What a launch is planned for: the machines, as a user names them, and the load.
+"""The machines and the load that a launch is planned for.
 
     >>> parse_target("mi300x:16")
     Target(hardware='mi300x', gpus=8, nodes=2, hbm_bytes=None)
 
-``NAME:GPUS`` fills nodes one after the other; ``NAME:GPUSxNODES`` says how they are shared out. A profile is latency,
-streaming, throughput or offline work: the rows of `profiles.yaml`. A workload of ``eval/workloads`` names its own.
+``NAME:GPUS`` fills nodes one after the other; ``NAME:GPUSxNODES`` sets the GPUs of each node. The profiles latency,
+streaming, throughput and offline are the rows of `profiles.yaml`; a workload of ``eval/workloads`` names one of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FORM = re.compile(r"(?P<name>[a-z0-9_.-]+)(?::(?P<gpus>\d+)(?:x(?P<nodes>\d+))?
 
 @dataclass(frozen=True, slots=True)
 class ServingTarget:
-    """``nodes`` machines with ``gpus`` accelerators each. ``hbm_bytes`` is measured, or None for the table's."""
+    """``nodes`` machines with ``gpus`` accelerators each; ``hbm_bytes`` is measured memory, None for the table's."""
 
     hardware: str
     gpus: int = 1
@@ -32,12 +32,12 @@ class ServingTarget:
 
     @property
     def accelerator(self) -> accelerators.Hardware:
-        """The table's row."""
+        """The accelerator's row in the hardware table."""
         return accelerators.hardware(self.hardware)
 
     @property
     def memory(self) -> int | None:
-        """Bytes of one accelerator's memory; None where only the machine knows."""
+        """Bytes of one accelerator's memory; None when neither a measurement nor the table has it."""
         return self.hbm_bytes if self.hbm_bytes is not None else self.accelerator.hbm_bytes
 
     def __str__(self) -> str:
@@ -45,26 +45,26 @@ class ServingTarget:
 
 
 def parse_target(text: str) -> ServingTarget:
-    """Read ``mi300x:8``, ``mi300x:16`` (two nodes), ``mi300x:4x2``, ``cpu``. UserError says what is wrong with it."""
-    found = _FORM.fullmatch(text.strip())
-    if found is None:
+    """Parse ``mi300x:8``, ``mi300x:16`` (two nodes), ``mi300x:4x2`` or ``cpu``. UserError for anything else."""
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
         hint = "NAME:GPUS, as in mi300x:8, or NAME:GPUSxNODES, as in mi300x:8x2"
         raise UserError(f"{text!r} is not a target", hint=hint)
-    name = found["name"].lower()
-    most = accelerators.hardware(name).gpus_per_node
-    gpus, nodes = int(found["gpus"] or 1), int(found["nodes"] or 1)
-    if found["nodes"] is None and gpus > most and most > 1:
-        if gpus % most:
+    name = match["name"].lower()
+    per_node = accelerators.hardware(name).gpus_per_node
+    gpus, nodes = int(match["gpus"] or 1), int(match["nodes"] or 1)
+    if match["nodes"] is None and gpus > per_node and per_node > 1:
+        if gpus % per_node:
             raise UserError(
-                f"{text}: {gpus} accelerators are no whole number of nodes with {most}",
-                hint=f"{name}:GPUSxNODES says how many each node has",
+                f"{text}: {gpus} accelerators do not fill a whole number of nodes with {per_node} each",
+                hint=f"{name}:GPUSxNODES sets how many each node has",
             )
-        gpus, nodes = most, gpus // most
+        gpus, nodes = per_node, gpus // per_node
     return check_target(ServingTarget(name, gpus, nodes))
 
 
 def check_target(target: ServingTarget) -> ServingTarget:
-    """The same target; UserError for more accelerators than a node has, or for none."""
+    """Return the target itself; UserError for more accelerators than a node has, or for none."""
     row = target.accelerator
     if row.kind == "cpu" and (target.gpus, target.nodes) != (1, 1):
         raise UserError(f"hardware cpu serves with one device, not {target.gpus * target.nodes}")
@@ -77,11 +77,11 @@ def check_target(target: ServingTarget) -> ServingTarget:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One row, with the load at hand: ``concurrency`` requests in flight over all servers of a launch.
+    """A load profile: ``concurrency`` requests in flight over all servers of a launch.
 
-    ``max_model_len`` (tokens) is None where the plan shall choose: room for ``longest`` at least, the longest request
-    of a workload, 0 where there is none. ``share`` is how much of ``concurrency * request_tokens``, those of a usual
-    request, the KV caches must hold before a layout counts as fitting.
+    ``request_tokens`` is the length of a typical request. ``share`` is the part of ``concurrency * request_tokens``
+    that the KV caches should hold. ``max_model_len`` (tokens) None lets the planner choose, with room for at least
+    ``longest``, the longest request of a workload (0 without one).
     """
 
     name: str
@@ -93,14 +93,14 @@ class Profile:
 
     @property
     def for_throughput(self) -> bool:
-        """Whether tokens per second of the machine count for more than those of one request."""
+        """Whether the machine's tokens per second count for more than the speed of one request."""
         return self.name in {"throughput", "offline"}
 
 
 def profile(
     name: str, *, concurrency: int | None = None, max_model_len: int | None = None, longest: int = 0
 ) -> Profile:
-    """The profile of that name; UserError with the nearest name where there is none."""
+    """Return the profile with that name and the load at hand; UserError, with the nearest name, if unknown."""
     if name not in profiles():
         near = did_you_mean(name, profiles())
         raise UserError(f"unknown profile {name!r}{near}: expected one of {', '.join(profiles())}")
@@ -110,5 +110,5 @@ def profile(
 
 @cache
 def profiles() -> Mapping[str, Profile]:
-    """Every profile by name, in the order of the file."""
+    """Return every profile by name, in the order of `profiles.yaml`."""
     return rows(Profile, beside(__file__, "profiles.yaml"))

@@ -1,1 +1,1 @@
-"""A launch plan as text: for people, for a shell, and for what runs containers. Pure functions, nothing is started."""
+"""Render a launch plan as text, shell script, container command or manifest. Pure functions; nothing is started."""

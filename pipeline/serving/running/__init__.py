@@ -1,1 +1,1 @@
-"""What turns a launch plan into running servers, measures them under load and reads what they say."""
+"""Start the servers of a launch plan, measure them under load and read their logs."""

@@ -1,10 +1,9 @@
-"""What accelerators say of themselves at one moment, and what many such moments say of a launch.
+"""Read clocks, temperature, power and throttling of accelerators, and summarize the readings of a launch.
 
-Instinct GPUs by the files that amdgpu has of each: hwmon, and the firmware's own table for what throttles.
-
-gpu_metrics 1.6 to 1.8 (MI300 and later; Linux, drivers/gpu/drm/amd/include/kgd_pp_interface.h) count how long each
-limiter was at work since the start; older tables have a status whose bits differ between chips, which is not read.
-NVIDIA's GPUs by nvidia-smi; a CPU by its cores' clocks.
+Instinct GPUs are read from amdgpu's files: hwmon, and for throttling the firmware's table gpu_metrics. Its versions 1.6
+to 1.8 (MI300 and later; Linux, drivers/gpu/drm/amd/include/kgd_pp_interface.h) count how long each limiter was active
+since the start; older versions, whose status bits differ between chips, are not read. NVIDIA GPUs are read by
+nvidia-smi, CPUs by the clocks of their cores.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from quantmint.eval.measurements import Machine
 from quantmint.pipeline.base import machine as host
 from quantmint.pipeline.serving.host.detect import CUDA, amd_gpus, nvidia_smi, select_devices, visible_amd
 
-_HEADER = struct.Struct("<HBB")  # bytes of the table, its format, its content
+_HEADER = struct.Struct("<HBB")  # size of the table in bytes, format and content revision
 _REVISIONS = {(1, 6), (1, 7), (1, 8)}
-_AT = 36  # of the counters: prochot, package power, socket, voltage regulators, memory
+_OFFSET = 36  # of the counters: prochot, package power, socket, voltage regulators, memory
 _COUNTERS = struct.Struct("<5I")
-# The package's power limit is not among them: under load it is what sets the clock.
+# None stands for the package's power limit, which normally sets the clock under load.
 _FAULTS = ("processor hot", None, "socket temperature", "voltage regulator temperature", "memory temperature")
 _FIELDS = ("clocks.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active")  # driver 535 and later
-# Bits of NVML's nvmlClocksEventReasons. Idle, clocks that were set, and the power cap, which sets the clock under load,
-# are as they should be.
+# Bits of NVML's nvmlClocksEventReasons that are faults. Others are normal: idle, clocks set by a user, and the power
+# cap, which sets the clock under load.
 _SLOWDOWNS = {
     0x08: "hardware slowdown",
     0x20: "temperature (software slowdown)",
@@ -42,10 +41,10 @@ _SLOWDOWNS = {
 
 @dataclass(frozen=True, slots=True)
 class SensorReading:
-    """One look at all accelerators of a server, empty or None where nothing tells.
+    """The state of all accelerators of a server at one moment; empty or None for what cannot be read.
 
-    `temperature_c` is the hottest, `power_w` that of all together. `throttled` names what slows them down right now;
-    one of the `counters` that grows between two looks names what slowed them down in between.
+    ``temperature_c`` is of the hottest, ``power_w`` of all together. ``throttled`` names the limiters that are active
+    at that moment. A ``counters`` entry that grows between two readings names a limiter that was active in between.
     """
 
     clocks_mhz: tuple[float, ...] = ()
@@ -56,18 +55,18 @@ class SensorReading:
 
 
 Sensor = Callable[[], SensorReading | None]
-"""The state now, for a look about once a second; None where it cannot be read."""
+"""Returns the state now; cheap enough to call once a second. None when it cannot be read."""
 
 
 def summarize(cells: Sequence[Sequence[SensorReading]]) -> Machine:
-    """A launch's state from the readings of each of its cells, taken while the load was on."""
+    """Return the state of a launch from the readings of each cell, taken under load."""
     readings = [reading for cell in cells for reading in cell]
     clocks = sorted(clock for reading in readings for clock in reading.clocks_mhz)
     temperatures = [reading.temperature_c for reading in readings if reading.temperature_c is not None]
     powers = [reading.power_w for reading in readings if reading.power_w is not None]
     throttled = {name for reading in readings for name in reading.throttled}
     for cell in cells:
-        if len(cell) > 1:  # a counter that falls was set back, which says nothing
+        if len(cell) > 1:  # a counter that falls was reset and is ignored
             first, last = cell[0].counters, cell[-1].counters
             throttled.update(name for name, count in last.items() if count > first.get(name, count))
     return Machine(
@@ -81,28 +80,28 @@ def summarize(cells: Sequence[Sequence[SensorReading]]) -> Machine:
 
 
 def sensor_for(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, env: Mapping[str, str]) -> Sensor | None:
-    """The sensor of a server started with these variables beside our own; None where none of its GPUs tells."""
+    """Return the sensor of a server that was started with ``env`` on top of our variables; None without one."""
     machine = host.Machine(environ={**os.environ, **env})
     if kind == "cpu":
         return read_cpu
     if kind == "rocm":
         return amd_sensor(machine, gpus)
-    found = [row[0] for row in nvidia_smi(machine, ("uuid",))]
-    uuids = [found[index] for index in select_devices(machine.environ.get(CUDA), found)[:gpus]]
+    present = [row[0] for row in nvidia_smi(machine, ("uuid",))]
+    uuids = [present[index] for index in select_devices(machine.environ.get(CUDA), present)[:gpus]]
     return partial(read_nvidia, machine, uuids) if uuids else None
 
 
 def amd_sensor(machine: host.Machine, gpus: int) -> Sensor | None:
-    """The first so many GPUs that the environment leaves, each device once; None where there are no files of them."""
-    found = amd_gpus(machine)
-    used = visible_amd(machine.environ, [gpu.uuid for gpu in found])[:gpus]
-    devices: Sequence[Path | None] = [found[index].device for index in used]
+    """Return a sensor of the first ``gpus`` visible GPUs, each device once; None without their driver's files."""
+    present = amd_gpus(machine)
+    visible = visible_amd(machine.environ, [gpu.uuid for gpu in present])[:gpus]
+    devices: Sequence[Path | None] = [present[index].device for index in visible]
     folders = dict.fromkeys(device.resolve() for device in devices if device is not None)
     return partial(read_amd, machine, tuple(folders)) if folders else None
 
 
 def read_amd(machine: host.Machine, devices: Sequence[Path]) -> SensorReading | None:
-    """The state of devices by their folders on the bus."""
+    """Return the state of AMD devices, by their folders on the bus; None when no file can be read."""
     clocks, temperatures, powers = [], [], []
     counters: dict[str, int] = {}
     for device in devices:
@@ -111,9 +110,9 @@ def read_amd(machine: host.Machine, devices: Sequence[Path]) -> SensorReading | 
             power = machine.number(hwmon / "power1_average") or machine.number(hwmon / "power1_input")
             clocks += [clock / 1e6] if clock is not None else []
             powers += [power / 1e6] if power is not None else []
-            # Those of the hottest point of the chip; "mem" and "edge" are other places.
-            labels = [at for at in sorted(hwmon.glob("temp*_label")) if machine.text(at) == "junction"]
-            values = [machine.number(at.with_name(at.name.replace("_label", "_input"))) for at in labels]
+            # "junction" is the hottest point of the chip; "mem" and "edge" are other sensors.
+            labels = [path for path in sorted(hwmon.glob("temp*_label")) if machine.text(path) == "junction"]
+            values = [machine.number(path.with_name(path.name.replace("_label", "_input"))) for path in labels]
             temperatures += [value / 1000 for value in values if value is not None]
         for name, count in _limiters(device).items():
             counters[name] = counters.get(name, 0) + count
@@ -132,20 +131,21 @@ def _limiters(device: Path) -> dict[str, int]:
         table = (device / "gpu_metrics").read_bytes()
     except OSError:
         return {}
-    if len(table) < _AT + _COUNTERS.size or _HEADER.unpack_from(table)[1:] not in _REVISIONS:
+    if len(table) < _OFFSET + _COUNTERS.size or _HEADER.unpack_from(table)[1:] not in _REVISIONS:
         return {}
     unknown = 0xFFFFFFFF
-    counts = zip(_FAULTS, _COUNTERS.unpack_from(table, _AT), strict=True)
+    counts = zip(_FAULTS, _COUNTERS.unpack_from(table, _OFFSET), strict=True)
     return {name: count for name, count in counts if name is not None and count != unknown}
 
 
 def read_nvidia(machine: host.Machine, uuids: Sequence[str]) -> SensorReading | None:
-    """The state of GPUs by UUID."""
+    """Return the state of NVIDIA GPUs by their UUIDs; None when nvidia-smi reports none."""
     rows = nvidia_smi(machine, _FIELDS, "-i", ",".join(uuids))
     if not rows:
         return None
-    # "[N/A]" and "[Not Supported]" stand where a GPU does not say.
-    clocks, temperatures, powers = ([float(row[at]) for row in rows if row[at][:1].isdigit()] for at in range(3))
+    # A GPU without a sensor has "[N/A]" or "[Not Supported]" in its cell.
+    columns = ([float(row[column]) for row in rows if row[column][:1].isdigit()] for column in range(3))
+    clocks, temperatures, powers = columns
     bits = 0
     for row in rows:
         bits |= int(row[3], 16) if row[3].startswith("0x") else 0
@@ -158,7 +158,7 @@ def read_nvidia(machine: host.Machine, uuids: Sequence[str]) -> SensorReading | 
 
 
 def read_cpu() -> SensorReading | None:
-    """The clocks of all cores; a virtual machine has its nominal clock at most."""
+    """Return the clocks of all cores; a virtual machine reports its nominal clock at most. None without clocks."""
     import psutil
 
     clocks = tuple(core.current for core in psutil.cpu_freq(percpu=True) or ())

@@ -1,1 +1,1 @@
-"""Finding the knobs of a launch by measuring: what to try, in which order, within a budget, and what came of it."""
+"""Tune the knobs of a launch by measuring: the values to try, their order, the budget and the results."""

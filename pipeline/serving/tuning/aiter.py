@@ -64,15 +64,15 @@ def gemms(facts: ModelFacts, arch: str, plan: LaunchPlan) -> Gemms:
 def shapes(facts: ModelFacts, ranks: int) -> list[tuple[int, int]]:
     """Outputs and inputs of each dense product of a layer as vLLM fuses them and divides them over ``ranks``."""
     outputs: dict[tuple[int, str, int], int] = defaultdict(int)
-    for piece in facts.pieces:
-        name = piece.name.removesuffix(".weight")
-        if piece.linear and piece.layer is not None and piece.split in ("tensor", "kv", "shared"):
-            columns = piece.parameters // piece.rows
-            copies = min(ranks, facts.kv_heads) if piece.split == "kv" else ranks
+    for weight in facts.module_weights:
+        name = weight.name.removesuffix(".weight")
+        if weight.linear and weight.layer is not None and weight.split in ("tensor", "kv", "shared"):
+            columns = weight.parameters // weight.rows
+            copies = min(ranks, facts.kv_heads) if weight.split == "kv" else ranks
             by_columns = _BY_COLUMNS.search(name) is not None
             module = _FUSED.sub("", name) if _FUSED.search(name) else name
             inputs = columns // ranks if by_columns else columns
-            outputs[piece.layer, module, inputs] += piece.rows if by_columns else piece.rows // copies
+            outputs[weight.layer, module, inputs] += weight.rows if by_columns else weight.rows // copies
     return sorted({(rows, inputs) for (_, _, inputs), rows in outputs.items()})
 
 

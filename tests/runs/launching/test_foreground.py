@@ -114,7 +114,7 @@ def test_it_serves_until_it_is_told_to_stop(start: Start, model: Callable[..., P
     assert told[0].startswith(f"serving     model at http://127.0.0.1:{port}, ready after")
     assert "KV cache    4,096 tokens, 8.0 requests of full length at a time" in told
     assert any(line.startswith("fault       the checkpoint's KV scales were missing") for line in told)
-    assert any("the KV cache has not the size that was predicted" in line for line in told)
+    assert any("the size of the KV cache differs from the plan" in line for line in told)
     asked = shlex.split(next(line for line in told if line.startswith("try ")).removeprefix("try"))
     assert asked[2] == f"http://127.0.0.1:{port}/v1/completions"
     assert json.loads(asked[-1])["model"] == "model"

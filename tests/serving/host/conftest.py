@@ -31,6 +31,6 @@ def finding(vllm: Path) -> Callable[..., HostFinding]:
 
     def one(name: str, machine: Machine, *, target: str | None = None, **given: object) -> HostFinding:
         parsed = None if target is None else parse_target(target)
-        return checks()[name].finding(gather_context(machine, target=parsed, vllm=given.pop("vllm", vllm), **given))
+        return checks()[name].run(gather_context(machine, target=parsed, vllm=given.pop("vllm", vllm), **given))
 
     return one

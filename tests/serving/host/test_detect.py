@@ -70,7 +70,7 @@ def test_an_unknown_instinct_is_named(tmp_path: Path):
     root = trees.instinct(tmp_path, device_id=0x74A2, count=2)
     with pytest.raises(UserError, match=r"device id 0x74a2 \(gfx942\), expected one of 0x74a1 \(mi300x\)") as caught:
         detect(machine(root))
-    assert caught.value.hint == "name what it is most like with --target"
+    assert caught.value.hint == "name the most similar accelerator with --target"
 
 
 def test_different_gpus_side_by_side(tmp_path: Path):

@@ -54,13 +54,13 @@ def test_device_files_that_are_not_there(tmp_path: Path, finding):
     (root / "dev/kfd").unlink()
     (root / "dev/dri/renderD131").unlink()
     kfd, dri = (finding(name, machine(root)) for name in ("/dev/kfd", "/dev/dri"))
-    assert (kfd.status, kfd.found, kfd.as_root) == ("fail", "/dev/kfd is not there", ("modprobe amdgpu",))
-    assert (dri.status, dri.found) == ("fail", "/dev/dri/renderD131 is not there")
+    assert (kfd.status, kfd.found, kfd.as_root) == ("fail", "/dev/kfd does not exist", ("modprobe amdgpu",))
+    assert (dri.status, dri.found) == ("fail", "/dev/dri/renderD131 does not exist")
     assert "--device /dev/kfd --device /dev/dri" in kfd.fix
     # A container with two of the eight needs no more than theirs.
     assert finding("/dev/dri", machine(root, {"CUDA_VISIBLE_DEVICES": "0,1"})).status == "ok"
     bare = finding("/dev/dri", machine(trees.healthy(tmp_path / "bare")), target="mi300x:8")
-    assert bare.found == "/dev/dri is not there"
+    assert bare.found == "/dev/dri does not exist"
 
 
 def test_device_files_that_are_closed(tmp_path: Path, finding):

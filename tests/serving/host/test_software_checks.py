@@ -65,26 +65,26 @@ def test_aiter(tmp_path: Path, finding):
 
 def test_quark_where_mx_is_emulated(tmp_path: Path, finding, vllm: Path):
     old, new = (machine(trees.instinct(tmp_path / "old")), machine(trees.mi355x(tmp_path / "new")))
-    seen = finding("amd-quark", old, wanted=MX)
-    assert (seen.status, seen.found) == ("fail", "amd-quark is not there")
+    seen = finding("amd-quark", old, checkpoint=MX)
+    assert (seen.status, seen.found) == ("fail", "amd-quark is not installed")
     assert seen.fix == f"{vllm.parent / 'python'} -m pip install amd-quark"
-    assert finding("amd-quark", new, wanted=MX).status == "skipped"
-    assert finding("amd-quark", new, wanted=CheckpointNeeds("mxfp4_fp8", "auto", "quark")).status == "fail"
+    assert finding("amd-quark", new, checkpoint=MX).status == "skipped"
+    assert finding("amd-quark", new, checkpoint=CheckpointNeeds("mxfp4_fp8", "auto", "quark")).status == "fail"
     there = machine(old.root, installed={"vllm": "0.32.0", "amd-quark": "0.13"})
-    assert finding("amd-quark", there, wanted=MX).found == "amd-quark 0.13"
+    assert finding("amd-quark", there, checkpoint=MX).found == "amd-quark 0.13"
     assert finding("amd-quark", old).status == "skipped"
-    assert finding("amd-quark", old, wanted=MX, vllm=tmp_path / "none").status == "skipped"
+    assert finding("amd-quark", old, checkpoint=MX, vllm=tmp_path / "none").status == "skipped"
 
 
 def test_what_does_not_load(tmp_path: Path, finding):
     box = machine(trees.healthy(tmp_path))  # AVX-512 without AMX
     assert finding("checkpoint", box).status == "skipped"
-    assert finding("checkpoint", box, wanted=CheckpointNeeds("ptpc_fp8", "auto", "quark")).status == "ok"
-    assert finding("checkpoint", box, wanted=CheckpointNeeds("ptpc_fp8", "fp8", "quark")).status == "warn"
+    assert finding("checkpoint", box, checkpoint=CheckpointNeeds("ptpc_fp8", "auto", "quark")).status == "ok"
+    assert finding("checkpoint", box, checkpoint=CheckpointNeeds("ptpc_fp8", "fp8", "quark")).status == "warn"
     for scheme in ("mxfp4", "fp8_block"):
-        assert finding("checkpoint", box, wanted=CheckpointNeeds(scheme, "auto", "quark")).status == "fail"
+        assert finding("checkpoint", box, checkpoint=CheckpointNeeds(scheme, "auto", "quark")).status == "fail"
     instinct = machine(trees.instinct(tmp_path / "gpu", count=1))
-    seen = finding("checkpoint", instinct, wanted=CheckpointNeeds("ptpc_fp8", "fp8", "compressed-tensors"))
+    seen = finding("checkpoint", instinct, checkpoint=CheckpointNeeds("ptpc_fp8", "fp8", "compressed-tensors"))
     assert (seen.status, "may clip" in seen.found) == ("warn", True)
 
 

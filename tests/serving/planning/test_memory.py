@@ -76,7 +76,7 @@ def test_ranks_together_hold_the_model_and_what_they_copy(name: str) -> None:
 
 def test_what_tensor_parallelism_cannot_divide_is_copied() -> None:
     facts = facts_of("Llama-3.1-8B-Instruct")
-    whole = {role: sum(p.nbytes for p in facts.pieces if p.split == role) for role in ("kv", "copied")}
+    whole = {role: sum(p.nbytes for p in facts.module_weights if p.split == role) for role in ("kv", "copied")}
     ideal = stage_bytes(facts, ParallelLayout(tensor=16)) - facts.weights / 16
     # Eight KV heads on sixteen ranks: each is there twice.
     assert ideal == pytest.approx(whole["kv"] / 16 + whole["copied"] * 15 / 16, abs=1e4)
@@ -84,7 +84,7 @@ def test_what_tensor_parallelism_cannot_divide_is_copied() -> None:
 
 def test_experts_are_spread_over_a_whole_server() -> None:
     facts = facts_of("Qwen3-235B-A22B")
-    experts = sum(piece.nbytes for piece in facts.pieces if piece.split == "experts")
+    experts = sum(piece.nbytes for piece in facts.module_weights if piece.split == "experts")
     rest = facts.weights - experts
     # 128 experts on 24 ranks: the fullest has six.
     for layout, part in ((ParallelLayout(data=8, expert=True), 1 / 8), (ParallelLayout(data=24, expert=True), 6 / 128)):
@@ -93,7 +93,7 @@ def test_experts_are_spread_over_a_whole_server() -> None:
 
 def test_kernels_of_mxfp4_experts_want_padded_sizes() -> None:
     facts = facts_of("gpt-oss-120b")
-    experts = sum(piece.nbytes for piece in facts.pieces if piece.split == "experts")
+    experts = sum(piece.nbytes for piece in facts.module_weights if piece.split == "experts")
     more = stage_bytes(facts, ParallelLayout(), kind="rocm") - stage_bytes(facts, ParallelLayout(), kind="cuda")
     assert more == pytest.approx(experts * ((3072 / 2880) ** 2 - 1))
 

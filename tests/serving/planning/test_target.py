@@ -43,7 +43,7 @@ def test_a_target(text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mi300x:12", "no whole number of nodes"),
+        ("mi300x:12", "do not fill a whole number of nodes"),
         ("mi300x:0", "1 to 8 in a node"),
         ("mi300x:9x2", "1 to 8 in a node"),
         ("mi300x:4x0", "nodes is 0"),

@@ -58,7 +58,7 @@ def test_a_kept_promise_is_no_finding(log: str, kept: LaunchPlan) -> None:
             [
                 ("caution", "attention backend", "planned: ROCM_AITER_FA, seen: ROCM_ATTN"),
                 ("caution", "no kernel is AITER's", "seen: ROCM_ATTN, TritonFp8ScaledMMLinearKernel"),
-                ("caution", "KV cache has not the size", "planned: 1,050,000 tokens, seen: 700,000 (-33%)"),
+                ("caution", "size of the KV cache", "planned: 1,050,000 tokens, seen: 700,000 (-33%)"),
             ],
         ),
         (
@@ -211,7 +211,7 @@ def test_the_attention_backend(line: str, backend: str | None) -> None:
             "(APIServer pid=1) ERROR 11-21 00:00:00 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: "
             "EngineCore encountered an issue. See stack trace (above) for the root cause.",
             "unknown",
-            "its engine was gone without a word",
+            "its engine process ended without an error message",
         ),
         ("one\ntwo\n\nthree\nfour\n", "unknown", "two | three | four"),
         ("", "unknown", "it wrote nothing"),

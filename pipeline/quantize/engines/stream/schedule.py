@@ -268,6 +268,8 @@ def many_small_workers() -> Iterator[None]:
 
 def _keep(thresholds: Mapping[int, int], *, trim: bool = False) -> None:
     """Set thresholds of glibc's malloc by option, and give back free memory; nothing where there is another library."""
+    # By ctypes, because Python has no mallopt. Measured: mxfp4 of a model of 2 GB, on two cores, took 6.4 s with it and
+    # 7.8 s without, with 86 thousand page faults instead of 1.5 million (medians of four runs each, in turns).
     import ctypes
 
     library = ctypes.CDLL(None)

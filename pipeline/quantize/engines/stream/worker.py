@@ -154,5 +154,7 @@ class Sink:
 
 def _start_flush(descriptor: int) -> None:
     """Have the kernel begin to write a file to the disk, without waiting; where it cannot, the end flushes it all."""
+    # By ctypes, because os has no sync_file_range. Measured: ptpc_fp8 of a 2 GB model in one file, on two cores, took
+    # 6.0 s with it and 6.4 s without (medians of five quiet runs each, in turns).
     start, everything = 2, ctypes.c_long(0)  # SYNC_FILE_RANGE_WRITE, from the first byte to the last
     ctypes.CDLL(None).sync_file_range(descriptor, everything, everything, start)
