@@ -84,7 +84,6 @@ _EXTRAS = {
     "obstore": "storage",
     **dict.fromkeys(("cronsim", "prometheus_client"), "schedule"),
     "ray": "ray",
-    "submitit": "slurm",
     "kubernetes": "kubernetes",
     **dict.fromkeys(("llmcompressor", "auto_round"), "llmcompressor"),
     **dict.fromkeys(("quark", "ninja"), "quark"),

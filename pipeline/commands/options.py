@@ -109,13 +109,13 @@ pod_options = _together(
 
 def pod_of(given: Mapping[str, Any], **more: Any) -> Pod:
     """The pod that `pod_options` describe; ``more`` are fields of it."""
-    from quantmint.pipeline.clusters.submit.pod import Pod, parse_claim, parse_reference, read_template
+    from quantmint.pipeline.clusters.submit.pod import Pod, parse_claim, parse_secret, read_template
 
     return Pod(
         image=given["image"],
         claims=tuple(map(parse_claim, given["claims"])),
-        secrets=tuple(map(parse_reference, given["secrets"])),
-        given=None if given["pod_template"] is None else read_template(given["pod_template"]),
+        secrets=tuple(map(parse_secret, given["secrets"])),
+        template=None if given["pod_template"] is None else read_template(given["pod_template"]),
         **more,
     )
 
@@ -133,9 +133,9 @@ def refuse_foreign(context: click.Context, chosen: str, belongs: Mapping[str, Se
 @contextmanager
 def spread(on: str | None, setting: Setting, reporter: Reporter) -> Iterator[Setting]:
     """The setting of a run whose calibration and quantization are spread over the machines that ``--on`` names."""
-    from quantmint.pipeline.clusters.ray.spread import spread_over
+    from quantmint.pipeline.clusters.ray.spread import open_spread
 
-    machines = spread_over(
+    machines = open_spread(
         on,
         setting.recipe,
         device=setting.device,

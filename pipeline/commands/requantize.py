@@ -121,14 +121,14 @@ def requantize(
 
     Example: quantmint requantize --jobs 2
     """
-    from quantmint.pipeline.clusters.ray.nodes import jobs_address_of
+    from quantmint.pipeline.clusters.ray.nodes import dashboard_address
 
     named = tuple(dict.fromkeys(recipes)) or all_recipes()
     options = Options(
         store=store_path,
         max_disk=None if max_disk is None else int(max_disk * 1e9),
         everything=not only_due,
-        on=jobs_address_of(on),
+        on=dashboard_address(on),
         **given,
     )
     if dry_run:

@@ -139,12 +139,12 @@ def run(
 
     Example: quantmint schedule run
     """
-    from quantmint.pipeline.clusters.ray.nodes import jobs_address_of
+    from quantmint.pipeline.clusters.ray.nodes import dashboard_address
     from quantmint.pipeline.upkeep.fleet.jobs import Options
     from quantmint.pipeline.upkeep.notices import outlets
     from quantmint.pipeline.upkeep.schedule.resident import stay
 
-    options = Options(store=store_path, on=jobs_address_of(on), **given)
+    options = Options(store=store_path, on=dashboard_address(on), **given)
     log = Log(as_json)
     with outlets(store_path, warn=log.warn, metrics_file=metrics_file) as (notify, plan):
 
@@ -243,16 +243,16 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
 
 
 def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
-    from quantmint.pipeline.clusters.ray.nodes import jobs_address_of
-    from quantmint.pipeline.clusters.submit.place import program_here
-    from quantmint.pipeline.clusters.submit.pod import parse_pairs
+    from quantmint.pipeline.clusters.ray.nodes import dashboard_address
+    from quantmint.pipeline.clusters.submit.job import quantmint_program
+    from quantmint.pipeline.clusters.submit.pod import parse_variables
 
     flags = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
     for name, value in given.items():
         texts = value if isinstance(value, tuple) else (value,)
         if any(isinstance(text, str) and not text.isprintable() for text in texts):
             raise UserError(f"{flags[name]}: found a line break or control character, expected plain text")
-    variables = parse_pairs("--env", given["variables"])
+    variables = parse_variables("--env", given["variables"])
     for name in variables:
         if not name.isidentifier() or not name.isascii():
             raise UserError(f"--env: found {name!r}, expected NAME=VALUE")
@@ -264,10 +264,10 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
     for name in ("directory", "store", "environment_file"):
         if form in _HERE and given[name] and not Path(given[name]).is_absolute():
             raise UserError(f"{flags[name]}: found {given[name]!r}, expected an absolute path")
-    jobs_address_of(given["on"])  # a fault is told now, not at night
+    dashboard_address(given["on"])  # a fault is told now, not at night
     if form == "kubernetes" and given["on"] == "ray" and "RAY_ADDRESS" not in variables:
         raise UserError("--on: found ray, and a pod is no node of a Ray cluster", hint="--on http://HEAD:8265")
-    here = program_here() if form in _HERE else ("quantmint",)
+    here = quantmint_program() if form in _HERE else ("quantmint",)
     return Export(
         program=tuple(shlex.split(given["program"])) if given["program"] else here,
         made_by=f"quantmint schedule export --{form.replace('_', '-')}",

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from quantmint.pipeline.clusters.submit.place import Place, State, Task, follow, task_for
+from quantmint.pipeline.clusters.submit.job import JobRequest, JobState, Scheduler, follow, request_job
 from quantmint.pipeline.commands.options import emit, json_option, pod_of, pod_options, refuse_foreign, store_option
 
 _FOR = {
@@ -83,7 +83,7 @@ def command(context: click.Context, /, **given: Any) -> int:
     if given["dry_run"]:
         from quantmint.pipeline.clusters.submit.kubernetes import Kubernetes
 
-        click.echo(place.text(task), nl=False)
+        click.echo(place.describe(task), nl=False)
         if isinstance(place, Kubernetes) and (away := place.check(task)) is not None:
             click.echo(f"note: no API server has looked at it: {away}", err=True)
         return 0
@@ -102,18 +102,18 @@ def command(context: click.Context, /, **given: Any) -> int:
     return _follow(place, told, as_json)
 
 
-def _place(name: str, given: dict[str, Any]) -> Place:
-    from quantmint.pipeline.clusters.submit.pod import parse_pairs
+def _place(name: str, given: dict[str, Any]) -> Scheduler:
+    from quantmint.pipeline.clusters.submit.pod import parse_variables
 
-    variables = parse_pairs("--env", given["env"])
+    variables = parse_variables("--env", given["env"])
     if name == "slurm":
         from huggingface_hub import constants
 
         from quantmint.pipeline.clusters.submit import slurm
 
-        options = slurm.Options(
+        options = slurm.SlurmOptions(
             **{key: given[key] for key in ("partition", "container")},
-            sbatch=slurm.parse_options(given["sbatch"]),
+            sbatch=slurm.parse_sbatch(given["sbatch"]),
             setup=given["setup"],
             mounts=tuple(map(slurm.parse_mount, given["mount"])),
             hub=Path(constants.HF_HOME).absolute() if given["container"] else None,
@@ -129,7 +129,7 @@ def _place(name: str, given: dict[str, Any]) -> Place:
     return ray.RayJobs(given["ray_address"], Path.cwd(), variables)
 
 
-def _task(given: dict[str, Any]) -> Task:
+def _task(given: dict[str, Any]) -> JobRequest:
     """Refuses here what the run would refuse there, after hours in a queue."""
     from quantmint.pipeline.base.times import parse_duration
     from quantmint.pipeline.commands import run
@@ -140,7 +140,7 @@ def _task(given: dict[str, Any]) -> Task:
     loaded = load_recipe(given["recipe"])
     refuse(check(loaded))
     run.run.make_context("run", [given["recipe"], *given["arguments"]])
-    return task_for(
+    return request_job(
         loaded.recipe,
         given["recipe"],
         store=str(given["store_path"]),
@@ -150,11 +150,11 @@ def _task(given: dict[str, Any]) -> Task:
     )
 
 
-def _follow(place: Place, told: dict[str, Any], as_json: bool) -> int:
+def _follow(place: Scheduler, told: dict[str, Any], as_json: bool) -> int:
     """The log on standard output (with --json on standard error), then the run's own exit code."""
     heard: set[str] = set()
 
-    def look(state: State) -> None:
+    def look(state: JobState) -> None:
         if state.waits is not None and state.waits not in heard:
             heard.add(state.waits)
             click.echo(f"waits: {state.waits}", err=True)
@@ -167,12 +167,12 @@ def _follow(place: Place, told: dict[str, Any], as_json: bool) -> int:
     if as_json:
         emit({**told, **_plain(state)})
     else:
-        click.echo(f"{told['id']}  {state.word}", err=True)
+        click.echo(f"{told['id']}  {state.status}", err=True)
     return state.exit_code or 0
 
 
-def _plain(state: State) -> dict[str, Any]:
-    return {"state": state.word, "exit_code": state.exit_code, "waits": state.waits}
+def _plain(state: JobState) -> dict[str, Any]:
+    return {"state": state.status, "exit_code": state.exit_code, "waits": state.waits}
 
 
 def _tell(told: dict[str, Any], as_json: bool) -> int:

@@ -1,11 +1,8 @@
-"""A cluster that is there already: our place in it, its nodes, and whether all of them would make the same bytes.
+"""The nodes of a running Ray cluster: connect, list them, and refuse those that would not make the same bytes.
 
-What we ran there ends with the connection. Ray is not told to ship anything: neither our code nor our environment. A
-cluster that asks for a token gets the one of RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, which Ray reads itself.
-
-Ray places tasks by what it was told that a node has, so nothing here chooses a node. Before a node is given anything it
-is asked whether it has the same code and libraries, and the same files under the same names, one of which was just
-written here: two folders of one name on two disks are found, also where both are empty.
+Ray schedules tasks by the resources of its nodes; nothing here picks a node. Ray ships neither our code nor our
+environment. So each node must have the same code, libraries and files, and must see a probe file that was just
+written here: equal folder names on two disks do not pass. Ray itself reads RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH.
 """
 
 from __future__ import annotations
@@ -32,97 +29,98 @@ from quantmint.pipeline.base.processes import child_environment
 from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
 
 VARIABLE = "RAY_ADDRESS"
-HERE = "auto"
+LOCAL_CLUSTER = "auto"
 """Ray's own word for the cluster that this machine is a node of."""
 CLIENT_PORT = 10001
-"""Where Ray's head serves clients unless told otherwise (``ray start --ray-client-server-port``)."""
-_AUTHORITY = r"(\[[\da-fA-F:]+\]|[^@/:\s]+)(?::(\d+))?/?"
-_CLIENT = re.compile(f"ray://{_AUTHORITY}")
-_DASHBOARD = re.compile(f"https?://{_AUTHORITY}")
-_PROBE_S = 5.0
-_HINT = "On the head: `ray start --head`; on the others: `ray start --address=HEAD:6379`. Then the same command."
+"""Default of ``ray start --ray-client-server-port``."""
+CORES_PER_SHARD = 8
+"""Cores of a task that writes a shard. Hashing reads a file's bytes in order and keeps about eight cores busy."""
+SAME_NODES_HINT = "Every node needs the same installation and the same folders, on a filesystem that they share."
+_HOST_PORT = r"(\[[\da-fA-F:]+\]|[^@/:\s]+)(?::(\d+))?/?"
+_CLIENT = re.compile(f"ray://{_HOST_PORT}")
+_DASHBOARD = re.compile(f"https?://{_HOST_PORT}")
+_CONNECT_S = 5.0
+_START_HINT = "On the head: `ray start --head`; on the others: `ray start --address=HEAD:6379`. Then the same command."
+_ACCELERATOR = "accelerator_type:"
+_LIBRARIES = ("quantmint", "torch", "transformers", "tokenizers", "safetensors")
+_CODE = "quantmint's code"
+_CODE_FOLDERS = ("calibration", "pipeline/clusters/ray", "pipeline/quantize/engines", "pipeline/quantize/formats")
+_ROOT = Path(__file__).parents[3]
+_PROBE = ".quantmint-probe"
+_SAMPLES, _SAMPLE_BYTES = 8, 4096  # per file
 
 
-def address_of(on: str, environment: Mapping[str, str]) -> str:
-    """What `ray.init` takes: ``ray`` is `VARIABLE`'s cluster or this machine's; `UserError` for no address."""
-    name, given = (VARIABLE, environment.get(VARIABLE) or HERE) if on == "ray" else ("--on", on)
-    if on == "ray" and "://" not in given:
-        return given
-    found = _CLIENT.fullmatch(given)
-    if found is None:
-        raise UserError(f"{name}: found {given!r}, expected ray (this machine's cluster), or ray://HEAD[:PORT].")
-    return f"ray://{found[1]}:{found[2] or CLIENT_PORT}"
+def ray_address(on: str, environment: Mapping[str, str]) -> str:
+    """Return the address for `ray.init`: of ``--on ray`` $RAY_ADDRESS or this machine's cluster, or ``ray://HEAD:PORT``.
+
+    Raises `UserError` for anything else.
+    """
+    option, address = (VARIABLE, environment.get(VARIABLE) or LOCAL_CLUSTER) if on == "ray" else ("--on", on)
+    if on == "ray" and "://" not in address:
+        return address
+    match = _CLIENT.fullmatch(address)
+    if match is None:
+        raise UserError(f"{option}: found {address!r}, expected ray (this machine's cluster), or ray://HEAD[:PORT].")
+    return f"ray://{match[1]}:{match[2] or CLIENT_PORT}"
 
 
-def jobs_address_of(on: str | None) -> str | None:
-    """What `quantmint submit --ray` takes: ``ray`` is the same cluster as for `address_of`, which Ray's client of jobs
-    finds by itself; else its dashboard, ``http://HEAD:8265``, or nothing. Raises `UserError` for anything else.
+def dashboard_address(on: str | None) -> str | None:
+    """Return the address for `quantmint submit --ray`: of ``--on ray`` ``auto``, else the dashboard's URL, or None.
+
+    Raises `UserError` for anything but ``ray`` and ``http://HEAD:PORT``.
     """
     if on not in (None, "ray") and _DASHBOARD.fullmatch(str(on)) is None:
         raise UserError(
             f"--on: found {on!r}, expected ray ({VARIABLE}'s cluster or this machine's) or http://HEAD:8265"
         )
-    return HERE if on == "ray" else on
+    return LOCAL_CLUSTER if on == "ray" else on
 
 
 def connect(address: str) -> None:
-    """Become a driver of the cluster. Raises `UserError` where none answers, or it does not want us."""
+    """Make this process a driver of the cluster. Raises `UserError` when no cluster answers or it refuses the token."""
     import ray
 
     if ray.is_initialized():
         return
-    named = "this machine" if address == HERE else address
-    if address != HERE:  # Ray itself tries for a minute
+    name = "this machine" if address == LOCAL_CLUSTER else address
+    if address != LOCAL_CLUSTER:  # Ray itself tries for a minute
         host, _, port = address.removeprefix("ray://").rpartition(":")
         if not host or not port.isdecimal():
             raise UserError(f"{VARIABLE}: found {address!r}, expected HOST:PORT or ray://HOST:PORT.")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
         except (OSError, OverflowError) as error:
-            raise UserError(f"no Ray cluster answers at {named}: {error}.", hint=_HINT) from None
+            raise UserError(f"no Ray cluster answers at {name}: {error}.", hint=_START_HINT) from None
     start = partial(ray.init, address=address, logging_level="ERROR", log_to_driver=False, configure_logging=False)
-    before: Any = signal.getsignal(signal.SIGTERM)
+    handler: Any = signal.getsignal(signal.SIGTERM)
     try:
         try:
             start()
-        except ConnectionAbortedError:  # the head starts a server for each client; a busy one's fails now and then
+        except ConnectionAbortedError:  # the head starts a server for each client; on a busy head that sometimes fails
             start()
     except ray.exceptions.AuthenticationError as error:
         raise UserError(
-            f"{named} asks for a token: {first_line(error)}",
+            f"{name} asks for a token: {first_line(error)}",
             hint="Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file with the cluster's token.",
         ) from None
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise UserError(f"no Ray cluster answers at {named}: {first_line(error)}", hint=_HINT) from None
-    finally:  # our handler of SIGTERM: Ray's exits at once, with the signal as the code
+        raise UserError(f"no Ray cluster answers at {name}: {first_line(error)}", hint=_START_HINT) from None
+    finally:  # restore our SIGTERM handler; Ray's exits at once
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, handler)
 
 
-def forget_secrets() -> None:
-    """In a worker: drop what the shell that started Ray had; a model's own code may run here."""
+def drop_secrets() -> None:
+    """Delete secret variables from a worker's environment: it has those of the shell that started Ray."""
     for name in list(os.environ):
-        # An address of a webhook is as good as a key.
+        # A webhook's address is as good as a key.
         if "WEBHOOK" in name or name not in child_environment({}, {name: ""}):
             del os.environ[name]
 
 
-CORES_A_SHARD = 8
-"""More would wait for each other: a file's hash takes its bytes in their order, about as fast as so many make them."""
-_ACCELERATOR = "accelerator_type:"
-_SHAPING = ("quantmint", "torch", "transformers", "tokenizers", "safetensors")
-_CODE = "quantmint's code"
-# That shape bytes on a node.
-_ROOMS = ("calibration", "pipeline/clusters/ray", "pipeline/quantize/engines", "pipeline/quantize/formats")
-_PROBE = ".quantmint-probe"
-_SAMPLES, _SAMPLE = 8, 4096  # places in a file, and bytes at each
-_ROOT = Path(__file__).parents[3]
-HINT = "Every node needs the same installation and the same folders, on a filesystem that they share."
-
-
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that can be given work; ``accelerator`` is Ray's name of its GPUs, empty where it has none."""
+    """A node with CPUs or GPUs; ``accelerator`` is Ray's name of its GPUs, empty without GPUs."""
 
     id: str
     name: str
@@ -132,26 +130,26 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What one task takes of a node: CPUs or a GPU; ``device`` is PyTorch's name of what it finds there."""
+class TaskResources:
+    """CPUs or one GPU that a task reserves; ``device`` is PyTorch's name of it inside the task."""
 
     device: Literal["cpu", "cuda"]
     cpus: int
     gpus: int
 
     def slots(self, node: Node) -> int:
-        """How many such tasks a node runs at a time."""
+        """Return how many such tasks the node runs at the same time."""
         return node.gpus // self.gpus if self.gpus else node.cpus // self.cpus
 
     def options(self) -> dict[str, Any]:
-        """Ray's options of a task."""
-        # A process of a GPU's task is not used again unless it is said so, and each loads PyTorch anew.
+        """Return the arguments of `ray.remote`."""
+        # max_calls=0: by default Ray ends a GPU worker after each task, and every new one imports PyTorch again.
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_calls": 0}
 
 
-def nodes_of(table: Iterable[Mapping[str, Any]]) -> tuple[Node, ...]:
-    """The nodes of `ray.nodes()` that are alive and have CPUs or GPUs, by name."""
-    found = []
+def parse_nodes(table: Iterable[Mapping[str, Any]]) -> tuple[Node, ...]:
+    """Return the nodes of `ray.nodes()` that are alive and have CPUs or GPUs, sorted by name."""
+    nodes = []
     for entry in table:
         resources = entry.get("Resources", {})
         node = Node(
@@ -162,86 +160,89 @@ def nodes_of(table: Iterable[Mapping[str, Any]]) -> tuple[Node, ...]:
             next((name.removeprefix(_ACCELERATOR) for name in resources if name.startswith(_ACCELERATOR)), ""),
         )
         if entry["Alive"] and (node.cpus or node.gpus):
-            found.append(node)
-    return tuple(sorted(found, key=lambda node: node.name))
+            nodes.append(node)
+    return tuple(sorted(nodes, key=lambda node: node.name))
 
 
-def ask_for(nodes: Sequence[Node], device: str, *, most_cores: int | None = None) -> Ask:
-    """What a task asks for where ``device`` is "auto" (GPUs where there are any), "cpu" or "cuda".
+def task_resources(nodes: Sequence[Node], device: str, *, max_cores: int | None = None) -> TaskResources:
+    """Return the resources of a task on ``device``: "auto" (a GPU if any node has one), "cpu" or "cuda".
 
-    On CPUs as many as the smallest node has, ``most_cores`` at most: a larger node runs several. Raises `UserError`
-    where no node has it.
+    A CPU task takes all cores of the smallest node, at most ``max_cores``; a larger node runs several. Raises
+    `UserError` when no node has such resources.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(
             f"--device: found {device!r} with --on, expected auto, cpu or cuda: Ray says which device a task gets."
         )
     if device != "cpu" and any(node.gpus for node in nodes):
-        return Ask("cuda", 0, 1)
+        return TaskResources("cuda", 0, 1)
     if device == "cuda":
         raise UserError("--device: found cuda, but no node of the cluster has told Ray of a GPU.")
     cores = [node.cpus for node in nodes if node.cpus]
     if not cores:
         raise UserError("the cluster has no node with CPUs to give.", hint="`ray status` shows what it has.")
-    return Ask("cpu", min(min(cores), most_cores or min(cores)), 0)
+    return TaskResources("cpu", min(min(cores), max_cores or min(cores)), 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What a node is: versions by name, digests of folders that are read, its processor, its free host memory.
+class NodeFacts:
+    """A node's library versions, folder digests (None for an absent folder), processor and free host memory in bytes.
 
-    ``unseen`` are folders in which it does not see what was written elsewhere.
+    ``unshared`` are folders in which the node does not see the probe file that another node wrote.
     """
 
     versions: Mapping[str, str]
     folders: Mapping[str, str | None]
-    unseen: tuple[str, ...]
+    unshared: tuple[str, ...]
     processor: str
     free: int
 
 
-def facts_here(folders: Sequence[Path], probes: Sequence[Path] = ()) -> Facts:
-    """What this machine is, with digests of ``folders``; ``probes`` are files that were written elsewhere."""
-    known = {str(folder): _digest(folder) for folder in folders}
-    unseen = tuple(str(probe.parent) for probe in probes if not probe.exists())
-    return Facts(versions_here(), known, unseen, cpu_name(Machine()), free_bytes("cpu"))
+def local_facts(folders: Sequence[Path], probes: Sequence[Path] = ()) -> NodeFacts:
+    """Return the facts of this machine, with digests of ``folders``; ``probes`` are files that another node wrote."""
+    digests = {str(folder): _digest(folder) for folder in folders}
+    unshared = tuple(str(probe.parent) for probe in probes if not probe.exists())
+    return NodeFacts(local_versions(), digests, unshared, cpu_name(Machine()), free_bytes("cpu"))
 
 
 @lru_cache(maxsize=1)
-def versions_here() -> Mapping[str, str]:
-    """Versions of what shapes bytes, by name; of our own code a digest, for a version has many commits."""
+def local_versions() -> Mapping[str, str]:
+    """Return the versions of what shapes bytes here, by name, with a digest of our own code."""
     digest = hashlib.sha256()
-    for room in _ROOMS:
-        for path in sorted((_ROOT / room).rglob("*.py")):
+    for folder in _CODE_FOLDERS:
+        for path in sorted((_ROOT / folder).rglob("*.py")):
             digest.update(path.relative_to(_ROOT).as_posix().encode() + path.read_bytes())
-    return {**versions(*_SHAPING), "Python": platform.python_version(), _CODE: digest.hexdigest()}
+    return {**versions(*_LIBRARIES), "Python": platform.python_version(), _CODE: digest.hexdigest()}
 
 
 def require_versions(
-    expected: Mapping[str, str], node: str | None = None, found: Mapping[str, str] | None = None
+    expected: Mapping[str, str], node: str | None = None, actual: Mapping[str, str] | None = None
 ) -> None:
-    """Raise `UserError` where a node (this one, unless it is named) differs, with what differs first."""
-    there = versions_here() if found is None else found
+    """Raise `UserError` naming the first difference of ``actual`` (default: this node's versions) from ``expected``."""
+    actual = local_versions() if actual is None else actual
     for name, version in expected.items():
-        if (other := there.get(name)) != version:
-            told = "is not what it is here" if name == _CODE else f"is {other} there and {version} here"
-            raise UserError(f"{node or socket.gethostname()}: {name} {told}: its bytes might be others.", hint=HINT)
+        if actual.get(name) != version:
+            difference = (
+                "is not what it is here" if name == _CODE else f"is {actual.get(name)} there and {version} here"
+            )
+            where = node or socket.gethostname()
+            raise UserError(f"{where}: {name} {difference}: its bytes might be others.", hint=SAME_NODES_HINT)
 
 
-def require_same(node: str, there: Facts, here: Facts) -> None:
-    """Raise `UserError` for a node that differs, with what differs first."""
+def require_same(node: str, there: NodeFacts, here: NodeFacts) -> None:
+    """Raise `UserError` naming the first difference of a node's facts from this machine's."""
     require_versions(here.versions, node, there.versions)
     for folder, digest in here.folders.items():
-        if (found := there.folders[folder]) != digest:
-            what = "is not there" if found is None else "holds other files there"
-            raise UserError(f"{node}: {folder} {what}.", hint=HINT)
-    for folder in there.unseen:
-        raise UserError(f"{node}: what is written to {folder} here is not seen there.", hint=HINT)
+        if there.folders[folder] != digest:
+            difference = "is not there" if there.folders[folder] is None else "holds other files there"
+            raise UserError(f"{node}: {folder} {difference}.", hint=SAME_NODES_HINT)
+    for folder in there.unshared:
+        raise UserError(f"{node}: what is written to {folder} here is not seen there.", hint=SAME_NODES_HINT)
 
 
 @contextmanager
-def probing(folders: Sequence[Path]) -> Iterator[list[Path]]:
-    """A new file in each folder, for the time of the block; named as a partial one, which no checkpoint has."""
+def probe_files(folders: Sequence[Path]) -> Iterator[list[Path]]:
+    """Create a new empty file in each folder and delete it after the block; its suffix keeps it out of checkpoints."""
     probes = [folder / f"{_PROBE}-{secrets.token_hex(8)}{PARTIAL_SUFFIX}" for folder in folders]
     try:
         for probe in probes:
@@ -253,6 +254,7 @@ def probing(folders: Sequence[Path]) -> Iterator[list[Path]]:
 
 
 def _digest(folder: Path) -> str | None:
+    """Return a SHA-256 over names, sizes and samples of the folder's files, or None when it cannot be read."""
     digest = hashlib.sha256()
     try:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
@@ -260,11 +262,11 @@ def _digest(folder: Path) -> str | None:
                 continue
             size = entry.stat().st_size
             digest.update(f"{entry.name} {size}\n".encode())
-            # Two models that were trained from one have the same names and sizes, and hardly a weight in common.
+            # Two fine-tunes of one model have equal names and sizes, and hardly a weight in common.
             with (folder / entry.name).open("rb", buffering=0) as stream:
-                for place in range(_SAMPLES):
-                    stream.seek(size * place // _SAMPLES)
-                    digest.update(stream.read(_SAMPLE))
+                for sample in range(_SAMPLES):
+                    stream.seek(size * sample // _SAMPLES)
+                    digest.update(stream.read(_SAMPLE_BYTES))
         digest.update((folder / "config.json").read_bytes())
     except OSError:
         return None

@@ -1,8 +1,7 @@
-"""The parts of a stage on the nodes of a Ray cluster: shards of a checkpoint, shares of the calibration batches.
+"""The parts of a stage as Ray tasks: shards of a checkpoint, shares of the calibration batches.
 
-Parts are plain tasks of Ray: it chooses the nodes, repeats what was lost with one, and tells what is finished. Files go
-by the filesystem that the nodes share, plans and results through Ray, which are small. What is committed is committed
-by this process: one manifest, in which a run without a cluster finds the same.
+Ray picks the nodes and repeats the tasks of a lost one. Files go through the filesystem that the nodes share, plans
+and results through Ray. This process alone commits, to the same manifest as a run without a cluster.
 """
 
 from __future__ import annotations
@@ -13,28 +12,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from quantmint.calibration.calibrate import Order, Share
+from quantmint.calibration.room import free_bytes
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.progress import Progress
-from quantmint.pipeline.clusters.ray import tasks
-from quantmint.pipeline.clusters.ray.nodes import (
-    CORES_A_SHARD,
-    Ask,
-    Facts,
-    Node,
-    address_of,
-    ask_for,
-    connect,
-    facts_here,
-    nodes_of,
-    probing,
-    require_same,
-    versions_here,
-)
-from quantmint.pipeline.clusters.ray.tasks import RETRIES, answers, results
+from quantmint.pipeline.clusters.ray import nodes, tasks
+from quantmint.pipeline.clusters.ray.nodes import Node, NodeFacts, TaskResources, local_versions
+from quantmint.pipeline.clusters.ray.tasks import answers, results
 from quantmint.pipeline.quantize.engines.stream.schedule import Order as WriteOrder
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.serving.running.launchers import Cluster
@@ -42,10 +30,13 @@ from quantmint.pipeline.store.disk import disk_errors
 
 
 @contextmanager
-def spread_over(
+def open_spread(
     on: str | None, recipe: Recipe, *, device: str, source: Path | None, store: Path, progress: Progress
 ) -> Iterator[RaySpread | None]:
-    """The cluster that ``--on`` names, its nodes alike; None for this process alone. `UserError` for what cannot be."""
+    """Connect to the cluster of ``--on`` for the block; None without ``--on``.
+
+    Raises `UserError` for an engine that runs in one process, and for nodes that differ from this machine.
+    """
     if on is None:
         yield None
         return
@@ -55,10 +46,10 @@ def spread_over(
             f"--on: found it with quantization.engine: {engine}, which works in one process, expected stream.",
             hint="`quantmint submit` runs a whole recipe on another machine.",
         )
-    spread = RaySpread(address_of(on, os.environ), device, progress)
+    spread = RaySpread(nodes.ray_address(on, os.environ), device, progress)
     try:
         root = store.absolute()
-        shared = next(place for place in (root, *root.parents) if place.is_dir())
+        shared = next(folder for folder in (root, *root.parents) if folder.is_dir())
         with disk_errors(shared):
             spread.require_same([] if source is None else [source], [shared])
         progress.say(f"spread over {len(spread.nodes)} nodes: {spread.hardware}")
@@ -68,99 +59,98 @@ def spread_over(
 
 
 class RaySpread:
-    """See `pipeline.stages.stage.Spread`. ``device`` is "auto", "cpu" or "cuda"."""
+    """A connected cluster, see `pipeline.stages.stage.Spread`. ``device`` is "auto", "cpu" or "cuda"."""
 
     def __init__(self, address: str, device: str, progress: Progress) -> None:
         self._address, self._device, self._progress = address, device, progress
-        self._alike: set[tuple[str, Path]] = set()
-        self._facts: dict[str, Facts] = {}
+        self._compared: set[tuple[str, Path]] = set()  # node id, folder
+        self._facts: dict[str, NodeFacts] = {}  # by node id
         self.nodes: tuple[Node, ...] = ()
-        self._look()
+        self._refresh()
 
     @property
     def hardware(self) -> str:
-        """What computes, for people."""
-        ask, found = self._ask(), Counter[str]()
+        """Processors or GPUs of the nodes, such as ``16 x AMD-Instinct-MI300X-OAM``."""
+        resources, counts = self._resources(), Counter[str]()
         for node in self.nodes:
-            if ask.slots(node):
-                kind = (node.accelerator or "GPU") if ask.gpus else self._facts[node.id].processor
-                found[kind] += node.gpus if ask.gpus else 1
-        return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in found.items())
+            if resources.slots(node):
+                kind = (node.accelerator or "GPU") if resources.gpus else self._facts[node.id].processor
+                counts[kind] += node.gpus if resources.gpus else 1
+        return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in counts.items())
 
     def require_same(self, folders: Sequence[Path], written: Sequence[Path] = ()) -> None:
-        """Raise `UserError` for a node with other versions or ``folders``, or whose ``written`` is not seen here."""
-        self._look()
+        """Raise `UserError` for a node with other versions or ``folders``, or one that does not share ``written``."""
+        self._refresh()
         folders = [folder.resolve() for folder in folders]
-        new = [n for n in self.nodes if n.id not in self._facts or any((n.id, f) not in self._alike for f in folders)]
+        pairs = {node.id: {(node.id, folder) for folder in folders} for node in self.nodes}
+        new = [node for node in self.nodes if node.id not in self._facts or pairs[node.id] - self._compared]
         if not new:
             return
-        gone = {node.id for node in new}
-        here = facts_here(folders)
-        with probing([folder.resolve() for folder in written]) as probes:
-            asked = {_on(node, tasks.facts, Ask("cpu", 0, 0)).remote(folders, probes): node for node in new}
-            for node, there in answers(asked):
-                require_same(node.name, there, here)
-                gone.discard(node.id)
+        here = nodes.local_facts(folders)
+        with nodes.probe_files([folder.resolve() for folder in written]) as probes:
+            resources = TaskResources("cpu", 0, 0)
+            for node, there in answers(_ask(new, resources, nodes.local_facts, folders, probes)):
+                nodes.require_same(node.name, there, here)
+                new.remove(node)
                 self._facts[node.id] = there
-                self._alike |= {(node.id, folder) for folder in folders}
-        # A node that has just gone is in Ray's table for a while.
-        self.nodes = tuple(node for node in self.nodes if node.id not in gone)
-        self._ask()
+                self._compared |= pairs[node.id]
+        # Ray lists a node for a while after it is gone.
+        self.nodes = tuple(node for node in self.nodes if node not in new)
+        self._resources()
 
     def write_shards(self, order: WriteOrder) -> dict[str, float]:
-        """See `pipeline.quantize.engines.stream.schedule.write_shards`; a file a task, the largest first."""
-        began = time.perf_counter()
+        """Write the shards, one task each, the largest first; see `engines.stream.schedule.write_shards`."""
+        start = time.perf_counter()
         seconds: dict[str, float] = defaultdict(float, written=0.0)
         if not order.plans:
             return seconds
         source, destination = order.source.resolve(), order.destination.resolve()
         self.require_same([source], [destination])
-        ask = self._ask(most_cores=CORES_A_SHARD)
-        make = _remote(tasks.write_shard, ask)
-        cores = ask.cpus or None
-        left = {
-            make.remote(plan, order.scalars(plan), source, destination, ask.device, cores, versions_here()): plan
+        resources = self._resources(max_cores=nodes.CORES_PER_SHARD)
+        write = _remote(tasks.write_shard, resources, local_versions())
+        pending = {
+            write(plan, order.scalars(plan), (source, destination), resources): plan
             for plan in sorted(order.plans, key=lambda plan: -plan.read_bytes)
         }
-        for plan, (shard, name, spent) in results(left, ask, self._progress.warn):
+        for plan, (shard, name, spent) in results(pending, resources, self._progress.warn):
             flush = time.perf_counter()
             if not (destination / name).exists():
                 raise StageError(f"{destination / name} was written by a node of the cluster, but is not there.")
             order.commit(shard, destination / name)
             order.advance(plan.read_bytes)
-            for kind, each in spent.items():
-                seconds[kind] += each
+            for kind, duration in spent.items():
+                seconds[kind] += duration
             seconds["flush"] += time.perf_counter() - flush
-        seconds["written"] = time.perf_counter() - began
+        seconds["written"] = time.perf_counter() - start
         return seconds
 
-    def places(self, folder: Path) -> Places:
-        """Where shares of the batches are measured, for a model in ``folder``: one a GPU, or one a node."""
+    def places(self, folder: Path) -> RayWorkers:
+        """Return the GPUs, or without GPUs the nodes, that measure calibration shares of the model in ``folder``."""
         self.require_same([folder])
-        ask = self._ask()
-        if ask.gpus:
-            asked = {_on(node, tasks.free, ask).remote(ask.device): node for node in self.nodes if node.gpus}
-            free = {node.id: found for node, found in answers(asked)}
-        else:
-            free = {node.id: self._facts[node.id].free for node in self.nodes}
-        each = {
-            f"{node.name} {turn}" if ask.slots(node) > 1 else node.name: free[node.id] // (1 if ask.gpus else slots)
-            for node in self.nodes
-            if node.id in free and (slots := ask.slots(node))
-            for turn in range(slots)
+        resources = self._resources()
+        free = {node.id: self._facts[node.id].free for node in self.nodes if resources.slots(node)}
+        host_memory = min(free.values(), default=0)
+        if resources.gpus:
+            gpu_nodes = [node for node in self.nodes if node.gpus]
+            questions = _ask(gpu_nodes, resources, free_bytes, resources.device)
+            free = {node.id: memory for node, memory in answers(questions)}
+        slots = {node: resources.slots(node) for node in self.nodes if node.id in free}
+        workers = {
+            f"{node.name} {slot}" if count > 1 else node.name: free[node.id] // (1 if resources.gpus else count)
+            for node, count in slots.items()
+            for slot in range(count)
         }
-        together = max((ask.slots(node) for node in self.nodes if node.id in free), default=1)
-        states = min((self._facts[number].free for number in free), default=0) // 4 // max(together, 1)
-        return Places(each, ask, self._progress, together, states)
+        together = max(slots.values(), default=1)
+        return RayWorkers(workers, resources, self._progress, together, host_memory // 4 // together)
 
     def release(self) -> None:
-        """Leave: the cluster ends the processes that hold GPUs and memory for us; what comes next connects again."""
+        """Disconnect: the cluster ends our worker processes and frees their memory. A later call connects again."""
         import ray
 
         ray.shutdown()
 
     def cluster(self) -> Cluster:
-        """See `pipeline.stages.stage.Spread`; `UserError` where this process is on none of the cluster's nodes."""
+        """Return the cluster to serve on; `UserError` when this process is on none of its nodes."""
         import ray
 
         if self._address.startswith("ray://"):
@@ -168,57 +158,67 @@ class RaySpread:
                 f"--on: found {self._address}, through which no server is started, expected to be on a node.",
                 hint="Start the run on a node of the cluster, with `--on ray`, or by `quantmint submit --ray`.",
             )
-        connect(self._address)
+        nodes.connect(self._address)
         context = ray.get_runtime_context()
         return Cluster(str(context.gcs_address), str(ray.util.get_node_ip_address()))
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         import ray
 
-        connect(self._address)
-        self.nodes = nodes_of(ray.nodes())
-        self._ask()
+        nodes.connect(self._address)
+        self.nodes = nodes.parse_nodes(ray.nodes())
+        self._resources()
 
-    def _ask(self, *, most_cores: int | None = None) -> Ask:
-        return ask_for(self.nodes, self._device, most_cores=most_cores)
+    def _resources(self, *, max_cores: int | None = None) -> TaskResources:
+        return nodes.task_resources(self.nodes, self._device, max_cores=max_cores)
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """See `calibration.calibrate.Places`.
+class RayWorkers:
+    """The slots for calibration shares with their free bytes, see `calibration.calibrate.Places`.
 
-    ``together`` is how many shares a node measures at a time at the most, and ``states`` the bytes of host memory that
-    the hidden states of each may take where nobody says.
+    ``together`` is the largest number of slots on one node. ``states`` is the default limit, in bytes of host memory,
+    of one share's hidden states.
     """
 
     free: Mapping[str, int]
-    ask: Ask
+    resources: TaskResources
     progress: Progress
     together: int = 1
     states: int = 0
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """See `calibration.calibrate.Places`."""
-        return self.ask.device
+        """PyTorch's name of each slot's device."""
+        return self.resources.device
 
     def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
-        """A task a share, and as many at a time as Ray finds room for."""
-        asked = order.activation_bytes
-        order = replace(order, activation_bytes=self.states if asked is None else asked // self.together)
-        task = _remote(tasks.measure, self.ask)
-        left = {task.remote(order, share, self.ask.device, versions_here()): share for share in shares}
-        for share, _ in results(left, self.ask, self.progress.warn):
+        """Measure each share in a task of its own; yield the shares as they finish."""
+        limit = order.activation_bytes
+        order = replace(order, activation_bytes=self.states if limit is None else limit // self.together)
+        measure = _remote(tasks.measure, self.resources, local_versions())
+        pending = {measure(order, share, self.resources.device): share for share in shares}
+        for share, _ in results(pending, self.resources, self.progress.warn):
             yield share
 
 
-def _remote(function: Callable[..., Any], ask: Ask, strategy: Any = "SPREAD") -> Any:
+def _remote(
+    function: Callable[..., Any],
+    resources: TaskResources,
+    versions: Mapping[str, str] | None = None,
+    strategy: Any = "SPREAD",
+) -> Callable[..., Any]:
+    """Return a function that starts ``function`` as a task and returns Ray's reference, see `tasks.run`."""
     import ray
 
-    return ray.remote(max_retries=RETRIES, scheduling_strategy=strategy, **ask.options())(function)
+    options = {"name": function.__name__, "max_retries": tasks.RETRIES, "scheduling_strategy": strategy}
+    return partial(ray.remote(**options, **resources.options())(tasks.run).remote, function, versions)
 
 
-def _on(node: Node, function: Callable[..., Any], ask: Ask) -> Any:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+def _ask(
+    on: Sequence[Node], resources: TaskResources, function: Callable[..., Any], *arguments: Any
+) -> dict[Any, Node]:
+    """Start ``function`` on each node; return the nodes by Ray's references."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as Affinity
 
-    return _remote(function, ask, NodeAffinitySchedulingStrategy(node.id, soft=False))
+    return {_remote(function, resources, None, Affinity(node.id, soft=False))(*arguments): node for node in on}

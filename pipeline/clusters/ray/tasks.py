@@ -1,15 +1,14 @@
-"""Tasks: what runs on a node, and their results here as they come, with nothing left running where one ends a stage.
+"""Functions that run on a node, and generators of their results here that cancel what is left when a stage ends.
 
-What runs on a node are plain functions, imported there from the same installation. One may run twice at a time for the
-same part, where its first process was taken for lost and still works: each writes under a name of its own, and whoever
-asked takes one of them.
+A function is imported on the node from the same installation. Ray may run the same task twice when it wrongly takes
+the first process for lost. So each run writes to a file name of its own, and the driver commits one of them.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,176 +17,157 @@ from quantmint.calibration.calibrate import Order as ShareOrder
 from quantmint.calibration.calibrate import Share, measure_share
 from quantmint.calibration.durable import fsync
 from quantmint.calibration.lazy import torch
-from quantmint.calibration.room import free_bytes
 from quantmint.pipeline.base.errors import QuantmintError, StageError, UserError, first_line, last_line
-from quantmint.pipeline.clusters.ray.nodes import (
-    HINT,
-    Ask,
-    Facts,
-    Node,
-    facts_here,
-    forget_secrets,
-    nodes_of,
-    require_versions,
-)
+from quantmint.pipeline.clusters.ray import nodes
+from quantmint.pipeline.clusters.ray.nodes import Node, TaskResources
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
 from quantmint.pipeline.quantize.engines.stream.schedule import Order, write_shards
 from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
 
 T = TypeVar("T")
 RETRIES = 3
-"""How often Ray does a task again whose process or node was lost: its own default."""
-_LOOK_S = 2.0
-_LOGS = "The logs of Ray on its nodes say why; the same command goes on with what is missing."
+"""Repetitions of a task whose process or node was lost; Ray's own default."""
+_POLL_S = 2.0
+_RESUME = "The same command goes on with what is missing."
 
 
-def facts(folders: Sequence[Path], probes: Sequence[Path]) -> Facts:
-    """See `nodes`."""
-    forget_secrets()
-    return facts_here(folders, probes)
+def run(function: Callable[..., T], versions: Mapping[str, str] | None, *arguments: Any) -> T:
+    """Call ``function`` on a node, without the secrets of the shell that started Ray.
 
-
-def free(device: str) -> int:
-    """Bytes that are free on the device that this task was given."""
-    forget_secrets()
-    return free_bytes(device)
+    ``versions`` are the driver's, and None while nodes are compared: a node may have joined after that. Raises
+    `UserError` when its own differ.
+    """
+    nodes.drop_secrets()
+    if versions is not None:
+        nodes.require_versions(versions)
+    return function(*arguments)
 
 
 def write_shard(
     plan: ShardPlan,
     scales: Mapping[str, torch.Tensor],
-    source: Path,
-    destination: Path,
-    device: str,
-    cores: int | None,
-    versions: Mapping[str, str],
+    folders: tuple[Path, Path],
+    resources: TaskResources,
 ) -> tuple[WrittenShard, str, Mapping[str, float]]:
-    """Make one file; its facts, the name that it has in ``destination`` until it is committed, and seconds by kind.
+    """Write one file of the checkpoint; return its record, its uncommitted name, and seconds by kind.
 
-    ``versions`` are those of whoever asks: this node may have joined after the others were asked. The file is on the
-    disk for good: only this machine's page cache knows what is not. Raises what `write_shards` does.
+    ``folders`` are the source and the destination. The file is fsynced, because only this node's page cache holds it.
+    Raises the errors of `write_shards`.
     """
-    forget_secrets()
-    require_versions(versions)
-    began, made = time.perf_counter(), []
+    start, written = time.perf_counter(), []
+    source, destination = folders
 
     def commit(shard: WrittenShard, path: Path) -> None:
         fsync(destination)
-        made.append((shard, path.name))
+        written.append((shard, path.name))
 
     suffix = f".{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
     order = Order([plan], source, destination, lambda _: scales, lambda _: None, commit)
-    seconds = write_shards(order, [device], cores=cores, suffix=suffix)
-    (shard, name) = made[0]
-    return shard, name, {**seconds, "task": time.perf_counter() - began}
+    seconds = write_shards(order, [resources.device], cores=resources.cpus or None, suffix=suffix)
+    ((shard, name),) = written
+    return shard, name, {**seconds, "task": time.perf_counter() - start}
 
 
-def measure(order: ShareOrder, share: Share, device: str, versions: Mapping[str, str]) -> None:
+def measure(order: ShareOrder, share: Share, device: str) -> None:
     """Measure a share of the calibration batches, see `calibration.calibrate.measure_share`."""
-    forget_secrets()
-    require_versions(versions)
     if device == "cpu":
-        torch.set_num_threads(order.threads)  # those of the process that asks, so that the bits are its own
+        torch.set_num_threads(order.threads)  # as many as the driver has: the last bit of a sum depends on it
     measure_share(order, share, device)
 
 
-def results(tasks: Mapping[Any, T], ask: Ask, say: Callable[[str], None]) -> Iterator[tuple[T, Any]]:
-    """What each task returns with what it was for, as they finish; what raises, or no node left, ends the others."""
+def results(tasks: Mapping[Any, T], resources: TaskResources, warn: Callable[[str], None]) -> Iterator[tuple[T, Any]]:
+    """Yield each task's value of ``tasks`` with its result, in the order in which they finish.
+
+    Cancels the remaining tasks when one raises, when no node is left, and when the caller stops. Raises the task's own
+    error, or `StageError` for a lost cluster. ``warn`` hears of lost nodes.
+    """
     import ray
 
-    left = dict(tasks)
+    pending = dict(tasks)
     try:
-        with connected():
-            known = {node.id: node.name for node in nodes_of(ray.nodes())}
-            while left:
+        with _cluster_errors():
+            names = {node.id: node.name for node in nodes.parse_nodes(ray.nodes())}
+            while pending:
                 _require_connection()
-                ready = ray.wait(list(left), timeout=_LOOK_S)[0]
+                ready = ray.wait(list(pending), timeout=_POLL_S)[0]
                 for reference in ready:
-                    what = left.pop(reference)
+                    part = pending.pop(reference)
                     try:
-                        made = ray.get(reference)
+                        result = ray.get(reference)
                     except ray.exceptions.RayTaskError as error:
                         raise error.cause from None
-                    yield what, made
+                    yield part, result
                 if not ready:
-                    known = _told_of_losses(known, ask, say)
+                    names = _warn_of_losses(names, resources, warn)
     finally:
-        with suppress(*_lost()):
-            for reference in left if ray.is_initialized() else ():  # Ray would start a cluster here to end them
+        with suppress(*_connection_errors()):
+            for reference in pending if ray.is_initialized() else ():  # else Ray would start a cluster to cancel them
                 ray.cancel(reference, force=True)
 
 
 def answers(questions: Mapping[Any, Node]) -> Iterator[tuple[Node, Any]]:
-    """What each node that is not gone answers; raises what it raised, `UserError` where nothing of ours runs."""
+    """Yield each node of ``questions`` with its task's result, leaving out nodes that are gone.
+
+    Raises the task's own `QuantmintError`, and `UserError` for a node on which quantmint does not run.
+    """
     import ray
 
     gone = (ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
-    with connected():
+    with _cluster_errors():
         for reference, node in questions.items():
             _require_connection()
-            try:
-                answer = ray.get(reference)
-            except gone:
-                continue
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, QuantmintError):
-                    raise error.cause from None
-                raise UserError(
-                    f"{node.name}: quantmint does not run there: {last_line(error.cause)}", hint=HINT
-                ) from None
-            yield node, answer
+            with suppress(*gone):
+                try:
+                    answer = ray.get(reference)
+                except ray.exceptions.RayTaskError as error:
+                    if isinstance(error.cause, QuantmintError):
+                        raise error.cause from None
+                    message = f"{node.name}: quantmint does not run there: {last_line(error.cause)}"
+                    raise UserError(message, hint=nodes.SAME_NODES_HINT) from None
+                yield node, answer
 
 
 @contextmanager
-def connected() -> Iterator[None]:
-    """Word as `StageError` that the cluster was lost in the block, or gave up."""
+def _cluster_errors() -> Iterator[None]:
+    """Raise Ray's errors as `StageError`, a lost connection as a transient one."""
     import ray
 
     try:
         yield
-    except _lost() as error:
-        raise StageError(
-            f"the connection to the Ray cluster broke: {first_line(error)}",
-            hint="The same command goes on with what is missing.",
-            transient=True,
-        ) from error
+    except _connection_errors() as error:
+        message = f"the connection to the Ray cluster broke: {first_line(error)}"
+        raise StageError(message, hint=_RESUME, transient=True) from error
     except ray.exceptions.RayError as error:
-        raise StageError(f"the Ray cluster gave up a part: {first_line(error)}", hint=_LOGS) from error
+        message = f"the Ray cluster gave up a part: {first_line(error)}"
+        raise StageError(message, hint=f"The logs of Ray on its nodes say why. {_RESUME}") from error
 
 
-def _lost() -> tuple[type[Exception], ...]:
-    """What Ray raises where the head is gone, or the node that we are on; its client raises some of gRPC's as well."""
-    import grpc
-    from ray import exceptions
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of Ray for a lost head or own node; its client also raises gRPC's."""
+    from grpc import RpcError
+    from ray import exceptions as ray
 
-    return (
-        ConnectionError,
-        grpc.RpcError,
-        exceptions.RpcError,
-        exceptions.RaySystemError,
-        exceptions.LocalRayletDiedError,
-    )
+    return (ConnectionError, RpcError, ray.RpcError, ray.RaySystemError, ray.LocalRayletDiedError)
 
 
 def _require_connection() -> None:
+    """Raise ConnectionError for a closed connection: any call would make Ray start a cluster on this machine."""
     import ray
 
-    if not ray.is_initialized():  # Ray would start a cluster here to ask it
+    if not ray.is_initialized():
         raise ConnectionError("it was closed")
 
 
-def _told_of_losses(known: Mapping[str, str], ask: Ask, say: Callable[[str], None]) -> dict[str, str]:
+def _warn_of_losses(names: Mapping[str, str], resources: TaskResources, warn: Callable[[str], None]) -> dict[str, str]:
+    """Warn of nodes that left, return the names that are there; `StageError` when none has the resources."""
     import ray
 
-    nodes = nodes_of(ray.nodes())
-    alive = {node.id: node.name for node in nodes}
-    for number, name in known.items():
-        if number not in alive:
-            say(f"lost: {name}; what it was at is done again elsewhere")
-    if not any(ask.slots(node) for node in nodes):
-        raise StageError(
-            "no node of the Ray cluster is left to work on.",
-            hint="When there is one again, the same command goes on with what is missing.",
-            transient=True,
-        )
+    there = nodes.parse_nodes(ray.nodes())
+    alive = {node.id: node.name for node in there}
+    for identifier, name in names.items():
+        if identifier not in alive:
+            warn(f"lost: {name}; what it was at is done again elsewhere")
+    if not any(resources.slots(node) for node in there):
+        message = "no node of the Ray cluster is left to work on."
+        raise StageError(message, hint=f"Wait for one. {_RESUME}", transient=True)
     return alive

@@ -1,4 +1,4 @@
-"""Kubernetes as a place, through its own client and the user's kubeconfig."""
+"""Kubernetes, through its own client and the user's kubeconfig."""
 
 from __future__ import annotations
 
@@ -12,85 +12,92 @@ import yaml
 
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.transience import is_transient, is_transient_status
-from quantmint.pipeline.clusters.submit.place import BROKEN, Log, State, Submitted, Task, require_job
-from quantmint.pipeline.clusters.submit.pod import CONTAINER, Pod, manifest
+from quantmint.pipeline.clusters.submit.job import (
+    BROKEN,
+    JobRequest,
+    JobState,
+    LogTail,
+    SubmittedJob,
+    require_job_id,
+)
+from quantmint.pipeline.clusters.submit.pod import CONTAINER, Pod, job_manifest
 from quantmint.pipeline.serving.render.manifest import dump
 
 _TIMEOUT_S = 60
 _NO_LOG = (400, 404)
-"""What is said of the log of a container that does not run yet, and of a pod that was evicted with it."""
-_NAME = (r"[a-z0-9][-a-z0-9.]*", "the name that Kubernetes gave it")
-_STARTED = ("Running", "Succeeded", "Failed")
+"""Statuses for the log of a container that does not run yet, and of an evicted pod."""
+_JOB_ID = (r"[a-z0-9][-a-z0-9.]*", "the name that Kubernetes gave it")
 
 
 class Kubernetes:
-    """A namespace, None the context's; ``pod`` is what a run gets, None to ask for jobs that are there."""
+    """A namespace (None: the context's). ``pod`` is the pod of submitted runs, None to ask for existing jobs."""
 
     def __init__(self, pod: Pod | None, *, namespace: str | None = None) -> None:
         self._pod = pod
         self._namespace = namespace
-        self._logs: defaultdict[str, Log] = defaultdict(Log)  # by pod
+        self._logs: defaultdict[str, LogTail] = defaultdict(LogTail)  # by pod
 
-    def text(self, task: Task) -> str:
-        """The manifest, for `kubectl create -f -` as well."""
-        return dump(self._manifest(task))
+    def describe(self, request: JobRequest) -> str:
+        """Return the manifest, which `kubectl create -f -` takes as well. Raises `UserError` without an image."""
+        return dump(self._manifest(request))
 
-    def check(self, task: Task) -> str | None:
-        """Why the API server could not say whether it takes the Job, or None; UserError where it would not."""
-        self._manifest(task)
+    def check(self, request: JobRequest) -> str | None:
+        """Let the API server validate the Job; return why it could not. Raises `UserError` for a refused Job."""
+        self._manifest(request)
         try:
             self._connect()
         except UserError as error:
             return error.message
         try:
-            self._create(task, dry_run="All")
+            self._create(request, dry_run="All")
         except StageError as error:
             return error.message
         return None
 
-    def submit(self, task: Task) -> Submitted:
-        """Create the Job. A field that the API does not know is refused: left out, it would look as if it counted."""
-        name = str(self._create(task).metadata.name)
-        return Submitted(name, f"kubectl logs --namespace {self._connect()[2]} --follow job/{name}")
+    def submit(self, request: JobRequest) -> SubmittedJob:
+        """Create the Job. The API server refuses unknown fields, which it would otherwise silently drop."""
+        name = str(self._create(request).metadata.name)
+        return SubmittedJob(name, f"kubectl logs --namespace {self._connect()[2]} --follow job/{name}")
 
-    def state(self, identifier: str) -> State:
-        """The Job's condition; of one that ended, the exit code of the pod that decided it."""
-        require_job(identifier, *_NAME)  # no name at all is every Job of the namespace
+    def state(self, identifier: str) -> JobState:
+        """Return the Job's condition, and the exit code of its last pod once it failed."""
+        require_job_id(identifier, *_JOB_ID)  # the API takes an empty name for every Job of the namespace
         jobs, _, namespace = self._connect()
-        job = _told(jobs.read_namespaced_job, identifier, namespace)
+        job = _call(jobs.read_namespaced_job, identifier, namespace)
         for condition in (item for item in job.status.conditions or () if item.status == "True"):
             if condition.type == "Complete":
-                return State("Complete", 0)
+                return JobState("Complete", 0)
             if condition.type == "Failed":
-                code = _exit_code(self._pods(identifier))
-                return State(f"Failed ({condition.reason})" if condition.reason else "Failed", code)
+                status = f"Failed ({condition.reason})" if condition.reason else "Failed"
+                return JobState(status, _exit_code(self._pods(identifier)))
         if job.spec.suspend:
-            return State("Suspended", waits="Suspended")
+            return JobState("Suspended", waits="Suspended")
         if job.status.active and job.status.ready != 0:
-            return State("Running")
+            return JobState("Running")
         pods = self._pods(identifier)
-        return State("Pending", waits=_waits(pods[-1]) if pods else "no pod is made for it yet")
+        return JobState("Pending", waits=_pending_reason(pods[-1]) if pods else "no pod is made for it yet")
 
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
-        """The logs of its pods, one after the other as they are tried."""
+        """Call ``show`` with the growth of the logs of the Job's pods, one pod after the other."""
         for pod in self._pods(identifier):
-            if pod.status.phase in _STARTED:
-                show(self._logs[str(pod.metadata.uid)].new(self._log(pod.metadata.name)))
+            if pod.status.phase in ("Running", "Succeeded", "Failed"):
+                show(self._logs[str(pod.metadata.uid)].growth(self._log(pod.metadata.name)))
 
-    def _manifest(self, task: Task) -> dict[str, Any]:
+    def _manifest(self, request: JobRequest) -> dict[str, Any]:
         if self._pod is None:
             raise UserError("--image is missing: a pod runs an image", hint="Best by its digest: NAME@sha256:...")
-        body = manifest(task, self._pod)
+        body = job_manifest(request, self._pod)
         if self._namespace is not None:
             body["metadata"]["namespace"] = self._namespace
         return body
 
-    def _create(self, task: Task, **how: str) -> Any:
-        body = self._manifest(task)
+    def _create(self, request: JobRequest, **options: str) -> Any:
+        body = self._manifest(request)
         jobs, _, namespace = self._connect()
-        return _told(jobs.create_namespaced_job, namespace, body, field_validation="Strict", **how)
+        return _call(jobs.create_namespaced_job, namespace, body, field_validation="Strict", **options)
 
     def _connect(self) -> tuple[Any, Any, str]:
+        """Return clients for Jobs and for pods, and the namespace. Raises `UserError` without a usable kubeconfig."""
         from kubernetes import client, config
         from kubernetes.config.config_exception import ConfigException
 
@@ -99,34 +106,33 @@ class Kubernetes:
             config.load_kube_config(client_configuration=settings)
             _, active = config.list_kube_config_contexts()
             namespace = active["context"].get("namespace")
-        except (ConfigException, OSError, yaml.YAMLError) as error:  # OSError: a program that it names for credentials
-            raise UserError(
-                f"found no way to a cluster: {error}", hint="KUBECONFIG or ~/.kube/config says where one is."
-            ) from error
+        except (ConfigException, OSError, yaml.YAMLError) as error:  # OSError: of its program for credentials
+            hint = "KUBECONFIG or ~/.kube/config says where one is."
+            raise UserError(f"found no way to a cluster: {error}", hint=hint) from error
         api = client.ApiClient(settings)
         return client.BatchV1Api(api), client.CoreV1Api(api), self._namespace or namespace or "default"
 
     def _pods(self, job: str) -> list[Any]:
-        """The oldest first."""
+        """Return the Job's pods, the oldest first."""
         _, pods, namespace = self._connect()
-        found = _told(pods.list_namespaced_pod, namespace, label_selector=f"job-name={job}")
-        return sorted(found.items, key=lambda pod: pod.metadata.creation_timestamp)
+        items = _call(pods.list_namespaced_pod, namespace, label_selector=f"job-name={job}").items
+        return sorted(items, key=lambda pod: pod.metadata.creation_timestamp)
 
     def _log(self, name: str) -> str:
-        """A pod's log; why there is none, where its reader may follow jobs and read no logs."""
+        """Return a pod's log; without the right to read logs, a line that says so: the job is followed all the same."""
         _, pods, namespace = self._connect()
         try:
-            answer = _told(pods.read_namespaced_pod_log, name, namespace, container=CONTAINER, _preload_content=False)
+            answer = _call(pods.read_namespaced_pod_log, name, namespace, container=CONTAINER, _preload_content=False)
         except UserError as error:
             if getattr(error.__cause__, "status", None) in _NO_LOG:
                 return ""
             return f"no log of {name} is shown: {error.message}\n"
-        with answer, _answers():
+        with answer, _api_errors():
             return str(answer.read().decode("utf-8", "replace"))
 
 
-def _waits(pod: Any) -> str | None:
-    """What a V1Pod that does not run yet says of itself; None where it says nothing."""
+def _pending_reason(pod: Any) -> str | None:
+    """Return why a V1Pod is pending, from its scheduling condition or its containers; None if it does not say."""
     if pod.status.phase != "Pending":
         return None
     for condition in pod.status.conditions or ():
@@ -139,21 +145,22 @@ def _waits(pod: Any) -> str | None:
 
 
 def _exit_code(pods: list[Any]) -> int:
-    """Of the container that ran last; one that was ended from outside, or is gone, has none."""
+    """Return the last pod's exit code; `BROKEN` for a pod that is gone or was ended from outside."""
     for status in (pods[-1].status.container_statuses or ()) if pods else ():
-        ended = status.state.terminated
-        if status.name == CONTAINER and ended is not None and ended.exit_code:
-            return int(ended.exit_code)
+        end = status.state.terminated
+        if status.name == CONTAINER and end is not None and end.exit_code:
+            return int(end.exit_code)
     return BROKEN
 
 
-def _told(method: Callable[..., Any], *words: Any, **given: Any) -> Any:
-    with _answers():
-        return method(*words, _request_timeout=_TIMEOUT_S, **given)
+def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    with _api_errors():
+        return method(*arguments, _request_timeout=_TIMEOUT_S, **options)
 
 
 @contextmanager
-def _answers() -> Iterator[None]:
+def _api_errors() -> Iterator[None]:
+    """Raise the client's errors as a transient `StageError`, or as `UserError` for a refusal."""
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -161,12 +168,12 @@ def _answers() -> Iterator[None]:
         yield
     except ApiException as error:
         try:
-            said = str(json.loads(error.body)["message"])
+            message = str(json.loads(error.body)["message"])
         except (TypeError, ValueError, KeyError):
-            said = str(error.reason)
+            message = str(error.reason)
         if error.status is None or is_transient_status(error.status):
-            raise StageError(f"the Kubernetes API answered {error.status}: {said}", transient=True) from error
-        raise UserError(f"the Kubernetes API refused ({error.status}): {said}") from error
+            raise StageError(f"the Kubernetes API answered {error.status}: {message}", transient=True) from error
+        raise UserError(f"the Kubernetes API refused ({error.status}): {message}") from error
     except HTTPError as error:
-        why = getattr(error, "reason", None) or error
-        raise StageError(f"the Kubernetes API cannot be reached: {why}", transient=is_transient(error)) from error
+        reason = getattr(error, "reason", None) or error
+        raise StageError(f"the Kubernetes API cannot be reached: {reason}", transient=is_transient(error)) from error

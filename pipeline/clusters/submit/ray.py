@@ -1,7 +1,7 @@
-"""A Ray cluster as a place: Ray Jobs, through the client that speaks to the head's dashboard.
+"""Ray Jobs, through the client of the head's dashboard.
 
-Ray keeps a job's environment where everyone who sees the dashboard reads it, so nothing of ours goes along: tokens are
-what the cluster's nodes have. The entry point is a line for a shell, made of quoted words.
+Everyone who sees the dashboard reads a job's environment. So no token is sent: the cluster's nodes have their own. The
+entry point is a shell line of quoted words.
 """
 
 from __future__ import annotations
@@ -19,60 +19,48 @@ from typing import Any
 
 from quantmint.pipeline.base.errors import QuantmintError, StageError, UserError
 from quantmint.pipeline.base.transience import is_transient
-from quantmint.pipeline.clusters.submit.place import (
-    BROKEN,
-    Log,
-    State,
-    Submitted,
-    Task,
-    follow,
-    program_here,
-    require_job,
-    require_no_secret,
-    require_plain,
-)
+from quantmint.pipeline.clusters.submit import job
+from quantmint.pipeline.clusters.submit.job import BROKEN, JobRequest, JobState, LogTail, SubmittedJob
 
-_ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
-_UNPLACED = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
-_LOST = {"JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE"}
-_THEIRS = re.compile(r"status code 5\d\d")
+_NO_ROOM = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
+_NODE_LOST = {"JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE"}
 _TIMEOUT_S = 60.0
-_CLIENTS = ("ray", "requests")  # which the client's errors are of, besides
-_INSTEAD = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which the client takes, whatever address it is given
-# Ray kills 3 s after SIGTERM otherwise, and a server needs longer to let go of its GPUs.
-_GRACE = {"RAY_JOB_STOP_WAIT_TIME_S": "20"}
-_TAIL = 1 << 20  # characters of a log, of which the run's own object is the last
+_ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+"""Variables that Ray's client prefers to its argument."""
+_STOP_WAIT = {"RAY_JOB_STOP_WAIT_TIME_S": "20"}
+"""Seconds from SIGTERM to SIGKILL: in Ray's default of 3 s a server does not release its GPUs."""
+_LOG_END = 1 << 20  # characters, of which the run's JSON object is the last
 
 
-def description(task: Task, folder: Path, variables: Mapping[str, str] = {}) -> dict[str, Any]:
-    """Arguments of `JobSubmissionClient.submit_job`; the run starts in ``folder``, which the nodes share.
+def description(request: JobRequest, folder: Path, variables: Mapping[str, str] = {}) -> dict[str, Any]:
+    """Return the arguments of `JobSubmissionClient.submit_job`; the run starts in ``folder``, which the nodes share.
 
-    On one node the run itself holds the GPUs, or a core where it needs none: Ray begins what asks for nothing at once,
-    on its head. On several the run is spread by Ray, and holds none.
+    On one node the entry point reserves the run's GPUs, or a core: Ray starts an entry point without resources at once
+    on the head. On several nodes the run reserves its own. Raises `UserError` for secrets and for a time limit.
     """
-    require_plain("the working folder", str(folder))
+    job.require_printable("the working folder", str(folder))
     for name in variables:
-        require_no_secret("--env", name, "Set it where the nodes of the cluster get their environment from.")
-    if task.seconds is not None:
+        job.refuse_secret("--env", name, "Set it where the nodes of the cluster get their environment from.")
+    if request.seconds is not None:
         raise UserError("--time: Ray Jobs have no time limit", hint="Leave it out; `ray job stop ID` ends a job.")
-    several = task.nodes > 1
-    cpus = 1 if task.cpus is None and not task.gpus and not several else task.cpus
-    # A shell that cannot go there would end as a run does that judged.
+    one_node = request.nodes == 1
+    cpus = 1 if request.cpus is None and not request.gpus and one_node else request.cpus
+    # Without `exit` an absent folder would end with 1, as a run with the verdict FAIL does.
     line = f"cd {shlex.quote(str(folder))} || exit {BROKEN}; exec "
     return {
-        "entrypoint": line + shlex.join(task.words(*program_here())),
-        "metadata": {"quantmint": task.name},
-        "runtime_env": {"env_vars": {**_GRACE, **variables}},
+        "entrypoint": line + shlex.join(request.command(*job.quantmint_program())),
+        "metadata": {"quantmint": request.name},
+        "runtime_env": {"env_vars": {**_STOP_WAIT, **variables}},
         **({} if cpus is None else {"entrypoint_num_cpus": cpus}),
-        **({} if several or not task.gpus else {"entrypoint_num_gpus": task.gpus}),
-        **({} if task.memory_gb is None else {"entrypoint_memory": task.memory_gb * 10**9}),
+        **({"entrypoint_num_gpus": request.gpus} if one_node and request.gpus else {}),
+        **({} if request.memory_gb is None else {"entrypoint_memory": request.memory_gb * 10**9}),
     }
 
 
 class RayJobs:
-    """The cluster with its dashboard at ``address``, such as http://head:8265; ``auto`` is what Ray finds here.
+    """The cluster with its dashboard at ``address``, such as http://head:8265; ``auto`` is the one that Ray finds here.
 
-    A run starts in ``folder``, with ``variables`` besides those that the nodes have.
+    A run starts in ``folder``, with ``variables`` besides those of the nodes.
     """
 
     def __init__(self, address: str, folder: Path, variables: Mapping[str, str] = {}) -> None:
@@ -82,101 +70,96 @@ class RayJobs:
                 hint="http://HEAD:8265 where nothing else was set.",
             )
         self._address = None if address == "auto" else address if "://" in address else f"http://{address}"
-        self._how = folder, variables
-        self._log = Log()
-        self._waits = False
+        self._folder, self._variables = folder, variables
+        self._log = LogTail()
+        self._pending = False
 
-    def text(self, task: Task) -> str:
-        """What the client is called with, as JSON."""
-        return json.dumps(description(task, *self._how), indent=1) + "\n"
+    def describe(self, request: JobRequest) -> str:
+        """Return the arguments of the client's call, as JSON."""
+        return json.dumps(description(request, self._folder, self._variables), indent=1) + "\n"
 
-    def submit(self, task: Task) -> Submitted:
-        """Send it."""
-        described = description(task, *self._how)
-        client = self._connect()
-        with _answers():
-            identifier = str(client.submit_job(**described))
-        self._log = Log()
-        at = f"--address {shlex.quote(self._address)} " if self._address else ""
-        return Submitted(identifier, f"ray job logs {at}--follow {identifier}")
+    def submit(self, request: JobRequest) -> SubmittedJob:
+        """Submit the job."""
+        identifier = str(self._call("submit_job", **description(request, self._folder, self._variables)))
+        self._log = LogTail()
+        address = f"--address {shlex.quote(self._address)} " if self._address else ""
+        return SubmittedJob(identifier, f"ray job logs {address}--follow {identifier}")
 
-    def state(self, identifier: str) -> State:
-        """Ray's status, and the run's exit code once there is one, 128 + N after signal N."""
-        job = self.job(identifier)
-        word, code = str(job.status.value), job.driver_exit_code or None
-        self._waits = word == "PENDING"
-        if word not in _ENDED:
-            return State(word, waits=" ".join(str(job.message or "").split()) or None if word == "PENDING" else None)
-        if word == "SUCCEEDED":
-            return State(word, 0)
-        return State(word, BROKEN if code is None else code if code >= 0 else 128 - code)
+    def state(self, identifier: str) -> JobState:
+        """Return Ray's status, and at the end the run's exit code, 128 + N after signal N."""
+        details = self.details(identifier)
+        status, code = str(details.status.value), details.driver_exit_code or None
+        self._pending = status == "PENDING"
+        if status == "SUCCEEDED":
+            return JobState(status, 0)
+        if status in ("FAILED", "STOPPED"):
+            return JobState(status, BROKEN if code is None else code if code >= 0 else 128 - code)
+        return JobState(status, waits=" ".join(str(details.message or "").split()) or None if self._pending else None)
 
-    def job(self, identifier: str) -> Any:
-        """Ray's `JobDetails`."""
-        require_job(identifier, r"\w[\w.-]*", "the identifier that Ray gave it")
-        client = self._connect()
-        with _answers():
-            return client.get_job_info(identifier)
+    def details(self, identifier: str) -> Any:
+        """Return Ray's `JobDetails`."""
+        job.require_job_id(identifier, r"\w[\w.-]*", "the identifier that Ray gave it")
+        return self._call("get_job_info", identifier)
 
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
-        """What its log has grown by; nothing of a job that waits."""
-        if self._waits:  # Ray writes into its log before it has found room
-            return
-        client = self._connect()
-        with _answers():
-            show(self._log.new(str(client.get_job_logs(identifier))))
+        """Call ``show`` with the log's growth, not while the job is pending: Ray writes its search for room into it."""
+        if not self._pending:
+            show(self._log.growth(str(self._call("get_job_logs", identifier))))
 
     def cancel(self, identifier: str) -> None:
-        """SIGTERM, then SIGKILL, by Ray."""
+        """End the job by SIGTERM, after 20 s by SIGKILL."""
+        self._call("stop_job", identifier)
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         client = self._connect()
-        with _answers():
-            client.stop_job(identifier)
+        with _client_errors():
+            return getattr(client, method)(*arguments, **options)
 
     def _connect(self) -> Any:
         from ray.job_submission import JobSubmissionClient
 
         class Client(JobSubmissionClient):  # type: ignore[misc]
-            """Waits for ever, for a head behind a connection that was dropped, unless it is told not to."""
+            """Ray's client with a timeout; its own waits for ever when a connection was dropped."""
 
-            def _do_request(self, *words: Any, **given: Any) -> Any:
-                return super()._do_request(*words, timeout=_TIMEOUT_S, **given)
+            def _do_request(self, *arguments: Any, **options: Any) -> Any:
+                return super()._do_request(*arguments, timeout=_TIMEOUT_S, **options)
 
-        hidden = {} if self._address is None else {name: os.environ.pop(name, None) for name in _INSTEAD}
+        names = () if self._address is None else _ADDRESS_VARIABLES
+        hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
         try:
-            with _answers():
+            with _client_errors():
                 return Client(self._address)
-        except (KeyError, TypeError, ValueError) as error:  # of its answer, or of the address
-            raise UserError(
-                f"--ray: {self._address or 'what Ray finds here'} is not the address of a Ray dashboard"
-            ) from error
+        except (KeyError, TypeError, ValueError) as error:  # for a wrong address, or an answer of another server
+            server = self._address or "what Ray finds here"
+            raise UserError(f"--ray: {server} is not the address of a Ray dashboard") from error
         finally:
-            os.environ.update({name: value for name, value in hidden.items() if value is not None})
+            os.environ.update(hidden)
 
 
-def run_attached(jobs: RayJobs, task: Task, show: Callable[[str], None]) -> tuple[int, str]:
-    """Run ``task`` to its end as if it were a child of this process: its exit code, and the JSON object it printed.
+def run_attached(jobs: RayJobs, request: JobRequest, show: Callable[[str], None]) -> tuple[int, str]:
+    """Run the job like a child process: return its exit code and the JSON object it printed; ``show`` gets the log.
 
-    ``show`` takes the log, piece by piece. Ray gives up a job that it found no room for (after 15 minutes, unless its
-    head says otherwise): that is submitted again, which is what waiting in a queue means. SIGTERM, SIGHUP and Ctrl-C
-    end the job, and from then on this process. Raises a transient `StageError` for a cluster that stays away and for a
-    job whose node is gone, `StageError` for one that was stopped there, and what `RayJobs.submit` raises.
+    A job that Ray gave up for lack of room (by default after 15 minutes) is submitted again, as if it waited in a
+    queue. SIGTERM, SIGHUP and Ctrl-C end the job; the signals' handlers stay replaced. Raises `StageError` for a job
+    that was stopped from outside, a transient one for an unreachable cluster and a lost node, and the errors of
+    `RayJobs.submit`.
     """
     log = identifier = ""
 
-    def shown(piece: str) -> None:
+    def show_and_keep(piece: str) -> None:
         nonlocal log
-        log = (log + piece)[-_TAIL:]
+        log = (log + piece)[-_LOG_END:]
         show(piece)
 
-    for told in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(told, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         while True:
-            identifier = jobs.submit(task).identifier
+            identifier = jobs.submit(request).identifier
             show(f"{identifier} was submitted\n")
-            state = follow(jobs, identifier, shown, lambda _: None)
-            job = jobs.job(identifier)
-            if job.error_type != _UNPLACED:
+            state = job.follow(jobs, identifier, show_and_keep, lambda _: None)
+            details = jobs.details(identifier)
+            if details.error_type != _NO_ROOM:
                 break
             show(f"{identifier} found no room; it is asked for again\n")
     except (KeyboardInterrupt, SystemExit):
@@ -184,30 +167,31 @@ def run_attached(jobs: RayJobs, task: Task, show: Callable[[str], None]) -> tupl
             with suppress(QuantmintError):
                 jobs.cancel(identifier)
         raise
-    if state.word == "STOPPED" or (state.word == "FAILED" and job.driver_exit_code is None):
-        raise StageError(f"{identifier}: {job.message or state.word}", transient=job.error_type in _LOST)
+    if state.status == "STOPPED" or (state.status == "FAILED" and details.driver_exit_code is None):
+        message = f"{identifier}: {details.message or state.status}"
+        raise StageError(message, transient=details.error_type in _NODE_LOST)
     return state.exit_code or 0, _last_object(log)
 
 
 def _last_object(log: str) -> str:
-    """The text of the JSON object that a run ended with, "" where there is none. Ray keeps one log for both outputs."""
-    for begin in reversed([found.start() for found in re.finditer(r"^\{", log, re.MULTILINE)]):
+    """Return the last JSON object of a log as text, "" without one. Ray mixes standard output and error in one log."""
+    for match in reversed(list(re.finditer(r"^\{", log, re.MULTILINE))):
         with suppress(ValueError):
-            _, end = json.JSONDecoder().raw_decode(log, begin)
-            return log[begin:end] + "\n"
+            _, end = json.JSONDecoder().raw_decode(log, match.start())
+            return log[match.start() : end] + "\n"
     return ""
 
 
 @contextmanager
-def _answers() -> Iterator[None]:
-    """The client's errors as ours: RuntimeError is what it raises for whatever the dashboard answers."""
+def _client_errors() -> Iterator[None]:
+    """Raise the client's errors as a transient `StageError`, or as `UserError` for a refusal."""
     try:
         yield
     except Exception as error:
-        said = (str(error).strip().splitlines() or ["without a word"])[-1]
-        if is_transient(error) or _THEIRS.search(said):
-            raise StageError(f"no Ray dashboard answers: {said}", transient=True) from error
-        library = type(error).__module__.partition(".")[0] in _CLIENTS and not isinstance(error, ValueError)
-        if library or isinstance(error, RuntimeError):
-            raise UserError(f"Ray refused: {said}") from error
+        message = (str(error).strip().splitlines() or ["without a word"])[-1]
+        if is_transient(error) or re.search(r"status code 5\d\d", message):
+            raise StageError(f"no Ray dashboard answers: {message}", transient=True) from error
+        library = type(error).__module__.partition(".")[0] in ("ray", "requests") and not isinstance(error, ValueError)
+        if library or isinstance(error, RuntimeError):  # RuntimeError for any refusal of the dashboard
+            raise UserError(f"Ray refused: {message}") from error
         raise

@@ -26,7 +26,7 @@ from zoneinfo import available_timezones
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.base.times import classic, next_times, parsed, ranges, weekdays, words
-from quantmint.pipeline.clusters.submit.pod import Pod, Reference, by_digest, job_spec, require_lasting
+from quantmint.pipeline.clusters.submit.pod import Pod, SecretVariable, has_digest, job_spec, require_persistent
 from quantmint.pipeline.recipe.load import find, load_recipe, recipe_names
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.serving.render.kubernetes import object_name
@@ -164,11 +164,13 @@ def cron_job(item: Scheduled, export: Export, pod: Pod, namespace: str | None = 
     pod = replace(pod, name=item.name, command=export.command(item), kind=machine.kind, gpus=gpus)
     pod = replace(pod, folder=export.directory, variables=export.variables)
     named = {reference.variable for reference in pod.secrets}
-    missing = tuple(Reference(name, CLUSTER_SECRET, name) for name in needed_secrets(item.recipe) if name not in named)
+    missing = tuple(
+        SecretVariable(name, CLUSTER_SECRET, name) for name in needed_secrets(item.recipe) if name not in named
+    )
     pod = replace(pod, secrets=(*pod.secrets, *missing))
     job = job_spec(pod, retries=_POD_RETRIES)
     if pod.claims:  # else the store is where the image has it
-        require_lasting(pod, export.store or "store")
+        require_persistent(pod, export.store or "store")
     within = {"namespace": namespace} if namespace else {}
     manifest = {
         "apiVersion": "batch/v1",
@@ -184,7 +186,7 @@ def cron_job(item: Scheduled, export: Export, pod: Pod, namespace: str | None = 
         },
     }
     file = f"{PREFIX}{item.name}.yaml"
-    notes = [] if by_digest(pod.image) else ["the image is named by a tag: that it was moved makes no recipe due"]
+    notes = [] if has_digest(pod.image) else ["the image is named by a tag: that it was moved makes no recipe due"]
     if missing:
         keys = " and ".join(reference.key for reference in missing)
         notes.append(f"the Secret {CLUSTER_SECRET} must hold {keys}; --secret NAME=SECRET:KEY names another")

@@ -11,12 +11,12 @@ from quantmint.calibration.calibrate import Order, Share
 from quantmint.calibration.observers import Observation
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.clusters.ray import spread, tasks
-from quantmint.pipeline.clusters.ray.nodes import Ask, Node
-from quantmint.pipeline.clusters.ray.spread import Places
+from quantmint.pipeline.clusters.ray.nodes import Node, TaskResources
+from quantmint.pipeline.clusters.ray.spread import RayWorkers
 from tests.clusters.ray.conftest import Told
 
 NODE = Node("1", "node one", 8, 0)
-ASK = Ask("cpu", 8, 0)
+ASK = TaskResources("cpu", 8, 0)
 
 
 @pytest.fixture
@@ -98,15 +98,14 @@ def test_shares_on_one_node_divide_its_memory(
 ) -> None:
     given: list[Order] = []
 
-    class Task:
-        def remote(self, order: Order, *_: Any) -> str:
-            given.append(order)
-            return "a"
+    def start(order: Order, *_: Any) -> str:
+        given.append(order)
+        return "a"
 
-    monkeypatch.setattr(spread, "_remote", lambda function, ask: Task())
+    monkeypatch.setattr(spread, "_remote", lambda *_: start)
     monkeypatch.setattr(spread, "results", lambda left, ask, say: iter([(share, None) for share in left.values()]))
     share = Share(0, (0,), 1)
-    places = Places({}, ASK, Told(), together=8, states=50)
+    places = RayWorkers({}, ASK, Told(), together=8, states=50)
     order = Order(tmp_path, tmp_path, Observation(), "layer", asked, False, 2)
     assert list(places.measure(order, [share])) == [share]
     assert [one.activation_bytes for one in given] == [expected]

@@ -9,8 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 from quantmint.pipeline.clusters.submit import slurm as slurm_script
-from quantmint.pipeline.clusters.submit.place import Task, task_for
-from quantmint.pipeline.clusters.submit.pod import Claim, Pod, Reference, manifest, read_template
+from quantmint.pipeline.clusters.submit.job import JobRequest, request_job
+from quantmint.pipeline.clusters.submit.pod import Pod, SecretVariable, VolumeClaim, job_manifest, read_template
 from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.serving.render.manifest import dump
 
@@ -21,17 +21,17 @@ TEMPLATE = Path(__file__).parent / "templates/pod.yaml"
 IMAGE = "registry.example/quantmint@sha256:" + "5" * 64
 
 
-def task(recipe: str, **options: Any) -> Task:
-    return task_for(load_recipe(recipe).recipe, recipe, **{"store": "store", **options})
+def task(recipe: str, **options: Any) -> JobRequest:
+    return request_job(load_recipe(recipe).recipe, recipe, **{"store": "store", **options})
 
 
-def script(of: Task, **options: Any) -> str:
+def script(of: JobRequest, **options: Any) -> str:
     with patch("sys.executable", f"{VENV}/bin/python"):
-        return slurm_script.script(of, slurm_script.Options(**options), folder=FOLDER, logs=LOGS)
+        return slurm_script.script(of, slurm_script.SlurmOptions(**options), folder=FOLDER, logs=LOGS)
 
 
-def _manifest(of: Task, **options: Any) -> str:
-    return dump(manifest(of, Pod(**{"image": IMAGE, "claims": (Claim("shared"),), **options})))
+def _manifest(of: JobRequest, **options: Any) -> str:
+    return dump(job_manifest(of, Pod(**{"image": IMAGE, "claims": (VolumeClaim("shared"),), **options})))
 
 
 GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
@@ -54,11 +54,11 @@ GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
         ),
         "template.yaml": lambda: _manifest(
             task("llama70b-fp8kv", seconds=8 * 3600.0),
-            claims=(Claim("shared", "/work"), Claim("more", "/more")),
+            claims=(VolumeClaim("shared", "/work"), VolumeClaim("more", "/more")),
             folder="/work/team",
-            secrets=(Reference("HF_TOKEN", "hub", "token"),),
+            secrets=(SecretVariable("HF_TOKEN", "hub", "token"),),
             variables={"NOTE": "$(HOME) stays"},
-            given=read_template(TEMPLATE),
+            template=read_template(TEMPLATE),
         ),
     }
 )

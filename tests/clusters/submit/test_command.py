@@ -74,7 +74,6 @@ def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_a_folder_of_logs_that_cannot_be_written_is_no_fault_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("submitit")
     for name in ("sbatch", "srun"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
         (tmp_path / name).chmod(0o755)

@@ -14,9 +14,9 @@ import yaml
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.clusters.submit import ray
 from quantmint.pipeline.clusters.submit import slurm as sbatch
-from quantmint.pipeline.clusters.submit.place import Task
-from quantmint.pipeline.clusters.submit.pod import Claim, Pod, manifest
-from tests.clusters.submit.cases import FOLDER, GOLDEN, IMAGE, LOGS, script, task
+from quantmint.pipeline.clusters.submit.job import JobRequest
+from quantmint.pipeline.clusters.submit.pod import Pod, VolumeClaim, job_manifest
+from tests.clusters.submit.cases import GOLDEN, IMAGE, script, task
 from tests.serving.render.test_kubernetes import held_against_the_api
 
 _GOLDEN = Path(__file__).parent / "golden"
@@ -43,18 +43,19 @@ def test_the_api_has_every_field_of_the_manifest(name: str) -> None:
     held_against_the_api(yaml.safe_load(GOLDEN[name]()), "V1Job")
 
 
-def test_the_script_is_the_one_that_submitit_submits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from submitit import SlurmExecutor
-
-    monkeypatch.setattr(SlurmExecutor, "affinity", classmethod(lambda cls: 1))  # no srun here
-    of, options = (
-        task("llama70b-fp8kv", cpus=8),
-        sbatch.Options(partition="mi300x", setup=("module load x",)),
-    )
-    executor = SlurmExecutor(LOGS)
-    executor.update_parameters(**sbatch.parameters(of, options, FOLDER, LOGS))
-    sent = executor._make_submission_file_text(sbatch.command(of, options, FOLDER), "any")
-    assert sent == sbatch.script(of, options, folder=FOLDER, logs=LOGS)
+def test_sbatch_gets_the_script_that_a_dry_run_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, body in {
+        "sbatch": f"echo $* >&2; cat > '{tmp_path}/sent'; echo 'a note'; echo '17;there'",
+        "srun": "",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    of, options = task("llama70b-fp8kv", cpus=8), sbatch.SlurmOptions(partition="mi300x", setup=("module load x",))
+    there = sbatch.Slurm(options, folder=tmp_path, logs=tmp_path / "logs")
+    job = there.submit(of)
+    assert (job.identifier, job.log) == ("17", f"{tmp_path}/logs/17_0_log.out")
+    assert (tmp_path / "sent").read_text(encoding="utf-8") == there.describe(of)
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 5])
@@ -96,7 +97,7 @@ def _executed(
     folder: Path,
     run: str,
     *,
-    of: Task | None = None,
+    of: JobRequest | None = None,
     rounds: int = 0,
     srun: str = 'while [ $# -gt 0 ] && [ "$1" != sh ] && [ "$1" != bash ]; do shift; done; exec "$@"',
     ray: str = "",
@@ -113,7 +114,7 @@ def _executed(
     }.items():
         (commands / name).write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
         (commands / name).chmod(0o755)
-    path, options = folder / "job.sh", sbatch.Options()
+    path, options = folder / "job.sh", sbatch.SlurmOptions()
     with patch("sys.executable", str(commands / "python")):
         text = sbatch.script(of or task("tiny-ptpc-fp8kv"), options, folder=folder, logs=logs)
     path.write_text(text, encoding="utf-8")
@@ -124,9 +125,7 @@ def _executed(
 
 
 def test_options_of_sbatch_count_before_ours() -> None:
-    given = sbatch.parse_options(
-        ("job-name=mine", "gpus-per-node=mi300x:4", "exclusive", "no-requeue", "mail-type=END")
-    )
+    given = sbatch.parse_sbatch(("job-name=mine", "gpus-per-node=mi300x:4", "exclusive", "no-requeue", "mail-type=END"))
     lines = script(task("llama70b-fp8kv"), sbatch=given).splitlines()
     for option in ("job-name=mine", "gpus-per-node=mi300x:4", "exclusive", "no-requeue", "mail-type=END"):
         assert [line for line in lines if line.startswith(f"#SBATCH --{option.partition('=')[0]}")] == [
@@ -134,7 +133,7 @@ def test_options_of_sbatch_count_before_ours() -> None:
         ]
     assert "#SBATCH --requeue" not in lines
     with pytest.raises(UserError, match="expected NAME=VALUE or NAME"):
-        sbatch.parse_options(("a\n#SBATCH --uid=0",))
+        sbatch.parse_sbatch(("a\n#SBATCH --uid=0",))
 
 
 def test_an_image_that_a_job_is_not_in_is_not_taken_along() -> None:
@@ -147,16 +146,16 @@ def test_an_image_that_a_job_is_not_in_is_not_taken_along() -> None:
 def test_no_text_is_read_by_a_shell() -> None:
     evil = "a b; $(touch /tmp/x) `id` 'q\" &"
     of = task("tiny-ptpc-fp8kv", store=evil, arguments=("--until", evil))
-    line = next(line for line in script(of).splitlines() if line.startswith("srun"))
+    line = next(line for line in script(of).replace("\\\n", "").splitlines() if line.startswith("srun"))
     assert shlex.split(line.removesuffix(" &"))[-4:] == ["--store", evil, "--until", evil]
     entry = ray.description(of, Path(f"/{evil}"))["entrypoint"]
     assert shlex.split(entry)[:3] == ["cd", f"/{evil}", "||"]
     assert shlex.split(entry)[-4:] == ["--store", evil, "--until", evil]
-    made = manifest(of, Pod("i", claims=(Claim("c", "/"),)))
+    made = job_manifest(of, Pod("i", claims=(VolumeClaim("c", "/"),)))
     command = made["spec"]["template"]["spec"]["containers"][0]["command"]
     assert command[-1].replace("$$", "$") == evil
-    given = Pod("i", claims=(Claim("c"),), variables={"PRICE": "$$(HOME)"})
-    money = manifest(task("tiny-ptpc-fp8kv", arguments=("--until", "$$(HOME)")), given)
+    given = Pod("i", claims=(VolumeClaim("c"),), variables={"PRICE": "$$(HOME)"})
+    money = job_manifest(task("tiny-ptpc-fp8kv", arguments=("--until", "$$(HOME)")), given)
     container = money["spec"]["template"]["spec"]["containers"][0]
     assert container["command"][-1] == container["env"][0]["value"] == "$$$$(HOME)", "Kubernetes reads $$ as $"
 

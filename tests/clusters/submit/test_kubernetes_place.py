@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from quantmint.pipeline.base.errors import StageError, UserError
-from quantmint.pipeline.clusters.submit import place as places
+from quantmint.pipeline.clusters.submit import job as jobs
+from quantmint.pipeline.clusters.submit.job import follow
 from quantmint.pipeline.clusters.submit.kubernetes import Kubernetes
-from quantmint.pipeline.clusters.submit.place import follow
-from quantmint.pipeline.clusters.submit.pod import Claim, Pod
+from quantmint.pipeline.clusters.submit.pod import Pod, VolumeClaim
 from tests.clusters.submit.cases import IMAGE, task
 from tests.clusters.submit.kubernetes_api import Api, served
 from tests.clusters.submit.slurm import free_ports
@@ -33,7 +33,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     with served(state) as address:
         path = kubeconfig(tmp_path, address)
         monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
-        monkeypatch.setattr(places, "_PAUSE_S", 0.01)
+        monkeypatch.setattr(jobs, "_POLL_S", 0.01)
         monkeypatch.chdir(tmp_path)
         yield state
 
@@ -53,7 +53,7 @@ def kubeconfig(folder: Path, address: str) -> Path:
 
 
 def place(namespace: str | None = None, **options: Any) -> Kubernetes:
-    return Kubernetes(Pod(IMAGE, claims=(Claim("shared"),), **options), namespace=namespace)
+    return Kubernetes(Pod(IMAGE, claims=(VolumeClaim("shared"),), **options), namespace=namespace)
 
 
 def followed(api: Api, *tries: tuple[int | None, bytes], **options: Any) -> tuple[int | None, str]:
@@ -70,10 +70,10 @@ def test_what_is_sent_is_what_a_dry_run_prints(api: Api) -> None:
     submitted = place().submit(of)
     job = api.jobs[submitted.identifier]
     assert job.namespace == "team"
-    assert job.manifest == yaml.safe_load(place().text(of))
+    assert job.manifest == yaml.safe_load(place().describe(of))
     held_against_the_api(job.manifest, "V1Job")
     assert submitted.log == f"kubectl logs --namespace team --follow job/{submitted.identifier}"
-    assert place().state(submitted.identifier).word == "Running"
+    assert place().state(submitted.identifier).status == "Running"
     assert api.jobs[place("other").submit(of).identifier].namespace == "other"
 
 

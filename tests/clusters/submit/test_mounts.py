@@ -31,7 +31,7 @@ def test_folders_and_where_links_lead_are_mounted_outer_ones_first(
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(hub))
     words = ("../recipes/mine.yaml", "--slurm", "--dry-run", "--container", "/images/a.sif")
     assert ended(*words, "--mount", "/nvme", "--mount", f"/ssd:{work}/scratch") == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("srun")]
+    (line,) = [line for line in capsys.readouterr().out.replace("\\\n", "").splitlines() if line.startswith("srun")]
     written = shlex.split(line)
     same = [f"{path}:{path}" for path in (work, away, tmp_path / "recipes", hub)]
     assert written[written.index("--bind") + 1] == ",".join(["/nvme:/nvme", *same, f"/ssd:{work}/scratch"])

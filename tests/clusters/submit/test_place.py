@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 
 from quantmint.pipeline.base.errors import StageError, UserError
-from quantmint.pipeline.clusters.submit import place as places
-from quantmint.pipeline.clusters.submit.place import Place, State, follow
+from quantmint.pipeline.clusters.submit import job as jobs
+from quantmint.pipeline.clusters.submit.job import JobState, Scheduler, follow
 
 AWAY = StageError("the place is away", transient=True)
 
@@ -17,10 +17,10 @@ AWAY = StageError("the place is away", transient=True)
 class Job:
     """Each look at it is the next of ``looks``, and a line of its log comes with each."""
 
-    def __init__(self, *looks: State | Exception) -> None:
+    def __init__(self, *looks: JobState | Exception) -> None:
         self.looks, self.text, self.lines = list(looks), "", 0
 
-    def state(self, _: str) -> State:
+    def state(self, _: str) -> JobState:
         look = self.looks.pop(0)
         if isinstance(look, Exception):
             raise look
@@ -30,23 +30,23 @@ class Job:
         self.lines += 1
         show(f"{self.lines}\n")
 
-    def followed(self) -> State:
+    def followed(self) -> JobState:
         def show(piece: str) -> None:
             self.text += piece
 
-        return follow(cast(Place, self), "4711", show, lambda _: None)
+        return follow(cast(Scheduler, self), "4711", show, lambda _: None)
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(jobs, "_POLL_S", 0.0)
 
 
 def test_it_is_followed_through_absences_to_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(State("RUNNING"), AWAY, State("RUNNING"), AWAY, State("FAILED", 1))
-    assert job.followed() == State("FAILED", 1)
+    job = Job(JobState("RUNNING"), AWAY, JobState("RUNNING"), AWAY, JobState("FAILED", 1))
+    assert job.followed() == JobState("FAILED", 1)
     assert job.text == "1\n2\n3\n"
-    monkeypatch.setattr(places, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(jobs, "_OUTAGE_S", -1.0)
     with pytest.raises(StageError, match="the place is away"):
         Job(AWAY).followed()
 

@@ -11,20 +11,20 @@ import yaml
 
 from quantmint.pipeline.base.errors import RecipeError, UserError
 from quantmint.pipeline.clusters.submit.pod import (
-    Claim,
     Pod,
-    Reference,
-    manifest,
+    SecretVariable,
+    VolumeClaim,
+    job_manifest,
+    job_spec,
     parse_claim,
-    parse_pairs,
-    parse_reference,
+    parse_secret,
+    parse_variables,
     read_template,
-    template,
 )
 from tests.clusters.submit.cases import IMAGE, TEMPLATE, task
 from tests.serving.render.test_kubernetes import held_against_the_api
 
-RUN = Pod(IMAGE, name="a", command=("quantmint", "run"), kind="rocm", gpus=8, claims=(Claim("shared"),))
+RUN = Pod(IMAGE, name="a", command=("quantmint", "run"), kind="rocm", gpus=8, claims=(VolumeClaim("shared"),))
 
 
 def given(folder: Path, text: str) -> dict[str, Any]:
@@ -35,7 +35,8 @@ def given(folder: Path, text: str) -> dict[str, Any]:
 
 def pod(file: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
     own = {"image": IMAGE, "name": "a", "command": ("quantmint", "run"), "kind": "rocm", "gpus": 8}
-    return template(Pod(**{**own, "claims": (Claim("shared"),), "given": file, **changes}))
+    run = Pod(**{**own, "claims": (VolumeClaim("shared"),), "template": file, **changes})
+    return dict(job_spec(run)["template"])
 
 
 def container(made: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def test_no_secret_stands_in_a_manifest(kind: str, tmp_path: Path) -> None:
 
 def test_a_job_is_on_one_node() -> None:
     with pytest.raises(UserError, match=r"(?s)needs 2 nodes.*--ray"):
-        manifest(task("llama405b-fp8kv", gpus=16), RUN)
+        job_manifest(task("llama405b-fp8kv", gpus=16), RUN)
 
 
 @pytest.mark.parametrize(
@@ -120,31 +121,31 @@ def test_a_job_is_on_one_node() -> None:
     ],
 )
 def test_a_store_must_be_on_a_claim(store: str, folder: str | None, kept: bool) -> None:
-    run = Pod("i", claims=(Claim("c"), Claim("d", "/cache")), folder=folder)
+    run = Pod("i", claims=(VolumeClaim("c"), VolumeClaim("d", "/cache")), folder=folder)
     of = task("tiny-ptpc-fp8kv", store=store)
     if kept:
-        assert manifest(of, run)
+        assert job_manifest(of, run)
     else:
         with pytest.raises(UserError, match=r"(?s)on no volume that is there after its pod.*--pvc"):
-            manifest(of, run)
+            job_manifest(of, run)
 
 
 def test_or_on_a_volume_of_the_template(tmp_path: Path) -> None:
     own = "containers: [{name: quantmint, workingDir: /nfs/team, volumeMounts: [{name: a, mountPath: /nfs}]}]\n"
-    run = Pod("i", given=given(tmp_path, own + "volumes: [{name: a, nfs: {server: x, path: /y}}]\n"))
-    assert container(manifest(task("tiny-ptpc-fp8kv"), run)["spec"]["template"])["workingDir"] == "/nfs/team"
+    run = Pod("i", template=given(tmp_path, own + "volumes: [{name: a, nfs: {server: x, path: /y}}]\n"))
+    assert container(job_manifest(task("tiny-ptpc-fp8kv"), run)["spec"]["template"])["workingDir"] == "/nfs/team"
 
 
 def test_how_options_are_written() -> None:
-    assert parse_claim("shared") == Claim("shared", "/work")
-    assert parse_claim("shared:/models") == Claim("shared", "/models")
-    assert parse_reference("HF_TOKEN=hub:token") == Reference("HF_TOKEN", "hub", "token")
-    assert parse_reference("HF_TOKEN=hub") == Reference("HF_TOKEN", "hub", "HF_TOKEN")
-    assert parse_pairs("--env", ("A=b=c", "D=")) == {"A": "b=c", "D": ""}
+    assert parse_claim("shared") == VolumeClaim("shared", "/work")
+    assert parse_claim("shared:/models") == VolumeClaim("shared", "/models")
+    assert parse_secret("HF_TOKEN=hub:token") == SecretVariable("HF_TOKEN", "hub", "token")
+    assert parse_secret("HF_TOKEN=hub") == SecretVariable("HF_TOKEN", "hub", "HF_TOKEN")
+    assert parse_variables("--env", ("A=b=c", "D=")) == {"A": "b=c", "D": ""}
     with pytest.raises(UserError, match="expected NAME=VALUE"):
-        parse_pairs("--env", ("A",))
+        parse_variables("--env", ("A",))
     with pytest.raises(UserError, match="expected VARIABLE=SECRET"):
-        parse_reference("hf_secretvalue")
+        parse_secret("hf_secretvalue")
 
 
 def test_the_template_of_the_documentation_is_one(tmp_path: Path) -> None:

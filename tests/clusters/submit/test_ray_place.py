@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.base.errors import QuantmintError, StageError, UserError
-from quantmint.pipeline.clusters.submit import place as places
+from quantmint.pipeline.clusters.submit import job as jobs
 from quantmint.pipeline.clusters.submit import ray
-from quantmint.pipeline.clusters.submit.place import follow
+from quantmint.pipeline.clusters.submit.job import follow
 from quantmint.pipeline.clusters.submit.ray import RayJobs, run_attached
 from tests.clusters.submit.cases import task
 from tests.clusters.submit.slurm import free_ports
@@ -112,11 +112,11 @@ def test_a_verdict_is_the_jobs_exit_code_and_a_job_can_be_ended(
     end = time.monotonic() + 60
     while not begun.exists() and time.monotonic() < end:
         time.sleep(0.05)
-    assert there.state(long).word == "RUNNING"
+    assert there.state(long).status == "RUNNING"
     there.cancel(long)
     while there.state(long).exit_code is None and time.monotonic() < end:
         time.sleep(0.1)
-    assert there.state(long).word == "STOPPED"
+    assert there.state(long).status == "STOPPED"
     with pytest.raises(UserError, match="nothing does not exist"):
         there.state("nothing")
 
@@ -189,10 +189,10 @@ def own_signals() -> Iterator[None]:
 
 def attached(client: Client, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
     """The exit code, the object, and what was shown."""
-    monkeypatch.setattr(places, "_PAUSE_S", 0.0)
-    jobs, shown = RayJobs("head:8265", Path("/work")), []
-    monkeypatch.setattr(jobs, "_connect", lambda: client)
-    code, printed = run_attached(jobs, task("tiny-ptpc-fp8kv"), shown.append)
+    monkeypatch.setattr(jobs, "_POLL_S", 0.0)
+    there, shown = RayJobs("head:8265", Path("/work")), []
+    monkeypatch.setattr(there, "_connect", lambda: client)
+    code, printed = run_attached(there, task("tiny-ptpc-fp8kv"), shown.append)
     return code, printed, "".join(shown)
 
 
@@ -248,7 +248,7 @@ def _of_a_library(module: str, name: str, base: type[Exception], **values: Any) 
     ],
 )
 def test_what_rays_libraries_raise_is_told_as_ours(error: Exception, kind: type[Exception], transient: bool) -> None:
-    with pytest.raises(QuantmintError, match="said by it") as failure, ray._answers():
+    with pytest.raises(QuantmintError, match="said by it") as failure, ray._client_errors():
         raise error
     assert type(failure.value) is kind
     assert failure.value.transient is transient

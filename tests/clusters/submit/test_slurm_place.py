@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,15 +14,13 @@ from unittest.mock import patch
 import pytest
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.clusters.submit import place as places
-from quantmint.pipeline.clusters.submit.place import Task, follow
-from quantmint.pipeline.clusters.submit.slurm import _NOTED, Options, Slurm, _state
+from quantmint.pipeline.clusters.submit import job as jobs
+from quantmint.pipeline.clusters.submit.job import JobRequest, follow
+from quantmint.pipeline.clusters.submit.slurm import Slurm, SlurmOptions, _state
 from tests.clusters.submit import slurm
-from tests.clusters.submit.cases import task
+from tests.clusters.submit.cases import script, task
 from tests.clusters.submit.test_command import ended
 
-if find_spec("submitit") is None:
-    pytest.skip("submitit is not installed", allow_module_level=True)
 needs_slurm = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
 
 
@@ -36,7 +34,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def folder(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SLURM_CONF", str(config))
     monkeypatch.delenv("QUANTMINT_STORE", raising=False)
-    monkeypatch.setattr(places, "_PAUSE_S", 0.1)
+    monkeypatch.setattr(jobs, "_POLL_S", 0.1)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -47,10 +45,10 @@ def place(folder: Path, run: str, **options: Any) -> Slurm:
     program.parent.mkdir(parents=True)
     program.write_text(f"#!/bin/bash\n{run}\n", encoding="utf-8")
     program.chmod(0o755)
-    return Slurm(Options(**options), folder=folder, logs=folder / "logs")
+    return Slurm(SlurmOptions(**options), folder=folder, logs=folder / "logs")
 
 
-def submitted(there: Slurm, of: Task) -> str:
+def submitted(there: Slurm, of: JobRequest) -> str:
     with patch("sys.executable", str(Path.cwd() / "env/bin/python")):
         return there.submit(of).identifier
 
@@ -85,7 +83,7 @@ def test_a_verdict_is_the_jobs_exit_code(folder: Path) -> None:
     job = submitted(there, task("tiny-ptpc-fp8kv", cpus=2))
     code, log = followed(there, job)
     assert log.startswith(f"gpus 0,1\n{folder}\n")
-    assert (there.state(job).word, code) == ("FAILED", 3)
+    assert (there.state(job).status, code) == ("FAILED", 3)
 
 
 @pytest.mark.slow
@@ -98,7 +96,7 @@ def test_before_its_time_is_up_it_goes_back_to_the_queue(folder: Path) -> None:
     job = submitted(there, task("tiny-ptpc-fp8kv"))
     slurm.until(begun.exists, folder)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
-    slurm.until(lambda: there.state(job).word == "PENDING", folder)
+    slurm.until(lambda: there.state(job).status == "PENDING", folder)
     # Slurm waits two minutes before a second turn, so that nothing of the first is left; what begins within the second
     # in which the first was killed is not launched ("already killed, do not launch batch job").
     slurm.until(lambda: slurm.idle(dict(os.environ)), folder)
@@ -119,10 +117,10 @@ def test_a_job_is_ended_and_a_wrong_one_refused(folder: Path, capfd: pytest.Capt
     assert "Comment=it's ours; $(really)" in shown
     subprocess.run(["scancel", job], check=True)
     slurm.until(lambda: there.state(job).exit_code is not None, folder)
-    assert there.state(job).word == "CANCELLED"
+    assert there.state(job).status == "CANCELLED"
     with pytest.raises(UserError, match="Slurm knows no job 999999"):
         there.state("999999")
-    wrong = Slurm(Options(partition="none"), folder=folder, logs=folder / "logs")
+    wrong = Slurm(SlurmOptions(partition="none"), folder=folder, logs=folder / "logs")
     with pytest.raises(UserError, match=r"sbatch refused: .*invalid partition"):
         wrong.submit(task("tiny-ptpc-fp8kv"))
     assert capfd.readouterr().err == ""
@@ -162,7 +160,7 @@ def test_the_log_is_where_slurm_writes(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{told}'\n", encoding="utf-8")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    there = Slurm(Options(), folder=tmp_path, logs=log.parent)
+    there = Slurm(SlurmOptions(), folder=tmp_path, logs=log.parent)
     shown: list[str] = []
     there.show_log("4711", shown.append)
     with log.open("a", encoding="utf-8") as file:
@@ -178,7 +176,7 @@ def test_what_the_controller_has_forgotten_the_run_has_noted(tmp_path: Path, mon
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n", encoding="utf-8")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    there = Slurm(Options(), folder=tmp_path, logs=tmp_path)
+    there = Slurm(SlurmOptions(), folder=tmp_path, logs=tmp_path)
     with pytest.raises(UserError, match=r"Slurm knows no job 4711: Invalid job id"):
         there.state("4711")
     (tmp_path / "4711.code").write_text("3\n", encoding="ascii")
@@ -192,7 +190,7 @@ def test_a_code_that_is_being_written_is_none_yet(tmp_path: Path, monkeypatch: p
     scontrol.write_text(f"#!/bin/sh\necho '{told}'\n", encoding="utf-8")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    there = Slurm(Options(), folder=tmp_path, logs=tmp_path)
+    there = Slurm(SlurmOptions(), folder=tmp_path, logs=tmp_path)
     (tmp_path / "4711.code").write_text(begun, encoding="ascii")
     assert there.state("4711").exit_code == 5
     scontrol.write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n", encoding="utf-8")
@@ -202,7 +200,8 @@ def test_a_code_that_is_being_written_is_none_yet(tmp_path: Path, monkeypatch: p
 
 def test_the_run_notes_its_code_in_one_step(tmp_path: Path) -> None:
     noted = tmp_path / "4711.code"
-    run = ["sh", "-c", _NOTED, str(noted), "sh", "-c", f'ls "{tmp_path}"; exit 143']
+    (record,) = re.findall("^record='(.*)'$", script(task("tiny-ptpc-fp8kv")), re.MULTILINE)
+    run = ["sh", "-c", record, str(noted), "sh", "-c", f'ls "{tmp_path}"; exit 143']
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, noted.read_text()) == (143, "", "143\n")
     assert [path.name for path in tmp_path.iterdir()] == ["4711.code"]

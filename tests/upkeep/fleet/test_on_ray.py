@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.clusters.ray.nodes import jobs_address_of
+from quantmint.pipeline.clusters.ray.nodes import dashboard_address
 from quantmint.pipeline.upkeep.fleet.devices import Devices
 from tests.upkeep.fleet.staged import CHILD, Stage, by_name
 
@@ -38,8 +38,8 @@ def test_the_command_of_a_child(stage: Stage) -> None:
 
 
 def test_where_jobs_go() -> None:
-    assert jobs_address_of("ray") == "auto", "which Ray's client resolves"
-    assert jobs_address_of("http://head:8265") == "http://head:8265"
+    assert dashboard_address("ray") == "auto", "which Ray's client resolves"
+    assert dashboard_address("http://head:8265") == "http://head:8265"
     for wrong in ("ray://head", "head:8265", "http://", "http://a:b@head:8265", "http://head:x", "slurm"):
         with pytest.raises(UserError, match="expected ray "):
-            jobs_address_of(wrong)
+            dashboard_address(wrong)

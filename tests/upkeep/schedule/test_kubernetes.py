@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.clusters.submit.pod import Claim, Pod, Reference
+from quantmint.pipeline.clusters.submit.pod import Pod, SecretVariable, VolumeClaim
 from quantmint.pipeline.upkeep.schedule.export import Export, cron_job
 from tests.upkeep.schedule.conftest import Written
 
 DIGEST = "registry.example.com/quantmint@sha256:" + "0a" * 32
-CLUSTER = Pod(image=DIGEST, claims=(Claim("work"),), secrets=(Reference("HF_TOKEN", "hub", "token"),))
+CLUSTER = Pod(image=DIGEST, claims=(VolumeClaim("work"),), secrets=(SecretVariable("HF_TOKEN", "hub", "token"),))
 
 
 def export(**more: Any) -> Export:
@@ -66,7 +66,7 @@ def test_a_recipe_that_signs_gets_its_passphrase_and_a_local_source_is_told_of(w
     assert secrets[key] == {"secretKeyRef": {"name": "quantmint", "key": key}}
     assert f"# the Secret quantmint must hold {key}; --secret NAME=SECRET:KEY names another" in text
     assert "# source.folder model must lie on the volume of the claim" in text
-    named = replace(CLUSTER, secrets=(*CLUSTER.secrets, Reference(key, "keys", "passphrase")))
+    named = replace(CLUSTER, secrets=(*CLUSTER.secrets, SecretVariable(key, "keys", "passphrase")))
     (text,) = cron_job(written("0 3 * * 6", publish=sign), export(), named).values()
     assert "the Secret quantmint" not in text
 

@@ -1,6 +1,4 @@
 #!/bin/bash
-
-# Parameters
 #SBATCH --chdir=/shared/models
 #SBATCH --gpus-per-node=1
 #SBATCH --job-name=quantmint-llama70b-ptpc
@@ -11,18 +9,23 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@120
 
-# setup
 unset QUANTMINT_IMAGE
+# Near its time limit the job goes back to the queue, 3 times at most: a run that gets nowhere ends.
 again() { [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"; }
 trap again USR1
-ended=/shared/models/store/logs/slurm/"$SLURM_JOB_ID".code; rm -f "$ended"
+# The run writes its exit code here. The codes of srun, its plugins and Ray are no verdict on a checkpoint.
+ended=/shared/models/store/logs/slurm/"$SLURM_JOB_ID".code
+rm -f "$ended"
+# The writer outlives the SIGTERM that the run gets. The rename shows readers no half-written code.
+record='trap : TERM; "$@"; code=$?; echo "$code" > "$0.new" && mv -f "$0.new" "$0"; exit "$code"'
 
-# command
-export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 apptainer exec --rocm --bind /hf:/hf,/shared/models:/shared/models,/nvme:/shared/models/scratch --pwd /shared/models /images/quantmint.sif sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0.new" && mv -f "$0.new" "$0"; exit "$code"' "$ended" env HF_HOME=/hf quantmint run llama70b-ptpc --json --store store &
+srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 \
+  apptainer exec --rocm --bind /hf:/hf,/shared/models:/shared/models,/nvme:/shared/models/scratch --pwd /shared/models /images/quantmint.sif \
+  sh -c "$record" "$ended" env HF_HOME=/hf quantmint run llama70b-ptpc --json --store store &
 run=$!
 wait "$run"
 code=$?
+# A trapped signal ends wait, and not the run.
 while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done
 [ -s "$ended" ] || echo "the run came to no end of its own: srun ended with $code"
 code=$(cat "$ended" 2>/dev/null)
