@@ -26,7 +26,8 @@ from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.sections import ThroughputGate
 from quantmint.pipeline.serving.plan import LaunchPlan
-from quantmint.pipeline.serving.running.load import LoadSamples, LoadWatch, run_cell, warm_up
+from quantmint.pipeline.serving.running.load_client import LoadClient
+from quantmint.pipeline.serving.running.load_watch import LoadSamples, LoadWatch
 from quantmint.pipeline.serving.running.log import scan_log
 from quantmint.pipeline.serving.running.sensors import SensorReading, sensor_for, summarize
 from quantmint.pipeline.serving.running.server import RunningServer
@@ -230,9 +231,12 @@ def _ratio(cell: Cell, launches: Sequence[Launch]) -> float:
 def discarded_launch(job: Job) -> None:
     """Serve the baseline once and ask it every cell's discarded prompts."""
     model, log = model_folder(job.inputs[model_key("baseline")]), job.path / "launches" / "discarded" / SERVER_LOG
+    vllm = job.setting.vllm
+    assert vllm is not None  # noqa: S101 - a server runs, so there is one
     with job.servers.fresh("baseline", launch_plan(job.setting, "baseline", model), log) as server:
+        client = LoadClient(vllm, server, model)
         for cell in job.setting.workload.cells:
-            warm_up(server, cell, model, seed=-1)
+            client.warm_up(cell, seed=-1)
 
 
 def make_launch(job: Job, turn: Turn, advance: Callable[[int], None]) -> None:
@@ -285,12 +289,11 @@ def _measure(
     log = turn.folder / f"{cell.name}.log"
     try:
         with LoadWatch(sensor, log, server.pid) as watch:
-            result = run_cell(
-                vllm, cell, server, model=model, folder=turn.folder, log=log, seed=seed, gpus=gpus, started=watch.follow
-            )
+            client = LoadClient(vllm, server, model, gpus)
+            result = client.measure(cell, folder=turn.folder, log=log, seed=seed, started=watch.follow)
     except StageError:
         server.get("/health")
         raise
     except MeasurementError as error:
         raise InvalidMeasurementError(f"bench {turn.side}: {error}") from error
-    return result, watch.seen(result.duration)
+    return result, watch.samples(result.duration)

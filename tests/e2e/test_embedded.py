@@ -16,7 +16,7 @@ from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile
 from quantmint.pipeline.serving.running.launchers import LocalLauncher
-from quantmint.pipeline.serving.running.load import run_cell
+from quantmint.pipeline.serving.running.load_client import LoadClient
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.bench import read_launches
 from tests.e2e.project import RECIPE, Finished
@@ -176,7 +176,7 @@ def test_a_workload_of_ones_own(finished: Finished, server: RunningServer, vllm:
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (cell,) = workloads.load(str(tmp_path / "lines.yaml")).cells
     model = finished.project.published.resolve()
-    result = run_cell(find_vllm(vllm), cell, server, model=model, folder=tmp_path, log=tmp_path / "client.log")
+    result = LoadClient(find_vllm(vllm), server, model).measure(cell, folder=tmp_path, log=tmp_path / "client.log")
     assert result.completed == 24
     assert (result.concurrency, result.request_rate) == (4, 50.0)
     assert result.goodput == result.requests_per_second  # nobody waits ten minutes

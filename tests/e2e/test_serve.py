@@ -110,7 +110,7 @@ def test_a_busy_port_is_one_line(project: Project) -> None:
         other.listen()
         ended = project.run("serve", str(MODEL), "--target", "cpu", "--port", str(other.getsockname()[1]))
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert [line for line in ended.stderr.splitlines() if "is held" in line]
+    assert [line for line in ended.stderr.splitlines() if "is in use" in line]
     assert "Traceback" not in ended.stderr
 
 

@@ -129,16 +129,16 @@ def test_killed_in_the_third_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = series(launches=2)
-    measured = bench.run_cell
+    measure = bench.LoadClient.measure
 
     def fatal() -> None:
-        def run_cell(*args: Any, **options: Any) -> Any:
-            result = measured(*args, **options)
+        def fatal_measure(*args: Any, **options: Any) -> Any:
+            result = measure(*args, **options)
             if options["folder"].name == "02-candidate":
                 die()
             return result
 
-        monkeypatch.setattr(bench, "run_cell", run_cell)
+        monkeypatch.setattr(bench.LoadClient, "measure", fatal_measure)
         made.run()
 
     assert code_of(forked(fatal)) == -signal.SIGKILL

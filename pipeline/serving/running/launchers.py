@@ -1,9 +1,8 @@
-"""Starts vLLM from a plan, and leaves nothing behind: on this machine, in containers, on a Ray cluster that is there;
-or takes a server that already runs.
+"""Launchers: start a plan's servers on this machine, in containers or on a Ray cluster, or attach to a running server.
 
-Servers listen on 127.0.0.1 only. What tells replicas apart (port, devices) comes with each process of the plan. A
-container is no child of the docker client, whose output is the server's log: the supervisor stops and removes it by its
-name, also when our own end was SIGKILL.
+Started servers listen on 127.0.0.1 only, and none survives the launcher. Ports and devices of replicas come with the
+plan's processes. A container is no child of the docker client, whose output is the server's log: the supervisor stops
+and removes it by its name, even after this process was killed.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from quantmint.pipeline.serving.running.server import (
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Starts this machine's processes of a plan. ``stop_grace`` is seconds between SIGTERM and SIGKILL."""
+    """Starts the processes of a plan on node ``node_rank``; ``stop_grace`` is seconds from SIGTERM to SIGKILL."""
 
     node_rank: int = 0
     stop_grace: float = 15.0
@@ -53,17 +52,17 @@ class Launcher:
         startup_timeout: float = 3600.0,
         say: Say = print,
     ) -> Iterator[Deployment]:
-        """Every process of this machine while the block runs, each with a log of its own in ``logs``.
+        """Run every process of this node during the block, each with its own log in folder ``logs``.
 
-        Raises ServingError, with the cause that the log names, when one ends or does not answer within
-        ``startup_timeout`` seconds; UserError when what it needs is not here: the model's folder, a port, docker.
+        ServingError, with the cause that the log names, when a process ends or does not answer within
+        ``startup_timeout`` seconds; UserError when the model's folder, a port or docker is not available.
         """
-        here = node_processes(plan, processes, self.node_rank)
+        on_node = node_processes(plan, processes, self.node_rank)
 
         def start(process: Process, port: int | None) -> Child:
             return self._start(plan, process, port, logs / f"{process.role}-{process.replica}.log", say)
 
-        with start_processes(plan, here, start, startup_timeout=startup_timeout, say=say) as ready:
+        with start_processes(plan, on_node, start, startup_timeout=startup_timeout, say=say) as ready:
             yield ready()
 
     def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
@@ -72,13 +71,13 @@ class Launcher:
 
 @dataclass(frozen=True)
 class LocalLauncher(Launcher):
-    """Runs ``vllm serve`` on this machine."""
+    """Runs `vllm serve` on this machine with ``executable``, the ``vllm`` command."""
 
     executable: Path | str
 
     @contextmanager
     def launch(self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0) -> Iterator[RunningServer]:
-        """One server on any free port while the block runs, its log in ``log_path``; raises what `deploy` does."""
+        """Run one server on a free port during the block, with its log in ``log_path``. Raises as `deploy`."""
         with self.launch_in_background(plan, log_path, startup_timeout=startup_timeout) as ready:
             yield ready()
 
@@ -86,7 +85,7 @@ class LocalLauncher(Launcher):
     def launch_in_background(
         self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0, say: Say = lambda _: None
     ) -> Iterator[Callable[[], RunningServer]]:
-        """As `launch`, for a block that has something to do until it calls, once, for the server that answers."""
+        """Start one server during the block, and yield a function that waits until it answers and returns it."""
         require_model(plan)
         process = Process(0, "server", 0, (), None, {}, plan.argv)
 
@@ -98,27 +97,27 @@ class LocalLauncher(Launcher):
 
     def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
         command = [str(self.executable), *process.argv[1:]]
-        if port is not None:  # on the loopback interface, unless its own arguments say otherwise
+        if port is not None:  # on the loopback interface, unless the arguments name a host
             command += [*([] if "--host" in process.argv else ["--host", HOST]), "--port", str(port)]
         return Child(command, self._environment(plan, process), log_path, grace=self.stop_grace)
 
     def _environment(self, plan: LaunchPlan, process: Process) -> dict[str, str]:
         environment = child_environment(os.environ, {**plan.env, **process.env})
         if "CUDA_VISIBLE_DEVICES" in process.env:
-            # The process has its GPUs by this variable, and vLLM on ROCm stops where HIP's says something else.
+            # This variable selects the process's GPUs, and vLLM on ROCm stops if HIP's differs.
             environment.pop("HIP_VISIBLE_DEVICES", None)
         return environment
 
 
-# A name in fingerprints, not what is run: it stays where the module moved, or what was measured would be again.
+# Part of fingerprints, and never executed: it keeps the module's old path, or everything would be measured again.
 _COMMAND = ("python", "-mquantmint.pipeline.reference")
-_ROOT = Path(__file__).parents[4]  # where `quantmint` is found, however this process found it
+_ROOT = Path(__file__).parents[4]  # the folder to import `quantmint` from
 
 
 def reference_plan(
     model: Path, *, served_model_name: str, max_model_len: int, kv_cache_dtype: str, trust_remote_code: bool = False
 ) -> LaunchPlan:
-    """The launch of a checkpoint on the reference runtime; the device is that of whoever starts it."""
+    """Return the plan of a checkpoint on the reference runtime; its device is chosen at the start."""
     return LaunchPlan(
         env={"TOKENIZERS_PARALLELISM": "false"},
         argv=(
@@ -137,43 +136,43 @@ def reference_plan(
 
 
 def reference_command(plan: LaunchPlan, device: str) -> list[str]:
-    """The command line of a `reference_plan`, but for the socket; ``device`` is PyTorch's name of it, or auto."""
-    # -P: a folder here that is called pipeline is not ours.
+    """Return the command line of a `reference_plan`, without the socket; ``device`` is PyTorch's name, or "auto"."""
+    # -P: a folder called `quantmint` in the current folder must not shadow ours.
     return [sys.executable, "-P", "-m", "quantmint.pipeline.serving.reference", *plan.argv[2:], "--device", device]
 
 
 def reference_environment(plan: LaunchPlan) -> dict[str, str]:
-    """The variables of a `reference_plan`, with where `pipeline` is found, however this process found it."""
+    """Return the variables of a `reference_plan`, with PYTHONPATH for importing `quantmint`."""
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     return {**plan.env, "PYTHONPATH": path, "TQDM_DISABLE": "1"}
 
 
-#: How the client finds its engine. Its credentials lie in files that these name.
+#: Variables by which the docker client finds its engine and the files with its credentials.
 _CLIENT = re.compile(r"DOCKER_(HOST|CONTEXT|CONFIG|CERT_PATH|TLS_VERIFY|API_VERSION)|XDG_RUNTIME_DIR|SSH_AUTH_SOCK")
 
 
 @dataclass(frozen=True)
 class DockerLauncher(Launcher):
-    """Runs containers; ``image`` overrides the plan's. One that is not here is pulled, which counts as starting."""
+    """Runs containers; ``image`` overrides the plan's. A missing image is pulled, within the startup timeout."""
 
     image: str | None = None
 
     def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
         docker = shutil.which("docker")
         if docker is None:
-            raise UserError("there is no `docker` command on PATH", hint="Install it, or take another launcher.")
+            raise UserError("there is no `docker` command on PATH", hint="Install docker, or use another launcher.")
         name = f"quantmint-{os.getpid()}-{process.replica}"
         say(f"running {image_of(plan, self.image)} as {name}")
-        here = replace(process, port=port, env={**process.env, **dict(sorted(OFFLINE.items()))})
-        command = docker_run(plan, here, image=self.image, name=name)
-        passed = {variable: value for variable, value in os.environ.items() if _CLIENT.fullmatch(variable)}
-        end = [[docker, "stop", f"--time={self.stop_grace:.0f}", name], [docker, "rm", "--force", name]]
-        environment = child_environment(os.environ, {}) | passed
-        return Child([docker, *command[1:]], environment, log_path, grace=self.stop_grace, after=end)
+        offline = replace(process, port=port, env={**process.env, **dict(sorted(OFFLINE.items()))})
+        command = docker_run(plan, offline, image=self.image, name=name)
+        client = {variable: value for variable, value in os.environ.items() if _CLIENT.fullmatch(variable)}
+        cleanup = [[docker, "stop", f"--time={self.stop_grace:.0f}", name], [docker, "rm", "--force", name]]
+        environment = child_environment(os.environ, {}) | client
+        return Child([docker, *command[1:]], environment, log_path, grace=self.stop_grace, after=cleanup)
 
 
 _EXECUTOR = "--distributed-executor-backend"
-#: How Ray is told to ask for a token; a path, never the token.
+#: Ray's authentication mode, and the path of its token (never the token).
 _AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -181,15 +180,18 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster as a process on one of its nodes joins it: the head's HOST:PORT, and the node's ``own`` address."""
+    """A Ray cluster seen from one of its nodes: the head's HOST:PORT, and the node's own address."""
 
     address: str
-    own: str
+    node_address: str
 
 
 @dataclass(frozen=True)
 class ClusterLauncher(LocalLauncher):
-    """One server here whose engine has the cluster's nodes; vLLM's environment has the cluster's own version of Ray."""
+    """Runs one server on this node whose engine uses GPUs of the whole Ray cluster.
+
+    vLLM's environment must have the cluster's version of Ray.
+    """
 
     cluster: Cluster
 
@@ -199,30 +201,30 @@ class ClusterLauncher(LocalLauncher):
         return super()._start(plan, replace(process, argv=(*process.argv, *spread)), port, log_path, say)
 
     def require(self, plan: LaunchPlan) -> None:
-        """UserError for engines parallel in data, which each node starts itself."""
+        """Raise UserError for a plan with data parallel engines, which must be started on each node."""
         if plan.layout.data > 1:
             raise UserError(
-                f"the plan has {plan.layout.data} engines over {plan.layout.nodes} nodes, each started on its own node,"
-                " and a run serves one engine",
-                hint="`serve: knobs:` can ask for tensor and pipeline parallelism instead.",
+                f"the plan has {plan.layout.data} engines on {plan.layout.nodes} nodes, each started on its own node,"
+                " but a run starts one engine",
+                hint="Set tensor and pipeline parallelism under `serve: knobs:` instead.",
             )
 
     def _environment(self, plan: LaunchPlan, process: Process) -> dict[str, str]:
-        """Ray gives the engine its GPUs: the server's own process must see none of its own choosing."""
-        passed = {name: os.environ[name] for name in _AUTH if name in os.environ}
-        # vLLM hands its own variables to Ray's workers; what else the plan sets, it is told to (vLLM ray/ray_env.py).
-        others = sorted(name for name in plan.env if not name.startswith("VLLM_"))
-        told = {"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": ",".join(others)} if others else {}
-        own = {"RAY_ADDRESS": self.cluster.address, "VLLM_HOST_IP": self.cluster.own}
-        environment = child_environment(os.environ, {**_QUIET, **told, **plan.env, **own}) | passed
+        """Return the server's variables without any that selects GPUs, because Ray assigns the engine's GPUs."""
+        authentication = {name: os.environ[name] for name in _AUTH if name in os.environ}
+        # vLLM copies its own variables to Ray's workers; this one names the plan's others (vLLM ray/ray_env.py).
+        other_names = sorted(name for name in plan.env if not name.startswith("VLLM_"))
+        copied = {"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": ",".join(other_names)} if other_names else {}
+        ray = {"RAY_ADDRESS": self.cluster.address, "VLLM_HOST_IP": self.cluster.node_address}
+        environment = child_environment(os.environ, {**_QUIET, **copied, **plan.env, **ray}) | authentication
         return {name: value for name, value in environment.items() if name not in _VISIBLE}
 
 
 class EndpointLauncher:
-    """Takes a server that already runs: looks whether it is the right one, and never stops it.
+    """Attaches to a running server: checks that it serves the plan's model, and never stops it.
 
-    HTTP tells a name, a folder and a version, never the weights: on this machine the folder is proof; elsewhere a
-    server can be shown to be the wrong one, never the right, which is said.
+    Over HTTP a server reports a name, a folder and a version, but not its weights. On this machine the folder proves
+    the model; a remote server can only be shown to serve a different model, and a warning says so.
     """
 
     def __init__(self, url: str) -> None:
@@ -230,27 +232,30 @@ class EndpointLauncher:
 
     @contextmanager
     def deploy(self, plan: LaunchPlan, *_: object, say: Say = print, **__: object) -> Iterator[Deployment]:
-        """The server while the block runs; the plan's processes, logs and timeout have no part in it.
+        """Yield the server; the plan's processes, logs and timeout are ignored.
 
-        Raises ServingError where nobody answers, or another model does.
+        ServingError when no server answers, or it serves another model.
         """
         server = RunningServer(plan.served_model_name, self.url, None, 0.0)
         server.get("/health")
-        yield _Attached([replace(server, model_name=_name(server, plan, say))], [])
+        yield _Attached([replace(server, model_name=_model_name(server, plan, say))], [])
 
 
 class _Attached(Deployment):
-    """A server of somebody else: there is no process to look at, so it is asked."""
+    """A server that quantmint did not start: it has no process to check, so `check` asks it."""
 
     poll_s = 5.0
 
     def check(self) -> None:
-        """Raise `ServingError` when it does not answer for half a minute."""
+        """Raise ServingError if the server does not answer for half a minute."""
         self.servers[0].get("/health")
 
 
 def endpoint_url(text: str) -> str:
-    """An address without the API's path: "http://gpu7:8000/v1/" is "http://gpu7:8000". UserError for another thing."""
+    """Return an address without its API path: "http://gpu7:8000" for "http://gpu7:8000/v1/".
+
+    UserError for a text that is no address, or contains credentials.
+    """
     try:
         parts = urlsplit(text)
         valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
@@ -259,14 +264,14 @@ def endpoint_url(text: str) -> str:
     if not valid or parts.query or parts.fragment:
         raise UserError("--endpoint is not the address of a server: expected something like http://gpu7:8000")
     if parts.username is not None or parts.password is not None:
-        raise UserError("the address holds a name or password, which would stand in the process list")
+        raise UserError("the address contains a user name or password, which the process list would show")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-def _name(server: RunningServer, plan: LaunchPlan, say: Say) -> str:
-    """What the server calls our model, found by its name, else by its folder; what cannot be proven of it is said.
+def _model_name(server: RunningServer, plan: LaunchPlan, say: Say) -> str:
+    """Return the server's name for the plan's model, found by name, else by folder; warn about what is not proven.
 
-    ServingError where it has another.
+    ServingError when it serves another model.
     """
     try:
         models = [dict(model) for model in json.loads(server.get("/v1/models"))["data"]]
@@ -274,17 +279,17 @@ def _name(server: RunningServer, plan: LaunchPlan, say: Say) -> str:
         ours += [model for model in models if model.get("root") == plan.model]
     except (ValueError, KeyError, TypeError) as error:
         raise ServingError(f"{server.base_url} does not list its models as vLLM does: {error}") from error
-    another = f"{server.base_url} is not the server of this plan"
+    mismatch = f"{server.base_url} is not the server of this plan"
     if not ours:
         names = ", ".join(str(model["id"]) for model in models) or "nothing"
-        raise ServingError(f"{another}: it serves {names}, expected {plan.served_model_name}")
+        raise ServingError(f"{mismatch}: it serves {names}, expected {plan.served_model_name}")
     root, version = ours[0].get("root"), server.version()
     local = urlsplit(server.base_url).hostname in {"127.0.0.1", "localhost", "::1"}
     if root is None or not local or not Path(root).is_dir():
-        seen = root or "a folder that it does not name"
-        say(f"warning: {server.base_url}: it serves {seen}, whose files cannot be seen from here")
+        folder = root or "a folder that it does not name"
+        say(f"warning: {server.base_url}: it serves {folder}, whose files cannot be checked from this machine")
     elif not (Path(plan.model).is_dir() and Path(root).samefile(plan.model)):
-        raise ServingError(f"{another}: it serves {root}, expected {plan.model}")
+        raise ServingError(f"{mismatch}: it serves {root}, expected {plan.model}")
     if plan.vllm_version and parse_version(version) != parse_version(plan.vllm_version):
-        say(f"warning: {server.base_url}: it is vLLM {version}, the plan was made for {plan.vllm_version}")
+        say(f"warning: {server.base_url}: it runs vLLM {version}, but the plan was made for {plan.vllm_version}")
     return str(ours[0]["id"])

@@ -1,9 +1,8 @@
-"""Processes of a launch, from their start to the moment when one of them ends: the others end with it; and a running
-vLLM server, as seen over HTTP.
+"""Start the processes of a launch, wait until their servers answer, and stop all when one ends; talk to a server.
 
-Common to every launcher that starts something. A server counts as ready when it answers for the plan's own model: one
-that took the port first would serve another. Ports are those of the loopback interface. Plain `http.client`: a proxy
-that the environment names must not see, or answer, what we ask our own machine.
+All launchers that start processes use this module. A server is ready when it answers for the plan's own model; another
+program on the same port would not. Ports are on the loopback interface. HTTP goes through plain `http.client`, because
+a proxy from the environment must not see requests to our own machine.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ from quantmint.pipeline.serving.plan import LaunchPlan, Process, waves
 from quantmint.pipeline.serving.running.log import LogScan, diagnose, last_lines, scan_log
 
 HOST = "127.0.0.1"
-_SHOWN = 300  # characters of a refusal that an error quotes
+_QUOTED = 300  # characters of a server's answer that an error quotes
 
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that answered. `started_seconds` is the time from its start to the first healthy answer.
+    """A server that answers requests.
 
-    `base_url` is its address without a path of the API: ``http://127.0.0.1:PORT``. A server that somebody else started
-    has no log here. `pid` is the process of this machine that the server is below, None where it is below none.
+    ``base_url`` is its address without an API path (``http://127.0.0.1:PORT``). ``log_path`` is None for a server that
+    quantmint did not start. ``started_seconds`` is the time from its start to the first healthy answer. ``pid`` is the
+    local process above the server's own processes, None if there is none.
     """
 
     model_name: str
@@ -43,35 +43,38 @@ class RunningServer:
     pid: int | None = None
 
     def version(self) -> str:
-        """vLLM's version as the server tells it."""
+        """Ask the server for its vLLM version. ServingError as in `get`."""
         return str(json.loads(self.get("/version"))["version"])
 
     def scan_log(self) -> LogScan:
-        """What the log says up to now."""
-        assert self.log_path is not None  # noqa: S101 - nobody reads the log of somebody else's server
+        """Scan the log written so far; only for a server with a ``log_path``."""
+        assert self.log_path is not None  # noqa: S101 - callers check
         return scan_log(self.log_path.read_text(encoding="utf-8", errors="replace"))
 
     def get(self, path: str, *, timeout: float = 30.0) -> str:
-        """Body of a GET; ServingError unless the answer is 200 within ``timeout`` seconds."""
+        """Send a GET and return the body.
+
+        ServingError (transient) without an answer within ``timeout`` seconds, RefusalError for a status other than 200.
+        """
         return self.post(path, None, timeout=timeout)
 
     def post(self, path: str, body: Mapping[str, object] | None, *, timeout: float = 30.0) -> str:
-        """The same of a POST of JSON."""
-        where = f"its log: {self.log_path}" if self.log_path is not None else f"it was asked at {self.base_url}"
+        """Send a POST with a JSON body and return the answer's body; a GET for None. Errors as in `get`."""
+        where = f"its log: {self.log_path}" if self.log_path is not None else f"its address: {self.base_url}"
         try:
             status, answer = fetch(self.base_url, path, body=body, timeout=timeout)
         except (OSError, http.client.HTTPException) as error:
             raise ServingError(f"the server does not answer {path}: {error}", hint=where, transient=True) from error
         if status != 200:
-            said = f": {answer[:_SHOWN]}" if answer else ""
+            quote = f": {answer[:_QUOTED]}" if answer else ""
             raise RefusalError(
-                f"the server answers {path} with {status}{said}", status=status, answer=answer, hint=where
+                f"the server answers {path} with {status}{quote}", status=status, answer=answer, hint=where
             )
         return answer
 
 
 def fetch(base_url: str, path: str, *, timeout: float, body: Mapping[str, object] | None = None) -> tuple[int, str]:
-    """Status and body of one request: a GET, or a POST of ``body`` as JSON."""
+    """Send a GET, or a POST of ``body`` as JSON; return status and body. OSError or HTTPException without an answer."""
     address = urlsplit(base_url)
     kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     content = None if body is None else json.dumps(body)
@@ -87,87 +90,90 @@ def fetch(base_url: str, path: str, *, timeout: float, body: Mapping[str, object
 
 Say = Callable[[str], None]
 StartProcess = Callable[[Process, int | None], Child]
-"""Starts one process of a launch; the port is None where nothing is served."""
+"""Starts one process of a launch on a port; None for a headless engine."""
 
 NO_BALANCER = (
     "each replica listens on its own port, and nothing spreads requests over them: put a load balancer in front of them"
 )
-"""What to say of several servers."""
+"""The message after the start of several servers."""
 _POLL_S = 0.1
 _HEARTBEAT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunningProcess:
-    """A process that runs; ``title`` is what messages call it."""
+    """A started process of a launch; ``title`` is its name in messages, ``port`` None for a headless engine."""
 
     title: str
     child: Child
     port: int | None = None
 
     def check(self, when: str = "while it was in use") -> None:
-        """Raise `ServingError`, with the cause that its log names, when it has ended although nobody asked it to."""
+        """Raise ServingError, with the cause that its log names, if the process has ended."""
         if self.child.exit_code is None:
             return
-        found = diagnose(self.child.log())
-        if found.name == "port" and self.port is not None:
+        diagnosis = diagnose(self.child.log())
+        if diagnosis.name == "port" and self.port is not None:
             raise port_in_use(self.port)
         hint = f"its log: {self.child.log_path}"
         raise ServingError(
-            f"{self.title} ended with code {self.child.exit_code} {when}: {found.message}",
-            hint=hint if found.fix is None else f"{found.fix}; {hint}",
+            f"{self.title} ended with code {self.child.exit_code} {when}: {diagnosis.message}",
+            hint=hint if diagnosis.fix is None else f"{diagnosis.fix}; {hint}",
         )
 
 
 class Deployment:
-    """Servers that answer. ``members`` are all processes behind them, in the order of their start."""
+    """The servers of a launch that answer, and all its processes in the order of their start."""
 
     poll_s = _POLL_S
 
-    def __init__(self, servers: Sequence[RunningServer], members: Sequence[RunningProcess]) -> None:
+    def __init__(self, servers: Sequence[RunningServer], processes: Sequence[RunningProcess]) -> None:
         self.servers = tuple(servers)
-        self.members = tuple(members)
+        self.processes = tuple(processes)
 
     def check(self) -> None:
-        """Raise `ServingError` when a process has ended."""
-        for member in self.members:
-            member.check()
+        """Raise ServingError if a process has ended."""
+        for process in self.processes:
+            process.check()
 
     def watch(self) -> None:
-        """Block until a process ends, which is a `ServingError`; an interrupt passes through."""
+        """Block until a process ends, then raise ServingError; KeyboardInterrupt passes through."""
         while True:
             self.check()
             time.sleep(self.poll_s)
 
 
 def node_processes(plan: LaunchPlan, processes: Sequence[Process], rank: int) -> list[Process]:
-    """The processes of one node. UserError where it has none, where no model is here, and for nodes that all reach."""
+    """Return the processes of one node.
+
+    UserError when the node has none, when the model's folder is missing, and for nodes with public addresses.
+    """
     require_model(plan)
     for process in processes:
         _require_private(process)
-    here = [process for process in processes if process.node == rank]
-    if not here:
-        raise UserError(f"this launch has nothing to run on node {rank}")
-    return here
+    on_node = [process for process in processes if process.node == rank]
+    if not on_node:
+        raise UserError(f"this launch has no process for node {rank}")
+    return on_node
 
 
 def require_model(plan: LaunchPlan) -> None:
-    """Raise UserError where the checkpoint's folder is not here."""
+    """Raise UserError if the checkpoint's folder does not exist on this machine."""
     if not Path(plan.model).is_dir():
         raise UserError(f"{plan.model} is not a folder with a model")
 
 
 def _require_private(process: Process) -> None:
-    """UserError for a node on the open internet: the ranks of a launch run what anybody sends them there."""
+    """Raise UserError for a node with a public address: ranks execute whatever anybody sends to their ports."""
     address = process.env.get("VLLM_HOST_IP", "")
     try:
         public = ipaddress.ip_address(address).is_global
     except ValueError:
-        return  # none, or a name: nobody can tell
+        return  # no address, or a host name, which may be private
     if public:
         raise UserError(
-            f"{address} is an address of the open internet, and vLLM's ranks ask nobody for a password",
-            hint="Name the addresses of a private network.",
+            f"{address} is a public address, and vLLM's ranks do not authenticate each other",
+            hint="Use the nodes' addresses on a private network.",
         )
 
 
@@ -175,117 +181,122 @@ def _require_private(process: Process) -> None:
 def start_processes(
     plan: LaunchPlan, processes: Sequence[Process], start: StartProcess, *, startup_timeout: float, say: Say
 ) -> Iterator[Callable[[], Deployment]]:
-    """Start every process, and stop them all when the block ends; what it is given, once, waits until each answers.
+    """Start every process, and stop all when the block ends.
 
-    Servers that share an accelerator start one after the other, so all but the first of them in that waiting. A server
-    without a port gets a free one. Raises `ServingError` where one ends or does not answer within
-    ``startup_timeout`` seconds, `UserError` where a port is not free.
+    Yields a function to call once: it waits until every server answers and returns the deployment. Servers that share
+    an accelerator start one after another, the later ones inside that call. A server without a port gets a free one.
+    Raises ServingError when a process ends or does not answer within ``startup_timeout`` seconds, UserError when a port
+    is not free.
     """
-    members: list[RunningProcess] = []
+    started: list[RunningProcess] = []
     try:
         with ExitStack() as ports:
-            held = [
+            with_ports = [
                 replace(
                     process, port=ports.enter_context(reserve_port(process.port)) if process.role == "server" else None
                 )
                 for process in processes
             ]
-            first, *later = waves(plan, held)
+            first, *later = waves(plan, with_ports)
 
             def begin(wave: Sequence[Process]) -> float:
                 began = time.monotonic()
-                members.extend(RunningProcess(_title(one, held), start(one, one.port), one.port) for one in wave)
+                for process in wave:
+                    child = start(process, process.port)
+                    started.append(RunningProcess(_title(process, with_ports), child, process.port))
                 return began
 
             began = begin(first)
 
             def ready() -> Deployment:
-                servers = _ready(plan, members, [], began, startup_timeout, say)
+                servers = _wait(plan, started, [], began, startup_timeout, say)
                 for wave in later:
-                    servers = _ready(plan, members, servers, begin(wave), startup_timeout, say)
+                    servers = _wait(plan, started, servers, begin(wave), startup_timeout, say)
                 ports.close()
                 if len(servers) > 1:
                     say(NO_BALANCER)
-                return Deployment(servers, members)
+                return Deployment(servers, started)
 
             yield ready
     finally:
-        stop(member.child for member in members)
+        stop(process.child for process in started)
 
 
 @contextmanager
 def reserve_port(port: int | None) -> Iterator[int]:
-    """A port that the kernel gives to nobody else during the block: the one asked for, or any that is free.
+    """Reserve a port during the block, a free one for None, and yield its number.
 
-    Bound but not listening, with SO_REUSEADDR: that keeps it from being handed out, and lets a server that sets the
-    same option, as vLLM does, listen on it. UserError where the port that was asked for is not free.
+    The socket is bound with SO_REUSEADDR but does not listen: the kernel gives the port to no other program, while a
+    server that sets the same option, as vLLM does, can listen on it. UserError when ``port`` is not free.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            held.bind((HOST, port or 0))
+            reservation.bind((HOST, port or 0))
         except PermissionError as error:
             hint = "Choose one above 1023 with --port."
             raise UserError(f"port {port} needs more rights than this user has", hint=hint) from error
         except OSError as error:
             assert port is not None  # noqa: S101 - the kernel has free ports
             raise port_in_use(port) from error
-        yield held.getsockname()[1]
+        yield reservation.getsockname()[1]
 
 
 def port_in_use(port: int) -> UserError:
-    """What to say of a port that another process listens on."""
-    hint = f"`ss -ltnp 'sport = :{port}'` says by whom: end that process, or choose another port with --port."
-    return UserError(f"port {port} is held", hint=hint)
+    """Return the error for a port that another process uses."""
+    hint = f"`ss -ltnp 'sport = :{port}'` shows the process: end it, or choose another port with --port."
+    return UserError(f"port {port} is in use", hint=hint)
 
 
-def _ready(
+def _wait(
     plan: LaunchPlan,
-    members: Sequence[RunningProcess],
-    before: Sequence[RunningServer],
+    started: Sequence[RunningProcess],
+    answering: Sequence[RunningServer],
     began: float,
     timeout: float,
     say: Say,
 ) -> list[RunningServer]:
-    """Servers ``before``, which answer already, and after them those of the other members once they do."""
-    waiting = [member for member in members if member.port is not None][len(before) :]
+    """Wait until all started servers answer; return them, those that are ``answering`` already first."""
+    waiting = [process for process in started if process.port is not None][len(answering) :]
     several = plan.layout.packed > 1 or len(waiting) > 1
     ready: dict[int, RunningServer] = {}
-    told = began
+    last_message = began
     while waiting:
-        for member in members:
-            member.check("before it answered")
-        for member in [member for member in waiting if _healthy(plan, member)]:
-            waiting.remove(member)
-            assert member.port is not None  # noqa: S101 - only such wait
+        for process in started:
+            process.check("before it answered")
+        for process in [process for process in waiting if _healthy(plan, process)]:
+            waiting.remove(process)
+            assert process.port is not None  # noqa: S101 - only servers wait
             server = RunningServer(
                 plan.served_model_name,
-                f"http://{HOST}:{member.port}",
-                member.child.log_path,
+                f"http://{HOST}:{process.port}",
+                process.child.log_path,
                 time.monotonic() - began,
-                pid=member.child.supervisor_pid,
+                pid=process.child.supervisor_pid,
             )
-            ready[member.port] = server
+            ready[process.port] = server
             if several:
-                say(f"{member.title} is ready after {server.started_seconds:.0f} s at {server.base_url}")
-        if waiting and time.monotonic() - began > timeout:
-            late = waiting[0]
-            words = diagnose(late.child.log()).message
+                say(f"{process.title} is ready after {server.started_seconds:.0f} s at {server.base_url}")
+        if not waiting:
+            break
+        first = waiting[0]
+        if time.monotonic() - began > timeout:
+            words = diagnose(first.child.log()).message
             raise ServingError(
-                f"{late.title} did not answer within {timeout:g} s; its last words: {words}",
-                hint=f"its log: {late.child.log_path}",
+                f"{first.title} did not answer within {timeout:g} s; its last words: {words}",
+                hint=f"its log: {first.child.log_path}",
             )
-        if waiting and time.monotonic() - told >= _HEARTBEAT_S:
-            told = time.monotonic()
-            words = last_lines(waiting[0].child.log(4096), 1)
-            say(f"{waiting[0].title} is still starting after {told - began:.0f} s; its last words: {words}")
-        if waiting:
-            time.sleep(_POLL_S)
-    return [*before, *(ready[member.port] for member in members if member.port in ready)]
+        if time.monotonic() - last_message >= _HEARTBEAT_S:
+            last_message = time.monotonic()
+            words = last_lines(first.child.log(4096), 1)
+            say(f"{first.title} is still starting after {last_message - began:.0f} s; its last words: {words}")
+        time.sleep(_POLL_S)
+    return [*answering, *(ready[process.port] for process in started if process.port in ready)]
 
 
-def _healthy(plan: LaunchPlan, member: RunningProcess) -> bool:
-    address = f"http://{HOST}:{member.port}"
+def _healthy(plan: LaunchPlan, process: RunningProcess) -> bool:
+    """Return whether the server answers for the plan's model; UserError when another server has its port."""
+    address = f"http://{HOST}:{process.port}"
     try:
         status, _ = fetch(address, "/health", timeout=5)
         if status != 200:
@@ -296,14 +307,14 @@ def _healthy(plan: LaunchPlan, member: RunningProcess) -> bool:
         return False
     name = plan.served_model_name
     if status != 200 or name not in models or models[name] not in {None, plan.model}:
-        raise port_in_use(member.port or 0)
+        raise port_in_use(process.port or 0)
     return True
 
 
 def _title(process: Process, processes: Sequence[Process]) -> str:
-    """Just what it is where there is one process, else which of them."""
+    """Return a process's name in messages: "vLLM" if it is the only one, else its role."""
     if len(processes) == 1:
         return "vLLM"
     if process.role == "server":
-        return f"replica {process.replica}" if sum(other.role == "server" for other in processes) > 1 else "the server"
+        return f"replica {process.replica}" if sum(p.role == "server" for p in processes) > 1 else "the server"
     return "the headless engine"

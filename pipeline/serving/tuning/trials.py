@@ -21,7 +21,7 @@ from quantmint.pipeline.base.errors import ServingError, StageError
 from quantmint.pipeline.base.progress import Progress, Reporter
 from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.running.launchers import LocalLauncher
-from quantmint.pipeline.serving.running.load import run_cell
+from quantmint.pipeline.serving.running.load_client import LoadClient
 from quantmint.pipeline.serving.running.log import diagnose, scan_log
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.serving.tuning.space import BASE, TUNED_FILE, TunedKernels, TuningSubject, with_tunableop
@@ -118,11 +118,9 @@ def measure(
             progress.say(f"ready after {started:.0f} s")
             for cell in subject.cells:
                 budget.check()
-                client = folder / CLIENT_LOG
+                client = LoadClient(subject.vllm, server, subject.model)
                 try:
-                    cells[cell.name] = run_cell(
-                        subject.vllm, cell, server, model=subject.model, folder=folder, log=client, watch=budget.check
-                    )
+                    cells[cell.name] = client.measure(cell, folder=folder, log=folder / CLIENT_LOG, watch=budget.check)
                 except (StageError, MeasurementError) as error:
                     raise _cause(server, cell, log) or error from error
     except (StageError, MeasurementError) as error:

@@ -95,9 +95,9 @@ def test_a_wrong_server_is_refused(
 @pytest.mark.parametrize(
     ("change", "doubt"),
     [
-        ({"card": {"id": "m", "root": "/far/away"}}, "whose files cannot be seen from here"),
+        ({"card": {"id": "m", "root": "/far/away"}}, "whose files cannot be checked from this machine"),
         ({"card": {"id": "m"}}, "a folder that it does not name"),
-        ({"version": "0.31.0"}, "it is vLLM 0.31.0, the plan was made for 0.32.0"),
+        ({"version": "0.31.0"}, "it runs vLLM 0.31.0, but the plan was made for 0.32.0"),
     ],
 )
 def test_what_cannot_be_proven_is_a_warning(

@@ -164,7 +164,7 @@ def test_a_port_that_is_held_is_not_exchanged(fake_vllm: Path, fake_model: Calla
         port = other.getsockname()[1]
         plan, processes = launch(model, ports=(port,))
         with (
-            pytest.raises(UserError, match=f"^port {port} is held") as caught,
+            pytest.raises(UserError, match=f"^port {port} is in use") as caught,
             LocalLauncher(fake_vllm).deploy(plan, processes, tmp_path / "logs"),
         ):
             pass
@@ -176,7 +176,7 @@ def test_a_node_on_the_open_internet_is_refused(fake_model: Callable[..., Path],
     plan, [server] = launch(fake_model())
     nodes = [replace(server, env={"VLLM_HOST_IP": address}) for address in ("10.0.0.1", "8.8.8.8")]
     with (
-        pytest.raises(UserError, match=r"8\.8\.8\.8 is an address of the open internet"),
+        pytest.raises(UserError, match=r"8\.8\.8\.8 is a public address"),
         LocalLauncher("vllm").deploy(plan, nodes, tmp_path / "logs"),
     ):
         pass

@@ -56,5 +56,5 @@ def test_the_engine_gets_its_gpus_from_the_cluster(
 
 def test_engines_that_each_node_starts_are_refused(launcher: ClusterLauncher, fake_model: Callable[..., Path]) -> None:
     plan = replace(plan_of(fake_model()), layout=ParallelLayout(tensor=8, data=2, nodes=2))
-    with pytest.raises(UserError, match="2 engines over 2 nodes"):
+    with pytest.raises(UserError, match="2 engines on 2 nodes"):
         launcher.require(plan)

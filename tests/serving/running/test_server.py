@@ -133,7 +133,7 @@ def test_a_server_of_another_model_is_not_taken_for_ours(
 ):
     model = fake_model(root="/somebody/elses")
     with (
-        pytest.raises(UserError, match="is held"),
+        pytest.raises(UserError, match="is in use"),
         LocalLauncher(fake_vllm, stop_grace=0.3).launch(plan_for(model), tmp_path / "log"),
     ):
         pass

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.base.processes import run_logged
-from quantmint.pipeline.serving.running.load import CpuSample, LoadSamples, LoadWatch, _busiest, event_loops
+from quantmint.pipeline.serving.running.load_watch import CpuSample, LoadSamples, LoadWatch, busiest_share, event_loops
 from quantmint.pipeline.serving.running.sensors import SensorReading
 
 CLIENT = """
@@ -39,7 +39,7 @@ def test_only_the_measured_run_counts(tmp_path: Path) -> None:
         code = CLIENT.format(before=before, after=after)
         with LoadWatch(clock, log) as watch:
             run_logged([sys.executable, "-c", code, "bench", "serve"], log, what="it", env={}, started=watch.follow)
-        seen[before] = watch.seen(2.2)
+        seen[before] = watch.samples(2.2)
 
     threads = [threading.Thread(target=follow, args=order) for order in (("work", "rest"), ("rest", "work"))]
     for thread in threads:
@@ -58,14 +58,14 @@ def test_a_load_whose_beginning_is_not_seen_says_nothing(tmp_path: Path) -> None
     log = tmp_path / "log"
     with LoadWatch(clock, log) as watch:
         run_logged([sys.executable, "-c", "import time; time.sleep(1.2)"], log, what="it", env={}, started=watch.follow)
-    assert watch.seen(10.0) == LoadSamples((), None)
+    assert watch.samples(10.0) == LoadSamples((), None)
 
 
 def test_a_helper_that_is_soon_gone_held_up_nobody() -> None:
     client = [CpuSample(float(at), 0.4 * at) for at in range(11)]
     helper = [CpuSample(1.0, 0.0), CpuSample(2.0, 1.0)]
-    assert _busiest({1: client, 2: helper}, end=10.0) == pytest.approx(0.4)
-    assert _busiest({1: client[:1]}, end=10.0) is None
+    assert busiest_share({1: client, 2: helper}, end=10.0) == pytest.approx(0.4)
+    assert busiest_share({1: client[:1]}, end=10.0) is None
 
 
 def test_the_event_loop_is_the_first_thread_of_what_is_no_engine() -> None:
