@@ -24,12 +24,11 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.progress import reporter_for
 from quantmint.pipeline.commands.options import PATH, emit, json_option, store_option
 from quantmint.pipeline.commands.tables import paragraph, printable, table, terminal
-from quantmint.pipeline.publish.verify.subject import UNSIGNED, Check, Outcome, Wanted, conclusion, exit_code, fails
+from quantmint.pipeline.publish.verify.subject import UNSIGNED, Outcome
 from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from quantmint.pipeline.publish.card import CardFacts, Launch
-    from quantmint.pipeline.recipe.schema import Recipe
+    from quantmint.pipeline.api import Verification
 
 _SHOWN = 8  # details of a check that are printed
 
@@ -253,50 +252,26 @@ def verify_release(
     Ends with 0 when everything holds, with 1 when something does not, with 3 when nothing fails but something could
     not be checked (a release without a signature, or no key to check one with), with 2 when there is no release.
     """
-    from quantmint.pipeline.publish.signing import public_fingerprint
-    from quantmint.pipeline.publish.verify.files import Trust
-    from quantmint.pipeline.publish.verify.run import opened, verify
-    from quantmint.pipeline.store.files import OtherBytesError
+    from quantmint.pipeline.api import verify
 
-    if key is not None and (identity or issuer):
-        raise UserError("found --key as well as --identity or --issuer, expected one of the two ways to name a signer")
-    if (identity is None) != (issuer is None):
-        raise UserError("found one of --identity and --issuer, expected both: names are only unique at an issuer")
-    if key is not None:
-        public_fingerprint(key)  # before a large model is fetched
-    progress = reporter_for(json=as_json)
-    try:
-        folder, tag, wanted = opened(subject, progress)
-        wanted = wanted if name is None else Wanted(name)
-        trust = Trust(key, identity, issuer, unsigned)
-        checks = verify(folder, trust, progress, tag=tag, wanted=wanted, relaunch=_launches)
-    except OtherBytesError as error:  # what fails already on the way here needs no further check to be false
-        checks = (fails("digests", error.message, "it was not fetched; nothing else was checked"),)
+    reporter = reporter_for(json=as_json)
+    verification = verify(
+        subject, key=key, identity=identity, issuer=issuer, unsigned=unsigned, name=name, reporter=reporter
+    )
     if as_json:
-        facts = {"place": subject, "exit_code": exit_code(checks), "conclusion": conclusion(checks)}
-        emit({**facts, "checks": [check.to_json() for check in checks]})
+        facts = {"place": subject, "exit_code": verification.exit_code, "conclusion": verification.conclusion}
+        emit({**facts, "checks": [check.to_json() for check in verification.checks]})
     else:
-        _print_checks(subject, checks)
-    return exit_code(checks)
+        _print_checks(subject, verification)
+    return verification.exit_code
 
 
-def _launches(folder: Path, recipe: Recipe, facts: CardFacts) -> tuple[Launch, ...]:
-    """Plan the launches that a card shows, as the stage that writes cards does."""
-    from quantmint.eval import workloads
-    from quantmint.pipeline.serving.model.facts import model_facts
-    from quantmint.pipeline.stages.card import launches, vllm_of
-
-    workload = workloads.load(recipe.target.workload)
-    model = facts.repo or facts.name
-    return launches(recipe, workload, model_facts(folder), model, vllm=vllm_of(facts.report))
-
-
-def _print_checks(place: str, checks: Sequence[Check]) -> None:
+def _print_checks(place: str, verification: Verification) -> None:
     marks = {Outcome.OK: ("✓", "green"), Outcome.FAILS: ("✗", "red"), Outcome.NOT_CHECKED: ("?", "yellow")}
     colours = {0: "green", 1: "red", 3: "yellow"}
     console = terminal()
-    word = conclusion(checks)
-    colour = "yellow" if word == UNSIGNED else colours[exit_code(checks)]
+    word, checks = verification.conclusion, verification.checks
+    colour = "yellow" if word == UNSIGNED else colours[verification.exit_code]
     click.echo(f"{click.style(word, fg=colour, bold=True)}  {printable(place)}")
     click.echo()
     width = max(len(check.name) for check in checks)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,9 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from quantmint.pipeline.base.progress import Reporter
     from quantmint.pipeline.clusters.submit.pod import Pod
-    from quantmint.pipeline.stages.setting import Setting
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -128,23 +124,6 @@ def refuse_foreign(context: click.Context, chosen: str, belongs: Mapping[str, Se
         if chosen not in places and source is click.core.ParameterSource.COMMANDLINE:
             others = " and ".join(place.replace("_", "-") for place in places)
             raise click.UsageError(f"{parameter.opts[0]} is for {others}, not for {chosen.replace('_', '-')}")
-
-
-@contextmanager
-def spread(on: str | None, setting: Setting, reporter: Reporter) -> Iterator[Setting]:
-    """The setting of a run whose calibration and quantization are spread over the machines that ``--on`` names."""
-    from quantmint.pipeline.clusters.ray.spread import open_spread
-
-    machines = open_spread(
-        on,
-        setting.recipe,
-        device=setting.device,
-        source=setting.source.folder,
-        store=setting.store.root,
-        progress=reporter,
-    )
-    with machines as found:
-        yield replace(setting, spread=found)
 
 
 def emit(value: object) -> None:

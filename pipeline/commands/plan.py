@@ -10,7 +10,6 @@ import click
 
 from quantmint.eval.report.numbers import duration
 from quantmint.pipeline.commands.options import MODEL_FOLDER, emit, json_option, store_option, vllm_option
-from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,12 +46,9 @@ def plan_command(
 
     Example: quantmint plan llama70b-fp8kv --for mi300x:8
     """
-    from quantmint.pipeline.runs.forecast import forecast_run
-    from quantmint.pipeline.runs.search import stand_in
-    from quantmint.pipeline.runs.session import open_setting
+    from quantmint.pipeline.api import plan
 
-    setting = stand_in(open_setting(recipe, store=Store(store_path), vllm=vllm, config=config_folder))
-    forecast = forecast_run(setting, machine=machine, config=config_folder)
+    forecast = plan(recipe, machine=machine, config=config_folder, store=store_path, vllm=vllm)
     if not as_json:
         _print_forecast(forecast)
     forecast.require_room()

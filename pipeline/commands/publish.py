@@ -14,7 +14,7 @@ from quantmint.pipeline.base.progress import Reporter, reporter_for
 from quantmint.pipeline.commands.options import emit, json_option, store_option, vllm_option
 from quantmint.pipeline.commands.tables import plain, table, terminal
 from quantmint.pipeline.publish.place import Listed, Operation, Published, counted
-from quantmint.pipeline.publish.places import EXPECTED, elsewhere, open_place, places_of, published_folder
+from quantmint.pipeline.publish.places import EXPECTED, elsewhere, open_place, places_of
 from quantmint.pipeline.recipe.destinations import KINDS
 from quantmint.pipeline.store.tree import Store
 
@@ -206,20 +206,6 @@ def published_by(outcome: Outcome) -> Sequence[Published]:
 
     entry = outcome.entry("publish")
     return () if entry is None else published_in(entry)
-
-
-def report_page(outcome: Outcome, setting: Setting) -> Path | None:
-    """The report's page: beside the checkpoint where readers get this very release from a folder, else in the store."""
-    from quantmint.eval.report.model import PAGE
-    from quantmint.pipeline.publish.release import EVIDENCE
-
-    report = outcome.entry("report")
-    if report is None:
-        return None
-    folder = published_folder(setting.recipe, setting.home)
-    tags = {one.tag for one in published_by(outcome)}
-    shown = folder is not None and folder.is_symlink() and folder.resolve().name in tags
-    return folder / EVIDENCE / PAGE if folder is not None and shown else report.file(PAGE)
 
 
 def show_published(published: Sequence[Published], setting: Setting) -> None:

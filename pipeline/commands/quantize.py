@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantmint.pipeline.base.progress import reporter_for
-from quantmint.pipeline.commands.options import PATH, device_option, emit, json_option, on_option, spread
+from quantmint.pipeline.commands.options import PATH, device_option, emit, json_option, on_option
 
 if TYPE_CHECKING:
+    from quantmint.pipeline.api import QuantizedCheckpoint
     from quantmint.pipeline.runs.oneshot import Outlook, QuantizationJob
 
 _QUANTIZATION = ("scheme", "bits", "kv_cache", "kv_cache_granularity", "engine", "algorithm", "shared_scales")
@@ -68,24 +69,21 @@ def quantize(
 
     Example: quantmint quantize meta-llama/Llama-3.1-8B-Instruct out --scheme ptpc_fp8
     """
-    from dataclasses import replace
-
-    from quantmint.pipeline.recipe.load import recipe_of
-    from quantmint.pipeline.runs.oneshot import look_ahead, make, open_job, source_section
+    from quantmint.pipeline.api import finish_quantization, open_quantization
+    from quantmint.pipeline.runs.oneshot import look_ahead
 
     if threads is not None:  # before PyTorch is there, which reads it too
         os.environ["OMP_NUM_THREADS"] = str(threads)
 
-    sections = {**_sections(given, _overrides(override)), "source": source_section(src)}
-    job = open_job(recipe_of(sections), out, device=device, inspect=inspect, to_run=not dry_run)
+    job = open_quantization(
+        src, out, **_sections(given, _overrides(override)), device=device, inspect=inspect, to_run=not dry_run
+    )
     if dry_run:
         state = "finished" if job.finished else "goes on where it stopped" if job.begun else "nothing is there yet"
         _show_plan(job, look_ahead(job), state, as_json=as_json)
         return
-    reporter = reporter_for(json=as_json)
-    with spread(on, job.setting, reporter) as setting:
-        made = make(replace(job, setting=setting), reporter)
-    _show_result(job, job.record, made=made, as_json=as_json)
+    checkpoint = finish_quantization(job, on=on, reporter=reporter_for(json=as_json))
+    _show_result(job, checkpoint, as_json=as_json)
 
 
 def _sections(given: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[str, Any]:
@@ -170,13 +168,14 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
     print_outlook(console, sizes, costs)
 
 
-def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as_json: bool) -> None:
+def _show_result(job: QuantizationJob, checkpoint: QuantizedCheckpoint, *, as_json: bool) -> None:
     import shlex
 
     from quantmint.pipeline.base.errors import UserError
     from quantmint.pipeline.stages.source import require_tokenizer
 
     out, kv_cache = job.out, job.setting.recipe.quantization.kv_cache
+    record, made = checkpoint.record, checkpoint.made
     serve: str | None = shlex.join(
         ["vllm", "serve", str(out), *(["--kv-cache-dtype", "fp8"] if kv_cache == "fp8" else [])]
     )
@@ -229,34 +228,15 @@ def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, device:
 
     Example: quantmint inspect published/llama70b-fp8kv --source /models/llama70b
     """
-    from quantmint.pipeline.base.errors import UserError
-    from quantmint.pipeline.quantize.device import resolve_device
-    from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-    from quantmint.pipeline.quantize.formats.layout import layout_of
-    from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
-    from quantmint.pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline import api
 
-    checkpoint = open_checkpoint(path)
-    layout_of(checkpoint.config)
-    original = None if source is None else open_checkpoint(source)
-    structure = read_structure(path, checkpoint.tensors)
-    origin = None if original is None or source is None else read_structure(source, original.tensors)
-    if origin is not None and origin.quantized_by is not None:
-        raise UserError(
-            f"--source: found a model that is quantized already ({origin.quantized_by}), expected 16-bit weights, or "
-            "FP8 in blocks of 128x128.",
-            hint="Name the model that the checkpoint was made from.",
-        )
-    with reporter_for(json=as_json).bar(checkpoint.nbytes, "B") as advance:
-        inspection = inspect_checkpoint(
-            checkpoint,
-            structure,
-            source=original,
-            source_structure=origin,
-            allow_unit_kv_scales=allow_unit_kv_scales,
-            device=resolve_device(device),
-            advance=advance,
-        )
+    inspection = api.inspect(
+        path,
+        source,
+        allow_unit_kv_scales=allow_unit_kv_scales,
+        device=device,
+        reporter=reporter_for(json=as_json),
+    )
     if as_json:
         emit(inspection.to_json())
     else:

@@ -21,7 +21,6 @@ from quantmint.pipeline.commands.options import (
     json_option,
     on_option,
     remote_option,
-    spread,
     store_option,
     vllm_option,
 )
@@ -60,28 +59,27 @@ def run(
 
     Example: quantmint run llama70b-fp8kv --until inspect
     """
-    from quantmint.pipeline.commands.publish import published_by, report_page, show_published
+    from quantmint.pipeline import api
+    from quantmint.pipeline.commands.publish import show_published
     from quantmint.pipeline.publish.places import published_folder
-    from quantmint.pipeline.runs.search import known_groups, run_search
-    from quantmint.pipeline.runs.session import open_setting
+    from quantmint.pipeline.runs.search import known_groups
     from quantmint.pipeline.runs.tracking import log_run
-    from quantmint.pipeline.serving.host.detect import local_device
     from quantmint.pipeline.stages.advice import advise
-    from quantmint.pipeline.store.remote import open_tier
 
     reporter = reporter_for(json=as_json)
-    setting = open_setting(
+    result = api.run(
         recipe,
-        store=Store(store_path, on_warning=reporter.warn),
-        vllm=vllm,
+        until=until,
+        redo=redo,
         device=device,
-        to_run=True,
-        remote=None if remote is None else open_tier(remote, reporter.warn, local_device),
+        on=on,
+        vllm=vllm,
+        store=store_path,
+        remote_store=remote,
+        reporter=reporter,
     )
-    with spread(on, setting, reporter) as setting:
-        outcome, setting, tries = run_search(setting, reporter, until=until, redo=redo)
-    report, places = outcome.entry("report"), published_by(outcome)
-    page = report_page(outcome, setting)
+    outcome, setting, tries = result.outcome, result.setting, result.tries
+    report, places, page = outcome.entry("report"), result.published, result.report
     checkpoint = published_folder(setting.recipe, setting.home) if places else None
     tracked = None if report is None else log_run(setting, report, reporter.warn)
     judged = outcome.entry("gate") or (None if outcome.stopped is None else outcome.entry(outcome.stopped))
