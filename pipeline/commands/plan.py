@@ -75,7 +75,7 @@ def _print_forecast(forecast: RunForecast) -> None:
         for stage in forecast.stages
     ]
     console.print(table("stage", "state", "time", "", "fingerprint", right=("time",), rows=states))
-    console.print(_total(forecast))
+    console.print(total(forecast))
     for setting, seconds in forecast.savings:
         console.print(f"  {setting} would save about {duration(seconds)}")
     model = forecast.size
@@ -124,7 +124,7 @@ def _print_gate(console: Console, forecast: RunForecast) -> None:
         console.print(_throughput(forecast.bench, forecast.gate.speed))
 
 
-def _total(forecast: RunForecast) -> str:
+def total(forecast: RunForecast) -> str:
     """Word what the whole run takes, as far as it is known."""
     where = "on this machine" if forecast.machine == "here" else f"on {forecast.machine}"
     words = "at least" if forecast.not_predicted else "about"

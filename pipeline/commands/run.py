@@ -62,6 +62,7 @@ def run(
     from quantmint.pipeline import api
     from quantmint.pipeline.commands.publish import show_published
     from quantmint.pipeline.publish.places import published_folder
+    from quantmint.pipeline.runs.forecast import forecast_with
     from quantmint.pipeline.runs.search import known_groups
     from quantmint.pipeline.runs.tracking import log_run
     from quantmint.pipeline.stages.advice import advise
@@ -91,6 +92,7 @@ def run(
     )
     reasons: object = [] if judged is None else judged.record.result["reasons"]
     measured = _measured(outcome.entry("gate"))
+    following = forecast_with(setting, advised.paste) if advised.paste else None
     if as_json:
         emit(
             {
@@ -99,6 +101,7 @@ def run(
                 "reasons": reasons,
                 **({"advice": advised.lines} if advised.lines else {}),
                 **({"paste": advised.paste} if advised.paste else {}),
+                **({"paste_seconds": following.seconds_of_all_tries} if following is not None else {}),
                 "measured": measured,
                 "stopped": outcome.stopped,
                 **({"auto": {"tries": tries}} if tries else {}),
@@ -128,6 +131,10 @@ def run(
             click.echo(paragraph(console, "  ", str(reason)))
         if advised.paste:
             click.echo(f"\n{advised.paste}")
+            if following is not None:
+                from quantmint.pipeline.commands.plan import total
+
+                click.echo(f"a run with this takes {total(following)}")
     if measured is not None:
         click.echo(f"measured    by {measured['runtime']} on {measured['device'] or measured['hardware']}")
     show_published(places, setting)

@@ -6,19 +6,22 @@ forecast_run(stand_in(open_setting("llama70b-fp8kv", store=store))).seconds
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from quantmint.eval.gate.reach import Reach, reach
 from quantmint.eval.report.numbers import size
-from quantmint.pipeline.base.errors import UserError, did_you_mean
+from quantmint.pipeline.base.errors import QuantmintError, UserError, did_you_mean
 from quantmint.pipeline.base.hardware import cautions, table
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
+from quantmint.pipeline.recipe.load import validated
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.runs.planner import build_plan, foreseen, missing_stages
 from quantmint.pipeline.runs.preflight import disk_needed, require_disk, require_room_to_publish, require_tokens
-from quantmint.pipeline.runs.search import tried
+from quantmint.pipeline.runs.search import as_written, settled, stand_in, tried
 from quantmint.pipeline.runs.timeline import ahead, further_tries, reckoned, savings
 from quantmint.pipeline.runs.weights import WeightForecast, forecast_weights, machine_here, machine_of
 from quantmint.pipeline.serving.host.detect import local_device
@@ -165,6 +168,21 @@ def forecast_run(
         bench=bench,
         cautions=[*_cautions(setting), *_too_small(needed, free, where, elsewhere)],
     )
+
+
+def forecast_with(setting: Setting, sections: str) -> RunForecast | None:
+    """Forecast the next run of a recipe with ``sections`` (YAML) in the place of its own, on this machine.
+
+    None where it cannot be forecast: the run itself says why.
+    """
+    written = as_written(setting).loaded
+    data = written.recipe.model_dump(mode="json", by_alias=True) | yaml.safe_load(sections)
+    try:
+        loaded = validated(replace(written.positions, data=data), written.path)
+        edited = replace(setting, loaded=replace(loaded, source_folder=written.source_folder), chosen=None)
+        return forecast_run(stand_in(settled(edited)), machine="here")
+    except QuantmintError:
+        return None
 
 
 def machine_elsewhere(text: str | None, hardware: str, gpus: int) -> ServingTarget | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def test_the_printed_block_leads_to_a_pass(
     code, told, _ = quantmint(capsys, "run", recipe, "--store", "store")
     assert code in (1, 3)
     assert not Path("published").exists()
+    assert re.search(r"\na run with this takes (about|at least) \d.* in all on this machine, from here", told)
     block = yaml.safe_load(told[told.index("\nquantization:") :].partition("\n\n")[0])
     assert set(block) == {"quantization", "search"}
     recipe.write_text(yaml.safe_dump({**data, **block}, sort_keys=False))
