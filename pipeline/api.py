@@ -24,7 +24,7 @@ from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_of
 if TYPE_CHECKING:
     from quantmint.eval.verdict import Verdict
     from quantmint.pipeline.publish.card import CardFacts, Launch
-    from quantmint.pipeline.publish.place import Published
+    from quantmint.pipeline.publish.destination import Publication
     from quantmint.pipeline.publish.verify.subject import Check
     from quantmint.pipeline.quantize.inspection.findings import Inspection
     from quantmint.pipeline.recipe.schema import Recipe
@@ -230,7 +230,7 @@ class RunResult:
         return self.outcome.verdict
 
     @property
-    def published(self) -> Sequence[Published]:
+    def published(self) -> Sequence[Publication]:
         """Return what was published, a destination each."""
         from quantmint.pipeline.stages.publish import published_in
 
@@ -244,7 +244,7 @@ class RunResult:
         It is the page beside the checkpoint where readers get this release from a folder, else that in the store.
         """
         from quantmint.eval.report.model import PAGE
-        from quantmint.pipeline.publish.places import published_folder
+        from quantmint.pipeline.publish.addresses import published_folder
         from quantmint.pipeline.publish.release import EVIDENCE
 
         entry = self.outcome.entry("report")

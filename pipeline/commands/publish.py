@@ -13,8 +13,8 @@ from quantmint.pipeline.base.errors import UserError, shown_path
 from quantmint.pipeline.base.progress import Reporter, reporter_for
 from quantmint.pipeline.commands.options import emit, json_option, store_option, vllm_option
 from quantmint.pipeline.commands.tables import plain, table, terminal
-from quantmint.pipeline.publish.place import Listed, Operation, Published, counted
-from quantmint.pipeline.publish.places import EXPECTED, elsewhere, open_place, places_of
+from quantmint.pipeline.publish.addresses import EXPECTED, open_destination, override_destinations, recipe_destinations
+from quantmint.pipeline.publish.destination import ListedRelease, Operation, Publication, counted
 from quantmint.pipeline.recipe.destinations import KINDS
 from quantmint.pipeline.store.tree import Store
 
@@ -70,7 +70,7 @@ def publish(
 
     reporter = reporter_for(json=as_json)
     setting = stand_in(open_setting(recipe, store=Store(store_path, on_warning=reporter.warn), vllm=vllm))
-    section = elsewhere(setting.recipe.publish, places, to=to)
+    section = override_destinations(setting.recipe.publish, places, to=to)
     changed = setting.recipe.model_copy(update={"publish": section})
     setting = replace(setting, loaded=replace(setting.loaded, recipe=changed))
     plan = foreseen(build_plan(setting), setting)
@@ -93,7 +93,7 @@ def releases(place: str, as_json: bool) -> None:
 
     Example: quantmint release list published/llama70b-fp8kv
     """
-    there = open_place(place)
+    there = open_destination(place)
     found = there.releases()
     if as_json:
         emit({"place": there.address, "releases": [asdict(release) for release in found]})
@@ -146,7 +146,7 @@ def rollback(place: str, tag: str, dry_run: bool, as_json: bool) -> None:
 
 
 def _change(way: Literal["promote", "rollback"], place: str, tag: str | None, *, dry_run: bool, as_json: bool) -> None:
-    there = open_place(place)
+    there = open_destination(place)
     done = getattr(there, way)(tag, dry_run=dry_run, progress=reporter_for(json=as_json))
     if as_json:
         named = {"tag": tag} if way == "rollback" else {}
@@ -178,7 +178,7 @@ def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
 
     Example: quantmint release prune published/llama70b-fp8kv --keep 3
     """
-    there = open_place(place)
+    there = open_destination(place)
     done = there.prune(keep=keep, dry_run=dry_run, progress=reporter_for(json=as_json))
     if as_json:
         removed = [one.what for one in done]
@@ -189,7 +189,7 @@ def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
         click.echo(f"{shown_path(there.address)}: nothing to remove; {_kept(there.releases(), keep)}")
 
 
-def _kept(listed: Sequence[Listed], keep: int) -> str:
+def _kept(listed: Sequence[ListedRelease], keep: int) -> str:
     """Say why each release of a place stays."""
     releases = counted(listed)
     newest = ", ".join(release.tag for release in releases[:keep]) or "none"
@@ -200,7 +200,7 @@ def _kept(listed: Sequence[Listed], keep: int) -> str:
     return ", ".join(parts)
 
 
-def published_by(outcome: Outcome) -> Sequence[Published]:
+def published_by(outcome: Outcome) -> Sequence[Publication]:
     """Every place that the run's release is in; none where it was not published."""
     from quantmint.pipeline.stages.publish import published_in
 
@@ -208,7 +208,7 @@ def published_by(outcome: Outcome) -> Sequence[Published]:
     return () if entry is None else published_in(entry)
 
 
-def show_published(published: Sequence[Published], setting: Setting) -> None:
+def show_published(published: Sequence[Publication], setting: Setting) -> None:
     """A line for each place: how it is named to vLLM, and the tag."""
     for one in published:
         place = shown_path(one.place)
@@ -266,7 +266,7 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
     require_proof(entries["quantize"], entries["gate"])
     release = package.release(entries)
     found = []
-    for place in places_of(setting.recipe, setting.home):
+    for place in recipe_destinations(setting.recipe, setting.home):
         place.preflight(release)
         signing = (Operation("sign", "all of it, in Sigstore's public log"),) if logged else ()
         todo = place.operations(release, candidate=section.to == "candidate")

@@ -61,7 +61,7 @@ def run(
     """
     from quantmint.pipeline import api
     from quantmint.pipeline.commands.publish import show_published
-    from quantmint.pipeline.publish.places import published_folder
+    from quantmint.pipeline.publish.addresses import published_folder
     from quantmint.pipeline.runs.forecast import forecast_with
     from quantmint.pipeline.runs.search import known_groups
     from quantmint.pipeline.runs.tracking import log_run

@@ -27,7 +27,16 @@ from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.machine import cache_folder
 from quantmint.pipeline.base.progress import Progress
 from quantmint.pipeline.publish import manifest
-from quantmint.pipeline.publish.place import Difference, Listed, Place, State, moved, named, newest_first, require_same
+from quantmint.pipeline.publish.destination import (
+    Destination,
+    Difference,
+    ListedRelease,
+    State,
+    moved,
+    named,
+    newest_first,
+    require_same,
+)
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
 from quantmint.pipeline.recipe.destinations import Storage
 from quantmint.pipeline.store.disk import disk_errors
@@ -55,12 +64,12 @@ class Pointer:
     schema: Annotated[int, Field(ge=1, le=1)] = 1
 
 
-class BucketPlace(Place):
+class BucketDestination(Destination):
     """``url/name``. ``endpoint`` is the address of an S3-compatible server (None: AWS, or AWS_ENDPOINT_URL)."""
 
     @classmethod
-    def of(cls, destination: Storage, name: str, home: Path, *, typed: bool = False) -> BucketPlace:
-        """See `Place.of`."""
+    def of(cls, destination: Storage, name: str, home: Path, *, typed: bool = False) -> BucketDestination:
+        """See `Destination.of`."""
         return cls(destination.url, name, destination.endpoint)
 
     def __init__(self, url: str, name: str, endpoint: str | None = None) -> None:
@@ -134,47 +143,47 @@ class BucketPlace(Place):
             self._objects.remove(f"{release.tag}/{name}")
         return release.identity
 
-    def point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
+    def point(self, release: ListedRelease, state: State, why: str, *, candidate: bool) -> None:
         """Replace ``current.json`` or ``candidate.json``."""
         name = _CANDIDATE if candidate else _CURRENT
         self._swap(name, state.mark.tags[name], _pointer(release))
 
-    def withdraw(self, releases: Sequence[Listed]) -> None:
+    def withdraw(self, releases: Sequence[ListedRelease]) -> None:
         """Remove ``candidate.json``."""
         pointer, _ = self._look(_CANDIDATE)
         if pointer is not None and pointer.tag in {release.tag for release in releases}:
             self._objects.remove(_CANDIDATE)
 
-    def finish(self, release: Listed) -> None:
+    def finish(self, release: ListedRelease) -> None:
         """Write the record of its own name; whoever wrote one before wrote the same."""
         name = f"{release.tag}{_JSON}"
         if self._objects.read(name) is None:
             self._objects.put_if(name, _encode(_pointer(release)), None)
 
-    def read(self, release: Listed, name: str) -> bytes | None:
+    def read(self, release: ListedRelease, name: str) -> bytes | None:
         """One object."""
         found = self._objects.read(f"{release.tag}/{name}")
         return None if found is None else found.data
 
-    def sizes(self, release: Listed) -> dict[str, int]:
+    def sizes(self, release: ListedRelease) -> dict[str, int]:
         """By the bucket's list."""
         return self._objects.sizes(release.tag)
 
-    def pin(self, release: Listed) -> str:
+    def pin(self, release: ListedRelease) -> str:
         """All of it: the record holds it."""
         return release.revision
 
-    def is_chosen(self, release: Listed) -> bool:
+    def is_chosen(self, release: ListedRelease) -> bool:
         """By the pointers."""
         pointers = (self._look(name)[0] for name in (_CURRENT, _CANDIDATE))
         return any(pointer is not None and pointer.tag == release.tag for pointer in pointers)
 
-    def hidden(self) -> Sequence[Listed]:
+    def hidden(self) -> Sequence[ListedRelease]:
         """Those that have a ``v….removed``."""
         found = (self._look(name)[0] for name in self._objects.names() if name.endswith(_REMOVED))
         return [_listed(pointer) for pointer in found if pointer is not None]
 
-    def hide(self, release: Listed) -> None:
+    def hide(self, release: ListedRelease) -> None:
         """Write ``v….removed``, then the pointer anew: who read it before cannot swap it without reading it again."""
         self._objects.put_if(f"{release.tag}{_REMOVED}", _encode(_pointer(release)), None)
         for _ in range(_TRIES):
@@ -186,11 +195,11 @@ class BucketPlace(Place):
         self.unhide(release)
         raise StageError(f"{self._url}: {_CURRENT} changes all the time: nothing was removed", hint="Run it again.")
 
-    def unhide(self, release: Listed) -> None:
+    def unhide(self, release: ListedRelease) -> None:
         """Remove ``v….removed``."""
         self._objects.remove(f"{release.tag}{_REMOVED}")
 
-    def drop(self, release: Listed) -> None:
+    def drop(self, release: ListedRelease) -> None:
         """Its files, its record, and last what hides it: the same command goes on with what was cut off."""
         self._objects.remove_folder(release.tag)
         self._objects.remove(f"{release.tag}{_JSON}")
@@ -264,12 +273,12 @@ def _removed(url: str, tag: str) -> StageError:
     )
 
 
-def _listed(pointer: Pointer, *, current: bool = False, candidate: bool = False) -> Listed:
+def _listed(pointer: Pointer, *, current: bool = False, candidate: bool = False) -> ListedRelease:
     created, title = pointer.created, pointer.title
-    return Listed(pointer.tag, pointer.identity, created, title, current, candidate, pointer.size)
+    return ListedRelease(pointer.tag, pointer.identity, created, title, current, candidate, pointer.size)
 
 
-def _pointer(release: Listed) -> Pointer:
+def _pointer(release: ListedRelease) -> Pointer:
     return Pointer(release.tag, release.revision, release.title, release.created, release.size or 0)
 
 

@@ -29,10 +29,10 @@ from quantmint.calibration.durable import fsync
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.progress import Progress
 from quantmint.pipeline.publish import manifest
-from quantmint.pipeline.publish.place import (
+from quantmint.pipeline.publish.destination import (
+    Destination,
     Difference,
-    Listed,
-    Place,
+    ListedRelease,
     State,
     moved,
     named,
@@ -49,12 +49,12 @@ from quantmint.pipeline.store.locks import Lock
 _PARTIAL: Final = ".partial"
 
 
-class FolderPlace(Place):
+class FolderDestination(Destination):
     """``folder/name``. Publishers exclude each other by a lock."""
 
     @classmethod
-    def of(cls, destination: Folder, name: str, home: Path, *, typed: bool = False) -> FolderPlace:
-        """See `Place.of`."""
+    def of(cls, destination: Folder, name: str, home: Path, *, typed: bool = False) -> FolderDestination:
+        """See `Destination.of`."""
         return cls((home / destination.path).resolve() if not typed else Path(destination.path), name)
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -97,7 +97,7 @@ class FolderPlace(Place):
                 raw = _read(path / MANIFEST)
                 title, created, size = said_of(raw or b"")
                 found.append(
-                    Listed(
+                    ListedRelease(
                         tag=path.name,
                         revision=path.name if raw is None else manifest.identity(raw),
                         created=created or day_in(path.name),
@@ -152,7 +152,7 @@ class FolderPlace(Place):
         self._sweep()
         return release.identity
 
-    def point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
+    def point(self, release: ListedRelease, state: State, why: str, *, candidate: bool) -> None:
         """One rename of a link; it is undone where a pause just before it let another remove the release."""
         self._lock.check()
         shown, seen = self._current(), None if state.current is None else state.current.tag
@@ -170,42 +170,42 @@ class FolderPlace(Place):
                 self._set(link, before)
         raise StageError(f"{self.address}: {release.tag} was removed meanwhile", hint="Publish it again.")
 
-    def withdraw(self, releases: Sequence[Listed]) -> None:
+    def withdraw(self, releases: Sequence[ListedRelease]) -> None:
         """Remove the link ``candidate``."""
         if _target(self._candidate) in {release.tag for release in releases}:
             self._candidate.unlink()
 
-    def finish(self, release: Listed) -> None:
+    def finish(self, release: ListedRelease) -> None:
         """Remove the link ``pending``, where it names this release."""
         if _target(self._pending) == release.tag:
             self._pending.unlink()
             fsync(self._home)
 
-    def read(self, release: Listed, name: str) -> bytes | None:
+    def read(self, release: ListedRelease, name: str) -> bytes | None:
         """From the disk."""
         return _read(self._home / release.tag / name)
 
-    def sizes(self, release: Listed) -> dict[str, int]:
+    def sizes(self, release: ListedRelease) -> dict[str, int]:
         """From the disk."""
         return _sizes(self._home / release.tag)
 
-    def is_chosen(self, release: Listed) -> bool:
+    def is_chosen(self, release: ListedRelease) -> bool:
         """By the links."""
         return release.tag in (self._current(), _target(self._candidate))
 
-    def hide(self, release: Listed) -> None:
+    def hide(self, release: ListedRelease) -> None:
         """Rename it to what is swept."""
         self._lock.check()
         (self._home / release.tag).rename(self._hidden(release))
         fsync(self._home)
 
-    def unhide(self, release: Listed) -> None:
+    def unhide(self, release: ListedRelease) -> None:
         """Rename it back."""
         with suppress(FileNotFoundError):
             self._hidden(release).rename(self._home / release.tag)
             fsync(self._home)
 
-    def drop(self, release: Listed) -> None:
+    def drop(self, release: ListedRelease) -> None:
         """Off the disk."""
         self._sweep()
 
@@ -261,7 +261,7 @@ class FolderPlace(Place):
         """Return a name of this attempt alone, which is swept where the attempt does not come to its end."""
         return self._home / f"{name}.{secrets.token_hex(4)}{_PARTIAL}"
 
-    def _hidden(self, release: Listed) -> Path:
+    def _hidden(self, release: ListedRelease) -> Path:
         return self._home / f"{release.tag}.removed{_PARTIAL}"
 
     def _set(self, link: Path, to: Path) -> None:

@@ -5,8 +5,8 @@
     >>> Storage.parse("s3://bucket/models/llama8b")
     (Storage(url='s3://bucket/models', endpoint=None), 'llama8b')
 
-A kind is a class here, a field of `Destinations`, and a `Place` in a module of `pipeline.publish`; no other module
-names it. `KINDS` is in the order in which releases are published: what is nearest comes first.
+A kind of destination is a class here, a field of `Destinations`, and a `Destination` in a module of `pipeline.publish`.
+No other module names it. `KINDS` is in the order in which releases are published: the nearest first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _URL: Final = re.compile(
 )
 
 
-class Destination(Section):
+class DestinationSection(Section):
     """A place as it is named; ``name`` in the methods is that of the recipe."""
 
     key: ClassVar[str]
@@ -41,8 +41,8 @@ class Destination(Section):
     """What the option must look like, in a message."""
     typed_form: ClassVar[str]
     """What a place of this kind looks like where a command takes any, in a message."""
-    place: ClassVar[str]
-    """The `Place` that speaks to it, by module and class; imported when it is opened."""
+    client: ClassVar[str]
+    """The `Destination` of this kind, by module and class; imported when it is opened."""
     bare: ClassVar[bool] = False
     """The recipe's key holds the naming field itself, not a section."""
 
@@ -69,7 +69,7 @@ class Destination(Section):
         return False
 
 
-class Folder(Destination):
+class Folder(DestinationSection):
     """A folder of this machine."""
 
     key = "folder"
@@ -77,7 +77,7 @@ class Folder(Destination):
     metavar = "FOLDER"
     form = "the path of a folder"
     typed_form = "a published folder (published/NAME)"
-    place = "quantmint.pipeline.publish.folder.FolderPlace"
+    client = "quantmint.pipeline.publish.folder.FolderDestination"
     bare = True
 
     path: str = Field(min_length=1, pattern=PRINTABLE)
@@ -113,7 +113,7 @@ def _without_credentials(address: object) -> object:
 Address = Annotated[str, BeforeValidator(_without_credentials)]
 
 
-class Storage(Destination):
+class Storage(DestinationSection):
     """A bucket: S3 and what is compatible with it, Google, Azure, or a folder that machines share."""
 
     key = "storage"
@@ -121,7 +121,7 @@ class Storage(Destination):
     metavar = "URL"
     form = "a URL such as s3://bucket/prefix"
     typed_form = "a bucket (s3://bucket/prefix/NAME)"
-    place = "quantmint.pipeline.publish.bucket.BucketPlace"
+    client = "quantmint.pipeline.publish.bucket.BucketDestination"
 
     url: Address = Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\x00-\x1f?#]+$")
     """Prefix that receives a subfolder with the recipe's name: s3://bucket/prefix. Credentials come from the
@@ -149,7 +149,7 @@ class Storage(Destination):
         return f"{self.url.rstrip('/')}/{name}"
 
 
-class Hub(Destination):
+class Hub(DestinationSection):
     """A repository of the Hugging Face Hub, or of a server that speaks its protocol (HF_ENDPOINT)."""
 
     key = "hub"
@@ -157,7 +157,7 @@ class Hub(Destination):
     metavar = "ORG/NAME"
     form = "org/name"
     typed_form = "a repository (org/name)"
-    place = "quantmint.pipeline.publish.hub.place.HubPlace"
+    client = "quantmint.pipeline.publish.hub.destination.HubDestination"
 
     repo: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Repository as organisation/name; it is created if it is not there."""
@@ -201,7 +201,7 @@ class Hub(Destination):
         return self.via == "pull-request"
 
 
-KINDS: tuple[type[Destination], ...] = (Folder, Storage, Hub)
+KINDS: tuple[type[DestinationSection], ...] = (Folder, Storage, Hub)
 
 
 class Destinations(Section):
@@ -214,7 +214,7 @@ class Destinations(Section):
     storage: Storage | None = None
     """Bucket (null: none)."""
 
-    def destinations(self) -> tuple[Destination, ...]:
+    def destinations(self) -> tuple[DestinationSection, ...]:
         """Return the places in the order of `KINDS`."""
         named = ((kind, getattr(self, kind.key)) for kind in KINDS)
         return tuple(

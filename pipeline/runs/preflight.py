@@ -13,7 +13,7 @@ from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.sets import load_set
 from quantmint.eval.report.numbers import size
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.publish.places import published_folder
+from quantmint.pipeline.publish.addresses import published_folder
 from quantmint.pipeline.recipe.faults import refuse
 from quantmint.pipeline.runs.planner import foreseen, missing_stages
 from quantmint.pipeline.stages.by_library import calibrated

@@ -30,7 +30,7 @@ from quantmint.pipeline.base.errors import QuantmintError, UserError, did_you_me
 from quantmint.pipeline.base.machine import Machine
 from quantmint.pipeline.base.processes import stop_signals
 from quantmint.pipeline.base.progress import Progress, reporter_for
-from quantmint.pipeline.publish.places import published_folder, serving_name
+from quantmint.pipeline.publish.addresses import published_folder, serving_name
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.recipe.load import recipe_names

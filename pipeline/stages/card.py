@@ -17,7 +17,7 @@ from quantmint.eval.report.model import DATA, Report
 from quantmint.eval.workloads import Workload
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.publish.card import Base, Calibrated, CardFacts, Launch
-from quantmint.pipeline.publish.facts import base_of, made_of
+from quantmint.pipeline.publish.card_record import base_of, made_of
 from quantmint.pipeline.publish.licences import TEXTS, terms
 from quantmint.pipeline.publish.release import CARD
 from quantmint.pipeline.quantize.formats.checkpoint import read_json

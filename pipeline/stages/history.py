@@ -16,8 +16,8 @@ from quantmint.eval.gate import GateReport
 from quantmint.eval.history import EarlierVerdict, JudgedTask, newest
 from quantmint.pipeline.base.errors import QuantmintError
 from quantmint.pipeline.publish import manifest as manifests
-from quantmint.pipeline.publish.place import Place
-from quantmint.pipeline.publish.places import places_of
+from quantmint.pipeline.publish.addresses import recipe_destinations
+from quantmint.pipeline.publish.destination import Destination
 from quantmint.pipeline.publish.release import EVIDENCE
 from quantmint.pipeline.recipe.schema import AUTO
 from quantmint.pipeline.stages.stage import Job
@@ -48,7 +48,7 @@ def earlier_verdicts(job: Job, model: Model) -> tuple[EarlierVerdict, ...]:
     A destination that cannot be read is warned of.
     """
     known = list(_in_store(job.setting.store, model))
-    for place in places_of(job.setting.recipe, job.setting.home):
+    for place in recipe_destinations(job.setting.recipe, job.setting.home):
         try:
             known += _released(place, model)
         except (QuantmintError, MeasurementError, ValueError, KeyError) as error:
@@ -88,7 +88,7 @@ def _schemes_of(section: Mapping[str, Any]) -> list[str]:
     return sorted({str(name) for name in (section.get("scheme"), *overridden) if name is not None} - {AUTO})
 
 
-def _released(place: Place, model: Model) -> Iterator[EarlierVerdict]:
+def _released(place: Destination, model: Model) -> Iterator[EarlierVerdict]:
     for listed in place.releases()[:RELEASES]:
         manifest = manifests.decode(place.manifest_of(listed))
         schemes = _schemes_of(manifest.recipe["quantization"])

@@ -26,13 +26,13 @@ from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import StageError, StoreError, UserError
 from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.base.progress import Progress
-from quantmint.pipeline.publish import allowed
 from quantmint.pipeline.publish import manifest as manifests
+from quantmint.pipeline.publish import screening
+from quantmint.pipeline.publish.addresses import public_names
 from quantmint.pipeline.publish.card import eval_results, notice, render, sentence
-from quantmint.pipeline.publish.facts import encode as encode_facts
+from quantmint.pipeline.publish.card_record import encode as encode_facts
 from quantmint.pipeline.publish.licences import refusal
 from quantmint.pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
-from quantmint.pipeline.publish.places import public_names
 from quantmint.pipeline.publish.provenance import ABSENT, encode, sbom, statement
 from quantmint.pipeline.publish.release import (
     CARD,
@@ -299,10 +299,10 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
 
 def _require_clean(files: Mapping[str, File], setting: Setting) -> None:
     paths = {name: file.path for name, file in files.items()}
-    refused = allowed.refused(files, with_code=setting.recipe.trust_remote_code) or allowed.misnamed(paths)
+    refused = screening.refused(files, with_code=setting.recipe.trust_remote_code) or screening.misnamed(paths)
     if refused:
         raise StageError("what must not be published is among the files:\n" + "\n".join(refused))
-    found = allowed.findings(paths)
+    found = screening.findings(paths)
     if found:
         raise StageError(
             "the files hold what looks like credentials, and nothing is published:\n" + "\n".join(map(str, found)),

@@ -16,9 +16,9 @@ from quantmint.eval.gate import changes
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import QuantmintError, StageError, UserError, shown_path
 from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.publish.addresses import public_names, published_folder, recipe_destinations
+from quantmint.pipeline.publish.destination import Destination, Publication
 from quantmint.pipeline.publish.licences import TEXTS, refusal, terms
-from quantmint.pipeline.publish.place import Place, Published
-from quantmint.pipeline.publish.places import places_of, public_names, published_folder
 from quantmint.pipeline.publish.release import MANIFEST
 from quantmint.pipeline.recipe.destinations import RELEASES
 from quantmint.pipeline.stages import package
@@ -67,10 +67,10 @@ class PublishStage(Stage):
         section, progress = job.setting.recipe.publish, job.progress
         require_proof(job.inputs["quantize"], job.inputs["gate"])
         release = package.release(job.inputs)
-        places = places_of(job.setting.recipe, job.setting.home)
+        places = recipe_destinations(job.setting.recipe, job.setting.home)
         for place in places:
             place.preflight(release)
-        published: list[Published] = []
+        published: list[Publication] = []
         for place in places:
             progress.say(f"{shown_path(place.address)}: {release.tag}")
             published.append(place.publish(release, candidate=section.to == "candidate", progress=progress))
@@ -108,10 +108,10 @@ class PublishStage(Stage):
             return False
 
 
-def published_in(entry: Entry) -> Sequence[Published]:
+def published_in(entry: Entry) -> Sequence[Publication]:
     """Where a finished publication put its release, as it was then."""
     recorded: Any = entry.record.result["targets"]
-    return [Published(**one) for one in recorded]
+    return [Publication(**one) for one in recorded]
 
 
 def require_proof(quantize: Entry, gate: Entry) -> None:
@@ -138,7 +138,7 @@ def require_admission(setting: Setting) -> None:
 
     Raise `UserError` where a place of the recipe takes nothing, or the source's licence lets nothing go there.
     """
-    for place in places_of(setting.recipe, setting.home):
+    for place in recipe_destinations(setting.recipe, setting.home):
         place.preflight(None)
     public = public_names(setting.recipe)
     if not public:
@@ -169,7 +169,7 @@ def _names(source: SourceIdentity) -> list[str] | None:
         return None
 
 
-def _retain(place: Place, keep: int, progress: Progress) -> None:
+def _retain(place: Destination, keep: int, progress: Progress) -> None:
     """Remove what is beyond the newest releases; the new one is out, and a failure here must not hide that."""
     try:
         for one in place.prune(keep=keep, dry_run=False, progress=progress):

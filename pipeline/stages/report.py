@@ -20,7 +20,7 @@ from quantmint.eval.verdict import Verdict
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base import hardware
 from quantmint.pipeline.base.machine import versions
-from quantmint.pipeline.publish.places import serving_name
+from quantmint.pipeline.publish.addresses import serving_name
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from quantmint.pipeline.quantize.inspection.inspect import kv_scales, layer_errors, sizes
 from quantmint.pipeline.quantize.model.selection import select

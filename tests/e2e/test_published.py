@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("huggingface_hub")
 
 from quantmint.pipeline.base.progress import PlainReporter
-from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.serving.environment import find_vllm
 from tests.hub.standin import HubStandIn
 from tests.publish import conftest as publishing
@@ -37,7 +37,7 @@ def test_it_answers_as_the_bytes_mean_that_were_published(
     def by_way_of_the_hub(checkpoint: Path) -> Path:
         made = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()}
         release = make_release("tiny", files={**made, "README.md": CARD})
-        published = HubPlace(REPO).publish(release, candidate=False, progress=PlainReporter())
+        published = HubDestination(REPO).publish(release, candidate=False, progress=PlainReporter())
         assert hub.sent("PUT", "/storage-part/"), "the shard did not go up in parts"
         fetched = Path(_fetch(vllm, published.tag))
         assert fetched.name == published.revision

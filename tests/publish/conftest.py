@@ -16,7 +16,7 @@ import pytest
 
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.publish import manifest as manifests
-from quantmint.pipeline.publish.bucket import BucketPlace
+from quantmint.pipeline.publish.bucket import BucketDestination
 from quantmint.pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, Release, tag_of
 from quantmint.pipeline.store import objects
@@ -141,5 +141,5 @@ class Bucket:
         found = self.client("list_objects_v2").get("Contents", [])
         return [item["Key"].removeprefix("models/r/") for item in found]
 
-    def place(self, name: str = "r") -> BucketPlace:
-        return BucketPlace(self.url, name, self.server.url)
+    def place(self, name: str = "r") -> BucketDestination:
+        return BucketDestination(self.url, name, self.server.url)

@@ -16,8 +16,8 @@ import pytest
 
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.progress import PlainReporter
-from quantmint.pipeline.publish.bucket import BucketPlace
-from quantmint.pipeline.publish.place import Published
+from quantmint.pipeline.publish.bucket import BucketDestination
+from quantmint.pipeline.publish.destination import Publication
 from quantmint.pipeline.publish.release import Release
 from quantmint.pipeline.store import objects
 from tests.publish.conftest import Bucket, MakeRelease
@@ -31,14 +31,14 @@ PUBLISHES = """
 import io, pickle, sys
 from pathlib import Path
 from quantmint.pipeline.base.progress import PlainReporter
-from quantmint.pipeline.publish.bucket import BucketPlace
+from quantmint.pipeline.publish.bucket import BucketDestination
 url, endpoint, release = sys.argv[1:]
 found = pickle.loads(Path(release).read_bytes())
-BucketPlace(url, "r", endpoint).publish(found, candidate=False, progress=PlainReporter(io.StringIO()))
+BucketDestination(url, "r", endpoint).publish(found, candidate=False, progress=PlainReporter(io.StringIO()))
 """
 
 
-def publish(place: BucketPlace, release: Release, *, candidate: bool = False) -> Published:
+def publish(place: BucketDestination, release: Release, *, candidate: bool = False) -> Publication:
     return place.publish(release, candidate=candidate, progress=TOLD)
 
 
@@ -261,9 +261,9 @@ def test_what_a_preflight_says(
 
 def test_a_bucket_or_server_that_is_not_there(bucket: Bucket, make_release: MakeRelease) -> None:
     with pytest.raises(UserError, match="there is no such bucket"):
-        BucketPlace("s3://nowhere", "r", bucket.server.url).preflight(make_release("one"))
+        BucketDestination("s3://nowhere", "r", bucket.server.url).preflight(make_release("one"))
     with pytest.raises(StageError, match="could not list") as away:
-        BucketPlace("s3://bucket", "r", "http://127.0.0.1:9").preflight(make_release("one"))
+        BucketDestination("s3://bucket", "r", "http://127.0.0.1:9").preflight(make_release("one"))
     assert away.value.transient
 
 
@@ -271,7 +271,7 @@ def test_a_server_of_the_environment(
     bucket: Bucket, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.url)
-    assert publish(BucketPlace(bucket.url, "r"), make_release("one")).current
+    assert publish(BucketDestination(bucket.url, "r"), make_release("one")).current
     assert "current.json" in bucket.objects()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quantmint.pipeline.recipe.destinations import KINDS, Destination, section_of
+from quantmint.pipeline.recipe.destinations import KINDS, DestinationSection, section_of
 
 PIPELINE = Path(__file__).parents[2] / "pipeline"
 
@@ -17,10 +17,10 @@ BESIDE = {"hub": {"pipeline/upkeep/schedule/export.py", "pipeline/stages/card.py
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.key != "folder"], ids=lambda kind: kind.key)
-def test_two_modules_name_a_kind(kind: type[Destination]) -> None:
+def test_two_modules_name_a_kind(kind: type[DestinationSection]) -> None:
     """All but a folder, which is also what `serve` reads, what a report is shown from, and what the disk must hold."""
     name = re.compile(rf"import.*\b{kind.__name__}\b|publish\.{kind.key}\b|\.{kind.key}\.{kind.naming}\b")
-    room = f"{kind.place.rpartition('.')[0].removeprefix('quantmint.').replace('.', '/')}"
+    room = f"{kind.client.rpartition('.')[0].removeprefix('quantmint.').replace('.', '/')}"
     room = room if kind.key != "hub" else room.rpartition("/")[0]
     paths = {
         path: path.relative_to(PIPELINE.parent).as_posix()

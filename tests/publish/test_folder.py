@@ -14,8 +14,8 @@ import pytest
 
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.progress import PlainReporter
-from quantmint.pipeline.publish.folder import FolderPlace
-from quantmint.pipeline.publish.place import Published
+from quantmint.pipeline.publish.destination import Publication
+from quantmint.pipeline.publish.folder import FolderDestination
 from quantmint.pipeline.publish.release import Release
 
 MakeRelease = Callable[..., Release]
@@ -29,8 +29,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "published"
 
 
-def publish(folder: Path, release: Release, *, candidate: bool = False, name: str = "r") -> Published:
-    return FolderPlace(folder, name).publish(release, candidate=candidate, progress=PlainReporter(io.StringIO()))
+def publish(folder: Path, release: Release, *, candidate: bool = False, name: str = "r") -> Publication:
+    return FolderDestination(folder, name).publish(release, candidate=candidate, progress=PlainReporter(io.StringIO()))
 
 
 def shown(folder: Path, name: str = "r") -> Mapping[str, bytes] | None:
@@ -54,8 +54,8 @@ def leftovers(folder: Path) -> list[str]:
 def test_what_is_published(folder: Path, make_release: MakeRelease) -> None:
     release = make_release("one")
     lines = io.StringIO()
-    found = FolderPlace(folder, "r").publish(release, candidate=False, progress=PlainReporter(lines))
-    assert found == Published(str(folder / "r"), release.tag, release.identity, current=True, again=False)
+    found = FolderDestination(folder, "r").publish(release, candidate=False, progress=PlainReporter(lines))
+    assert found == Publication(str(folder / "r"), release.tag, release.identity, current=True, again=False)
     assert shown(folder) == contents(release)
     assert f"100 % of {release.size:,} B" in lines.getvalue()
     assert leftovers(folder) == []
@@ -107,7 +107,7 @@ def test_what_others_put_there_is_left_alone(
             (folder / "r").symlink_to(tmp_path / "an unmounted disk")
     before = shown(folder), (folder / "r").readlink() if "link" in kind else None
     release = make_release("one")
-    target = FolderPlace(folder, "r")
+    target = FolderDestination(folder, "r")
     for attempt in (
         lambda: target.preflight(release),
         lambda: target.operations(release, candidate=False),
@@ -213,12 +213,12 @@ def test_a_full_disk(small_disk: Path, make_release: MakeRelease) -> None:
     publish(folder, make_release("one"))
     large = make_release("large", files={"model.safetensors": b"x" * (2 << 20)})
     with pytest.raises(StageError, match=r"the release has 2,[0-9,]+ bytes, the disk has [0-9,]+ free"):
-        FolderPlace(folder, "r").preflight(large)
+        FolderDestination(folder, "r").preflight(large)
     with pytest.raises(StageError, match="the disk is full") as refused:
         publish(folder, large)
     assert "make room" in str(refused.value.hint)
     assert shown(folder) == contents(make_release("one"))
-    FolderPlace(folder, "r").preflight(make_release("two"))  # what the attempt left there will not be in the way
+    FolderDestination(folder, "r").preflight(make_release("two"))  # what the attempt left there will not be in the way
     publish(folder, make_release("two"))
     assert shown(folder) == contents(make_release("two"))
     assert leftovers(folder) == []

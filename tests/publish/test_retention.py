@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from quantmint.pipeline.publish.place import Listed, outdated
+from quantmint.pipeline.publish.destination import ListedRelease, outdated
 
 
-def made(day: int, *, current: bool = False, candidate: bool = False, zone: str = "+00:00") -> Listed:
-    return Listed(f"v202611{day:02}-{day:08}", "", f"2026-11-{day:02}T12:00:00{zone}", "", current, candidate)
+def made(day: int, *, current: bool = False, candidate: bool = False, zone: str = "+00:00") -> ListedRelease:
+    return ListedRelease(f"v202611{day:02}-{day:08}", "", f"2026-11-{day:02}T12:00:00{zone}", "", current, candidate)
 
 
 @pytest.mark.parametrize(
@@ -34,5 +34,5 @@ def made(day: int, *, current: bool = False, candidate: bool = False, zone: str 
         ),
     ],
 )
-def test_what_goes(releases: list[Listed], keep: int, gone: list[int]) -> None:
+def test_what_goes(releases: list[ListedRelease], keep: int, gone: list[int]) -> None:
     assert [int(release.tag[-2:]) for release in outdated(releases, keep=keep)] == gone

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from quantmint.pipeline.publish.allowed import Secret, detectors, findings
+from quantmint.pipeline.publish.screening import Secret, detectors, findings
 
 _LETTERS = "AbCdEfGhIjKlMnOpQrStUvWxYzAbCdEfGhIjKlMnOpQrStUvWxYz"
 _DIGITS = "3f1c0a52e7d94b603f1c0a52e7d94b603f1c0a52e7d94b60"

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.progress import reporter_for
+from quantmint.pipeline.publish.destination import ListedRelease, newest_first
 from quantmint.pipeline.publish.hub.client import Client, MissingError, MovedError
-from quantmint.pipeline.publish.place import Listed, newest_first
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
 from quantmint.pipeline.store.files import File, Wanted, require_digest, require_safe
 
@@ -109,7 +109,7 @@ def look(client: Client) -> Repository | None:
     )
 
 
-def releases(client: Client, repository: Repository) -> tuple[Listed, ...]:
+def releases(client: Client, repository: Repository) -> tuple[ListedRelease, ...]:
     """The tagged releases, the newest first.
 
     One is current where `main` has its manifest: a promotion or a rollback brings that there by another commit.
@@ -126,7 +126,7 @@ def releases(client: Client, repository: Repository) -> tuple[Listed, ...]:
         files = tree(client, commit)
         current = shown is not None and MANIFEST in files and files[MANIFEST].content == shown.content
         found.append(
-            Listed(
+            ListedRelease(
                 tag=tag,
                 revision=commit,
                 created=commits[commit].created_at.astimezone(UTC).isoformat(timespec="seconds"),

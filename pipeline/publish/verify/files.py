@@ -12,7 +12,6 @@ from typing import Any
 from quantmint.pipeline.base.canonical import difference
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.publish import signing
-from quantmint.pipeline.publish.allowed import misnamed, refused
 from quantmint.pipeline.publish.manifest import contradictions
 from quantmint.pipeline.publish.provenance import ABSENT, statement
 from quantmint.pipeline.publish.release import (
@@ -25,6 +24,7 @@ from quantmint.pipeline.publish.release import (
     identity_in,
     tag_of,
 )
+from quantmint.pipeline.publish.screening import misnamed, refused
 from quantmint.pipeline.publish.signing import SignatureError, Signed, read_signature
 from quantmint.pipeline.publish.verify.subject import (
     Check,

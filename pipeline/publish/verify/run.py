@@ -10,12 +10,12 @@ from quantmint.pipeline.base.argument import HUB_SCHEME, classify
 from quantmint.pipeline.base.errors import QuantmintError, UserError
 from quantmint.pipeline.base.progress import Progress
 from quantmint.pipeline.publish import manifest as manifests
-from quantmint.pipeline.publish.places import open_place
+from quantmint.pipeline.publish.addresses import open_destination
 from quantmint.pipeline.publish.release import EVIDENCE, MANIFEST
 from quantmint.pipeline.publish.signing import hashed
-from quantmint.pipeline.publish.verify import checkpoint, files, shown
+from quantmint.pipeline.publish.verify import checkpoint, documents, files
+from quantmint.pipeline.publish.verify.documents import Relaunch
 from quantmint.pipeline.publish.verify.files import Trust
-from quantmint.pipeline.publish.verify.shown import Relaunch
 from quantmint.pipeline.publish.verify.subject import Check, Outcome, Subject, Wanted, fails, listing, not_checked
 from quantmint.pipeline.recipe.destinations import RELEASES
 
@@ -50,8 +50,8 @@ def verify(
         "recipe": checkpoint.check_recipe,
         "structure": checkpoint.check_structure,
         "gate": checkpoint.check_gate,
-        "report": shown.check_report,
-        "card": partial(shown.check_card, relaunch=relaunch),
+        "report": documents.check_report,
+        "card": partial(documents.check_card, relaunch=relaunch),
     }
     try:
         manifest = manifests.read(root / MANIFEST)
@@ -94,7 +94,7 @@ def opened(subject: str, progress: Progress) -> tuple[Path, str | None, Wanted |
         path = Path(subject)
         published = (path.absolute().parent / RELEASES / path.absolute().name).is_dir()
         return path, None, Wanted(path.absolute().name) if published else None
-    place = open_place(named.place)
+    place = open_destination(named.place)
     name = named.place.removeprefix(HUB_SCHEME).rstrip("/")
     wanted = Wanted(name, True) if named.kind == "repository" else Wanted(name.rpartition("/")[2])
     return place.fetch(None, tag=named.revision, progress=progress), named.revision, wanted
@@ -109,4 +109,4 @@ def record_of(subject: str, progress: Progress) -> Path | None:
     def wanted(name: str) -> bool:
         return name == MANIFEST or name.startswith(f"{EVIDENCE}/")
 
-    return open_place(named.place).fetch(None, tag=named.revision, progress=progress, wanted=wanted) / EVIDENCE
+    return open_destination(named.place).fetch(None, tag=named.revision, progress=progress, wanted=wanted) / EVIDENCE

@@ -26,12 +26,12 @@ from quantmint.eval.suites import located
 from quantmint.pipeline.base.canonical import Json
 from quantmint.pipeline.base.errors import QuantmintError
 from quantmint.pipeline.publish import manifest
+from quantmint.pipeline.publish.addresses import recipe_destinations
+from quantmint.pipeline.publish.destination import Destination, ListedRelease
 from quantmint.pipeline.publish.hub.client import Client, MissingError, connect
-from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.publish.hub.repository import MAIN
 from quantmint.pipeline.publish.manifest import Manifest, ManifestError
-from quantmint.pipeline.publish.place import Listed, Place
-from quantmint.pipeline.publish.places import places_of
 from quantmint.pipeline.publish.release import MANIFEST, TAG, day_in, identity_in
 from quantmint.pipeline.recipe.load import LoadedRecipe
 from quantmint.pipeline.recipe.schema import COMMIT, Recipe
@@ -222,12 +222,14 @@ def places(recipe: Recipe, home: Path) -> Mapping[str, Callable[[], Released | N
     `DamagedError` and `ManifestError` are of a release that cannot be read.
     """
     return {
-        place.address: partial(_newest_on_hub, place.repo) if isinstance(place, HubPlace) else partial(_newest, place)
-        for place in places_of(recipe, home)
+        place.address: partial(_newest_on_hub, place.repo)
+        if isinstance(place, HubDestination)
+        else partial(_newest, place)
+        for place in recipe_destinations(recipe, home)
     }
 
 
-def _newest(target: Place) -> Released | None:
+def _newest(target: Destination) -> Released | None:
     """What readers get is looked at too: a release whose manifest is damaged has lost its place in the order."""
     listed = target.releases()
     if not listed:
@@ -238,7 +240,7 @@ def _newest(target: Place) -> Released | None:
     return Released(target.address, newest.tag, made, None if shown is None else shown.tag, tags)
 
 
-def _manifest(target: Place, release: Listed) -> Manifest:
+def _manifest(target: Destination, release: ListedRelease) -> Manifest:
     raw, where = target.manifest_of(release), f"{target.address}: {release.tag}"
     manifest.require_whole(raw, target.sizes(release), where)
     return manifest.decode(raw, what=f"{where}/{MANIFEST}")

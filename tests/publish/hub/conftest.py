@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.base.progress import PlainReporter
-from quantmint.pipeline.publish.hub.place import HubPlace
-from quantmint.pipeline.publish.place import Published
+from quantmint.pipeline.publish.destination import Publication
+from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.publish.release import Release
 from quantmint.pipeline.recipe.destinations import Hub
 from tests.hub.standin import HubStandIn
@@ -51,10 +51,10 @@ class Publisher:
     told: Told = field(default_factory=Told)
     waits: list[float] = field(default_factory=list)
 
-    def target(self, repo: str = REPO, **section: object) -> HubPlace:
-        return HubPlace(repo, Hub.model_validate({"repo": repo, **section}))
+    def target(self, repo: str = REPO, **section: object) -> HubDestination:
+        return HubDestination(repo, Hub.model_validate({"repo": repo, **section}))
 
-    def publish(self, release: Release, *, candidate: bool = False, repo: str = REPO, **section: object) -> Published:
+    def publish(self, release: Release, *, candidate: bool = False, repo: str = REPO, **section: object) -> Publication:
         return self.target(repo, **section).publish(release, candidate=candidate, progress=self.told)
 
     def files(self, revision: str = "main", repo: str = REPO) -> set[str]:

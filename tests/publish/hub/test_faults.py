@@ -18,7 +18,7 @@ from huggingface_hub.utils import get_session
 
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.publish.hub.client import Client, MovedError, RefusedError, connect, redact
-from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.publish.hub.repository import Repository
 from quantmint.pipeline.publish.release import Release
 from tests.hub.standin import Fault
@@ -229,13 +229,13 @@ def test_a_repository_that_another_publisher_makes_meanwhile_is_taken(
     publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was not there when it was looked for, and is when it is to be made."""
-    plain = HubPlace._create
+    plain = HubDestination._create
 
-    def create(place: HubPlace, client: Client) -> Repository:
+    def create(place: HubDestination, client: Client) -> Repository:
         client.api.create_repo(place.repo, private=True)
         return plain(place, client)
 
-    monkeypatch.setattr(HubPlace, "_create", create)
+    monkeypatch.setattr(HubDestination, "_create", create)
     release = make_release("one")
     publisher.publish(release)
     require_finished(publisher, release, "commit", REPO)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from quantmint.pipeline.base.errors import StageError, UserError
+from quantmint.pipeline.publish.destination import Operation
 from quantmint.pipeline.publish.hub.client import connect
 from quantmint.pipeline.publish.hub.repository import require_release
-from quantmint.pipeline.publish.place import Operation
 from quantmint.pipeline.publish.release import Release
 from tests.publish.hub.conftest import REPO, Publisher
 

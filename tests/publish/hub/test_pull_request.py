@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from quantmint.pipeline.publish.destination import Operation
 from quantmint.pipeline.publish.hub.client import MovedError, RefusedError
-from quantmint.pipeline.publish.place import Operation
 from quantmint.pipeline.publish.release import Release
 from tests.hub.standin import Fault
 from tests.publish.hub.conftest import REPO, Publisher, Told

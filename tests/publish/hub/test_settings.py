@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quantmint.pipeline.publish.place import Operation
+from quantmint.pipeline.publish.destination import Operation
 from quantmint.pipeline.publish.release import Release
 from tests.hub.standin import Fault
 from tests.publish.hub.conftest import REPO, Publisher

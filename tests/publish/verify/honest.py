@@ -18,7 +18,7 @@ from quantmint.eval.report import page as report_files
 from quantmint.eval.report.model import DATA, Report
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base.canonical import fingerprint
-from quantmint.pipeline.publish import facts as card_facts
+from quantmint.pipeline.publish import card_record
 from quantmint.pipeline.publish import manifest as manifests
 from quantmint.pipeline.publish.card import CardFacts, render
 from quantmint.pipeline.publish.licences import terms
@@ -148,8 +148,8 @@ def facts_of(folder: Path, manifest: Manifest) -> CardFacts:
     repo = "my-org/llama-ptpc"
     return CardFacts(
         name="llama-ptpc", repo=repo, artefact=manifest.artefact, judged=manifest.created,
-        base=card_facts.base_of("org/llama", "org/llama", "c0" * 20, None, config, {"license": "apache-2.0"}),
-        made=card_facts.made_of(recipe.quantization, config, inspection, None),
+        base=card_record.base_of("org/llama", "org/llama", "c0" * 20, None, config, {"license": "apache-2.0"}),
+        made=card_record.made_of(recipe.quantization, config, inspection, None),
         terms=terms({"license": "apache-2.0"}, ()),
         launches=launches(
             recipe, workloads.load(recipe.target.workload), model_facts(folder), repo, vllm=vllm_of(report)
@@ -161,7 +161,7 @@ def facts_of(folder: Path, manifest: Manifest) -> CardFacts:
 def write_card(folder: Path, facts: CardFacts) -> None:
     """The card, and the facts that it is rendered from."""
     (folder / CARD).write_text(render(facts))
-    (folder / CARD_FACTS).write_bytes(card_facts.encode(facts, Licence(), ()))
+    (folder / CARD_FACTS).write_bytes(card_record.encode(facts, Licence(), ()))
 
 
 def write_recipe(folder: Path) -> dict[str, Any]:

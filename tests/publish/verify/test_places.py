@@ -12,8 +12,8 @@ import pytest
 
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.publish import manifest as manifests
-from quantmint.pipeline.publish.folder import FolderPlace
-from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.folder import FolderDestination
+from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, Release, tag_of
 from quantmint.pipeline.store.files import File
 from tests.hub.standin import HubStandIn
@@ -42,14 +42,14 @@ def release_of(folder: Path) -> Release:
 def published(hub: HubStandIn, signed: Path) -> Release:
     """The signed release, on the Hub."""
     release = release_of(signed)
-    HubPlace(REPO).publish(release, candidate=False, progress=PlainReporter())
+    HubDestination(REPO).publish(release, candidate=False, progress=PlainReporter())
     hub.requests.clear()
     return release
 
 
 def test_a_release_of_a_folder_by_its_tag(release: Path, quantmint: Quantmint, tmp_path: Path) -> None:
     first = release_of(release)
-    target = FolderPlace(tmp_path / "published", "llama-ptpc")
+    target = FolderDestination(tmp_path / "published", "llama-ptpc")
     target.publish(first, candidate=False, progress=PlainReporter())
     honest.remanifest(release, title="again")
     second = release_of(release)
@@ -66,7 +66,7 @@ def test_a_release_of_a_folder_by_its_tag(release: Path, quantmint: Quantmint, t
 def test_another_release_under_a_tag(release: Path, quantmint: Quantmint, tmp_path: Path) -> None:
     """An older one, whole and signed by whom the reader trusts, in place of the one that he asks for."""
     first = release_of(release)
-    target = FolderPlace(tmp_path / "published", "llama-ptpc")
+    target = FolderDestination(tmp_path / "published", "llama-ptpc")
     target.publish(first, candidate=False, progress=PlainReporter())
     honest.remanifest(release, title="again")
     second = release_of(release)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.base.errors import StageError, UserError
-from quantmint.pipeline.publish.places import open_place
+from quantmint.pipeline.publish.addresses import open_destination
 from quantmint.pipeline.stages.publish import published_in
 from tests.hub.standin import Fault, HubStandIn
 
@@ -20,7 +20,7 @@ def state(place: str) -> dict[str, str]:
     """What readers of a place get, by tag, the newest first."""
     return {
         found.tag: "current" if found.current else "candidate" if found.candidate else ""
-        for found in open_place(place).releases()
+        for found in open_destination(place).releases()
     }
 
 

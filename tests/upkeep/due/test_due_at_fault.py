@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.publish import manifest as manifests
-from quantmint.pipeline.publish.bucket import BucketPlace
+from quantmint.pipeline.publish.bucket import BucketDestination
 from quantmint.pipeline.publish.manifest import Digest
 from quantmint.pipeline.publish.release import MANIFEST
 from quantmint.pipeline.recipe.load import LoadedRecipe
@@ -69,7 +69,7 @@ def test_a_shard_that_is_not_there(world: World, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("pointer", [False, True])
 def test_a_damaged_release_in_a_bucket(world: World, bucket: Bucket, pointer: bool) -> None:
     world.recipe(publish={"folder": None, "storage": {"url": bucket.url, "endpoint": bucket.server.url}})
-    tag = world.release(to=BucketPlace(bucket.url, "r", bucket.server.url))
+    tag = world.release(to=BucketDestination(bucket.url, "r", bucket.server.url))
     name = "current.json" if pointer else f"{tag}/{MANIFEST}"
     bucket.client("put_object", Key=f"models/r/{name}", Body=b"{}")
     found = world.due()
@@ -91,7 +91,7 @@ def test_a_release_on_the_hub_that_a_later_version_made(world: World, hub: HubSt
 @pytest.mark.parametrize("where", ["folder", "storage"])
 def test_a_place_that_is_new(world: World, bucket: Bucket, where: str) -> None:
     """Where the store has nothing: else the stage publish is found to be missing there."""
-    storage = BucketPlace(bucket.url, "r", bucket.server.url)
+    storage = BucketDestination(bucket.url, "r", bucket.server.url)
     publish = {"folder": "published", "storage": {"url": bucket.url, "endpoint": bucket.server.url}}
     world.release(to=storage if where == "folder" else None)
     world.recipe(publish=publish)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from quantmint.pipeline.publish.bucket import BucketPlace
-from quantmint.pipeline.publish.folder import FolderPlace
-from quantmint.pipeline.publish.hub.place import HubPlace
-from quantmint.pipeline.publish.place import Place
+from quantmint.pipeline.publish.bucket import BucketDestination
+from quantmint.pipeline.publish.destination import Destination
+from quantmint.pipeline.publish.folder import FolderDestination
+from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.publish.release import MANIFEST
 from quantmint.pipeline.upkeep.due.answers import ask_all
 from tests.hub.standin import Fault, HubStandIn
@@ -145,7 +145,7 @@ def test_a_bucket(world: World, bucket: Bucket) -> None:
     storage = {"url": bucket.url, "endpoint": bucket.server.url}
     world.recipe(publish={"folder": None, "storage": storage})
     assert (world.due().state, world.due().reason) == ("due", "never released")
-    place = BucketPlace(bucket.url, "r", bucket.server.url)
+    place = BucketDestination(bucket.url, "r", bucket.server.url)
     world.release(to=place)
     assert world.due().state == "current"
     world.recipe(publish={"folder": None, "storage": storage}, gate={"accuracy": {"margin": 0.03}})
@@ -157,7 +157,7 @@ def test_the_newest_of_several_places(world: World, bucket: Bucket) -> None:
     world.recipe(publish=publish)
     world.release()
     world.recipe(publish=publish, gate={"accuracy": {"margin": 0.03}})
-    tag = world.release(to=BucketPlace(bucket.url, "r", bucket.server.url), hour=13)
+    tag = world.release(to=BucketDestination(bucket.url, "r", bucket.server.url), hour=13)
     found = world.due()
     assert found.release is not None
     assert (found.state, found.release.tag, found.release.place) == ("current", tag, f"{bucket.url}/r")
@@ -168,7 +168,7 @@ class There:
     """A recipe that was released as it was first, and then as it was edited; ``move`` undoes the edit, or makes it."""
 
     world: World
-    target: Place
+    target: Destination
     move: Callable[[str], None]
     first: str
     edited: str
@@ -176,16 +176,16 @@ class There:
 
 @pytest.fixture(params=["folder", "hub", "storage"])
 def there(request: pytest.FixtureRequest, world: World, hub: HubStandIn) -> There:
-    target: Place
+    target: Destination
     publish: dict[str, Any]
     match request.param:
         case "folder":
-            target, publish = FolderPlace(world.folder / "published", "r"), {"folder": "published"}
+            target, publish = FolderDestination(world.folder / "published", "r"), {"folder": "published"}
         case "hub":
-            target, publish = HubPlace(REPO), {"folder": None, "hub": {"repo": REPO}}
+            target, publish = HubDestination(REPO), {"folder": None, "hub": {"repo": REPO}}
         case _:
             bucket: Bucket = request.getfixturevalue("bucket")
-            target = BucketPlace(bucket.url, "r", bucket.server.url)
+            target = BucketDestination(bucket.url, "r", bucket.server.url)
             publish = {"folder": None, "storage": {"url": bucket.url, "endpoint": bucket.server.url}}
 
     def move(to: str) -> None:

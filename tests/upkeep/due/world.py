@@ -21,9 +21,9 @@ from quantmint.pipeline import __version__
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.publish import manifest as manifests
-from quantmint.pipeline.publish.folder import FolderPlace
+from quantmint.pipeline.publish.destination import Destination
+from quantmint.pipeline.publish.folder import FolderDestination
 from quantmint.pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
-from quantmint.pipeline.publish.place import Place
 from quantmint.pipeline.publish.release import MANIFEST, Release, tag_of
 from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.session import open_setting
@@ -108,7 +108,7 @@ class World:
             quantmint=__version__,
         )
 
-    def release(self, name: str = "r", to: Place | None = None, **facts: Any) -> str:
+    def release(self, name: str = "r", to: Destination | None = None, **facts: Any) -> str:
         """Publish a release of the recipe as it is now (``to`` None: to its folder); returns its tag."""
         made = self.manifest(name, **facts)
         raw = manifests.encode(made)
@@ -118,7 +118,7 @@ class World:
         identity = manifests.identity(raw)
         tag = tag_of(datetime.fromisoformat(made.created), identity)
         release = Release(name, tag, identity, made.title, {MANIFEST: File(path, len(raw), identity)})
-        target = to or FolderPlace(self.folder / "published", name)
+        target = to or FolderDestination(self.folder / "published", name)
         target.publish(release, candidate=False, progress=SILENT)
         return tag
 
@@ -137,7 +137,7 @@ class World:
         ``tag`` is of the release that it made ("": the newest in the folder).
         """
         setting, plan = self.plan(name)
-        found = FolderPlace(self.folder / "published", name).releases()
+        found = FolderDestination(self.folder / "published", name).releases()
         published = [one for one in found if tag in ("", one.tag)]
         result = {"verdict": verdict, "tag": published[0].tag, "identity": published[0].revision} if published else {}
         result |= {"tag": tag} if tag else {}

@@ -1,8 +1,8 @@
 """From what a person typed, or a recipe says, to the places that releases are published to.
 
-    open_place("published/llama70b-fp8kv")           a folder
-    open_place("s3://bucket/models/llama70b-fp8kv")  a bucket
-    open_place("my-org/Llama-3.3-70B-FP8-KV")        a repository of the Hub, also as hf://my-org/...
+    open_destination("published/llama70b-fp8kv")           a folder
+    open_destination("s3://bucket/models/llama70b-fp8kv")  a bucket
+    open_destination("my-org/Llama-3.3-70B-FP8-KV")        a repository of the Hub, also as hf://my-org/...
     elsewhere(recipe.publish, {"hub": "my-org/name"})  a recipe's publish section with the places of a command line
 
 Nothing is asked of a place before its methods are called, and only what speaks to that kind of place is imported.
@@ -19,8 +19,8 @@ from pydantic import ValidationError
 
 from quantmint.pipeline.base.argument import HUB_SCHEME, classify
 from quantmint.pipeline.base.errors import UserError, did_you_mean
-from quantmint.pipeline.publish.place import Place
-from quantmint.pipeline.recipe.destinations import KINDS, RELEASES, Destination
+from quantmint.pipeline.publish.destination import Destination
+from quantmint.pipeline.recipe.destinations import KINDS, RELEASES, DestinationSection
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.recipe.sections import Publish
 
@@ -28,7 +28,7 @@ EXPECTED: Final = f"{', '.join(kind.typed_form for kind in KINDS[:-1])} or {KIND
 """What a command takes for a place, in a message."""
 
 
-def open_place(text: str) -> Place:
+def open_destination(text: str) -> Destination:
     """The place that a person names; raises `UserError` for what is none.
 
     A published folder that is there goes before a repository of the same name; ``hf://org/name`` always means the Hub.
@@ -52,7 +52,7 @@ def published_folder(recipe: Recipe, home: Path) -> Path | None:
     return None if folder is None else (home / folder).resolve() / recipe.name
 
 
-def places_of(recipe: Recipe, home: Path) -> tuple[Place, ...]:
+def recipe_destinations(recipe: Recipe, home: Path) -> tuple[Destination, ...]:
     """The places of a recipe, in the order in which they are published to: what is nearest comes first."""
     return tuple(_class_of(each).of(each, recipe.name, home) for each in recipe.publish.destinations())
 
@@ -71,7 +71,7 @@ def serving_name(recipe: Recipe) -> str:
     return recipe.publish.destinations()[-1].served_name(recipe.name)
 
 
-def elsewhere(section: Publish, given: Mapping[str, str | None], *, to: str | None = None) -> Publish:
+def override_destinations(section: Publish, given: Mapping[str, str | None], *, to: str | None = None) -> Publish:
     """The section with the places of a command line, by key; the same where nothing is given.
 
     They replace all of the section's; what it says of a place of the same kind goes for the one that takes its part.
@@ -91,7 +91,7 @@ def elsewhere(section: Publish, given: Mapping[str, str | None], *, to: str | No
         raise UserError(f"--{kind.key}: found {fault['input']!r}, expected {kind.form}") from None
 
 
-def _class_of(destination: Destination) -> type[Place]:
-    module, _, name = destination.place.rpartition(".")
-    place: type[Place] = getattr(import_module(module), name)
+def _class_of(destination: DestinationSection) -> type[Destination]:
+    module, _, name = destination.client.rpartition(".")
+    place: type[Destination] = getattr(import_module(module), name)
     return place

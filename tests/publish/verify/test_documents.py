@@ -13,8 +13,8 @@ import pytest
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.publish import manifest as manifests
-from quantmint.pipeline.publish.folder import FolderPlace
-from quantmint.pipeline.publish.hub.place import HubPlace
+from quantmint.pipeline.publish.folder import FolderDestination
+from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.publish.release import CARD, CARD_FACTS, MANIFEST, RECIPE, SBOM, SIGNATURE
 from quantmint.pipeline.publish.verify.files import Trust
 from quantmint.pipeline.publish.verify.subject import Outcome
@@ -194,10 +194,10 @@ def test_another_release_of_the_same_signer(
     other = quantmint("release", "verify", signed, *key, "--name", "llama70b-ptpc")
     assert (other.code, "this is the release llama-ptpc, not llama70b-ptpc" in other.out) == (1, True)
     release = release_of(signed)
-    FolderPlace(tmp_path / "published", "llama-ptpc").publish(release, candidate=False, progress=PlainReporter())
+    FolderDestination(tmp_path / "published", "llama-ptpc").publish(release, candidate=False, progress=PlainReporter())
     for folder in ("published/llama-ptpc", f"published/llama-ptpc@{release.tag}"):
         assert quantmint("release", "verify", tmp_path / folder, *key).code == 0
-    FolderPlace(tmp_path / "published", "mistral").publish(release, candidate=False, progress=PlainReporter())
+    FolderDestination(tmp_path / "published", "mistral").publish(release, candidate=False, progress=PlainReporter())
     for folder in ("published/mistral", f"published/mistral@{release.tag}"):
         other = quantmint("release", "verify", tmp_path / folder, *key)
         assert (other.code, "this is the release llama-ptpc, not mistral" in other.out) == (1, True)
@@ -214,7 +214,7 @@ def test_another_release_in_a_repository(signed: Path, keys: Keys, quantmint: Qu
     honest.forge(signed)
     signed_by(signed, keys("ours")[0], signed / SIGNATURE)
     for repo, code in (("my-org/llama-ptpc", 0), ("my-org/mistral-ptpc", 1)):
-        HubPlace(repo).publish(release_of(signed), candidate=False, progress=PlainReporter())
+        HubDestination(repo).publish(release_of(signed), candidate=False, progress=PlainReporter())
         told = quantmint("release", "verify", repo, "--key", keys("ours")[1])
         assert (told.code, "my-org/llama-ptpc, not my-org/mistral-ptpc" in told.out) == (code, code == 1), told.out
 

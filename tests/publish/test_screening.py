@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from quantmint.pipeline.publish.allowed import misnamed, refused
+from quantmint.pipeline.publish.screening import misnamed, refused
 
 RELEASE = (
     "README.md",

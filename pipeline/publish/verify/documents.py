@@ -26,11 +26,11 @@ from quantmint.eval.report.summary import tiles
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base.canonical import difference, plain
 from quantmint.pipeline.base.machine import versions
-from quantmint.pipeline.publish.allowed import SCORES
 from quantmint.pipeline.publish.card import CardFacts, Launch, eval_results, notice, render
-from quantmint.pipeline.publish.facts import CardRecord, decode, facts_of
+from quantmint.pipeline.publish.card_record import CardRecord, decode, facts_of
 from quantmint.pipeline.publish.licences import TEXTS
 from quantmint.pipeline.publish.release import CARD, CARD_FACTS, EVIDENCE, NOTICE, RECIPE
+from quantmint.pipeline.publish.screening import SCORES
 from quantmint.pipeline.publish.verify.subject import Check, Subject, first, judged, not_checked
 from quantmint.pipeline.publish.verify.tables import cells_of, differences
 from quantmint.pipeline.publish.verify.tables import plain as plain_text

@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.publish.bucket import BucketPlace
-from quantmint.pipeline.publish.folder import FolderPlace
-from quantmint.pipeline.publish.hub.place import HubPlace
-from quantmint.pipeline.publish.places import elsewhere, open_place, places_of, published_folder, serving_name
+from quantmint.pipeline.publish.addresses import (
+    open_destination,
+    override_destinations,
+    published_folder,
+    recipe_destinations,
+    serving_name,
+)
+from quantmint.pipeline.publish.bucket import BucketDestination
+from quantmint.pipeline.publish.folder import FolderDestination
+from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.recipe.sections import Publish
 
 
@@ -30,37 +36,37 @@ def published(folder: str, name: str) -> None:
 @pytest.mark.parametrize("text", ["published/llama", "published/llama/", "./published/llama"])
 def test_a_published_folder(text: str) -> None:
     published("published", "llama")
-    target = open_place(text)
-    assert isinstance(target, FolderPlace)
+    target = open_destination(text)
+    assert isinstance(target, FolderDestination)
     assert target.address == str(Path.cwd() / "published" / "llama")
 
 
 def test_a_repository() -> None:
     for text in ("my-org/Llama-3.3-70B", "hf://my-org/Llama-3.3-70B"):
-        place = open_place(text)
-        assert isinstance(place, HubPlace)
+        place = open_destination(text)
+        assert isinstance(place, HubDestination)
         assert (place.address, place.section) == ("my-org/Llama-3.3-70B", None)
 
 
 def test_a_folder_goes_before_a_repository() -> None:
     published("my-org", "llama")
-    assert isinstance(open_place("my-org/llama"), FolderPlace)
-    assert isinstance(open_place("hf://my-org/llama"), HubPlace)
+    assert isinstance(open_destination("my-org/llama"), FolderDestination)
+    assert isinstance(open_destination("hf://my-org/llama"), HubDestination)
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/models/llama", "s3://bucket/models/llama/", "gs://x/llama"])
 def test_a_bucket(text: str) -> None:
-    target = open_place(text)
-    assert isinstance(target, BucketPlace)
+    target = open_destination(text)
+    assert isinstance(target, BucketDestination)
     assert target.address == text.rstrip("/")
 
 
-@pytest.mark.parametrize(("text", "named"), [("s3://bucket/llama", "bucket"), ("my-org/llama", "hub.place")])
+@pytest.mark.parametrize(("text", "named"), [("s3://bucket/llama", "bucket"), ("my-org/llama", "hub.destination")])
 def test_only_what_speaks_to_the_place_is_imported(text: str, named: str) -> None:
-    opening = f"from quantmint.pipeline.publish.places import open_place; open_place({text!r})"
+    opening = f"from quantmint.pipeline.publish.addresses import open_destination; open_destination({text!r})"
     code = f"import sys; {opening}; print(*sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    kinds = {"quantmint.pipeline.publish.bucket", "quantmint.pipeline.publish.hub.place"}
+    kinds = {"quantmint.pipeline.publish.bucket", "quantmint.pipeline.publish.hub.destination"}
     assert kinds & set(told.stdout.split()) == {f"quantmint.pipeline.publish.{named}"}
 
 
@@ -83,7 +89,7 @@ def test_what_is_no_place(text: str, said: str) -> None:
     published("published", "llama")
     Path("mine/stuff").mkdir(parents=True)
     with pytest.raises(UserError, match=said):
-        open_place(text)
+        open_destination(text)
 
 
 def recipe(**section: Any) -> Any:
@@ -108,24 +114,24 @@ def test_what_readers_give_to_vllm(section: dict[str, Any], name: str) -> None:
 
 def test_the_places_of_a_recipe(tmp_path: Path) -> None:
     setting: Any = SimpleNamespace(recipe=recipe(folder="out", hub=HUB, storage=STORAGE), home=tmp_path)
-    folder, storage, hub = places_of(setting.recipe, tmp_path)
+    folder, storage, hub = recipe_destinations(setting.recipe, tmp_path)
     assert folder.address == str(tmp_path / "out" / "llama") == str(published_folder(setting.recipe, tmp_path))
     assert storage.address == "s3://bucket/models/llama"
-    assert isinstance(hub, HubPlace)
+    assert isinstance(hub, HubDestination)
     assert (hub.repo, hub.section) == ("my-org/llama", setting.recipe.publish.hub)
     setting.recipe = recipe(hub=HUB)
-    assert [target.address for target in places_of(setting.recipe, tmp_path)] == ["my-org/llama"]
+    assert [target.address for target in recipe_destinations(setting.recipe, tmp_path)] == ["my-org/llama"]
     assert published_folder(setting.recipe, tmp_path) is None
 
 
 def test_other_places_than_the_recipe_names() -> None:
     section = recipe(folder="out", hub=HUB, storage=STORAGE, to="candidate", keep=2).publish
-    assert elsewhere(section, {}) == section
-    assert elsewhere(section, {"hub": None}, to="release") == section.model_copy(update={"to": "release"})
-    there: Any = elsewhere(section, {"hub": "my-org/other", "folder": "mine"})
+    assert override_destinations(section, {}) == section
+    assert override_destinations(section, {"hub": None}, to="release") == section.model_copy(update={"to": "release"})
+    there: Any = override_destinations(section, {"hub": "my-org/other", "folder": "mine"})
     assert (there.hub.repo, there.hub.gated, there.folder, there.storage) == ("my-org/other", "manual", "mine", None)
     assert (there.to, there.keep) == ("candidate", 2)
-    stored: Any = elsewhere(section, {"storage": "s3://elsewhere/x"}).storage
+    stored: Any = override_destinations(section, {"storage": "s3://elsewhere/x"}).storage
     assert (stored.url, stored.endpoint) == ("s3://elsewhere/x", "http://127.0.0.1:9")
 
 
@@ -139,4 +145,4 @@ def test_other_places_than_the_recipe_names() -> None:
 )
 def test_what_is_no_other_place(given: dict[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        elsewhere(recipe(folder="out").publish, given)
+        override_destinations(recipe(folder="out").publish, given)

@@ -19,22 +19,22 @@ from typing import Any
 
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.progress import Progress
+from quantmint.pipeline.publish.destination import Destination, Difference, ListedRelease, Operation, State, named
 from quantmint.pipeline.publish.hub import access
 from quantmint.pipeline.publish.hub import repository as hub
 from quantmint.pipeline.publish.hub.client import Client, MissingError, RefusedError, connect
 from quantmint.pipeline.publish.hub.repository import CANDIDATE, MAIN, Repository, Tree
-from quantmint.pipeline.publish.place import Difference, Listed, Operation, Place, State, named
 from quantmint.pipeline.publish.release import MANIFEST, Release
 from quantmint.pipeline.recipe.destinations import Hub
 from quantmint.pipeline.store.files import Wanted
 
 
-class HubPlace(Place):
+class HubDestination(Destination):
     """``section`` is what the recipe says of it; None where a person named it, and then no setting is touched."""
 
     @classmethod
-    def of(cls, destination: Hub, name: str, home: Path, *, typed: bool = False) -> HubPlace:
-        """See `Place.of`."""
+    def of(cls, destination: Hub, name: str, home: Path, *, typed: bool = False) -> HubDestination:
+        """See `Destination.of`."""
         return cls(destination.repo, None if typed else destination)
 
     def __init__(self, repo: str, section: Hub | None = None) -> None:
@@ -69,7 +69,7 @@ class HubPlace(Place):
         finally:
             self._progress = None
 
-    def releases(self) -> tuple[Listed, ...]:
+    def releases(self) -> tuple[ListedRelease, ...]:
         """The tagged releases, the newest first; raises `MissingError` where there is no repository."""
         client = self._client()
         return hub.releases(client, self._require_repository(client))
@@ -109,7 +109,7 @@ class HubPlace(Place):
         hub.require_release(client, made, release, "the commit")
         return made
 
-    def point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
+    def point(self, release: ListedRelease, state: State, why: str, *, candidate: bool) -> None:
         """Nothing where `main` holds it; else its pull request is merged, or `main` is given its files by a commit.
 
         A candidate waits on the branch or the pull request that it was committed to.
@@ -122,7 +122,7 @@ class HubPlace(Place):
         if hub.differing(hub.tree(client, repository.head), wanted):
             self._give(client, repository, release, state, wanted, why)
 
-    def withdraw(self, releases: Sequence[Listed]) -> None:
+    def withdraw(self, releases: Sequence[ListedRelease]) -> None:
         """Close their open pull requests, and delete the branch ``candidate`` where it is at one of them."""
         client = self._client()
         repository = self._require_repository(client)
@@ -144,7 +144,7 @@ class HubPlace(Place):
         return (*created, *(Operation("set", change) for change in (*before, *after)))
 
     def _give(
-        self, client: Client, repository: Repository, release: Listed, state: State, wanted: Tree, why: str
+        self, client: Client, repository: Repository, release: ListedRelease, state: State, wanted: Tree, why: str
     ) -> None:
         parent = state.mark.head if state.mark is not None else repository.head
         number = repository.request_of(release.revision)
@@ -161,7 +161,7 @@ class HubPlace(Place):
                 hint="Somebody may have written there meanwhile; look, then run the same command again.",
             )
 
-    def finish(self, release: Listed) -> None:
+    def finish(self, release: ListedRelease) -> None:
         """Tag it, where it is not tagged; open the repository and have its collection list it, as the recipe says."""
         client = self._client()
         repository = self._require_repository(client)
@@ -170,7 +170,7 @@ class HubPlace(Place):
         access.restrict(client, repository, self.section)
         access.settle(client, repository, self.section)
 
-    def read(self, release: Listed, name: str) -> bytes | None:
+    def read(self, release: ListedRelease, name: str) -> bytes | None:
         """A file at the release's commit, by way of the Hub's cache."""
         client = self._client()
         with suppress(MissingError):
@@ -178,11 +178,11 @@ class HubPlace(Place):
             return Path(client.call(f"read {name} of {release.revision[:12]}", found)).read_bytes()
         return None
 
-    def sizes(self, release: Listed) -> dict[str, int]:
+    def sizes(self, release: ListedRelease) -> dict[str, int]:
         """By the Hub's list."""
         return {name: remote.size for name, remote in hub.tree(self._client(), release.revision).items()}
 
-    def is_chosen(self, release: Listed) -> bool:
+    def is_chosen(self, release: ListedRelease) -> bool:
         """By the manifest on `main`, the branch ``candidate`` and the open pull requests."""
         client = self._client()
         repository = self._require_repository(client)
@@ -190,7 +190,7 @@ class HubPlace(Place):
         shown, tagged = (hub.tree(client, commit).get(MANIFEST) for commit in (repository.head, release.revision))
         return release.revision in heads or (shown is not None and tagged is not None and shown == tagged)
 
-    def unhide(self, release: Listed) -> None:
+    def unhide(self, release: ListedRelease) -> None:
         """Tag its commit."""
         client = self._client()
         client.call(
@@ -198,10 +198,10 @@ class HubPlace(Place):
             lambda: client.api.create_tag(self.repo, tag=release.tag, revision=release.revision, exist_ok=True),
         )
 
-    def drop(self, release: Listed) -> None:
+    def drop(self, release: ListedRelease) -> None:
         """Do nothing: files stay as long as the history refers to them, which only its owner can rewrite."""
 
-    def hide(self, release: Listed) -> None:
+    def hide(self, release: ListedRelease) -> None:
         """Delete the tag."""
         client = self._client()
         with suppress(MissingError):  # the answer to an earlier try got lost
@@ -288,7 +288,7 @@ class HubPlace(Place):
             client, operations, hub.title_of(release), branch, parent, found=found, by_request=self._by_request
         )
 
-    def _copy(self, client: Client, release: Listed, parent: str, wanted: Tree, message: str) -> None:
+    def _copy(self, client: Client, release: ListedRelease, parent: str, wanted: Tree, message: str) -> None:
         """One commit; large files are named by their SHA-256 and not sent, small ones the client sends again."""
         from huggingface_hub import CommitOperationCopy, CommitOperationDelete
 

@@ -8,26 +8,26 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.base.errors import StageError, UserError
-from quantmint.pipeline.publish.bucket import BucketPlace
-from quantmint.pipeline.publish.folder import FolderPlace
-from quantmint.pipeline.publish.hub.place import HubPlace
-from quantmint.pipeline.publish.place import Place
+from quantmint.pipeline.publish.bucket import BucketDestination
+from quantmint.pipeline.publish.destination import Destination
+from quantmint.pipeline.publish.folder import FolderDestination
+from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.publish.release import MANIFEST, Release
 from quantmint.pipeline.store.files import DamagedError
 from tests.publish.conftest import MakeRelease
-from tests.publish.places import KINDS, TOLD, contents, maker, publish, read, states
+from tests.publish.destinations import KINDS, TOLD, contents, maker, publish, read, states
 
 REPO = "my-org/r"
 Three = tuple[Release, Release, Release]
 
 
 @pytest.fixture(params=KINDS)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Destination:
     return maker(request.param, request, tmp_path)("r")
 
 
 @pytest.fixture
-def three(place: Place, make_release: MakeRelease) -> Three:
+def three(place: Destination, make_release: MakeRelease) -> Three:
     """Two releases, the second of which is current, and a candidate."""
     first, second, third = (make_release(name, day=day) for name, day in (("one", 1), ("two", 2), ("three", 3)))
     assert publish(place, first).current
@@ -36,7 +36,7 @@ def three(place: Place, make_release: MakeRelease) -> Three:
     return first, second, third
 
 
-def test_what_is_published_is_what_readers_get(place: Place, make_release: MakeRelease, tmp_path: Path) -> None:
+def test_what_is_published_is_what_readers_get(place: Destination, make_release: MakeRelease, tmp_path: Path) -> None:
     release = make_release("one", signed="by me")
     place.preflight(None)
     place.preflight(release)
@@ -50,7 +50,9 @@ def test_what_is_published_is_what_readers_get(place: Place, make_release: MakeR
     assert place.operations(release, candidate=False) == ()
 
 
-def test_a_release_that_is_there_is_left_as_it_is(place: Place, make_release: MakeRelease, tmp_path: Path) -> None:
+def test_a_release_that_is_there_is_left_as_it_is(
+    place: Destination, make_release: MakeRelease, tmp_path: Path
+) -> None:
     publish(place, make_release("one", signed="by me"))
     again = publish(place, make_release("one", signed="by you"))
     assert (again.again, again.current) == (True, True)
@@ -58,7 +60,7 @@ def test_a_release_that_is_there_is_left_as_it_is(place: Place, make_release: Ma
     assert len(place.releases()) == 1
 
 
-def test_a_candidate_waits_beside_what_readers_get(place: Place, three: Three, tmp_path: Path) -> None:
+def test_a_candidate_waits_beside_what_readers_get(place: Destination, three: Three, tmp_path: Path) -> None:
     first, second, third = three
     assert states(place) == {third.tag: "candidate", second.tag: "current", first.tag: ""}
     assert read(place, tmp_path / "copy") == contents(second)
@@ -69,7 +71,7 @@ def test_a_candidate_waits_beside_what_readers_get(place: Place, three: Three, t
     assert states(place)[second.tag] == "current"
 
 
-def test_promote(place: Place, three: Three, tmp_path: Path) -> None:
+def test_promote(place: Destination, three: Three, tmp_path: Path) -> None:
     first, second, third = three
     planned = place.promote(None, dry_run=True, progress=TOLD)
     assert (bool(planned), states(place)[third.tag]) == (True, "candidate")
@@ -83,7 +85,7 @@ def test_promote(place: Place, three: Three, tmp_path: Path) -> None:
         place.promote(first.tag, dry_run=False, progress=TOLD)
 
 
-def test_the_first_release_of_all_may_be_a_candidate(place: Place, make_release: MakeRelease) -> None:
+def test_the_first_release_of_all_may_be_a_candidate(place: Destination, make_release: MakeRelease) -> None:
     release = make_release("one")
     assert not publish(place, release, candidate=True).current
     assert states(place) == {release.tag: "candidate"}
@@ -91,7 +93,7 @@ def test_the_first_release_of_all_may_be_a_candidate(place: Place, make_release:
     assert states(place) == {release.tag: "current"}
 
 
-def test_a_rollback_stays_until_somebody_chooses_again(place: Place, three: Three, tmp_path: Path) -> None:
+def test_a_rollback_stays_until_somebody_chooses_again(place: Destination, three: Three, tmp_path: Path) -> None:
     first, second, third = three
     planned = place.rollback(first.tag, dry_run=True, progress=TOLD)
     assert states(place)[second.tag] == "current"
@@ -110,14 +112,14 @@ def test_a_rollback_stays_until_somebody_chooses_again(place: Place, three: Thre
 
 
 def test_a_new_release_after_a_rollback_is_what_readers_get(
-    place: Place, three: Three, make_release: MakeRelease
+    place: Destination, three: Three, make_release: MakeRelease
 ) -> None:
     place.rollback(three[0].tag, dry_run=False, progress=TOLD)
     assert publish(place, make_release("four", day=4)).current
     assert list(states(place).values()).count("current") == 1
 
 
-def test_old_releases_go_and_nothing_else(place: Place, three: Three) -> None:
+def test_old_releases_go_and_nothing_else(place: Destination, three: Three) -> None:
     first, second, third = three
     planned = place.prune(keep=1, dry_run=True, progress=TOLD)
     assert ([one.what for one in planned], len(states(place))) == ([first.tag], 3)
@@ -125,11 +127,11 @@ def test_old_releases_go_and_nothing_else(place: Place, three: Three) -> None:
     assert states(place) == {third.tag: "candidate", second.tag: "current"}
 
 
-def test_names_do_not_meet(place: Place, make_release: MakeRelease, tmp_path: Path) -> None:
-    if isinstance(place, HubPlace):
+def test_names_do_not_meet(place: Destination, make_release: MakeRelease, tmp_path: Path) -> None:
+    if isinstance(place, HubDestination):
         pytest.skip("a repository has one name")
-    other = type(place)(place._folder if isinstance(place, FolderPlace) else place._url.rpartition("/")[0], "r.2")  # type: ignore[arg-type, attr-defined]
-    if isinstance(place, BucketPlace):
+    other = type(place)(place._folder if isinstance(place, FolderDestination) else place._url.rpartition("/")[0], "r.2")  # type: ignore[arg-type, attr-defined]
+    if isinstance(place, BucketDestination):
         other._endpoint = place._endpoint  # type: ignore[attr-defined]
     publish(place, make_release("one"))
     publish(other, make_release("two"))
@@ -138,7 +140,7 @@ def test_names_do_not_meet(place: Place, make_release: MakeRelease, tmp_path: Pa
 
 
 def test_bytes_that_changed_after_the_verdict_are_not_shown(
-    place: Place, make_release: MakeRelease, tmp_path: Path
+    place: Destination, make_release: MakeRelease, tmp_path: Path
 ) -> None:
     publish(place, make_release("old", day=1))
     for name in ("config.json", "model.safetensors"):
@@ -153,16 +155,16 @@ def test_bytes_that_changed_after_the_verdict_are_not_shown(
     assert publish(place, make_release("new", day=2)).current
 
 
-def damage(place: Place, tag: str, name: str, data: bytes, request: pytest.FixtureRequest) -> None:
+def damage(place: Destination, tag: str, name: str, data: bytes, request: pytest.FixtureRequest) -> None:
     """Put other bytes under a release's name, as somebody with the right to write there may."""
     match place:
-        case FolderPlace():
+        case FolderDestination():
             (place._home / tag / name).write_bytes(data)
-        case BucketPlace() if place.address.startswith("file://"):
+        case BucketDestination() if place.address.startswith("file://"):
             (Path(place.address.removeprefix("file://")) / tag / name).write_bytes(data)
-        case BucketPlace():
+        case BucketDestination():
             request.getfixturevalue("bucket").client("put_object", Key=f"models/r/{tag}/{name}", Body=data)
-        case HubPlace():
+        case HubDestination():
             api = place._client().api
             api.create_branch(REPO, branch="by-hand", revision=tag)
             made = api.upload_file(path_or_fileobj=data, path_in_repo=name, repo_id=REPO, revision="by-hand")
@@ -171,7 +173,7 @@ def damage(place: Place, tag: str, name: str, data: bytes, request: pytest.Fixtu
             api.delete_branch(REPO, branch="by-hand")
 
 
-def test_no_way_back_to_what_is_damaged(place: Place, three: Three, request: pytest.FixtureRequest) -> None:
+def test_no_way_back_to_what_is_damaged(place: Destination, three: Three, request: pytest.FixtureRequest) -> None:
     first, second, _ = three
     damage(place, first.tag, "config.json", b"short", request)
     with pytest.raises(DamagedError, match="is damaged"):
@@ -184,9 +186,9 @@ def test_no_way_back_to_what_is_damaged(place: Place, three: Three, request: pyt
 
 
 def test_a_damaged_release_is_not_fetched_and_is_mended(
-    place: Place, make_release: MakeRelease, tmp_path: Path, request: pytest.FixtureRequest
+    place: Destination, make_release: MakeRelease, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if isinstance(place, HubPlace):
+    if isinstance(place, HubDestination):
         pytest.skip("a commit does not change")
     release = make_release("one")
     publish(place, release)
@@ -203,10 +205,10 @@ def test_a_damaged_release_is_not_fetched_and_is_mended(
 
 
 def test_names_that_lead_out_of_the_folder_are_refused(
-    place: Place, make_release: MakeRelease, tmp_path: Path, request: pytest.FixtureRequest
+    place: Destination, make_release: MakeRelease, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """A manifest from elsewhere, whose digest is right: who wrote it wrote the tag as well."""
-    if isinstance(place, HubPlace):
+    if isinstance(place, HubDestination):
         pytest.skip("git takes no such name")
     release = make_release("one")
     publish(place, release)
@@ -219,8 +221,8 @@ def test_names_that_lead_out_of_the_folder_are_refused(
     assert not (tmp_path / "escaped").exists()
 
 
-def test_nothing_is_there(place: Place) -> None:
-    if isinstance(place, HubPlace):
+def test_nothing_is_there(place: Destination) -> None:
+    if isinstance(place, HubDestination):
         with pytest.raises(UserError, match="there is no such repository, or this token may not see it"):
             place.releases()
         return

@@ -1,15 +1,15 @@
-"""A place that releases are published to: a folder, a bucket or a repository of the Hub, under one state machine.
+"""A destination of releases: a folder, a bucket or a repository of the Hub, under one state machine.
 
-Readers get one release at a time, the current one, and it changes from one to another in a single step. A publication
-puts the files where nobody looks, points to them, and notes that it is over; each step finds what an earlier attempt
-has done, so that the same command finishes what was cut off. A release that was published to its end is left as it is:
-where readers get another one now, somebody chose that, and `rollback` is how to choose again.
+Readers get one release at a time, the current one, which changes in a single step. A publication uploads the files
+where nobody looks, moves the pointer, and marks the release as finished. Each step detects the work of an earlier
+attempt, so the same command finishes an interrupted publication. A finished release stays as it is: when readers get
+another one, somebody chose that, and only `rollback` undoes it.
 
-What differs between places is a few primitives of its storage, and one pointer that is compared and swapped: the
-methods of `Place` that are abstract. The protocol above them is here, and `tests/publish/test_protocol.py` holds every
-place to it:
+The abstract methods of `Destination` are the primitives that differ between destinations: storage, and one pointer
+that is compared and swapped. This module has the protocol above them, which `tests/publish/test_protocol.py` tests
+with every kind of destination:
 
-    publish, promote, rollback   put, point (refused where somebody moved the pointer), withdraw, finish
+    publish, promote, rollback   put, point (refused when somebody moved the pointer), withdraw, finish
     prune                        look, hide (nobody can choose it any more), look again, then drop or unhide
 """
 
@@ -40,7 +40,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class Publication:
     """Where a release is now. ``revision`` names its bytes for ever; ``again``: it was there, nothing was sent."""
 
     place: str
@@ -51,7 +51,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedRelease:
     """A release that a place holds. ``created`` is ISO 8601 in UTC; ``size`` in bytes, None where nobody said."""
 
     tag: str
@@ -70,16 +70,16 @@ class State:
     ``mark`` is what the place itself needs to refuse a change where somebody else made one since.
     """
 
-    releases: tuple[Listed, ...] = ()
+    releases: tuple[ListedRelease, ...] = ()
     unfinished: frozenset[str] = frozenset()
     mark: Any = None
 
     @property
-    def current(self) -> Listed | None:
+    def current(self) -> ListedRelease | None:
         """What readers get."""
         return next((release for release in self.releases if release.current), None)
 
-    def find(self, tag: str) -> Listed | None:
+    def find(self, tag: str) -> ListedRelease | None:
         """The release of that tag."""
         return next((release for release in self.releases if release.tag == tag), None)
 
@@ -95,12 +95,12 @@ class Difference:
         return bool(self.missing or self.strays)
 
 
-class Place(ABC):
+class Destination(ABC):
     """A place. Errors are `StageError` (try again) and `UserError` (it will never work so); both lose nothing."""
 
     @classmethod
     @abstractmethod
-    def of(cls, destination: Any, name: str, home: Path, *, typed: bool = False) -> Place:
+    def of(cls, destination: Any, name: str, home: Path, *, typed: bool = False) -> Destination:
         """Return the place of a recipe of that name, relative to ``home``; nothing is asked of it.
 
         ``destination`` is of the class in `recipe.destinations` whose place this is.
@@ -129,48 +129,48 @@ class Place(ABC):
         """Send what differs and see that it arrived; returns the release's revision there."""
 
     @abstractmethod
-    def point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
+    def point(self, release: ListedRelease, state: State, why: str, *, candidate: bool) -> None:
         """Make it what readers get, and a candidate no more; or (``candidate``) make it what waits.
 
         In one step; refused where somebody else did so since the state was looked at.
         """
 
     @abstractmethod
-    def withdraw(self, releases: Sequence[Listed]) -> None:
+    def withdraw(self, releases: Sequence[ListedRelease]) -> None:
         """Make those of these releases that wait as candidates no candidates any more."""
 
     @abstractmethod
-    def finish(self, release: Listed) -> None:
+    def finish(self, release: ListedRelease) -> None:
         """Note that its publication is over, where that is not noted yet."""
 
     @abstractmethod
-    def read(self, release: Listed, name: str) -> bytes | None:
+    def read(self, release: ListedRelease, name: str) -> bytes | None:
         """A small file of a release; None where it has none of that name."""
 
     @abstractmethod
-    def sizes(self, release: Listed) -> dict[str, int]:
+    def sizes(self, release: ListedRelease) -> dict[str, int]:
         """Bytes of every file that lies under a release's tag, by name."""
 
     @abstractmethod
-    def is_chosen(self, release: Listed) -> bool:
+    def is_chosen(self, release: ListedRelease) -> bool:
         """Return whether readers get a release now, or it waits for a promotion, also while it is hidden."""
 
     @abstractmethod
-    def hide(self, release: Listed) -> None:
+    def hide(self, release: ListedRelease) -> None:
         """Take a release out of the list: whoever looks from now on cannot choose it.
 
         Whoever looked before fails to point to it, where the place can tell; else the pointer is read again after this.
         """
 
     @abstractmethod
-    def unhide(self, release: Listed) -> None:
+    def unhide(self, release: ListedRelease) -> None:
         """Put a release back into the list, where it is hidden."""
 
     @abstractmethod
-    def drop(self, release: Listed) -> None:
+    def drop(self, release: ListedRelease) -> None:
         """Remove a hidden release."""
 
-    def hidden(self) -> Sequence[Listed]:
+    def hidden(self) -> Sequence[ListedRelease]:
         """Return the releases that an attempt to remove them has left hidden, where the place keeps any."""
         return ()
 
@@ -182,7 +182,7 @@ class Place(ABC):
         given as it is. What is fetched from elsewhere is not believed: names that lead out of the folder are refused.
         """
 
-    def pin(self, release: Listed) -> str:
+    def pin(self, release: ListedRelease) -> str:
         """Return the SHA-256 of a release's manifest, in as many hex digits as the place keeps beside it."""
         return identity_in(release.tag)
 
@@ -206,7 +206,7 @@ class Place(ABC):
             *(self._pointing(listed, candidate) if self._is_due(listed, state, candidate=candidate) else ()),
         )
 
-    def publish(self, release: Release, *, candidate: bool, progress: Progress) -> Published:
+    def publish(self, release: Release, *, candidate: bool, progress: Progress) -> Publication:
         """Make the release the current one, or a candidate. One that is there already is left as it is."""
         with self.changing(progress):
             state = self.state()
@@ -223,9 +223,9 @@ class Place(ABC):
                 shown = shown if candidate else release.tag
             self.finish(listed)
         again = known is not None and not difference
-        return Published(self.address, release.tag, revision, shown == release.tag, again=again)
+        return Publication(self.address, release.tag, revision, shown == release.tag, again=again)
 
-    def releases(self) -> tuple[Listed, ...]:
+    def releases(self) -> tuple[ListedRelease, ...]:
         """What is there, the newest first."""
         return self.state().releases
 
@@ -255,7 +255,7 @@ class Place(ABC):
                 gone = tuple(release for release in gone if self._remove(release, progress))
             return tuple(Operation("remove", release.tag, release.size) for release in gone)
 
-    def manifest_of(self, release: Listed) -> bytes:
+    def manifest_of(self, release: ListedRelease) -> bytes:
         """The bytes of a release's manifest, for which its tag vouches; raises `DamagedError` for others."""
         raw = self.read(release, MANIFEST)
         if raw is None or not manifest.identity(raw).startswith(self.pin(release)):
@@ -265,7 +265,7 @@ class Place(ABC):
             )
         return raw
 
-    def _is_due(self, release: Listed, state: State, *, candidate: bool) -> bool:
+    def _is_due(self, release: ListedRelease, state: State, *, candidate: bool) -> bool:
         """Whether a publication still has to point to its release.
 
         Not to one that was published to its end: another may be current because somebody went back to it.
@@ -276,7 +276,7 @@ class Place(ABC):
             return False
         return there is None or not (there.current or (candidate and there.candidate))
 
-    def _point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
+    def _point(self, release: ListedRelease, state: State, why: str, *, candidate: bool) -> None:
         """What readers had is finished first: a publication that was cut off stays so then."""
         if not candidate and state.current is not None and state.current.tag in state.unfinished:
             self.finish(state.current)
@@ -284,7 +284,7 @@ class Place(ABC):
         if not candidate:  # the former one may have been promoted and cut off before this step
             self.withdraw([release, *([] if state.current is None else [state.current])])
 
-    def _remove(self, release: Listed, progress: Progress) -> bool:
+    def _remove(self, release: ListedRelease, progress: Progress) -> bool:
         """Remove a release; return False where somebody has chosen it since the list was made."""
         if not self.is_chosen(release):
             progress.say(f"removing {release.tag}")
@@ -295,10 +295,10 @@ class Place(ABC):
         self.unhide(release)
         return False
 
-    def _pointing(self, release: Listed, candidate: bool) -> tuple[Operation, ...]:
+    def _pointing(self, release: ListedRelease, candidate: bool) -> tuple[Operation, ...]:
         return (Operation("point", f"{'candidate' if candidate else 'current'} of {self.address} to {release.tag}"),)
 
-    def _switch(self, release: Listed, state: State, why: str, *, dry_run: bool) -> Sequence[Operation]:
+    def _switch(self, release: ListedRelease, state: State, why: str, *, dry_run: bool) -> Sequence[Operation]:
         """Each file's size is compared, not its digest: going back must not take the time of reading a model."""
         if not release.current:
             raw = self.manifest_of(release)
@@ -311,10 +311,10 @@ class Place(ABC):
         return () if release.current else self._pointing(release, False)
 
 
-def described(release: Release, revision: str) -> Listed:
+def described(release: Release, revision: str) -> ListedRelease:
     """A release as a place lists it."""
     title, created, _ = said_of(release.files[MANIFEST].path.read_bytes())
-    return Listed(release.tag, revision, created or day_in(release.tag), title, False, False, release.size)
+    return ListedRelease(release.tag, revision, created or day_in(release.tag), title, False, False, release.size)
 
 
 def moved(address: str, pointer: str, now: str | None, tag: str) -> StageError:
@@ -344,16 +344,16 @@ def said_of(raw: bytes) -> tuple[str, str | None, int | None]:
     return found.title, found.created, sum(file.size for file in found.files.values()) + len(raw)
 
 
-def newest_first(releases: Iterable[Listed]) -> tuple[Listed, ...]:
+def newest_first(releases: Iterable[ListedRelease]) -> tuple[ListedRelease, ...]:
     """Releases by when they were made; of those of one judgement the current one first, then by their tags."""
 
-    def age(one: Listed) -> tuple[datetime, bool, str]:
+    def age(one: ListedRelease) -> tuple[datetime, bool, str]:
         return datetime.fromisoformat(one.created), one.current, one.tag
 
     return tuple(sorted(releases, key=age, reverse=True))
 
 
-def named(releases: Sequence[Listed], tag: str, place: str) -> Listed:
+def named(releases: Sequence[ListedRelease], tag: str, place: str) -> ListedRelease:
     """The release of that tag; raises `UserError` with the nearest tag where there is none."""
     found = next((release for release in releases if release.tag == tag), None)
     if found is None:
@@ -365,7 +365,7 @@ def named(releases: Sequence[Listed], tag: str, place: str) -> Listed:
     return found
 
 
-def candidate_of(releases: Sequence[Listed], tag: str | None, place: str) -> Listed:
+def candidate_of(releases: Sequence[ListedRelease], tag: str | None, place: str) -> ListedRelease:
     """The candidate of that tag, or the only one; the current release where that is named: it was promoted before.
 
     Raises `UserError` where none waits, several do, or the tag is that of an earlier release.
@@ -390,7 +390,7 @@ def candidate_of(releases: Sequence[Listed], tag: str | None, place: str) -> Lis
     return candidates[0]
 
 
-def outdated(releases: Sequence[Listed], *, keep: int) -> tuple[Listed, ...]:
+def outdated(releases: Sequence[ListedRelease], *, keep: int) -> tuple[ListedRelease, ...]:
     """The releases beyond the newest ``keep``, the newest first; never the current one or a candidate.
 
     A candidate is not one of those that are counted either, because nobody can go back to what readers never had.
@@ -398,6 +398,6 @@ def outdated(releases: Sequence[Listed], *, keep: int) -> tuple[Listed, ...]:
     return tuple(release for release in counted(releases)[keep:] if not release.current)
 
 
-def counted(releases: Iterable[Listed]) -> tuple[Listed, ...]:
+def counted(releases: Iterable[ListedRelease]) -> tuple[ListedRelease, ...]:
     """Return the releases that a limit on their number counts, the newest first: all but candidates."""
     return newest_first(release for release in releases if not release.candidate)
