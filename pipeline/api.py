@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from quantmint.pipeline.recipe.schema import Recipe
     from quantmint.pipeline.runs.forecast import RunForecast
     from quantmint.pipeline.runs.oneshot import QuantizationJob
-    from quantmint.pipeline.runs.runner import Outcome
+    from quantmint.pipeline.runs.runner import RunOutcome
     from quantmint.pipeline.stages.setting import Setting
 
 __all__ = [
@@ -142,11 +142,11 @@ def finish_quantization(
     job: QuantizationJob, *, on: str | None = None, reporter: Reporter | None = None
 ) -> QuantizedCheckpoint:
     """Make the checkpoint of a job, or go on with it. Raises what `quantize` raises."""
-    from quantmint.pipeline.runs.oneshot import make
+    from quantmint.pipeline.runs.oneshot import make_checkpoint
 
     reporter = reporter or Quiet()
     with _spread(on, job.setting, reporter) as setting:
-        made = make(replace(job, setting=setting), reporter)
+        made = make_checkpoint(replace(job, setting=setting), reporter)
     return QuantizedCheckpoint(job.out, made, job.record)
 
 
@@ -220,7 +220,7 @@ def plan(
 class RunResult:
     """A run that came to its end: its outcome, the setting that was run, and the tries of a search."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     setting: Setting
     tries: Sequence[Mapping[str, Any]]
 

@@ -20,7 +20,7 @@ from quantmint.pipeline.base.errors import QuantmintError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _CommandEntry:
     """A command: the module below ``pipeline.commands`` that defines it, and its heading and line in --help.
 
     A group has entries of its own in ``group``, by name.
@@ -29,48 +29,52 @@ class _Entry:
     module: str
     heading: str
     line: str
-    group: Mapping[str, _Entry] | None = None
+    group: Mapping[str, _CommandEntry] | None = None
 
 
 _RELEASE = {
-    "list": _Entry("publish", "Commands", "List the releases at a destination, and which of them readers get."),
-    "promote": _Entry("publish", "Commands", "Promote a candidate to the current release."),
-    "rollback": _Entry("publish", "Commands", "Make an earlier release the current one again."),
-    "prune": _Entry("publish", "Commands", "Remove old releases from a destination."),
-    "verify": _Entry("judge", "Commands", "Verify a release with nothing but what was published."),
+    "list": _CommandEntry("publish", "Commands", "List the releases at a destination, and which of them readers get."),
+    "promote": _CommandEntry("publish", "Commands", "Promote a candidate to the current release."),
+    "rollback": _CommandEntry("publish", "Commands", "Make an earlier release the current one again."),
+    "prune": _CommandEntry("publish", "Commands", "Remove old releases from a destination."),
+    "verify": _CommandEntry("judge", "Commands", "Verify a release with nothing but what was published."),
 }
 _RECIPE = {
-    "init": _Entry("recipes", "Commands", "Write a first recipe for a model of your own."),
-    "list": _Entry("recipes", "Commands", "List the recipes."),
-    "show": _Entry("recipes", "Commands", "Print a recipe with everything inherited and every default."),
-    "schema": _Entry("recipes", "Commands", "Print the JSON Schema of recipes."),
+    "init": _CommandEntry("recipes", "Commands", "Write a first recipe for a model of your own."),
+    "list": _CommandEntry("recipes", "Commands", "List the recipes."),
+    "show": _CommandEntry("recipes", "Commands", "Print a recipe with everything inherited and every default."),
+    "schema": _CommandEntry("recipes", "Commands", "Print the JSON Schema of recipes."),
 }
 _COMMANDS = {
-    "recipe": _Entry("recipes", "Make", "Write, list and show recipes.", _RECIPE),
-    "plan": _Entry("plan", "Make", "Show the stages of a run, and its time, memory and disk."),
-    "run": _Entry("run", "Make", "Quantize, prove and publish what a recipe says."),
-    "quantize": _Entry("quantize", "Make", "Quantize one model without a recipe."),
-    "search": _Entry("search", "Make", "Measure the KL of each scheme by layer, and spend a budget of bits."),
-    "submit": _Entry("submit", "Make", "Run a recipe on Slurm, Kubernetes or a Ray cluster."),
-    "inspect": _Entry("quantize", "Prove", "Check the structure and the numbers of any quantized checkpoint."),
-    "gate": _Entry("judge", "Prove", "Judge recorded measurements again."),
-    "report": _Entry("report", "Prove", "Open or copy a recipe's report."),
-    "compare": _Entry("report", "Prove", "Compare checkpoints: accuracy, size, throughput."),
-    "serve": _Entry("serve", "Serve", "Serve a model with the knobs for its hardware, or print the launch."),
-    "tune": _Entry("tune", "Serve", "Measure which knobs serve a model best."),
-    "doctor": _Entry("serve", "Serve", "Check whether this machine is ready to serve."),
-    "knobs": _Entry("tune", "Serve", "List vLLM's settings, with the value and reason of each."),
-    "publish": _Entry("publish", "Publish", "Publish a finished run, to other destinations too, or as a candidate."),
-    "release": _Entry("publish", "Publish", "List, promote, roll back, prune and verify releases.", _RELEASE),
-    "due": _Entry("requantize", "Keep fresh", "List recipes whose inputs changed since their last release."),
-    "requantize": _Entry("requantize", "Keep fresh", "Run the recipes that are due, side by side."),
-    "schedule": _Entry("schedule", "Keep fresh", "Export schedules of recipes to cron, systemd, Kubernetes or GitHub."),
-    "schemes": _Entry("recipes", "Look", "List the quantization schemes."),
-    "explain": _Entry("run", "Look", "Explain why each stage would run again."),
-    "runs": _Entry("run", "Look", "List past runs."),
-    "site": _Entry("report", "Look", "Render an index of all runs, with their reports."),
-    "track": _Entry("report", "Look", "Log a finished run to MLflow."),
-    "gc": _Entry("run", "Look", "Remove store entries that no recent run uses."),
+    "recipe": _CommandEntry("recipes", "Make", "Write, list and show recipes.", _RECIPE),
+    "plan": _CommandEntry("plan", "Make", "Show the stages of a run, and its time, memory and disk."),
+    "run": _CommandEntry("run", "Make", "Quantize, prove and publish what a recipe says."),
+    "quantize": _CommandEntry("quantize", "Make", "Quantize one model without a recipe."),
+    "search": _CommandEntry("search", "Make", "Measure the KL of each scheme by layer, and spend a budget of bits."),
+    "submit": _CommandEntry("submit", "Make", "Run a recipe on Slurm, Kubernetes or a Ray cluster."),
+    "inspect": _CommandEntry("quantize", "Prove", "Check the structure and the numbers of any quantized checkpoint."),
+    "gate": _CommandEntry("judge", "Prove", "Judge recorded measurements again."),
+    "report": _CommandEntry("report", "Prove", "Open or copy a recipe's report."),
+    "compare": _CommandEntry("report", "Prove", "Compare checkpoints: accuracy, size, throughput."),
+    "serve": _CommandEntry("serve", "Serve", "Serve a model with the knobs for its hardware, or print the launch."),
+    "tune": _CommandEntry("tune", "Serve", "Measure which knobs serve a model best."),
+    "doctor": _CommandEntry("serve", "Serve", "Check whether this machine is ready to serve."),
+    "knobs": _CommandEntry("tune", "Serve", "List vLLM's settings, with the value and reason of each."),
+    "publish": _CommandEntry(
+        "publish", "Publish", "Publish a finished run, to other destinations too, or as a candidate."
+    ),
+    "release": _CommandEntry("publish", "Publish", "List, promote, roll back, prune and verify releases.", _RELEASE),
+    "due": _CommandEntry("requantize", "Keep fresh", "List recipes whose inputs changed since their last release."),
+    "requantize": _CommandEntry("requantize", "Keep fresh", "Run the recipes that are due, side by side."),
+    "schedule": _CommandEntry(
+        "schedule", "Keep fresh", "Export schedules of recipes to cron, systemd, Kubernetes or GitHub."
+    ),
+    "schemes": _CommandEntry("recipes", "Look", "List the quantization schemes."),
+    "explain": _CommandEntry("run", "Look", "Explain why each stage would run again."),
+    "runs": _CommandEntry("run", "Look", "List past runs."),
+    "site": _CommandEntry("report", "Look", "Render an index of all runs, with their reports."),
+    "track": _CommandEntry("report", "Look", "Log a finished run to MLflow."),
+    "gc": _CommandEntry("run", "Look", "Remove store entries that no recent run uses."),
 }
 
 
@@ -93,7 +97,7 @@ _EXTRAS = {
 class _Commands(click.Group):
     """A group that imports a command when it is called."""
 
-    def __init__(self, *, entries: Mapping[str, _Entry], **settings: Any) -> None:
+    def __init__(self, *, entries: Mapping[str, _CommandEntry], **settings: Any) -> None:
         super().__init__(**settings)
         self._entries = entries
 

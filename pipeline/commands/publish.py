@@ -21,7 +21,7 @@ from quantmint.pipeline.store.tree import Store
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from quantmint.pipeline.runs.runner import Outcome
+    from quantmint.pipeline.runs.runner import RunOutcome
     from quantmint.pipeline.stages.setting import Setting
     from quantmint.pipeline.stages.stage import Planned
 
@@ -200,7 +200,7 @@ def _kept(listed: Sequence[ListedRelease], keep: int) -> str:
     return ", ".join(parts)
 
 
-def published_by(outcome: Outcome) -> Sequence[Publication]:
+def published_by(outcome: RunOutcome) -> Sequence[Publication]:
     """Every place that the run's release is in; none where it was not published."""
     from quantmint.pipeline.stages.publish import published_in
 
@@ -283,7 +283,7 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
     return outcome.exit_code
 
 
-def _verdict(outcome: Outcome) -> str:
+def _verdict(outcome: RunOutcome) -> str:
     return "missing" if outcome.verdict is None else outcome.verdict.value
 
 

@@ -21,7 +21,7 @@ from quantmint.pipeline.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from quantmint.pipeline.runs.serving import Request
+    from quantmint.pipeline.runs.serving import ServeRequest
     from quantmint.pipeline.serving.host.context import HostFinding
     from quantmint.pipeline.serving.model.facts import ModelFacts
     from quantmint.pipeline.serving.planning.target import ServingTarget
@@ -87,10 +87,10 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
     return serve_until_stopped(request, given["launcher"], logs=logs, startup_timeout=startup_timeout, **own)
 
 
-def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
+def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> ServeRequest:
     from quantmint.pipeline.recipe.schema import Serve
     from quantmint.pipeline.runs.serving import (
-        Request,
+        ServeRequest,
         fetched,
         find_model,
         overrides_of,
@@ -120,7 +120,7 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
     trusted = given["trust_remote_code"] or (recipe is not None and recipe.trust_remote_code)
     if not planning and given["launcher"] != "endpoint":
         found = fetched(found, with_code=trusted, progress=reporter_for(json=False))
-    return Request(
+    return ServeRequest(
         found,
         ServingRequest(
             model=found.model,
@@ -146,7 +146,7 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
     )
 
 
-def _show(request: Request, form: str, given: dict[str, Any]) -> None:
+def _show(request: ServeRequest, form: str, given: dict[str, Any]) -> None:
     from quantmint.pipeline.serving.render.docker import compose
     from quantmint.pipeline.serving.render.explanation import explain
     from quantmint.pipeline.serving.render.invocation import script

@@ -22,7 +22,7 @@ from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.runs.planner import build_plan, foreseen, missing_stages
 from quantmint.pipeline.runs.preflight import disk_needed, require_disk, require_room_to_publish, require_tokens
 from quantmint.pipeline.runs.search import as_written, settled, stand_in, tried
-from quantmint.pipeline.runs.timeline import ahead, further_tries, reckoned, savings
+from quantmint.pipeline.runs.timeline import further_tries, savings, stage_forecasts, stage_times
 from quantmint.pipeline.runs.weights import WeightForecast, forecast_weights, machine_here, machine_of
 from quantmint.pipeline.serving.host.detect import local_device
 from quantmint.pipeline.serving.model.facts import schemes_of_experts
@@ -53,7 +53,7 @@ class StageForecast:
 
 @dataclass(frozen=True, slots=True)
 class RunForecast:
-    """What a run makes and takes, on this machine ("here") or another one; JSON and the terminal both render it.
+    """The forecast of a run, on this machine ("here") or another one; JSON and the terminal both render it.
 
     ``seconds`` is the sum of all stages that are forecast, with the start of the process: a lower bound where
     ``not_predicted`` names stages. A search may make ``further_tries`` after a FAIL; with all of them the run takes
@@ -138,7 +138,7 @@ def forecast_run(
     judged = reach(questions, policy_of(setting), looks, noise=bench.get("noise"), seen=bench.get("ratio"))
     expected = {name: task.expected for name, task in judged.tasks.items()}
     estimate = Estimate(setting, prediction, weights.rates, weights.seconds, expected, bench.get("seconds"))
-    times = ahead(plan, missing, setting, reckoned(plan, estimate), here=elsewhere is None)
+    times = stage_times(plan, missing, setting, stage_forecasts(plan, estimate), here=elsewhere is None)
     seconds = {key: spent for key, (spent, _) in times.items()}
     total = sum(seconds.values()) + weights.rates.start
     verdicts = [verdict for _, verdict in tried(setting)] if tries else []
@@ -200,10 +200,10 @@ def machine_elsewhere(text: str | None, hardware: str, gpus: int) -> ServingTarg
 def _machine_named(text: str) -> ServingTarget:
     name, rows, planned = text.partition(":")[0].lower(), table(), _with_figures()
     if name not in planned:
-        found = f"{text!r}, which has no figures" if name in rows else repr(text)
+        typed = f"{text!r}, which has no figures" if name in rows else repr(text)
         expected = ", ".join(("here", *planned))
         raise UserError(
-            f"--for: found {found}, expected {expected}{did_you_mean(name, ('here', *planned))}.",
+            f"--for: found {typed}, expected {expected}{did_you_mean(name, ('here', *planned))}.",
             hint="As in --for mi300x:8.",
         )
     try:

@@ -28,7 +28,7 @@ from quantmint.pipeline.recipe.load import LoadedRecipe
 from quantmint.pipeline.recipe.schema import AUTO
 from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.preflight import require_means
-from quantmint.pipeline.runs.runner import Outcome, run_plan
+from quantmint.pipeline.runs.runner import RunOutcome, run_plan
 from quantmint.pipeline.runs.search import as_written, measured, stand_in
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.checks import check
@@ -50,7 +50,10 @@ _LAST: Final = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class QuantizationJob:
-    """What is to be made, from what, and into which folder: nothing is written before `make`."""
+    """A checkpoint to make without a recipe file: from which source, by which stages, into which folder.
+
+    Nothing is written before `make`.
+    """
 
     setting: Setting
     plan: tuple[Planned, ...]
@@ -58,42 +61,42 @@ class QuantizationJob:
 
     @property
     def payload(self) -> dict[str, Any]:
-        """What shapes the checkpoint's bytes, by stage; the inspection only looks at them.
+        """Return what shapes the checkpoint's bytes, by stage; the inspection only reads them.
 
-        Of schemes that are chosen, what they are chosen by: the same whether that was measured already or not.
+        For schemes that are chosen it is what they are chosen by: the same whether that was measured already or not.
         """
-        asked = self.setting if self.setting.chosen is None else as_written(self.setting)
-        plan = self.plan if asked is self.setting else build_plan(asked)
-        budget = asked.recipe.quantization.model_dump(mode="json")
+        written = self.setting if self.setting.chosen is None else as_written(self.setting)
+        plan = self.plan if written is self.setting else build_plan(written)
+        budget = written.recipe.quantization.model_dump(mode="json")
         return {
             **{
                 planned.key: {name: value for name, value in planned.payload.items() if name not in ("stage", "inputs")}
                 for planned in plan
                 if planned.key != "inspect"
             },
-            **({"quantize": {"settings": budget}} if asked.recipe.quantization.scheme == AUTO else {}),
+            **({"quantize": {"settings": budget}} if written.recipe.quantization.scheme == AUTO else {}),
         }
 
     @property
     def record(self) -> dict[str, Any]:
-        """What is known of the finished checkpoint."""
+        """Return the record of the finished checkpoint."""
         return read_json(self.out / _EVIDENCE / _JOB)
 
     @property
     def begun(self) -> bool:
-        """Whether some of it was made before."""
+        """Return whether some of it was made before."""
         return (self.out / _WORK).is_dir()
 
     @property
     def moving(self) -> bool:
-        """Whether all is made, and only the last renames are missing."""
+        """Return whether everything is made, and only the last renames are missing."""
         return (self.out / _WORK / "final").is_dir()
 
     @property
     def finished(self) -> bool:
-        """Whether the folder holds what this job makes.
+        """Return whether the folder holds the checkpoint of this job.
 
-        Raises `UserError` for a folder that holds anything else: what another job made, or foreign files.
+        Raises `UserError` for a folder that holds anything else: another job's checkpoint, or foreign files.
         """
         if self.out.exists() and not self.out.is_dir():
             raise UserError(f"OUT: found the file {self.out}, expected a folder.")
@@ -109,32 +112,32 @@ class QuantizationJob:
         return False
 
     def _require_same(self) -> None:
-        """Refuse a folder that another job filled, or whose files are not those that it wrote."""
+        """Raise `UserError` for a folder that another job filled, or whose files are not those that it wrote."""
         record, payload = self.record, self.payload
         if record["fingerprint"] != fingerprint(payload):
             changes = difference(record["payload"], json.loads(json.dumps(payload)))
-            told = [f"{change.path.removeprefix('$.')}: {_said(change.old)} there, {_said(change.new)} now"
+            lines = [f"{change.path.removeprefix('$.')}: {_shown(change.old)} there, {_shown(change.new)} now"
                     for change in changes]  # fmt: skip
             raise UserError(
-                f"OUT: found the checkpoint of another job in {self.out}:\n    " + "\n    ".join(told[:6]),
+                f"OUT: found the checkpoint of another job in {self.out}:\n    " + "\n    ".join(lines[:6]),
                 hint="Two jobs are never mixed: choose another folder, or remove this one.",
             )
         for name, fact in record["files"].items():
-            found = [path for path in (self.out / name, self.out / _WORK / "final" / name) if path.is_file()]
-            if not found or found[0].stat().st_size != fact["size"]:
+            copies = [path for path in (self.out / name, self.out / _WORK / "final" / name) if path.is_file()]
+            if not copies or copies[0].stat().st_size != fact["size"]:
                 raise UserError(
                     f"OUT: {self.out / name} is not what this job wrote, which had {fact['size']:,} bytes.",
                     hint="Remove the folder to make it again.",
                 )
 
 
-def _said(side: object) -> str:
+def _shown(side: object) -> str:
     return "nothing" if side is ABSENT else json.dumps(side)
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a job will make, from the model's headers; ``schemes`` counts modules."""
+    """The checkpoint that a job will make, from the model's headers; ``schemes`` counts modules."""
 
     source: Checkpoint
     structure: Structure
@@ -143,21 +146,21 @@ class Outlook:
 
 
 def source_section(text: str) -> dict[str, str]:
-    """What SRC names: a folder that is here, else ``org/name[@revision]`` of the Hub."""
+    """Return the recipe's source section for MODEL: a folder that is here, else ``org/name[@revision]`` of the Hub."""
     if text and Path(text).is_dir():
         return {"folder": text}
-    found = repository(text)
-    if found is None:
+    section = repository(text)
+    if section is None:
         raise UserError(
             f"SRC: found {text!r}, expected a folder with a model, or organisation/name[@revision] of the Hub."
         )
-    return {"repo": str(found.repo), "revision": str(found.revision)}
+    return {"repo": str(section.repo), "revision": str(section.revision)}
 
 
 def open_job(
     loaded: LoadedRecipe, out: Path, *, device: str = "auto", inspect: bool = True, to_run: bool = True
 ) -> QuantizationJob:
-    """Resolve the source and refuse what can be refused from small files. Raises `UserError`."""
+    """Return a job, with its source resolved. Raises `UserError` for what small files show to be impossible."""
     try:
         (out / _WORK).exists()
     except OSError as error:  # a name that no file system takes
@@ -167,9 +170,9 @@ def open_job(
 
 
 def look_ahead(job: QuantizationJob) -> Outlook:
-    """Ask the model what its modules are, and what becomes of each.
+    """Return what becomes of each module of the model.
 
-    Raises `UserError` for names that match nothing, and for modules that vLLM fuses and that do not agree.
+    Raises `UserError` for names that match nothing, and for fused modules that have different schemes.
     """
     setting = job.setting
     source, structure = model_for(setting, config_folder(setting.source))
@@ -183,12 +186,11 @@ def look_ahead(job: QuantizationJob) -> Outlook:
     return Outlook(source, structure, schemes, predict(source, structure, setting.recipe))
 
 
-def make(job: QuantizationJob, reporter: Reporter) -> bool:
-    """Make the checkpoint, or go on with it; False where it was finished before.
+def make_checkpoint(job: QuantizationJob, reporter: Reporter) -> bool:
+    """Make the checkpoint, or go on with it; return False where it was finished before.
 
-    Its times are those of the process: they begin when that was started.
-
-    Raises `QuantmintError`: what is done stays, and the same call goes on from there.
+    Its times are those of the process: they begin when that was started. Raises `QuantmintError`: what is done stays,
+    and the same call goes on from there.
     """
     if job.finished:
         shutil.rmtree(job.out / _WORK, ignore_errors=True)
@@ -221,21 +223,21 @@ def make(job: QuantizationJob, reporter: Reporter) -> bool:
         lock.release()
 
 
-def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, start: float, resumed: bool) -> None:
-    """Write what proves the checkpoint, then take its folder out of the store."""
+def _deliver(job: QuantizationJob, outcome: RunOutcome, expected: Outlook, *, start: float, resumed: bool) -> None:
+    """Write the evidence about the checkpoint, then move its folder out of the store."""
     entries = {step.planned.key: step.entry for step in outcome.steps}
-    made, inspected = entries["quantize"], entries.get("inspect")
-    proofs = [entry.path / name for entry, name in ((inspected, INSPECTION), (made, ERRORS)) if entry is not None]
+    quantized, inspected = entries["quantize"], entries.get("inspect")
+    proofs = [entry.path / name for entry, name in ((inspected, INSPECTION), (quantized, ERRORS)) if entry is not None]
     evidence = {path.name: read_json(path) for path in proofs if path.is_file()}
-    files = checkpoint_files(made)
+    files = checkpoint_files(quantized)
     facts = {
         "source_bytes": expected.prediction.source,
         "bytes": sum(fact.size for name, fact in files.items() if name.endswith(".safetensors")),
         "schemes": expected.schemes,
         "kept": expected.prediction.kept,
         "seconds": _seconds({step.planned.key: step.entry for step in outcome.steps if not step.cached}, start),
-        **({"auto": made.record.result["auto"]} if "auto" in made.record.result else {}),
-        "engine_seconds": made.record.result.get("seconds"),
+        **({"auto": quantized.record.result["auto"]} if "auto" in quantized.record.result else {}),
+        "engine_seconds": quantized.record.result.get("seconds"),
         "resumed": resumed,
         "inspection": None if inspected is None else evidence[INSPECTION]["verdict"],
         "worst": _worst(evidence),
@@ -248,33 +250,34 @@ def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, start
             path = job.out / _EVIDENCE / name
             data = (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
             write_atomic(path, data, temporary=path.with_name(f"{name}.partial"))
-        if (made.path / OVERRIDES).is_file():
-            shutil.copyfile(made.path / OVERRIDES, job.out / _EVIDENCE / OVERRIDES)
-        (made.path / CHECKPOINT).rename(job.out / _WORK / "final")
+        if (quantized.path / OVERRIDES).is_file():
+            shutil.copyfile(quantized.path / OVERRIDES, job.out / _EVIDENCE / OVERRIDES)
+        (quantized.path / CHECKPOINT).rename(job.out / _WORK / "final")
         fsync(job.out / _WORK)
 
 
 def _seconds(entries: Mapping[str, Entry], start: float) -> dict[str, float]:
-    """Where the time went: until the work began, calibrating, the work, waiting for the disk, and proving.
+    """Return the seconds of each part: until the work began, calibrating, the work, waiting for the disk, and the
+    proof.
 
     ``entries`` are those that this process made.
     """
-    took = {key: entry.record.duration_s for key, entry in entries.items()}
+    durations = {key: entry.record.duration_s for key, entry in entries.items()}
     engine: Any = (entries["quantize"].record.result.get("seconds") if "quantize" in entries else None) or {}
     flush = engine.get("durable", 0.0) - engine.get("written", 0.0)
     parts = {
         "start": start,
-        "sensitivity": took.get("sensitivity", 0.0),
-        "calibrate": took.get("calibrate", 0.0),
-        "work": took.get("quantize", 0.0) - flush,
+        "sensitivity": durations.get("sensitivity", 0.0),
+        "calibrate": durations.get("calibrate", 0.0),
+        "work": durations.get("quantize", 0.0) - flush,
         "flush": flush,
-        "proof": took.get("inspect", 0.0),
+        "proof": durations.get("inspect", 0.0),
     }
     return {name: round(value, 2) for name, value in parts.items() if value}
 
 
 def _move(out: Path) -> None:
-    """Make what was delivered visible, ``config.json`` last; may be repeated after a kill at any moment."""
+    """Rename the finished files into ``out``, ``config.json`` last; it may be repeated after a kill at any moment."""
     for path in sorted((out / _WORK / "final").iterdir(), key=lambda path: (path.name == _LAST, path.name)):
         if path.name == _LAST:
             fsync(out)
@@ -284,10 +287,12 @@ def _move(out: Path) -> None:
 
 
 def _worst(evidence: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The layer that lost most: by the inspection, which compares whole weights, else by the engine's own count."""
+    """Return the layer with the least SQNR: by the inspection, which compares whole weights, else by the engine's
+    count.
+    """
     if INSPECTION in evidence:
         errors = [(layer["sqnr_db"], layer["module"]) for layer in evidence[INSPECTION]["layers"]]
     else:
         errors = [(error["sqnr_db"], module) for module, error in evidence.get(ERRORS, {}).items()]
-    found = [(sqnr, module) for sqnr, module in errors if sqnr is not None]
-    return {"module": min(found)[1], "sqnr_db": min(found)[0]} if found else None
+    known_errors = [(sqnr, module) for sqnr, module in errors if sqnr is not None]
+    return {"module": min(known_errors)[1], "sqnr_db": min(known_errors)[0]} if known_errors else None

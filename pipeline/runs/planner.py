@@ -1,6 +1,6 @@
-"""From a setting to a plan: which stages, in which order, with which fingerprints; and what of it the store has.
+"""Build the plan of a run: its stages, in order, with their fingerprints; and compare it with the store.
 
-A plan is pure: nothing is read but what the setting holds. Nothing here is run.
+A plan is pure: only the setting is read, and nothing is run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def stages_of(setting: Setting) -> tuple[Stage, ...]:
 
 def stopped_stages(setting: Setting) -> tuple[Stage, ...]:
     """Return the stages of a run that the canary stops: the gate judges and the report shows what there is."""
-    return tuple(other for stage in stages_of(setting) if (other := stage.when_stopped()) is not None)
+    return tuple(replacement for stage in stages_of(setting) if (replacement := stage.when_stopped()) is not None)
 
 
 def build_plan(setting: Setting, until: str | None = None) -> tuple[Planned, ...]:
@@ -68,19 +68,19 @@ def cut(plan: Sequence[Named], until: str | None) -> tuple[Named, ...]:
 
 
 def find_entry(planned: Planned, setting: Setting) -> Entry | None:
-    """The stage's entry, where it is there and what it stands for is intact."""
+    """Return the stage's entry where the store has it and the files outside that it stands for are intact."""
     entry = setting.store.find(planned.family, planned.fingerprint)
     return entry if entry is not None and planned.stage.intact(entry, setting) else None
 
 
 def after_stop(plan: Sequence[Planned], setting: Setting) -> tuple[Planned, ...]:
-    """What a run goes on with where its canary stops it, as far as the plan had it; up to there both are the same."""
-    wanted = {planned.key for planned in plan}
-    return tuple(planned for planned in plan_stages(stopped_stages(setting), setting) if planned.key in wanted)
+    """Return the plan that a run goes on with where its canary stops it, as far as ``plan`` reached."""
+    keys = {planned.key for planned in plan}
+    return tuple(planned for planned in plan_stages(stopped_stages(setting), setting) if planned.key in keys)
 
 
 def foreseen(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> tuple[Planned, ...]:
-    """The plan that a run would follow, as far as the store knows: stopped where the canary stopped it before."""
+    """Return the plan that a run would follow: stopped where the store says that the canary stopped it before."""
     for planned in plan:
         entry = None if planned.among(redo) else find_entry(planned, setting)
         if entry is None:
@@ -91,7 +91,7 @@ def foreseen(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = 
 
 
 def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> list[str]:
-    """Keys of the stages that would run: what the remote tier offers is taken from there."""
+    """Return the keys of the stages that would run; entries that the remote tier offers are fetched and not run."""
 
     def is_there(planned: Planned) -> bool:
         if find_entry(planned, setting) is not None:
@@ -102,7 +102,7 @@ def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[s
 
 
 def known_unsound(plan: Sequence[Planned], setting: Setting) -> bool:
-    """Whether inspection has condemned the checkpoint before."""
+    """Return whether an earlier inspection found the checkpoint unsound."""
     inspect = next((planned for planned in plan if planned.key == "inspect"), None)
     entry = None if inspect is None else find_entry(inspect, setting)
     return entry is not None and entry.record.result["verdict"] != Verdict.PASS.value
@@ -110,7 +110,7 @@ def known_unsound(plan: Sequence[Planned], setting: Setting) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """One stage: cached, new (never finished for this recipe), or changed, and by what."""
+    """A stage that is cached, new (never finished for this recipe), or changed, with the changes."""
 
     key: str
     state: str
@@ -120,7 +120,7 @@ class Explained:
 def explain(plan: Sequence[Planned], setting: Setting) -> tuple[Explained, ...]:
     """Compare each stage that is not cached with its newest finished predecessor in this recipe's runs.
 
-    A fingerprint of an input that changed is reported too: the stage of that name says why.
+    A changed fingerprint of an input is among the changes: the stage of that name has the cause.
     """
     families = [planned.family for planned in plan]
     runs = [run for run in list_runs(setting.store.root) if run.recipe == setting.recipe.name]

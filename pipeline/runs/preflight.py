@@ -1,7 +1,6 @@
-"""What a run will take, and what it can be refused for before it starts.
+"""Refuse a run before it starts where it could not come to its end: packages, vLLM, device, disk, signer, permissions.
 
-How large things will be is exact where the layout decides (the checkpoint), an upper bound where the machine does
-(calibration, serving). Refused is a run without vLLM, device, room on the disk, a signer or the right to publish.
+Sizes are exact where the layout decides (the checkpoint), an upper bound where the machine does (calibration, serving).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _OVERHEAD = 64 << 20  # bytes beside the weights: tokenizer, logs, samples, repo
 def disk_needed(
     prediction: Prediction, missing: Collection[str], setting: Setting, plan: Sequence[Planned]
 ) -> dict[str, int]:
-    """Bytes that stages which are not cached will write here, by purpose, less what an attempt of ``plan`` wrote."""
+    """Return the bytes that missing stages will write here, by purpose, less those that an earlier attempt wrote."""
     needed: dict[str, int] = {}
     for planned in plan:
         if planned.key in missing:
@@ -52,16 +51,16 @@ def require_disk(needed: Mapping[str, int], free: int, where: str) -> None:
 
 
 def require_room_to_publish(setting: Setting, prediction: Prediction, missing: Collection[str]) -> None:
-    """Raise `UserError` where the folder to publish to lies on a disk, maybe another one, that is too small for it."""
+    """Raise `UserError` where the disk of the folder to publish to, maybe another one, is too small for a copy."""
     folder = published_folder(setting.recipe, setting.home)
     if folder is not None and "publish" in missing:
         require_disk({"published copy": prediction.checkpoint}, free_bytes(folder), f"publish.folder: {folder}")
 
 
 def require_tokens(setting: Setting, missing: Collection[str]) -> None:
-    """Raise `RecipeError` where texts that lie beside a recipe make fewer tokens than its samples take.
+    """Raise `RecipeError` where the calibration texts have fewer tokens than the recipe's samples need.
 
-    A large file is not counted, and neither is one whose model lies elsewhere.
+    Only small local files are counted, with the tokenizer of a source that is here.
     """
     section, folder = setting.recipe.calibration, setting.source.folder
     read = ("quantize" in missing and calibrated(setting.recipe.quantization)) or "sensitivity" in missing
@@ -81,9 +80,11 @@ def require_tokens(setting: Setting, missing: Collection[str]) -> None:
 def require_means(
     plan: Sequence[Planned], setting: Setting, redo: Collection[str] = (), *, prediction: Prediction | None = None
 ) -> None:
-    """Raise `UserError` where a run could not come to its end; ``prediction`` is what was predicted already.
+    """Raise `UserError` where a run could not come to its end; ``prediction`` are the checkpoint's sizes, if known
+    already.
 
-    Packages count too, those of this environment and of vLLM's: hours must not end at one that draws the page.
+    Packages of this environment and of vLLM's are looked for too: a run must not fail after hours because the report's
+    plotting library is missing.
     """
     plan = foreseen(plan, setting, redo)
     missing = missing_stages(plan, setting, redo)

@@ -1,9 +1,9 @@
-"""The `report.json` of a finished run: of a published folder, of an entry of the store, or a loose one.
+"""Find the `report.json` of a finished run: in a published folder, in an entry of the store, or loose.
 
     find("published/llama8b-ptpc", store)     the evidence beside a published checkpoint
-    find("llama8b-ptpc", store)               the newest report that a run of the recipe made
+    find("llama8b-ptpc", store)               the newest report of the recipe's runs
 
-Nothing of the model is looked at: what was made is told by the runs of the store.
+The model itself is not read: the runs of the store say what was made.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from quantmint.pipeline.store.gc import Run, list_runs
 from quantmint.pipeline.store.tree import Store
 
 
-def find(given: str, store: Store) -> Path:
-    """The report of what a person named, with the evidence beside it; raises `UserError` where there is none."""
-    path, kind = Path(given), classify(given).kind
+def find(name: str, store: Store) -> Path:
+    """Return the path of the report that a person names. Raises `UserError` where there is none."""
+    path, kind = Path(name), classify(name).kind
     if kind == "recipe":
-        return _of_recipe(load_recipe(given).recipe.name, store)
+        return _of_recipe(load_recipe(name).recipe.name, store)
     if kind == "name":
-        return _of_recipe(given, store)
+        return _of_recipe(name, store)
     if kind == "file" and path.suffix == ".json":
         return path
-    found = next((file for file in (path / EVIDENCE / DATA, path / DATA) if file.is_file()), None)
-    if found is not None:
-        return found
+    report = next((file for file in (path / EVIDENCE / DATA, path / DATA) if file.is_file()), None)
+    if report is not None:
+        return report
     if not path.exists():
-        raise UserError(f"{given}: there is no such file or folder")
+        raise UserError(f"{name}: there is no such file or folder")
     raise UserError(
-        f"{given}: found neither {EVIDENCE}/{DATA} nor {DATA}",
+        f"{name}: found neither {EVIDENCE}/{DATA} nor {DATA}",
         hint="name a published checkpoint, a report.json or its folder in the store, or a recipe that was run",
     )
 
 
 def of_run(run: Run, store: Store) -> Entry | None:
-    """The report that a run ended with, where the store still has it.
+    """Return the entry of the report that a run ended with, None where the store no longer has it.
 
-    What a run really did counts before its plan: one that the canary stopped has a report of another fingerprint.
+    The run's own record of its stages counts, and not its plan: a run that the canary stopped has another report.
     """
     stages: Any = run.facts.get("stages", {})
     return store.find("report", stages["report"]["fingerprint"]) if "report" in stages else None
@@ -53,9 +53,9 @@ def of_run(run: Run, store: Store) -> Entry | None:
 
 def _of_recipe(name: str, store: Store) -> Path:
     runs = list_runs(store.root)
-    found = next((entry for run in runs if run.recipe == name and (entry := of_run(run, store)) is not None), None)
-    if found is not None:
-        return found.file(DATA)
+    report = next((entry for run in runs if run.recipe == name and (entry := of_run(run, store)) is not None), None)
+    if report is not None:
+        return report.file(DATA)
     names = {run.recipe for run in runs}
     raise UserError(
         f"{name}: there is no such file or folder, and no report of such a recipe in {store.root}"
@@ -65,7 +65,9 @@ def _of_recipe(name: str, store: Store) -> Path:
 
 
 def gate_of(report: Path, store: Store) -> Path | None:
-    """The gate's record beside a `report.json`, else the one that the store made it from; None without either."""
+    """Return the gate's record beside a `report.json`, else the one in the store that it was made from; None without
+    either.
+    """
     if (report.parent / GATE).is_file():
         return report.parent / GATE
     folder = report.parent.resolve()
@@ -76,5 +78,5 @@ def gate_of(report: Path, store: Store) -> Path | None:
     except ValueError:  # the folder's name is no fingerprint
         return None
     gate = None if entry is None else entry.record.inputs.get("gate")
-    found = None if gate is None else store.find("gate", gate)
-    return None if found is None else found.file(GATE)
+    record = None if gate is None else store.find("gate", gate)
+    return None if record is None else record.file(GATE)

@@ -1,8 +1,8 @@
-"""Running a plan: find or make each stage's entry, in order, and stop where a verdict says so.
+"""Run a plan: find or make the entry of each stage, in order, and stop where a verdict says so.
 
-Two things end a run before its plan does. An unsound checkpoint is an error: it is never served. One that the canary
-finds broken is a measured FAIL: the run goes on with the plan of `planner.after_stop`, whose gate and report need
-nothing that takes long.
+Two things end a run before its plan does. An unsound checkpoint is an error: it is never served. A checkpoint that the
+canary finds broken is a measured FAIL: the run goes on with `planner.after_stop`, whose gate and report need nothing
+that takes long.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from quantmint.pipeline.store.gc import RunLog
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What became of one stage: its entry, whether it was there already, and the seconds it took now."""
+class StageStep:
+    """A stage that was run: its entry, whether the store had it, and the seconds that it took now."""
 
     planned: Planned
     entry: Entry
@@ -46,50 +46,53 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """A run that ended without an error.
+class RunOutcome:
+    """The result of a run that ended without an error.
 
-    ``verdict`` is None where nothing was judged; ``stopped`` is the stage that judged the checkpoint broken.
+    ``verdict`` is None where nothing was judged; ``stopped`` is the key of the stage that stopped the run.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[StageStep, ...]
     verdict: Verdict | None
     run: str
     stopped: str | None = None
 
     @property
     def exit_code(self) -> int:
-        """The verdict's exit code, 0 without one."""
+        """Return the verdict's exit code, 0 without a verdict."""
         return 0 if self.verdict is None else self.verdict.exit_code
 
     def entry(self, key: str) -> Entry | None:
-        """The entry of a stage, where it was reached."""
+        """Return the entry of a stage, None where the run did not reach it."""
         return next((step.entry for step in self.steps if step.planned.key == key), None)
 
 
-def run_plan(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, redo: Collection[str] = ()) -> Outcome:
+def run_plan(
+    plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, redo: Collection[str] = ()
+) -> RunOutcome:
     """Run a plan to its end, or to the verdict that ends it.
 
-    ``redo`` names stages to make anew. Raises `QuantmintError`: what was committed stays, the same call goes on.
+    ``redo`` names stages to make again although the store has them. Raises `QuantmintError`: what was committed stays,
+    and the same call goes on from there.
     """
     recipe = setting.recipe
     digest, file = fingerprint(recipe.model_dump(mode="json")), setting.loaded.path
     log = RunLog.start(setting.store.root, recipe.name, digest, _named(plan), file if file.is_file() else None)
-    steps: list[Step] = []
+    steps: list[StageStep] = []
     verdict: Verdict | None = None
     stopped: str | None = None
-    left = list(plan)
+    remaining = list(plan)
     try:
         with Servers(setting, reporter) as servers:
-            run = _Run(setting, reporter, servers, redo)
-            while left:
-                planned = left.pop(0)
+            run = _StageRunner(setting, reporter, servers, redo)
+            while remaining:
+                planned = remaining.pop(0)
                 if planned.stage.releases and verdict is not Verdict.PASS:
-                    if not left:
+                    if not remaining:
                         reporter.say(f"not published: the verdict is {verdict.value if verdict else 'missing'}")
                     continue
-                run.expect(left)
-                step = run.step(planned, len(steps) + 1, len(steps) + 1 + len(left))
+                run.expect(remaining)
+                step = run.step(planned, len(steps) + 1, len(steps) + 1 + len(remaining))
                 steps.append(step)
                 planned.stage.require_sound(step.entry)
                 verdict = planned.stage.verdict(step.entry) or verdict
@@ -98,12 +101,12 @@ def run_plan(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, r
                     stopped = planned.key
                     plan = after_stop(plan, setting)
                     log.replan(_named(plan))
-                    left = [planned for planned in plan if planned.key not in run.entries]
+                    remaining = [planned for planned in plan if planned.key not in run.entries]
                     reporter.say(f"stopped by {stopped}: nothing more is measured, and nothing published")
     except BaseException as error:
         _log_end(log, error)
         raise
-    outcome = Outcome(tuple(steps), verdict, log.run.id, stopped)
+    outcome = RunOutcome(tuple(steps), verdict, log.run.id, stopped)
     facts: dict[str, object] = {} if stopped is None else {"stopped": stopped}
     facts["stages"] = {
         step.planned.key: {
@@ -122,7 +125,7 @@ def _named(plan: Sequence[Planned]) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _StageRunner:
     """The stages of a run so far: ``entries`` by key."""
 
     setting: Setting
@@ -131,8 +134,8 @@ class _Run:
     redo: Collection[str]
     entries: dict[str, Entry] = field(default_factory=dict)
 
-    def step(self, planned: Planned, number: int, total: int) -> Step:
-        """Find or make a stage's entry, and give it to the remote tier."""
+    def step(self, planned: Planned, number: int, total: int) -> StageStep:
+        """Find or make a stage's entry, and send it to the remote tier."""
         setting, reporter = self.setting, self.reporter
         again = planned.among(self.redo)
         entry, cached, seconds = None if again else find_entry(planned, setting), True, 0.0
@@ -142,23 +145,23 @@ class _Run:
             reporter.started(planned.key, number, total)
             began = time.monotonic()
             try:
-                entry, cached = self._make(planned, again)
+                entry, cached = self._make_entry(planned, again)
             except QuantmintError:
                 raise
             except Exception as error:
                 if "KeyboardInterrupt" in str(error):  # pydantic's word for Ctrl-C while a class of its is read
                     raise KeyboardInterrupt from error
-                raise _told(planned, error) from error
+                raise _worded(planned, error) from error
             seconds = time.monotonic() - began
             reporter.finished(planned.key, number, total, seconds, str(entry.record.result.get("summary", "")))
         if setting.remote is not None:
             setting.remote.send(entry, self._inputs(planned), reporter)
         self.entries[planned.key] = entry
-        return Step(planned, entry, cached, seconds)
+        return StageStep(planned, entry, cached, seconds)
 
-    def expect(self, left: Sequence[Planned]) -> None:
-        """Say which side's server comes next, once there is what it serves."""
-        for planned in left:
+    def expect(self, remaining: Sequence[Planned]) -> None:
+        """Tell the servers which side is served next, once its model is there, so that it can start early."""
+        for planned in remaining:
             stage, model = planned.stage, self.entries.get(planned.inputs.get("model", ""))
             if isinstance(stage, ServeStage) and model is not None and find_entry(planned, self.setting) is None:
                 self.servers.expect(stage.side, launch_plan(self.setting, stage.side, model_folder(model)))
@@ -167,7 +170,7 @@ class _Run:
     def _inputs(self, planned: Planned) -> dict[str, Entry]:
         return {name: self.entries[key] for name, key in planned.inputs.items()}
 
-    def _make(self, planned: Planned, again: bool) -> tuple[Entry, bool]:
+    def _make_entry(self, planned: Planned, again: bool) -> tuple[Entry, bool]:
         stage, setting, reporter = planned.stage, self.setting, self.reporter
         started = datetime.now(UTC)
         existing = setting.store.find(stage.family, planned.fingerprint)
@@ -194,8 +197,8 @@ class _Run:
             return entry, False
 
 
-def _told(planned: Planned, error: Exception) -> QuantmintError:
-    """What a stage did not foresee, and what `calibration` and `eval` raise, as a user hears of it."""
+def _worded(planned: Planned, error: Exception) -> QuantmintError:
+    """Word an error of a stage that is no `QuantmintError` yet: from `calibration`, from `eval`, or unforeseen."""
     if isinstance(error, MeasurementError | DefinitionError) and planned.stage.measures:
         return InvalidMeasurementError(f"{planned.key}: {error}")
     if isinstance(error, CalibrationError):
@@ -208,7 +211,7 @@ def _told(planned: Planned, error: Exception) -> QuantmintError:
 
 
 def _log_end(log: RunLog, error: BaseException) -> None:
-    """Write how a run ended without an outcome; a disk that refuses that too must not hide the error."""
+    """Write how a run ended without an outcome; a disk that refuses this must not hide the error."""
     message, code = str(error), 5
     if isinstance(error, QuantmintError):
         message, code = error.message, error.exit_code

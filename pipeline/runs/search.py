@@ -1,10 +1,11 @@
-"""`scheme: auto`: from what was measured to a recipe with plain overrides, and on to more bits after a FAIL.
+"""Choose the schemes of `scheme: auto`: from measured sensitivities to a recipe with plain overrides, and more bits
+after a FAIL.
 
 A recipe with a choice to be made is run in two parts. The first measures what each group of modules costs in each
-scheme; the choice follows from that, and the second is the run of a recipe that says it in overrides, which is planned,
-made, judged and published like any other. With a `search`, a FAIL sends the run to the next such recipe, with more
-bits, and a PASS after it to one with fewer, until the fewest that pass are known to a quarter bit; they are published.
-What the tries have in common, the baseline's measurements before all, is taken from the store.
+scheme; the choice follows from that. The second is the run of a recipe that states the choice as overrides, and is
+planned, made, judged and published like any other. With a `search`, a FAIL leads to the next such recipe, with more
+bits, and a PASS after it to one with fewer, until the fewest bits that pass are known to a quarter bit; that checkpoint
+is published. Stages that the tries share, the baseline's measurements above all, are taken from the store.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from quantmint.pipeline.recipe.modules import override_of
 from quantmint.pipeline.recipe.schema import AUTO, BUDGET, Recipe
 from quantmint.pipeline.runs.planner import build_plan, cut, find_entry, foreseen
 from quantmint.pipeline.runs.preflight import require_means
-from quantmint.pipeline.runs.runner import Outcome, run_plan
+from quantmint.pipeline.runs.runner import RunOutcome, run_plan
 from quantmint.pipeline.stages.advice import choices
 from quantmint.pipeline.stages.sensitivity import KEY, priced, read_groups, spendable
 from quantmint.pipeline.stages.setting import Chosen, Setting
@@ -34,17 +35,17 @@ _GO_ON = (Verdict.FAIL, Verdict.INCONCLUSIVE)
 
 
 def chosen(written: LoadedRecipe, groups: tuple[Group, ...], point: Point) -> LoadedRecipe:
-    """The recipe with a choice in the place of `scheme: auto`: overrides that a person could have written."""
+    """Return the recipe with a choice in the place of `scheme: auto`: overrides that a person could have written."""
     quantization = written.recipe.quantization
     free = [group for group in priced(quantization, groups) if override_of(quantization, group.modules[0]) is None]
-    default, made = overrides(free, point.schemes)
-    return _with(written, default, made)
+    default, patterns = overrides(free, point.schemes)
+    return _with(written, default, patterns)
 
 
-def _with(written: LoadedRecipe, default: str, made: list[dict[str, Any]]) -> LoadedRecipe:
+def _with(written: LoadedRecipe, default: str, patterns: list[dict[str, Any]]) -> LoadedRecipe:
     data = written.recipe.model_dump(mode="json")
-    kept = {name: value for name, value in data["quantization"].items() if name not in ("from", *BUDGET)}
-    data["quantization"] = {**kept, "scheme": default, "overrides": [*kept["overrides"], *made]}
+    section = {name: value for name, value in data["quantization"].items() if name not in ("from", *BUDGET)}
+    data["quantization"] = {**section, "scheme": default, "overrides": [*section["overrides"], *patterns]}
     data["gate"]["accuracy"]["confidence"] = round(written.recipe.confidence, 6)
     data.pop("search", None)
     recipe = Recipe.model_validate(data)
@@ -52,7 +53,9 @@ def _with(written: LoadedRecipe, default: str, made: list[dict[str, Any]]) -> Lo
 
 
 def stand_in(setting: Setting) -> Setting:
-    """The setting with all in the largest scheme, where the choice is not known: for what must be foreseen before."""
+    """Return the setting with all modules in the largest scheme where the choice is not known yet, for forecasts and
+    checks.
+    """
     if setting.recipe.quantization.scheme != AUTO:
         return setting
     largest = max(setting.recipe.quantization.from_ or (), key=lambda name: scheme(name).bits_per_weight)
@@ -60,33 +63,34 @@ def stand_in(setting: Setting) -> Setting:
 
 
 def as_written(setting: Setting) -> Setting:
-    """The setting with its recipe as it was written, without what was chosen."""
+    """Return the setting with its recipe as it was written, without the choice."""
     return setting if setting.chosen is None else replace(setting, loaded=setting.chosen.written, chosen=None)
 
 
 def settled(setting: Setting) -> Setting:
     """Return the setting with the choice that a run would follow, as far as the store knows: see `tried`.
 
-    That is the next try of a search that goes on; of one that is over the choice of the fewest bits that passed, or the
-    last one. Where nothing was measured yet, and where there is no choice, it is the setting as it was written.
+    That is the next try of a search that goes on. Of a search that is over it is the choice with the fewest bits that
+    passed, or the last one. Where nothing was measured yet, and where there is no choice, it is the setting as it was
+    written.
     """
     tries = list(tried(setting))
     if not tries:
         return setting
-    passed = [made for made, verdict in tries if verdict is Verdict.PASS]
+    passed = [try_ for try_, verdict in tries if verdict is Verdict.PASS]
     if tries[-1][1] is None or not passed:
         return tries[-1][0]
-    return min(passed, key=lambda made: _point_of(made).bits)
+    return min(passed, key=lambda try_: _point_of(try_).bits)
 
 
-def _point_of(made: Setting) -> Point:
-    assert made.chosen is not None  # noqa: S101 - it is a try
-    assert made.chosen.point is not None  # noqa: S101
-    return made.chosen.point
+def _point_of(try_: Setting) -> Point:
+    assert try_.chosen is not None  # noqa: S101 - it is a try
+    assert try_.chosen.point is not None  # noqa: S101
+    return try_.chosen.point
 
 
 def tried(setting: Setting) -> Iterator[tuple[Setting, Verdict | None]]:
-    """Yield the tries of a search in their order, each with the verdict that the store has of it.
+    """Yield the tries of a search in their order, each with its verdict in the store.
 
     The last one has None where it is to be made, or where there is only one choice. Raises `UserError` for a budget
     that is too small.
@@ -95,23 +99,23 @@ def tried(setting: Setting) -> Iterator[tuple[Setting, Verdict | None]]:
     groups = _kept_groups(written) if written.recipe.quantization.scheme == AUTO else None
     if groups is None:
         return
-    left, quantization = spendable(written, groups), written.recipe.quantization
+    groups_left, quantization = spendable(written, groups), written.recipe.quantization
     budget = quantization.bits or quantization.speedup
     assert budget is not None  # noqa: S101 - the recipe's checks
     count = 1 if written.recipe.search is None else written.recipe.search.tries
     failed: list[Point] = []
     passed: list[Point] = []
-    while (point := next_try(left, budget, count, failed, passed)) is not None:
-        made = replace(written, loaded=chosen(written.loaded, groups, point), chosen=Chosen(written.loaded, point))
-        verdict = _verdict(made)
-        yield made, verdict
+    while (point := next_try(groups_left, budget, count, failed, passed)) is not None:
+        try_ = replace(written, loaded=chosen(written.loaded, groups, point), chosen=Chosen(written.loaded, point))
+        verdict = _verdict(try_)
+        yield try_, verdict
         if verdict is None or verdict not in (*_GO_ON, Verdict.PASS):
             return
         (passed if verdict is Verdict.PASS else failed).append(point)
 
 
 def _verdict(setting: Setting) -> Verdict | None:
-    """What the gate said of a try, by its plan or by that of a run that its canary stopped; None for the only one."""
+    """Return the gate's verdict on a try, also of a run that its canary stopped; None without a search or an entry."""
     if setting.written.search is None:
         return None
     plan = foreseen(build_plan(setting), setting)
@@ -127,10 +131,10 @@ def opened(
     *,
     calibration: Mapping[str, Any] | None = None,
 ) -> LoadedRecipe:
-    """A recipe with all of its schemes left to be chosen, from ``names`` and for a budget where they are given.
+    """Return a recipe with all of its schemes left to be chosen, from ``names`` and for a budget where they are given.
 
-    ``calibration`` goes before the recipe's own. Raises `RecipeError` for a recipe that has no schemes to choose from,
-    and for schemes that do not go together.
+    ``calibration`` takes precedence over the recipe's own. Raises `RecipeError` for a recipe without schemes to choose
+    from, and for schemes that do not go together.
     """
     data = loaded.recipe.model_dump(mode="json")
     quantization = data["quantization"]
@@ -138,19 +142,21 @@ def opened(
         names = names or choices(loaded.recipe)
         quantization |= {"overrides": [], "scheme": AUTO}
     names = names or tuple(quantization["from"])
-    known = [scheme(name).bits_per_weight for name in names if name in table()]
-    asked = {name: quantization.pop(name, None) for name in BUDGET}
-    if speedup is not None or (bits is None and asked["speedup"] is not None):
-        budget: dict[str, Any] = {"objective": "throughput", "speedup": speedup or asked["speedup"]}
+    bits_of = [scheme(name).bits_per_weight for name in names if name in table()]
+    budgets = {name: quantization.pop(name, None) for name in BUDGET}
+    if speedup is not None or (bits is None and budgets["speedup"] is not None):
+        budget: dict[str, Any] = {"objective": "throughput", "speedup": speedup or budgets["speedup"]}
     else:
-        budget = {"bits": asked["bits"] or min(known, default=4.25)}
+        budget = {"bits": budgets["bits"] or min(bits_of, default=4.25)}
     quantization |= {"from": list(names), **budget}
     data |= {"search": None, "calibration": calibration or data["calibration"]}
     return replace(validated(replace(loaded.positions, data=data), loaded.path), source_folder=loaded.source_folder)
 
 
 def known_groups(setting: Setting) -> tuple[Group, ...] | None:
-    """What each group costs, as far as the store knows; of a recipe without a choice, what was searched for it."""
+    """Return the measured costs of each group, as far as the store knows; of a recipe without a choice, those of a
+    search for it.
+    """
     written = as_written(setting)
     if written.recipe.calibration is None:
         return None
@@ -169,17 +175,17 @@ def _kept_groups(written: Setting) -> tuple[Group, ...] | None:
 
 
 def measured_groups(setting: Setting, reporter: Reporter) -> tuple[Group, ...]:
-    """What each group costs: from the store, or measured now."""
+    """Return the costs of each group: from the store, or measured now."""
     groups = known_groups(measured(setting, reporter))
     assert groups is not None  # noqa: S101 - it was measured
     return groups
 
 
 def measured(setting: Setting, reporter: Reporter, redo: Collection[str] = ()) -> Setting:
-    """Measure what a choice needs, unless the store has it; the setting with the choice."""
-    found = settled(setting)
-    if found.chosen is not None and KEY not in redo:
-        return found
+    """Measure what a choice needs, unless the store has it; return the setting with the choice."""
+    chosen_ = settled(setting)
+    if chosen_.chosen is not None and KEY not in redo:
+        return chosen_
     if setting.recipe.quantization.scheme == AUTO:
         run_plan(build_plan(setting), setting, reporter, redo=[name for name in redo if name == KEY])
     return settled(setting)
@@ -187,11 +193,11 @@ def measured(setting: Setting, reporter: Reporter, redo: Collection[str] = ()) -
 
 def run_search(
     setting: Setting, reporter: Reporter, *, until: str | None = None, redo: Collection[str] = ()
-) -> tuple[Outcome, Setting, Sequence[Mapping[str, Any]]]:
+) -> tuple[RunOutcome, Setting, Sequence[Mapping[str, Any]]]:
     """Run a recipe, and with `scheme: auto` its next tries for as long as the gate says FAIL.
 
-    Returns the last outcome, the setting that it is of, and all that was tried. Raises `QuantmintError`: what was
-    committed stays, and the same call goes on from there.
+    Returns the last outcome, its setting, and all tries. Raises `QuantmintError`: what was committed stays, and the
+    same call goes on from there.
     """
     likely = stand_in(setting)
     plan = build_plan(likely, until)
@@ -200,7 +206,7 @@ def run_search(
     require_means(plan, likely, redo)
     if plan[-1].key in ("source", KEY):
         return run_plan(plan, likely, reporter, redo=redo), likely, ()
-    setting, told = measured(setting, reporter, redo), []
+    setting, tries = measured(setting, reporter, redo), []
     again = [name for name in redo if name != KEY]
     searching = setting.written.search is not None and until is None
     while True:
@@ -212,13 +218,13 @@ def run_search(
             plan = cut(plan, REPORT)
         outcome = run_plan(plan, setting, reporter, redo=again)
         if setting.chosen is not None:
-            told.append({**setting.chosen.to_json(), "verdict": outcome.verdict and outcome.verdict.value})
+            tries.append({**setting.chosen.to_json(), "verdict": outcome.verdict and outcome.verdict.value})
         following = settled(setting)
         same = following.recipe == setting.recipe
         if not searching or outcome.verdict is Verdict.INVALID or (same and outcome.verdict is not Verdict.PASS):
-            return outcome, setting, told
+            return outcome, setting, tries
         if same or _verdict(following) is not None:
             break
         setting, again = following, []
-    reporter.say(f"the search is over after {len(told)} tries: the fewest bits that passed go on")
-    return run_plan(build_plan(following), following, reporter), following, told
+    reporter.say(f"the search is over after {len(tries)} tries: the fewest bits that passed go on")
+    return run_plan(build_plan(following), following, reporter), following, tries

@@ -1,12 +1,12 @@
-"""What is to be served, where, for which load, as a person names it; and servers that run until somebody says stop.
+"""Find the model, target and load that a person names, plan its launch, and run servers until a signal stops them.
 
     >>> overrides_of(["max-num-seqs=256", "VLLM_ROCM_USE_AITER=0", "--enforce-eager"])
     {'--max-num-seqs': '256', 'VLLM_ROCM_USE_AITER': '0', '--enforce-eager': True}
     >>> speculation_of("eagle3:/models/draft:2")
     Speculative(method='eagle3', model='/models/draft', tokens=2)
 
-Only small files are read; `fetched` brings the weights of a repository. Ctrl-C, SIGTERM and SIGHUP are one order: what
-`serve` started ends with it, whatever else happens.
+Only small files are read; `fetched` downloads the weights of a repository. Ctrl-C, SIGTERM and SIGHUP stop every server
+that `serve` started.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ _VERSION = re.compile(r"v?\d+\.\d+(\.\d+)?([.+a-z]\S*)?")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model to plan for.
+    """A model to plan a launch for.
 
-    ``model`` is what a command line names: an absolute path, or a repository that vLLM would fetch by itself at
-    ``revision``. ``missing`` says why it cannot be served from here yet, and is None where it can. ``identity`` is a
-    repository's. ``recipe`` is None for a model that no recipe stands behind, ``tunableop`` the file that it names.
+    ``model`` is the name on the command line: an absolute path, or a repository that vLLM would fetch by itself at
+    ``revision``. ``missing`` is the error that serving it would raise, None where its weights are here or can be
+    fetched. ``identity`` is that of a repository. ``recipe`` is None for a model without a recipe; ``tunableop`` is the
+    file of tuned kernels that the recipe names.
     """
 
     model: str
@@ -80,9 +81,10 @@ class ServedModel:
 def find_model(
     text: str, *, store: Path, baseline: bool = False, config: Path | None = None, vllm: str | None = None
 ) -> ServedModel:
-    """The model that a person names; raises `UserError` with the nearest name for one that is not there.
+    """Return the model that ``text`` names: a recipe's checkpoint, a folder, or a repository of the Hub.
 
-    ``baseline`` takes a recipe's 16-bit model; ``config`` is a folder that stands in for its source offline.
+    ``baseline`` takes a recipe's 16-bit model; ``config`` is a folder with a config.json that stands in for its source,
+    without a network. Raises `UserError`, with the nearest name, for a name that is none of these.
     """
     folder = classify(text).kind == "folder"
     recipe = None if folder else recipe_named(text, store)
@@ -92,31 +94,31 @@ def find_model(
         raise UserError(f"--baseline: found {text}, expected a recipe")
     if folder:
         return _folder(Path(text))
-    found = repository(text)
-    if found is None:
+    source = repository(text)
+    if source is None:
         raise UserError(
             f"MODEL: found {text!r}, expected a folder with a model, org/name[@revision] of the Hub, or a recipe"
             f"{did_you_mean(text, recipe_names())}"
         )
-    return _repository(identify(found, None, store))
+    return _repository(identify(source, None, store))
 
 
-def fetched(found: ServedModel, *, with_code: bool, progress: Progress) -> ServedModel:
-    """The same with its weights on this machine, all of them.
+def fetched(model: ServedModel, *, with_code: bool, progress: Progress) -> ServedModel:
+    """Return the model with all of its weights on this machine, downloading those of a repository.
 
-    Raises `UserError` where nothing that could be served is made, or parts of it are missing.
+    Raises `UserError` where a recipe has made no checkpoint yet, or weights are missing.
     """
-    if found.missing is not None:
-        raise found.missing
-    if found.identity is not None and found.identity.folder is None:
-        folder = fetch(found.identity, with_code=with_code, progress=progress)
-        found = replace(found, model=str(folder.resolve()), facts=model_facts(folder), revision=None)
-    _require_whole(Path(found.model), with_code=with_code)
-    return found
+    if model.missing is not None:
+        raise model.missing
+    if model.identity is not None and model.identity.folder is None:
+        folder = fetch(model.identity, with_code=with_code, progress=progress)
+        model = replace(model, model=str(folder.resolve()), facts=model_facts(folder), revision=None)
+    _require_whole(Path(model.model), with_code=with_code)
+    return model
 
 
 def _require_whole(folder: Path, *, with_code: bool) -> None:
-    """vLLM starts a model that lacks a layer, and it talks nonsense."""
+    """Raise `UserError` for a checkpoint that lacks a layer: vLLM would start it, and it would talk nonsense."""
     try:
         structure = read_structure(folder, open_checkpoint(folder).tensors, trust_remote_code=with_code)
     except UserError:  # vLLM knows architectures that transformers does not
@@ -125,7 +127,10 @@ def _require_whole(folder: Path, *, with_code: bool) -> None:
 
 
 def _folder(path: Path) -> ServedModel:
-    """A folder may hold no more than a config.json: enough to plan. A link is served by its own name."""
+    """Return the model in a folder, under the folder's own name also where it is a link.
+
+    A folder with a config.json alone can be planned for, and not served.
+    """
     folder = path.resolve()
     facts = model_facts(folder)
     missing = UserError(
@@ -143,28 +148,30 @@ def _repository(identity: SourceIdentity) -> ServedModel:
 def _of_recipe(text: str, store: Path, *, baseline: bool, config: Path | None, vllm: str | None) -> ServedModel:
     setting = stand_in(open_setting(text, store=Store(store), vllm=vllm, config=config))
     recipe, repo = setting.recipe, str(setting.recipe.source.repo)
-    if not baseline and (made := _made(setting, config)) is not None:
-        found = replace(_folder(made), name=recipe.name)
+    if not baseline and (checkpoint := _checkpoint_of(setting, config)) is not None:
+        served = replace(_folder(checkpoint), name=recipe.name)
     elif setting.loaded.source_folder is not None:
-        found = _folder(setting.loaded.source_folder)
+        served = _folder(setting.loaded.source_folder)
     elif config is None:
-        found = _repository(setting.source)
+        served = _repository(setting.source)
     else:  # only planned for: the repository was not asked for its commit
         missing = UserError(f"{repo} was planned for from --config alone", hint="Leave --config out to serve it.")
         name, revision = repo.rpartition("/")[2], recipe.source.revision
-        found = ServedModel(repo, model_facts(config), name, revision=revision, missing=missing)
-    if not baseline and made is None:
+        served = ServedModel(repo, model_facts(config), name, revision=revision, missing=missing)
+    if not baseline and checkpoint is None:
         missing = UserError(
             f"{recipe.name} has made no checkpoint yet",
             hint=f"quantmint run {text} makes it; --baseline serves the 16-bit model, --dry-run plans.",
         )
         model = str(published_folder(recipe, setting.home) or serving_name(recipe))
-        found = ServedModel(model, facts_made(found.facts, recipe.quantization), recipe.name, missing=missing)
-    return replace(found, recipe=recipe, tunableop=setting.loaded.tunableop)
+        served = ServedModel(model, facts_made(served.facts, recipe.quantization), recipe.name, missing=missing)
+    return replace(served, recipe=recipe, tunableop=setting.loaded.tunableop)
 
 
-def _made(setting: Setting, config: Path | None) -> Path | None:
-    """The recipe's checkpoint: that of its current state in the store, else the one that is published."""
+def _checkpoint_of(setting: Setting, config: Path | None) -> Path | None:
+    """Return the folder of the recipe's checkpoint: the entry of its current state in the store, else the published
+    one.
+    """
     if config is None:
         planned = next(planned for planned in build_plan(setting) if planned.key == "quantize")
         entry = find_entry(planned, setting)
@@ -203,12 +210,11 @@ def vllm_for(command: str | None, version: str | None, *, elsewhere: bool) -> tu
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One launch: a model, the ``request`` to plan it by, and where it runs.
+class ServeRequest:
+    """A launch: a model, the ``request`` to plan it by, and the machines that it runs on.
 
-    ``hosts`` are the nodes' addresses in order.
-    ``node_rank`` is this machine among the nodes. ``planning`` says that
-    nothing is started: too few GPUs that are visible here are then a warning, for the plan may be for another machine.
+    ``hosts`` are the nodes' addresses in order, ``node_rank`` is this machine's place among them. With ``planning``
+    nothing is started: GPUs that are not visible here are then a warning, for the plan may be for another machine.
     """
 
     model: ServedModel
@@ -220,7 +226,7 @@ class Request:
     planning: bool = False
 
     def plan(self) -> tuple[LaunchPlan, tuple[Process, ...]]:
-        """The plan with its processes. Raises `UserError` for what cannot be served there."""
+        """Return the plan and its processes. Raises `UserError` for a model that cannot be served there."""
         plan = plan_serving(self.request)
         if self.model.revision is not None:
             plan = replace(plan, argv=(*plan.argv, "--revision", self.model.revision))
@@ -238,7 +244,7 @@ class Request:
 
 
 def target_for(text: str | None, recipe: Recipe | None) -> ServingTarget:
-    """The target that is named, the recipe's, or (``auto``, and where nothing is said) this machine."""
+    """Return the target that ``text`` names, else the recipe's, else this machine (also for ``auto``)."""
     if text is None and recipe is not None:
         return parse_target(f"{recipe.target.hardware}:{recipe.target.gpus}")
     if text is None or text == "auto":
@@ -249,10 +255,10 @@ def target_for(text: str | None, recipe: Recipe | None) -> ServingTarget:
 def profile_for(
     text: str | None, recipe: Recipe | None, *, concurrency: int | None, max_model_len: int | None
 ) -> Profile:
-    """The profile that is named, directly or by a workload; else what the recipe is for, else throughput.
+    """Return the load profile that ``text`` names, directly or by a workload; else the recipe's, else throughput.
 
-    A workload brings its largest concurrency and its longest request, a recipe the length that it was made for.
-    Numbers that are given go first.
+    A workload brings its largest concurrency and its longest request, a recipe the context length that it was made for;
+    ``concurrency`` and ``max_model_len`` take precedence.
     """
     length = max_model_len if recipe is None else max_model_len or recipe.target.max_model_len
     if text is None and recipe is None:
@@ -273,20 +279,20 @@ def profile_for(
 
 
 def overrides_of(texts: Iterable[str]) -> dict[str, str | bool]:
-    """``NAME=VALUE`` each; without a value a flag is on, with ``NAME=false`` the knob is left out.
+    """Parse ``NAME=VALUE`` settings; a flag without a value is on, ``NAME=false`` leaves the knob out.
 
-    The dashes of a flag may be left out. Raises `UserError`, with the nearest spelling, for what is no knob.
+    The dashes of a flag may be left out. Raises `UserError`, with the nearest spelling, for an unknown knob.
     """
-    found: dict[str, str | bool] = {}
+    overrides: dict[str, str | bool] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         entry = table().get(f"--{name.replace('_', '-')}") or knob(name)
-        found[entry.name] = True if not equals or value == "true" else value != "false" and value
-    return found
+        overrides[entry.name] = True if not equals or value == "true" else value != "false" and value
+    return overrides
 
 
 def speculation_of(text: str) -> Speculative:
-    """``METHOD[:MODEL]:TOKENS``. Raises `UserError`."""
+    """Parse ``METHOD[:MODEL]:TOKENS``. Raises `UserError`."""
     method, *model, tokens = text.split(":") if ":" in text else (text, "2")
     try:
         return Speculative(method=method, model=":".join(model) or None, tokens=int(tokens))
@@ -297,14 +303,14 @@ def speculation_of(text: str) -> Speculative:
 
 
 def version_of(text: str | None) -> str | None:
-    """The version of vLLM that ``--vllm`` names; None where it names a command or an environment."""
+    """Return the vLLM version that ``text`` names, None where it names a command or an environment."""
     if text is None or Path(text).exists() or not _VERSION.fullmatch(text):
         return None
     return text.removeprefix("v")
 
 
 def serve(
-    request: Request,
+    request: ServeRequest,
     kind: str,
     *,
     logs: Path,
@@ -313,10 +319,10 @@ def serve(
     endpoint: str | None,
     node_rank: int,
 ) -> int:
-    """Serve until somebody asks for the end, which is exit code 0; 130 where that was before a server answered.
+    """Serve until a signal stops it: exit code 0, or 130 where no server had answered yet.
 
-    ``kind`` of launcher is local, docker or endpoint; each takes of the rest what is its own. Raises `ServingError`
-    where a server does not start or dies, with the cause that its log names.
+    ``kind`` of launcher is local, docker or endpoint; ``image`` belongs to docker, ``endpoint`` to endpoint. Raises
+    `ServingError` where a server does not start or dies, with the cause that its log names.
     """
     plan, processes = request.plan()
     reporter = reporter_for(json=False)
@@ -359,9 +365,10 @@ def serve(
 
 
 def _report(plan: LaunchPlan, servers: Sequence[RunningServer], logs: Path) -> Iterator[str]:
-    """What there is to know of servers that answer, what became of the plan's promises, and how one is asked.
+    """Yield lines about the running servers: address, version, kernels, cache, broken promises of the plan, an example
+    request.
 
-    A node that only joins has no server; of one that somebody else started there is no log here.
+    A node that only joins has no server; a server that was started elsewhere has no log here.
     """
     for server in servers:
         yield f"serving     {server.model_name} at {server.base_url}, ready after {server.started_seconds:.0f} s"
@@ -374,9 +381,9 @@ def _report(plan: LaunchPlan, servers: Sequence[RunningServer], logs: Path) -> I
         if scan.kernels:
             yield f"kernels     {', '.join(scan.kernels)}"
         if scan.kv_tokens is not None:
-            many = scan.concurrency
-            beside = "" if many is None else f", {many:,.1f} requests of full length at a time"
-            yield f"KV cache    {scan.kv_tokens:,} tokens{beside}"
+            concurrency = scan.concurrency
+            requests = "" if concurrency is None else f", {concurrency:,.1f} requests of full length at a time"
+            yield f"KV cache    {scan.kv_tokens:,} tokens{requests}"
         for finding in scan.findings:
             yield f"{'fault' if finding.level == 'invalid' else 'caution':<11} {finding.why}"
             yield f"{'':<11}   {finding.line}"
@@ -389,8 +396,8 @@ def _report(plan: LaunchPlan, servers: Sequence[RunningServer], logs: Path) -> I
     yield f"stop        Ctrl-C; logs in {logs}"
 
 
-def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
-    """What the machine lacks for the plan, as `quantmint doctor` finds it."""
+def _unready(request: ServeRequest, plan: LaunchPlan) -> Iterator[str]:
+    """Yield what this machine lacks for the plan, as `quantmint doctor` words it."""
     vllm = None if request.environment is None else request.environment.executable
     for finding in preflight(plan, Machine(), vllm=vllm, checkpoint=checkpoint_needs(request.model.facts)):
         if finding.status in ("warn", "fail"):
@@ -398,4 +405,4 @@ def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
 
 
 class StoppedError(BaseException):
-    """Somebody asked for the end; no `Exception`, so that nothing on the way takes it for a fault."""
+    """A signal to stop. It is no `Exception`, so that no handler on the way takes it for a fault."""

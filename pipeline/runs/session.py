@@ -1,4 +1,4 @@
-"""From what a person typed to a setting: the recipe checked, the source identified, vLLM found."""
+"""Open a setting from what a person typed: the recipe checked, the source identified, vLLM found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 def recipe_named(text: str, store: Path) -> str | None:
-    """The recipe that a person names: the name or file, else the file that one of the name was last run from."""
+    """Return the recipe that a person names: the name or file, else the file that a recipe of that name was last run
+    from.
+    """
     if classify(text).kind == "recipe" or text in recipe_names():
         return text
     files = (run.file for run in list_runs(store) if run.recipe == text and run.file is not None)
@@ -45,11 +47,12 @@ def open_setting(
     remote: RemoteTier | None = None,
     proven: bool = True,
 ) -> Setting:
-    """Everything a plan needs. Refuses a recipe that asks for the impossible before anything is fetched or hashed.
+    """Return everything a plan needs. A recipe that asks for the impossible is refused before anything is fetched or
+    hashed.
 
-    ``config`` is a folder with a config.json that stands in for the model, for planning where there is no network;
-    ``to_run`` takes the CPU that serves for this one; ``remote`` is a tier of the store to take from.
-    Where nothing is ``proven`` by serving, no vLLM is looked for, and the source's weights are not hashed.
+    ``config`` is a folder with a config.json that stands in for the model, to plan without a network; ``to_run`` says
+    that this machine's CPU serves; ``remote`` is a tier of the store to take entries from. Without ``proven`` nothing
+    will be served: no vLLM is looked for, and the source's weights are not hashed.
     """
     loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe_named(recipe, store.root) or recipe)
     flags = local_cpu_flags() if to_run else None
@@ -79,9 +82,9 @@ def assemble(
     commits: Commits | None = None,
     served: bool = True,
 ) -> Setting:
-    """A recipe that was checked and its model, with everything else that a plan needs; nothing is asked yet.
+    """Return the setting of a checked recipe and its model, with everything else that a plan needs.
 
-    ``commits`` says which commits branches of data sets stand for (None: the Hub is asked when a plan is made).
+    ``commits`` resolves branches of data sets to commits (None: the Hub is asked when a plan is made).
     """
     environment = None
     if served and loaded.recipe.evaluation.runtime == "vllm":

@@ -1,11 +1,11 @@
-"""A static index of all runs: what each recipe came to, run by run, and the reports themselves.
+"""Write a static index of all runs: the verdict of each recipe, run by run, and the reports themselves.
 
     site/index.html                    the index: it loads nothing and runs no script; its style sheet filters
-    site/index.json                    its rows: what an earlier run came to stays, also when the store forgets it
+    site/index.json                    its rows; the row of a run stays, also when the store forgets the run
     site/reports/<digest>/             each report once, named by the digest of its files
 
-Reports come first and the index last, and what neither the site nor the store has is not linked: a reader finds the old
-file or the new one, and a link never leads nowhere.
+Reports are written first and the index last, and the index links only to reports that are there: a reader gets the old
+file or the new one, and no link is dead.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Speed(Record):
 
 @dataclass(frozen=True, slots=True)
 class Judged(Record):
-    """What a report says of its checkpoint; `page` is the copied report's folder, named by the digest of its files."""
+    """The figures of a report; `page` is the folder of the copied report, named by the digest of its files."""
 
     page: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{PAGE_DIGITS}}}$")]
     model: str
@@ -82,13 +82,13 @@ class Judged(Record):
 
     @property
     def worst(self) -> Task | None:
-        """The task that used up most of its margin."""
+        """Return the task that used up most of its margin."""
         return min(self.tasks, key=lambda t: t.difference / margin_in_units(t.kind, t.margin), default=None)
 
 
 @dataclass(frozen=True, slots=True)
-class Row(Record):
-    """A run: `status` is a verdict, NO VERDICT (it was not to go so far), BROKEN or UNFINISHED; `reasons` say why."""
+class RunRow(Record):
+    """A run: `status` is a verdict, NO VERDICT (it ended before its gate), BROKEN or UNFINISHED, for `reasons`."""
 
     run: str
     recipe: str
@@ -99,8 +99,8 @@ class Row(Record):
     judged: Judged | None
 
 
-def row_of(run: Run, store: Store) -> tuple[Row, Path | None]:
-    """A run's row, and the folder that its report is copied from (None: it has no report, or it is gone)."""
+def row_of(run: Run, store: Store) -> tuple[RunRow, Path | None]:
+    """Return a run's row, and the folder that its report is copied from; None where it has no report, or it is gone."""
     entry, judged = of_run(run, store), None
     reasons: list[str] = []
     if run.finished is None:
@@ -119,67 +119,68 @@ def row_of(run: Run, store: Store) -> tuple[Row, Path | None]:
     if entry is not None:
         page = entry.digest[:PAGE_DIGITS]
         try:
-            found = read(entry.file(DATA), None)
-            judged, reasons = judgement(found, page), list(found.gate.reasons)
+            data = read(entry.file(DATA), None)
+            judged, reasons = judgement(data, page), list(data.gate.reasons)
         except MeasurementError as error:
             reasons.append(f"Its report is of another version: {error}")
     elif run.verdict is not None:
         reasons.append("Its report is not in the store any more.")
-    row = Row(run.id, run.recipe, run.started, run.finished, status, tuple(reasons), judged)
+    row = RunRow(run.id, run.recipe, run.started, run.finished, status, tuple(reasons), judged)
     return row, None if entry is None or judged is None else entry.path
 
 
-def judgement(found: Report, page: str) -> Judged:
-    """What the index shows of a report."""
-    gate = found.gate
+def judgement(report: Report, page: str) -> Judged:
+    """Return the figures of a report that the index shows."""
+    gate = report.gate
     tasks = []
     for result in gate.accuracy:
         if (margin := gate.policy.margins.get(result.task)) is not None:
             verdict = gate.verdict_of("accuracy", result.task)
             ends = (result.interval_low, result.interval_high)
             tasks.append(Task(result.task, result.kind, result.difference, *ends, margin, verdict and verdict.value))
-    cells = [cell for cell in gate.throughput if cell.cell not in found.paced]
+    cells = [cell for cell in gate.throughput if cell.cell not in report.paced]
     cell = min(cells, key=lambda cell: cell.ratio, default=None)
     return Judged(
         page=page,
-        model=found.model,
-        baseline=found.baseline,
-        scheme=found.scheme,
+        model=report.model,
+        baseline=report.baseline,
+        scheme=report.scheme,
         hardware=gate.hardware,
         device=gate.device,
         runtime=gate.runtime,
-        size_ratio=found.size_ratio,
+        size_ratio=report.size_ratio,
         tasks=tuple(tasks),
         speed=None if cell is None else Speed(cell.cell, cell.ratio, cell.ratio_low, cell.ratio_high),
     )
 
 
-def render(rows: Sequence[Row], at_hand: Collection[str]) -> str:
+def render(rows: Sequence[RunRow], at_hand: Collection[str]) -> str:
     """Render the index of runs, which come newest first; `at_hand` are the folders of reports that can be linked."""
-    made = environment(Path(__file__).parent)
-    made.globals |= {"OPEN": OPEN}
+    templates = environment(Path(__file__).parent)
+    templates.globals |= {"OPEN": OPEN}
     recipes: list[dict[str, Any]] = []
     for number, name in enumerate(dict.fromkeys(row.recipe for row in rows)):
         runs = [row for row in rows if row.recipe == name]
         latest = next((row for row in runs if row.judged is not None), None)
         recipes.append({"name": name, "anchor": f"recipe-{number}", "runs": runs, "latest": latest})
     counts = Counter(recipe["runs"][0].status for recipe in recipes)
-    return made.get_template("site.html.j2").render(rows=rows, recipes=recipes, at_hand=at_hand, counts=counts)
+    return templates.get_template("site.html.j2").render(rows=rows, recipes=recipes, at_hand=at_hand, counts=counts)
 
 
-def build(output: Path, store: Store) -> tuple[Sequence[Row], int]:
-    """Bring the site at `output` up to date with a store, of several in turns. `UserError` for a foreign folder.
+def build(output: Path, store: Store) -> tuple[Sequence[RunRow], int]:
+    """Bring the site at `output` up to date with a store; processes take turns. Raises `UserError` for a foreign
+    folder.
 
-    Returns what it shows, newest run first, and how many reports were copied just now.
+    Returns its rows, newest run first, and the number of reports that were copied.
     """
-    _known(output)  # refuse before anything is made
+    _existing_rows(output)  # refuse before anything is made
     with disk_errors(output):
         output.mkdir(parents=True, exist_ok=True)
         with Lock(output / _LOCK):
-            known = _known(output)  # what another process added while this one waited
-            rows, copied = dict(known), 0
+            existing = _existing_rows(output)  # what another process added while this one waited
+            rows, copied = dict(existing), 0
             for run in list_runs(store.root):
-                before = known.get(run.id)
+                before = existing.get(run.id)
                 row, folder = row_of(run, store)
                 if folder is not None and row.judged is not None:
                     copied += _copy(folder, output / REPORTS / row.judged.page)
@@ -194,8 +195,10 @@ def build(output: Path, store: Store) -> tuple[Sequence[Row], int]:
     return ordered, copied
 
 
-def _known(output: Path) -> Mapping[str, Row]:
-    """The rows that are there. A folder with other files is refused: somebody's index.html is not written over."""
+def _existing_rows(output: Path) -> Mapping[str, RunRow]:
+    """Return the rows of the site at ``output``. A folder with other files is refused: nobody's index.html is
+    overwritten.
+    """
     path = output / ROWS
     if not path.is_file():
         names = (path.name for path in output.iterdir()) if output.is_dir() else ()
@@ -206,14 +209,16 @@ def _known(output: Path) -> Mapping[str, Row]:
             )
         return {}
     try:
-        rows = [Row.from_json(row) for row in json.loads(path.read_text(encoding="utf-8"))["runs"]]
+        rows = [RunRow.from_json(row) for row in json.loads(path.read_text(encoding="utf-8"))["runs"]]
     except (MeasurementError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read: {error}", hint="without it, it is made anew from the store") from None
     return {row.run: row for row in rows}
 
 
 def _copy(source: Path, target: Path) -> int:
-    """Copy a report's page and data unless they are there: its name is its digest."""
+    """Copy a report's page and data unless they are there; return the number of reports copied. A report's name is its
+    digest.
+    """
     if target.is_dir():
         return 0
     partial = target.with_name(target.name + _PARTIAL)

@@ -1,8 +1,8 @@
-"""How long a run takes from its first stage to its last: as it took before, else as it is reckoned.
+"""Forecast the time of each stage of a run: from an earlier run of the recipe, else from the rates of the machine.
 
-What was seen counts before what is reckoned: a recipe's newest run says how long each stage took here, and a baseline's
-stage how long its candidate's takes. Answers are scaled by the items that are asked, weights only count where the stage
-is the same. A first run is reckoned by rates of such machines and by what items of such tasks are long.
+A recipe's newest run says how long each stage took here, and a baseline's stage how long its candidate's takes. Times
+of answering are scaled by the number of items; times of stages that work on weights count only where the fingerprint is
+the same.
 """
 
 from __future__ import annotations
@@ -23,66 +23,68 @@ _FEW: Final = 400
 """Items of which half would show little."""
 
 
-def ahead(
+def stage_times(
     plan: Sequence[Planned],
     missing: Collection[str],
     setting: Setting,
-    guesses: Mapping[str, float],
+    forecasts: Mapping[str, float],
     *,
     here: bool = True,
 ) -> Mapping[str, tuple[float, str]]:
-    """Return seconds of a plan's stages: 0 where one is "cached", as in an earlier run ("seen"), or "reckoned".
+    """Return the seconds of a plan's stages, each with its origin: "cached" (0), "seen" in an earlier run, or
+    "reckoned".
 
-    ``guesses`` are the seconds that `reckoned` says, by stage. What a library takes to quantize is not known before it
-    was seen: its stage is left out, and the sum is a lower bound. Earlier runs of this store tell nothing of another
-    machine: they count where the plan is for this one (``here``).
+    ``forecasts`` are those of `stage_forecasts`. A library's time to quantize is unknown before its first run:
+    the stage is left out, and the sum is a lower bound. Earlier runs of this store count only where the plan is for
+    this machine (``here``).
     """
-    seen = _seen(setting) if here else {}
-    found: dict[str, tuple[float, str]] = {}
+    earlier = _earlier_seconds(setting) if here else {}
+    times: dict[str, tuple[float, str]] = {}
     for planned in plan:
         if planned.key not in missing:
-            found[planned.key] = 0.0, "cached"
-        elif (took := _as_before(planned, setting, seen)) is not None:
-            found[planned.key] = took, "seen"
-        elif planned.key in guesses:
-            found[planned.key] = guesses[planned.key], "reckoned"
-    return found
+            times[planned.key] = 0.0, "cached"
+        elif (before := _seconds_before(planned, setting, earlier)) is not None:
+            times[planned.key] = before, "seen"
+        elif planned.key in forecasts:
+            times[planned.key] = forecasts[planned.key], "reckoned"
+    return times
 
 
 def further_tries(
-    setting: Setting, plan: Sequence[Planned], took: Mapping[str, float], verdicts: Sequence[Verdict | None]
+    setting: Setting, plan: Sequence[Planned], seconds: Mapping[str, float], verdicts: Sequence[Verdict | None]
 ) -> tuple[int, float]:
-    """Return how many tries a search may make after the next one, and the seconds that all of them take at most.
+    """Return how many tries a search may make after the next one, and the most seconds that all of them take.
 
-    ``took`` are the seconds of the stages of ``plan``, ``verdicts`` those of the tries that were planned so far. Each
-    try runs again what depends on the checkpoint and releases nothing.
+    ``seconds`` are those of the stages of ``plan``, ``verdicts`` those of the tries that were planned so far. Each try
+    repeats the stages that depend on the checkpoint and release nothing.
     """
     search = setting.written.search
     if search is None:
         return 0, 0.0
-    left = max(search.tries - 1 - sum(verdict is not None for verdict in verdicts), 0)
+    count = max(search.tries - 1 - sum(verdict is not None for verdict in verdicts), 0)
     repeated: list[str] = []
     for planned in plan:
         depends = planned.key == "quantize" or not set(repeated).isdisjoint(planned.inputs.values())
         if depends and not planned.stage.releases:
             repeated.append(planned.key)
-    return left, left * sum(took.get(key, 0.0) for key in repeated)
+    return count, count * sum(seconds.get(key, 0.0) for key in repeated)
 
 
-def _seen(setting: Setting) -> Mapping[str, tuple[str, float]]:
-    """By stage the fingerprint and the seconds of the recipe's newest run that made it."""
-    found: dict[str, tuple[str, float]] = {}
+def _earlier_seconds(setting: Setting) -> Mapping[str, tuple[str, float]]:
+    """Return, by stage, the fingerprint and the seconds of the recipe's newest run that made it."""
+    earlier: dict[str, tuple[str, float]] = {}
     for run in list_runs(setting.store.root):
         stages: Any = run.facts.get("stages", {}) if run.recipe == setting.recipe.name else {}
         for key, facts in stages.items():
             if not facts["cached"]:
-                found.setdefault(key, (facts["fingerprint"], facts["seconds"]))
-    return found
+                earlier.setdefault(key, (facts["fingerprint"], facts["seconds"]))
+    return earlier
 
 
-def _as_before(planned: Planned, setting: Setting, seen: Mapping[str, tuple[str, float]]) -> float | None:
-    other = planned.key.replace("candidate", "baseline")
-    print_, seconds = seen.get(planned.key) or seen.get(other) or ("", 0.0)
+def _seconds_before(planned: Planned, setting: Setting, earlier: Mapping[str, tuple[str, float]]) -> float | None:
+    """Return the seconds that an earlier run suggests for a stage, None where none does."""
+    baseline = planned.key.replace("candidate", "baseline")
+    print_, seconds = earlier.get(planned.key) or earlier.get(baseline) or ("", 0.0)
     if not print_ or (planned.stage.by_content and print_ != planned.fingerprint):
         return None
     if isinstance(planned.stage, EvaluateStage):
@@ -98,23 +100,23 @@ def _as_before(planned: Planned, setting: Setting, seen: Mapping[str, tuple[str,
     return seconds
 
 
-def reckoned(plan: Sequence[Planned], estimate: Estimate) -> Mapping[str, float]:
+def stage_forecasts(plan: Sequence[Planned], estimate: Estimate) -> Mapping[str, float]:
     """Return the forecasts of the stages of a plan on a machine, in seconds, as far as there are any."""
     forecasts = {planned.key: planned.stage.seconds(estimate) for planned in plan}
     return {key: seconds for key, seconds in forecasts.items() if seconds is not None}
 
 
-def savings(took: Mapping[str, float], setting: Setting) -> Sequence[tuple[str, float]]:
-    """What would save most of a run, as a setting and its seconds; nothing that saves less than a tenth of it."""
+def savings(seconds: Mapping[str, float], setting: Setting) -> Sequence[tuple[str, float]]:
+    """Return settings that would save at least a tenth of a run, each with its seconds, the largest first."""
     items, again = planned_items(setting), control_items(setting)
     most = max(items.values(), default=0)
-    asking = sum(took.get(key, 0.0) for key in ("evaluate-baseline", "evaluate-candidate"))
+    asking = sum(seconds.get(key, 0.0) for key in ("evaluate-baseline", "evaluate-candidate"))
     half = sum(min(count, most // 2) for count in items.values()) / max(1, sum(items.values()))
     fewer = sum(min(count, 100) for count in again.values()) / max(1, sum(again.values()))
     offers = [
         (f"evaluation.limit: {most // 2}", asking * (1 - half) if most >= _FEW else 0.0),
-        ("evaluation.control: 100", took.get("control", 0.0) * (1 - fewer)),
-        ("gate.throughput.min_ratio: null", took.get("bench", 0.0)),
+        ("evaluation.control: 100", seconds.get("control", 0.0) * (1 - fewer)),
+        ("gate.throughput.min_ratio: null", seconds.get("bench", 0.0)),
     ]
-    total = sum(took.values())
-    return sorted((one for one in offers if one[1] > 0.1 * total), key=lambda one: -one[1])
+    total = sum(seconds.values())
+    return sorted((offer for offer in offers if offer[1] > 0.1 * total), key=lambda offer: -offer[1])

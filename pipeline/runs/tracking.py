@@ -1,7 +1,7 @@
-"""Figures of a finished run in MLflow: one MLflow run for each report, of which all is read from `report.json`.
+"""Log the figures of a finished run to MLflow: one MLflow run for each report, all of it read from `report.json`.
 
-Parameters are the recipe, flattened; metrics the gate's figures; tags what one searches by. A run that was begun and
-not finished, because the server went away, is filled again with the same.
+Parameters are the recipe, flattened; metrics are the gate's figures; tags are for searching. An MLflow run that was
+begun and not finished, because the server went away, is filled again with the same values.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _QUIET: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
-    """What a report is logged as. `artifacts` are files, logged under their names."""
+class LoggedReport:
+    """A report as MLflow logs it; `artifacts` are files, logged under their names."""
 
     name: str
     fingerprint: str
@@ -60,61 +60,61 @@ class Content:
     artifacts: tuple[Path, ...]
 
 
-def content_of(report: Path, store: Store) -> Content:
-    """Read what is to be logged; raises `UserError` where the `report.json` is none of this version."""
+def content_of(report: Path, store: Store) -> LoggedReport:
+    """Read a `report.json` into what is logged. Raises `UserError` for a file that this version cannot read."""
     try:
         raw = report.read_bytes()
         data = json.loads(raw)
-        found = from_report(data, report)
+        parsed = from_report(data, report)
         recipe = yaml.safe_load(data["recipe"])
     except (OSError, MeasurementError, KeyError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"cannot be logged: {error}") from None
     fingerprint = hashlib.sha256(raw).hexdigest()
     files = (report.with_name(PAGE), report, gate_of(report, store), report.with_name(JUNIT))
-    return Content(
-        name=found.name,
+    return LoggedReport(
+        name=parsed.name,
         fingerprint=fingerprint,
         params=params(recipe),
-        metrics=metrics(found),
-        tags={FINGERPRINT: fingerprint, **tags(found)},
+        metrics=metrics(parsed),
+        tags={FINGERPRINT: fingerprint, **tags(parsed)},
         artifacts=tuple(path for path in files if path is not None and path.is_file()),
     )
 
 
 def params(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """The recipe with dotted keys; where it is logged is left out."""
-    kept = {name: value for name, value in recipe.items() if name != "tracking"}
-    return {_key(name): _short(value) for name, value in _flat(kept, "")}
+    """Return the recipe with dotted keys, without its section about tracking."""
+    sections = {name: value for name, value in recipe.items() if name != "tracking"}
+    return {_key(name): _short(value) for name, value in _flat(sections, "")}
 
 
-def metrics(found: Report) -> dict[str, float]:
-    """Every figure of the gate, by task, cell and kind; what is no finite number is left out."""
-    figures = _figures(found, found.gate)
+def metrics(report: Report) -> dict[str, float]:
+    """Return every finite figure of the gate, by task, cell and kind."""
+    figures = _figures(report, report.gate)
     return {_key(name): float(value) for name, value in figures if value is not None and math.isfinite(value)}
 
 
-def tags(found: Report) -> dict[str, str]:
-    """What one searches by, and a note with the verdict's reasons."""
-    gate = found.gate
+def tags(report: Report) -> dict[str, str]:
+    """Return tags to search by, and a note with the verdict's reasons."""
+    gate = report.gate
     note = "\n".join([f"**{gate.verdict.value}**", "", *(f"- {reason}" for reason in gate.reasons)])
     named = {
         "verdict": gate.verdict.value,
-        "recipe": found.name,
-        "model": found.model,
-        "baseline": found.baseline,
-        "scheme": found.scheme,
+        "recipe": report.name,
+        "model": report.model,
+        "baseline": report.baseline,
+        "scheme": report.scheme,
         "hardware": gate.hardware,
         "device": gate.device,
         "runtime": gate.runtime,
         "artefact": gate.artefact,
-        "created": found.created,
+        "created": report.created,
     }
     return {f"quantmint.{name}": _short(value) for name, value in named.items()} | {"mlflow.note.content": _short(note)}
 
 
-def _figures(found: Report, gate: GateReport) -> Iterator[tuple[str, float | None]]:
-    yield "size/bytes", found.size.candidate_bytes
-    yield "size/ratio", found.size_ratio
+def _figures(report: Report, gate: GateReport) -> Iterator[tuple[str, float | None]]:
+    yield "size/bytes", report.size.candidate_bytes
+    yield "size/ratio", report.size_ratio
     for result in gate.accuracy:
         at = f"accuracy/{result.task}"
         for field in (
@@ -158,10 +158,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def log(content: Content, uri: str, experiment: str) -> tuple[str, bool]:
-    """Log a finished run, unless this very report is there already: MLflow's id of the run, and whether it is new.
+def log(content: LoggedReport, uri: str, experiment: str) -> tuple[str, bool]:
+    """Log a finished run, unless this very report is logged already; return MLflow's run id, and whether the run is
+    new.
 
-    MLflow itself reads MLFLOW_TRACKING_TOKEN, or ..._USERNAME and ..._PASSWORD. A `UserError` never holds a key.
+    MLflow itself reads MLFLOW_TRACKING_TOKEN, or ..._USERNAME and ..._PASSWORD. The message of a `UserError` never
+    holds a key.
     """
     if "@" in urlsplit(uri).netloc:  # it would stand in recipes, histories and messages
         raise UserError(
@@ -178,8 +180,8 @@ def log(content: Content, uri: str, experiment: str) -> tuple[str, bool]:
         for name in ("mlflow", "urllib3"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         client = MlflowClient(tracking_uri=uri)
-        found = client.get_experiment_by_name(experiment)
-        where = client.create_experiment(experiment) if found is None else found.experiment_id
+        existing = client.get_experiment_by_name(experiment)
+        where = client.create_experiment(experiment) if existing is None else existing.experiment_id
         tag = {FINGERPRINT: content.fingerprint}
         begun = client.search_runs([where], filter_string=f"tags.`{FINGERPRINT}` = '{content.fingerprint}'")
         if done := [run for run in begun if run.info.status == "FINISHED"]:
@@ -192,18 +194,18 @@ def log(content: Content, uri: str, experiment: str) -> tuple[str, bool]:
             f"logging to MLflow needs {error.name}, which is not installed", hint="pip install 'quantmint[mlflow]'"
         ) from None
     except Exception as error:  # whatever a client, a network or a server raises
-        said = redact(first_line(error), os.environ)[:300]
+        cause = redact(first_line(error), os.environ)[:300]
         raise UserError(
-            f"nothing, or not all, was logged to MLflow at {uri}: {said}",
+            f"nothing, or not all, was logged to MLflow at {uri}: {cause}",
             hint="the same command goes on, and logs nothing twice",
         ) from error
     return run.info.run_id, True
 
 
 def log_run(setting: Setting, report: Entry, warn: Callable[[str], None]) -> str | None:
-    """Log a report where the recipe asks for it; returns MLflow's name of the run, None where it was not logged.
+    """Log a report where the recipe asks for it; return MLflow's run id, None where nothing was logged.
 
-    What goes wrong is a warning: the run itself is made and proven.
+    A failure is a warning: the quantmint run itself is made and proven.
     """
     tracking = setting.recipe.tracking
     if tracking.mlflow is None:
@@ -216,7 +218,7 @@ def log_run(setting: Setting, report: Entry, warn: Callable[[str], None]) -> str
         return None
 
 
-def _fill(client: MlflowClient, run_id: str, content: Content) -> None:
+def _fill(client: MlflowClient, run_id: str, content: LoggedReport) -> None:
     from mlflow.entities import Metric, Param, RunTag
 
     now = int(time.time() * 1000)

@@ -1,4 +1,4 @@
-"""One call of `quantmint tune`: from what was typed to a subject, the lock around its sweep, the files after it."""
+"""Run one `quantmint tune`: find the subject, hold the store's lock during its sweep, write its report."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def tune(
 ) -> tuple[Report, Path]:
     """Run a sweep to its end or for so many seconds; write `tuning.json` and `tuning.html` into ``out``.
 
-    One sweep at a time works with a store: a second one waits, and then finds what the first one measured.
+    One sweep at a time works with a store: a second one waits, and then reads what the first one measured.
     """
     with disk_errors(store.root):
         store.root.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def tune(
         code = 5
         try:
             run_sweep(sweep, store, budget, reporter, redo=redo)
-            found = report(
+            tuned = report(
                 sweep,
                 budget,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -90,43 +90,43 @@ def tune(
                 tunableop=os.fspath((out / FOLDER / TUNED_FILE).absolute()) if tunableop else None,
             )
             with disk_errors(out):
-                page = write(out, found)
-            code = 0 if found["best"] is not None else 1
+                page = write(out, tuned)
+            code = 0 if tuned["best"] is not None else 1
         finally:
             everything = dict.fromkeys([*planned(sweep.design), *sweep.outcomes])
             log.run = replace(log.run, plan=tuple(_entries(sweep, everything)))
             log.finish(None, code)
     finally:
         lock.release()
-    return found, page
+    return tuned, page
 
 
 def _tuned_first(sweep: KnobSweep, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool) -> None:
-    """Give the sweep its tuned kernels; where the budget ends first, it goes without and says so."""
+    """Tune matrix kernels by TunableOp before the sweep; where the budget ends first, warn and sweep without them."""
     try:
         tuned = first_pass(sweep.subject, store, budget, reporter, out, redo=redo)
         sweep.subject = replace(sweep.subject, tuned=tuned)
     except OutOfTimeError:
         reporter.warn("the budget ended during the TunableOp pass, which does not count")
-        rest = tuple(axis for axis in sweep.design.axes if axis.knob != TUNABLEOP)
-        sweep.design = replace(sweep.design, axes=rest)
+        axes = tuple(axis for axis in sweep.design.axes if axis.knob != TUNABLEOP)
+        sweep.design = replace(sweep.design, axes=axes)
         sweep.not_tried.append(((TUNABLEOP, "1"),))
 
 
 def _entries(sweep: KnobSweep, trials: Iterable[SweepTrial]) -> list[tuple[str, str]]:
-    found = []
+    entries = []
     for trial in trials:
         with suppress(UserError):
-            found.append((STAGE, sweep.subject.fingerprint(trial)))
-    return found
+            entries.append((STAGE, sweep.subject.fingerprint(trial)))
+    return entries
 
 
 _UNKNOWN = "0" * 64
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A subject, with the facts that say which knobs apply, and the recipe's own serve section."""
+class OpenedSubject:
+    """A subject, with the model facts that decide which knobs apply, and the recipe's own serve section."""
 
     subject: TuningSubject
     facts: ModelFacts
@@ -134,7 +134,7 @@ class Opened:
     existing: Mapping[str, Any]
 
     def default_axes(self) -> tuple[Axis, ...]:
-        """What is swept where nobody names knobs."""
+        """Return the knobs that are swept by default, with their values."""
         layout = self.subject.plan(BASE).layout
         return default_axes(
             self.subject.kind,
@@ -163,18 +163,18 @@ def open_subject(
     reporter: Reporter,
     measuring: bool = True,
     tunableop: bool = False,
-) -> Opened:
-    """Find or make what is tuned. A recipe's checkpoint is made, through `inspect`, where there is none.
+) -> OpenedSubject:
+    """Find the model to tune, or make a recipe's checkpoint, through `inspect`, where there is none.
 
-    Without ``measuring`` nothing is made, and neither this machine nor its vLLM need be those that are tuned. With
-    ``tunableop`` the base plan does without the kernels that an earlier sweep left. Raises UserError for what is not
-    there.
+    Without ``measuring`` nothing is made, and the target may be another machine and the vLLM another version than those
+    here. With ``tunableop`` the base plan leaves out the kernels that an earlier sweep tuned. Raises `UserError` for a
+    model that is not there.
     """
     version, environment = vllm_for(vllm, vllm_version, elsewhere=not measuring)
-    found = find_model(text, store=store.root, vllm=vllm if environment is not None else None)
+    served = find_model(text, store=store.root, vllm=vllm if environment is not None else None)
     if measuring:
-        found = _present(found, text, vllm, store, reporter)
-    recipe = found.recipe
+        served = _present(served, text, vllm, store, reporter)
+    recipe = served.recipe
     place = target_for(target, recipe)
     if place.nodes > 1:
         raise UserError(
@@ -186,15 +186,15 @@ def open_subject(
         load = workloads.load(workload or (usual if recipe is None else recipe.target.workload))
     except DefinitionError as error:
         raise UserError(str(error)) from error
-    asked = profile_for(workload if recipe else workload or usual, recipe, concurrency=None, max_model_len=None)
+    load_profile = profile_for(workload if recipe else workload or usual, recipe, concurrency=None, max_model_len=None)
     serve = Serve() if recipe is None else recipe.serve
-    kernels = None if tunableop else found.tunableop
-    model = Path(found.model)
+    kernels = None if tunableop else served.tunableop
+    model = Path(served.model)
     request = ServingRequest(
         model=model,
-        facts=found.facts,
+        facts=served.facts,
         target=place,
-        profile=replace(asked, longest=load.longest),
+        profile=replace(load_profile, longest=load.longest),
         vllm_version=version,
         purpose="tune",  # what `serve` starts but for prefix caching: cells of one length get the same prompts
         speculative=serve.speculative,
@@ -206,7 +206,7 @@ def open_subject(
         cpu_threads=cores(),
     )
     subject = TuningSubject(
-        name=found.name,
+        name=served.name,
         model=model,
         digest=folder_digest(file_digests(model, store.root)) if measuring else _UNKNOWN,
         target=str(place),
@@ -217,14 +217,14 @@ def open_subject(
         planner=planner(request),
     )
     existing = serve.model_dump(mode="json", exclude_defaults=True)
-    return Opened(subject, found.facts, place.accelerator.arch or "", MappingProxyType(existing))
+    return OpenedSubject(subject, served.facts, place.accelerator.arch or "", MappingProxyType(existing))
 
 
-def _present(found: ServedModel, text: str, vllm: str | None, store: Store, reporter: Reporter) -> ServedModel:
-    """The same with its weights here: fetched, or made by the recipe's own stages."""
-    if found.recipe is not None and found.missing is not None:
+def _present(served: ServedModel, text: str, vllm: str | None, store: Store, reporter: Reporter) -> ServedModel:
+    """Return the model with its weights here: downloaded, or made by the recipe's own stages."""
+    if served.recipe is not None and served.missing is not None:
         setting = open_setting(text, store=store, vllm=vllm, to_run=True)
         run_search(setting, reporter, until="inspect")
-        found = find_model(text, store=store.root, vllm=vllm)
-    with_code = found.recipe is not None and found.recipe.trust_remote_code
-    return fetched(found, with_code=with_code, progress=reporter)
+        served = find_model(text, store=store.root, vllm=vllm)
+    with_code = served.recipe is not None and served.recipe.trust_remote_code
+    return fetched(served, with_code=with_code, progress=reporter)

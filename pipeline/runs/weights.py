@@ -143,12 +143,12 @@ def sensitivity_cost(source: Checkpoint, structure: Structure, recipe: Recipe, m
         parts["rounding"] = rounding_seconds(structure.linear, names, rates)
         parts["products"] += hessian_seconds(structure.linear, tokens, share, rates.float32, sums=1)
     on_cpu, seconds = rates.link is None, sum(parts.values())
-    held = 2 * volume.need.layer + volume.need.forward + 2 * volume.need.states
+    working_set = 2 * volume.need.layer + volume.need.forward + 2 * volume.need.states
     return Cost(
         seconds=seconds,
         written=seconds,
-        memory=rates.resident + (held if on_cpu else 0),
-        device_memory=0 if on_cpu else held,
+        memory=rates.resident + (working_set if on_cpu else 0),
+        device_memory=0 if on_cpu else working_set,
         disk=2 * volume.need.states * max(len(structure.attention), 1),
         bound=max(parts, key=lambda name: parts[name]),
         parts=parts,

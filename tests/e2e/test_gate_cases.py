@@ -22,7 +22,7 @@ from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.commands.cli import main
 from quantmint.pipeline.quantize.engines.stream.kernels import ptpc_fp8
 from quantmint.pipeline.runs.planner import build_plan
-from quantmint.pipeline.runs.runner import Outcome, run_plan
+from quantmint.pipeline.runs.runner import RunOutcome, run_plan
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.quantize import CHECKPOINT
 from quantmint.pipeline.store.tree import Store
@@ -44,7 +44,7 @@ BASE: dict[str, Any] = {
 PTPC = {"scheme": "ptpc_fp8", "kv_cache": "fp8", "format": "compressed-tensors"}
 MXFP4 = {"scheme": "mxfp4", "kv_cache": "auto", "format": "quark"}
 
-Run = Callable[..., Outcome]
+Run = Callable[..., RunOutcome]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def run(store: Store, tmp_path: Path, warm_python: Path, monkeypatch: pytest.Mon
         remade: Remade | None = None,
         *,
         margins: dict[str, float] | None = None,
-    ) -> Outcome:
+    ) -> RunOutcome:
         if remade is not None:
             plan_with(remade, monkeypatch)
         path = tmp_path / f"{name}.yaml"
@@ -77,13 +77,13 @@ def run(store: Store, tmp_path: Path, warm_python: Path, monkeypatch: pytest.Mon
     return through
 
 
-def judged(outcome: Outcome) -> Any:
+def judged(outcome: RunOutcome) -> Any:
     entry = outcome.entry("gate")
     assert entry is not None
     return json.loads((entry.path / "gate.json").read_text(encoding="utf-8"))
 
 
-def ran(outcome: Outcome) -> dict[str, bool]:
+def ran(outcome: RunOutcome) -> dict[str, bool]:
     """The stages that were reached, and whether each was there already."""
     return {step.planned.key: step.cached for step in outcome.steps}
 
@@ -165,7 +165,7 @@ def test_sides_with_different_templates_are_not_compared(run: Run, tmp_path: Pat
     assert ran(outcome)["evaluate-baseline"] is True
 
 
-def _only_scales_of_layer_1_differ_by_four(outcome: Outcome) -> bool:
+def _only_scales_of_layer_1_differ_by_four(outcome: RunOutcome) -> bool:
     """Whether the checkpoint is what the sound model gives, but for scales times 4: not a byte of a weight differs."""
     entry = outcome.entry("quantize")
     assert entry is not None

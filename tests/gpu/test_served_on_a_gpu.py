@@ -15,7 +15,7 @@ from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.base.schemes import WRITES, table
 from quantmint.pipeline.runs.planner import build_plan
-from quantmint.pipeline.runs.runner import Outcome, run_plan
+from quantmint.pipeline.runs.runner import RunOutcome, run_plan
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.store.tree import Store
@@ -74,7 +74,7 @@ def test_it_is_served_and_judged(
     assert outcome.verdict is expected
 
 
-def run(home: Path, scheme: str, kv_cache: str, checkpoint_format: str) -> Outcome:
+def run(home: Path, scheme: str, kv_cache: str, checkpoint_format: str) -> RunOutcome:
     name = f"gpu-{scheme}-{kv_cache}-{checkpoint_format}".replace("_", "-")
     path = home / f"{name}.yaml"
     path.write_text(RECIPE.format(name=name, scheme=scheme, kv_cache=kv_cache, format=checkpoint_format))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quantmint.eval import suites
-from quantmint.pipeline.runs.timeline import _as_before
+from quantmint.pipeline.runs.timeline import _seconds_before
 from quantmint.pipeline.stages.estimate import item_seconds
 from quantmint.pipeline.stages.evaluate import EvaluateStage
 from quantmint.pipeline.stages.stage import Planned
@@ -50,7 +50,7 @@ def test_an_evaluation_whose_answers_were_known_tells_nothing_of_the_next(
     setting: Any = SimpleNamespace(store=SimpleNamespace(find=lambda *_: entry), suite=suite, recipe=recipe)
     stage = EvaluateStage("baseline")
     planned = Planned(stage, {}, {}, "f")
-    assert _as_before(planned, setting, {stage.key: ("f", 100.0)}) == seconds
+    assert _seconds_before(planned, setting, {stage.key: ("f", 100.0)}) == seconds
 
 
 def test_an_answer_ends_where_its_task_says(tmp_path: Path) -> None:

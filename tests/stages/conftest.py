@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.runs import planner
-from quantmint.pipeline.runs.runner import Outcome, run_plan
+from quantmint.pipeline.runs.runner import RunOutcome, run_plan
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.registry import STAGES
 from quantmint.pipeline.stages.setting import Setting
@@ -204,7 +204,7 @@ class Orchestra:
         planner.stages_of = lambda setting: stages  # restored by the fixture
         return planner.build_plan(self.setting)
 
-    def run(self, *stages: FakeStage, **options: Any) -> Outcome:
+    def run(self, *stages: FakeStage, **options: Any) -> RunOutcome:
         return run_plan(self.plan(*stages), self.setting, Told(self.lines), **options)
 
     @property

@@ -14,7 +14,7 @@ import pytest
 
 from quantmint.eval.workloads import Cell
 from quantmint.pipeline.base.errors import InvalidMeasurementError
-from quantmint.pipeline.runs.runner import Outcome
+from quantmint.pipeline.runs.runner import RunOutcome
 from quantmint.pipeline.serving.host.detect import local_device
 from quantmint.pipeline.stages import bench
 from quantmint.pipeline.stages.bench import BenchStage, outlook, read_launches
@@ -45,7 +45,7 @@ class Series:
     def stages(self) -> list[Any]:
         return [self.orchestra.stage("source"), self.orchestra.stage("quantize"), BenchStage()]
 
-    def run(self, **options: Any) -> Outcome:
+    def run(self, **options: Any) -> RunOutcome:
         return self.orchestra.run(*self.stages(), **options)
 
     def lines(self, side: str, name: str) -> list[dict[str, Any]]:

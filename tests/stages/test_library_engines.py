@@ -24,7 +24,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.runs.planner import build_plan, cut
-from quantmint.pipeline.runs.runner import Outcome, run_plan
+from quantmint.pipeline.runs.runner import RunOutcome, run_plan
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages import by_library
 from quantmint.pipeline.stages.setting import Setting
@@ -69,7 +69,7 @@ def opened(models: Callable[..., Path]) -> Open:
     return open_recipe
 
 
-def run(setting: Setting, until: str = "quantize", reporter: PlainReporter | None = None) -> Outcome:
+def run(setting: Setting, until: str = "quantize", reporter: PlainReporter | None = None) -> RunOutcome:
     return run_plan(cut(build_plan(setting), until), setting, reporter or Silent())
 
 

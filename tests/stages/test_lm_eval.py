@@ -25,7 +25,7 @@ from quantmint.eval.samples import Sample, SampleSet, pair
 from quantmint.eval.statistics.sequential import decide
 from quantmint.eval.suites import Suite, SuiteTask
 from quantmint.pipeline.base.errors import InvalidMeasurementError, StageError
-from quantmint.pipeline.runs.runner import Outcome
+from quantmint.pipeline.runs.runner import RunOutcome
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.evaluate import ANSWERS, ControlStage, EvaluateStage, guessing, read_samples
 from tests.eval.completions import Completions
@@ -65,7 +65,7 @@ class World:
     orchestra: Any
     servers: Mapping[str, Completions]
 
-    def run(self, *stages: Any, **options: Any) -> Outcome:
+    def run(self, *stages: Any, **options: Any) -> RunOutcome:
         o = self.orchestra
 
         def source(job: Any) -> None:
@@ -76,7 +76,7 @@ class World:
             for file in TOKENIZER.glob("token*"):
                 shutil.copy(file, job.path / "checkpoint")
 
-        outcome: Outcome = o.run(
+        outcome: RunOutcome = o.run(
             o.stage("source", work=source),
             o.stage("quantize", "source", work=quantize),
             o.stage("serve-baseline", "source"),
@@ -141,13 +141,13 @@ def world(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     return make
 
 
-def samples(outcome: Outcome, key: str, task: SuiteTask) -> SampleSet:
+def samples(outcome: RunOutcome, key: str, task: SuiteTask) -> SampleSet:
     entry = outcome.entry(key)
     assert entry is not None
     return read_samples(entry.path, task)
 
 
-def answers(outcome: Outcome, key: str, task: SuiteTask) -> list[dict[str, Any]]:
+def answers(outcome: RunOutcome, key: str, task: SuiteTask) -> list[dict[str, Any]]:
     entry = outcome.entry(key)
     assert entry is not None
     with gzip.open(entry.path / "answers" / f"{task.task}.jsonl.gz", "rt") as stream:
@@ -304,12 +304,12 @@ class Answers:
 @pytest.fixture
 def answered(
     world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[World, Answers, Outcome]]:
+) -> Callable[..., tuple[World, Answers, RunOutcome]]:
     """Evaluate both sides, of which these many per cent are right."""
 
     def evaluate(
         baseline: Answers, candidate: Answers, task: SuiteTask, **options: object
-    ) -> tuple[World, Answers, Outcome]:
+    ) -> tuple[World, Answers, RunOutcome]:
         sides = iter((baseline, candidate))
         monkeypatch.setattr(
             "quantmint.pipeline.stages.evaluate.open_harness", lambda *_, **__: nullcontext(next(sides))

@@ -23,7 +23,7 @@ from quantmint.pipeline.publish import manifest as manifests
 from quantmint.pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE, SBOM
 from quantmint.pipeline.quantize.digest import file_digests, folder_digest
 from quantmint.pipeline.runs.planner import cut, plan_stages
-from quantmint.pipeline.runs.runner import Outcome, run_plan
+from quantmint.pipeline.runs.runner import RunOutcome, run_plan
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.gate import checkpoint_digest
 from quantmint.pipeline.stages.package import PackageStage, release
@@ -158,7 +158,7 @@ class Run:
         })  # fmt: skip
         (job.path / "report.html").write_text("<html>")
 
-    def __call__(self, until: str | None = None, redo: Sequence[str] = ()) -> Outcome:
+    def __call__(self, until: str | None = None, redo: Sequence[str] = ()) -> RunOutcome:
         lines = self.lines
 
         class Told(PlainReporter):
@@ -168,7 +168,7 @@ class Run:
         plan = cut(plan_stages(self.stages(), self.setting), until)
         return run_plan(plan, self.setting, Told(), redo=redo)
 
-    def released(self, outcome: Outcome) -> Any:
+    def released(self, outcome: RunOutcome) -> Any:
         entries = {key: outcome.entry(key) for key in ("package", "quantize", "gate", "report", "inspect")}
         return release(entries)
 

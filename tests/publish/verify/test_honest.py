@@ -63,9 +63,7 @@ def test_the_published_folder_is_enough(signed: Path, keys: Keys, tmp_path: Path
     }  # fmt: skip
     public = shutil.copy(keys("ours")[1], tmp_path / "ours.pub")
     command = [sys.executable, "-m", "quantmint", "release", "verify", str(signed), "--key", str(public), "--json"]
-    ended = subprocess.run(
-        command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
-    )
+    ended = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr.count("Traceback")) == (0, 0), ended.stdout + ended.stderr
     assert {check["outcome"] for check in json.loads(ended.stdout)["checks"]} == {"OK"}
     assert list(elsewhere.iterdir()) == []

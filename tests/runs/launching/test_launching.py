@@ -14,8 +14,8 @@ from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.runs import serving as module
 from quantmint.pipeline.runs.serving import (
-    Request,
     ServedModel,
+    ServeRequest,
     fetched,
     find_model,
     overrides_of,
@@ -32,9 +32,9 @@ CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 COMMIT = "a" * 40
 
 
-def latency(model: ServedModel) -> Request:
+def latency(model: ServedModel) -> ServeRequest:
     request = ServingRequest(model.model, model.facts, parse_target("mi300x:1"), profile("latency"), "0.33.0")
-    return Request(model, request)
+    return ServeRequest(model, request)
 
 
 @pytest.fixture

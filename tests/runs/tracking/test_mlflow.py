@@ -13,7 +13,7 @@ import pytest
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.runs import tracking as server_side
 from quantmint.pipeline.runs.reports import find
-from quantmint.pipeline.runs.tracking import FINGERPRINT, Content, content_of, log, log_run
+from quantmint.pipeline.runs.tracking import FINGERPRINT, LoggedReport, content_of, log, log_run
 from quantmint.pipeline.store.tree import Store
 from tests.checkpoints import GOOD, run
 from tests.runs.tracking.conftest import free_port
@@ -75,7 +75,7 @@ def test_what_was_begun_is_gone_on_with(
     content = content_of(find(str(published), store), store)
     fill = server_side._fill
 
-    def half(connected: Any, run_id: str, whole: Content) -> None:
+    def half(connected: Any, run_id: str, whole: LoggedReport) -> None:
         fill(connected, run_id, replace(whole, artifacts=whole.artifacts[:1]))
         raise ConnectionResetError("the server went away")
 

@@ -11,7 +11,7 @@ from quantmint.pipeline.base.hardware import local_cpu_flags, refusal
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.base.schemes import table
 from quantmint.pipeline.recipe.load import recipe_of
-from quantmint.pipeline.runs.oneshot import make, open_job
+from quantmint.pipeline.runs.oneshot import make_checkpoint, open_job
 
 MODEL = Path(__file__).parents[3] / "recipes" / "tiny" / "model"
 ATTENTION = r"re:.*\.self_attn\.[qkvo]_proj"
@@ -105,5 +105,5 @@ def make_case(case: Case, folder: Path, *, device: str = "auto") -> Path:
         },
         "calibration": _CALIBRATION if static else None,
     }
-    make(open_job(recipe_of(sections), folder, device=device), PlainReporter())
+    make_checkpoint(open_job(recipe_of(sections), folder, device=device), PlainReporter())
     return folder
