@@ -23,9 +23,9 @@ from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_of
 
 if TYPE_CHECKING:
     from quantmint.eval.verdict import Verdict
-    from quantmint.pipeline.publish.card import CardFacts, Launch
+    from quantmint.pipeline.publish.card import CardFacts, ServingCommand
     from quantmint.pipeline.publish.destination import Publication
-    from quantmint.pipeline.publish.verify.subject import Check
+    from quantmint.pipeline.publish.verify.subject import CheckResult
     from quantmint.pipeline.quantize.inspection.findings import Inspection
     from quantmint.pipeline.recipe.schema import Recipe
     from quantmint.pipeline.runs.forecast import RunForecast
@@ -169,10 +169,10 @@ def inspect(
     from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
     from quantmint.pipeline.quantize.model.structure import read_structure
 
-    opened = open_checkpoint(Path(checkpoint))
-    layout_of(opened.config)
+    fetch_release = open_checkpoint(Path(checkpoint))
+    layout_of(fetch_release.config)
     original = None if source is None else open_checkpoint(Path(source))
-    structure = read_structure(opened.folder, opened.tensors)
+    structure = read_structure(fetch_release.folder, fetch_release.tensors)
     origin = None if original is None else read_structure(original.folder, original.tensors)
     if origin is not None and origin.quantized_by is not None:
         raise UserError(
@@ -180,9 +180,9 @@ def inspect(
             "FP8 in blocks of 128x128.",
             hint="Name the model that the checkpoint was made from.",
         )
-    with (reporter or Quiet()).bar(opened.nbytes, "B") as advance:
+    with (reporter or Quiet()).bar(fetch_release.nbytes, "B") as advance:
         return inspect_checkpoint(
-            opened,
+            fetch_release,
             structure,
             source=original,
             source_structure=origin,
@@ -296,7 +296,7 @@ def run(
 class Verification:
     """The checks of a release, with the exit code of `quantmint release verify` and its word for them."""
 
-    checks: Sequence[Check]
+    checks: Sequence[CheckResult]
 
     @property
     def exit_code(self) -> int:
@@ -331,9 +331,9 @@ def verify(
     """
     from quantmint.pipeline.publish.signing import public_fingerprint
     from quantmint.pipeline.publish.verify.files import Trust
-    from quantmint.pipeline.publish.verify.run import opened
+    from quantmint.pipeline.publish.verify.run import fetch_release
     from quantmint.pipeline.publish.verify.run import verify as check_release
-    from quantmint.pipeline.publish.verify.subject import Wanted, fails
+    from quantmint.pipeline.publish.verify.subject import ExpectedName, failure
     from quantmint.pipeline.store.files import OtherBytesError
 
     if key is not None and (identity or issuer):
@@ -345,12 +345,12 @@ def verify(
         public_fingerprint(public)  # before a large model is fetched
     reporter = reporter or Quiet()
     try:
-        folder, tag, wanted = opened(str(release), reporter)
-        wanted = wanted if name is None else Wanted(name)
+        folder, tag, wanted = fetch_release(str(release), reporter)
+        wanted = wanted if name is None else ExpectedName(name)
         trust = Trust(public, identity, issuer, unsigned)
         checks = check_release(folder, trust, reporter, tag=tag, wanted=wanted, relaunch=_launches)
     except OtherBytesError as error:  # what fails already on the way here needs no further check to be false
-        checks = (fails("digests", error.message, "it was not fetched; nothing else was checked"),)
+        checks = (failure("digests", error.message, "it was not fetched; nothing else was checked"),)
     return Verification(checks)
 
 
@@ -366,7 +366,7 @@ def _recipe(recipe: str | Path | LoadedRecipe) -> str | LoadedRecipe:
     return str(recipe) if isinstance(recipe, Path) else recipe
 
 
-def _launches(folder: Path, recipe: Recipe, facts: CardFacts) -> tuple[Launch, ...]:
+def _launches(folder: Path, recipe: Recipe, facts: CardFacts) -> tuple[ServingCommand, ...]:
     """Plan the launches that a card shows, as the stage that writes cards does."""
     from quantmint.eval import workloads
     from quantmint.pipeline.serving.model.facts import model_facts

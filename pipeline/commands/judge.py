@@ -24,7 +24,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.progress import reporter_for
 from quantmint.pipeline.commands.options import PATH, emit, json_option, store_option
 from quantmint.pipeline.commands.tables import paragraph, printable, table, terminal
-from quantmint.pipeline.publish.verify.subject import UNSIGNED, Outcome
+from quantmint.pipeline.publish.verify.subject import UNSIGNED, CheckOutcome
 from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
@@ -104,11 +104,11 @@ def gate(
 def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     from quantmint.eval.report.model import DATA
     from quantmint.pipeline.publish.release import EVIDENCE
-    from quantmint.pipeline.publish.verify.run import record_of
+    from quantmint.pipeline.publish.verify.run import fetch_evidence
     from quantmint.pipeline.runs import reports
     from quantmint.pipeline.stages.gate import GATE
 
-    path = record_of(subject, reporter_for(json=as_json)) or Path(subject)
+    path = fetch_evidence(subject, reporter_for(json=as_json)) or Path(subject)
     if path.is_file() and path.name != DATA and path.suffix != ".yaml":
         return path
     places = [path / GATE, path / EVIDENCE / GATE]
@@ -267,7 +267,11 @@ def verify_release(
 
 
 def _print_checks(place: str, verification: Verification) -> None:
-    marks = {Outcome.OK: ("✓", "green"), Outcome.FAILS: ("✗", "red"), Outcome.NOT_CHECKED: ("?", "yellow")}
+    marks = {
+        CheckOutcome.OK: ("✓", "green"),
+        CheckOutcome.FAILS: ("✗", "red"),
+        CheckOutcome.NOT_CHECKED: ("?", "yellow"),
+    }
     colours = {0: "green", 1: "red", 3: "yellow"}
     console = terminal()
     word, checks = verification.conclusion, verification.checks
@@ -277,7 +281,7 @@ def _print_checks(place: str, verification: Verification) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         mark, colour = marks[check.outcome]
-        said = "" if check.outcome is Outcome.OK else f"{check.outcome.value}: "
+        said = "" if check.outcome is CheckOutcome.OK else f"{check.outcome.value}: "
         # The escape sequences of a colour take no room: the mark is coloured after the lines were broken.
         text = paragraph(console, f"  {mark} {check.name:<{width}}  ", said + printable(check.reason))
         click.echo(text.replace(mark, click.style(mark, fg=colour), 1))

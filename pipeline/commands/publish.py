@@ -14,7 +14,7 @@ from quantmint.pipeline.base.progress import Reporter, reporter_for
 from quantmint.pipeline.commands.options import emit, json_option, store_option, vllm_option
 from quantmint.pipeline.commands.tables import plain, table, terminal
 from quantmint.pipeline.publish.addresses import EXPECTED, open_destination, override_destinations, recipe_destinations
-from quantmint.pipeline.publish.destination import ListedRelease, Operation, Publication, counted
+from quantmint.pipeline.publish.destination import ListedRelease, Operation, Publication, without_candidates
 from quantmint.pipeline.recipe.destinations import KINDS
 from quantmint.pipeline.store.tree import Store
 
@@ -191,7 +191,7 @@ def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
 
 def _kept(listed: Sequence[ListedRelease], keep: int) -> str:
     """Say why each release of a place stays."""
-    releases = counted(listed)
+    releases = without_candidates(listed)
     newest = ", ".join(release.tag for release in releases[:keep]) or "none"
     parts = [f"the newest {keep} of {len(releases)} stay ({newest})"]
     parts += [f"{release.tag} stays because readers get it" for release in releases[keep:] if release.current]
@@ -269,7 +269,7 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
     for place in recipe_destinations(setting.recipe, setting.home):
         place.preflight(release)
         signing = (Operation("sign", "all of it, in Sigstore's public log"),) if logged else ()
-        todo = place.operations(release, candidate=section.to == "candidate")
+        todo = place.planned_operations(release, candidate=section.to == "candidate")
         found.append((place.address, (*signing, *todo)))
     if as_json:
         places = [{"place": address, "operations": _as_json(todo)} for address, todo in found]

@@ -29,12 +29,12 @@ from quantmint.pipeline.base.progress import Progress
 from quantmint.pipeline.publish import manifest
 from quantmint.pipeline.publish.destination import (
     Destination,
+    DestinationState,
     Difference,
     ListedRelease,
-    State,
-    moved,
-    named,
+    find_release,
     newest_first,
+    pointer_moved,
     require_same,
 )
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
@@ -92,7 +92,7 @@ class BucketDestination(Destination):
         if release is not None:
             self._require_own(release, state)
 
-    def state(self) -> State:
+    def state(self) -> DestinationState:
         """What was published to its end, and what is pointed to: of that only the record can be missing."""
         pointed = {name: self._look(name) for name in (_CANDIDATE, _CURRENT)}
         names = self._objects.names()
@@ -112,9 +112,11 @@ class BucketDestination(Destination):
         )
         # Of the tag that waits the releases do not tell where it is current as well: its promotion was cut off.
         mark = _Mark(dict(zip(pointed, tags, strict=True)), frozenset(hidden))
-        return State(newest_first(listed), frozenset(found.keys() - recorded), mark)
+        return DestinationState(newest_first(listed), frozenset(found.keys() - recorded), mark)
 
-    def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
+    def compare(
+        self, release: Release, state: DestinationState, *, candidate: bool, progress: Progress | None
+    ) -> Difference:
         """By the sizes and digests that the server says.
 
         The signature of a release that was published to its end is not compared: it is the same whoever signed it.
@@ -130,7 +132,9 @@ class BucketDestination(Destination):
         strays = sorted(present.keys() - release.files.keys() - {SIGNATURE})
         return Difference(sorted(missing, key=lambda name: (name == MANIFEST, name)), strays)
 
-    def put(self, release: Release, diff: Difference, state: State, *, candidate: bool, progress: Progress) -> str:
+    def upload(
+        self, release: Release, diff: Difference, state: DestinationState, *, candidate: bool, progress: Progress
+    ) -> str:
         """Under the tag, the manifest last."""
         if self._objects.insecure is not None:
             progress.warn(f"{self._objects.insecure} is not encrypted: what is sent can be read on the way.")
@@ -143,7 +147,7 @@ class BucketDestination(Destination):
             self._objects.remove(f"{release.tag}/{name}")
         return release.identity
 
-    def point(self, release: ListedRelease, state: State, why: str, *, candidate: bool) -> None:
+    def set_pointer(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
         """Replace ``current.json`` or ``candidate.json``."""
         name = _CANDIDATE if candidate else _CURRENT
         self._swap(name, state.mark.tags[name], _pointer(release))
@@ -169,11 +173,11 @@ class BucketDestination(Destination):
         """By the bucket's list."""
         return self._objects.sizes(release.tag)
 
-    def pin(self, release: ListedRelease) -> str:
+    def expected_identity(self, release: ListedRelease) -> str:
         """All of it: the record holds it."""
         return release.revision
 
-    def is_chosen(self, release: ListedRelease) -> bool:
+    def is_in_use(self, release: ListedRelease) -> bool:
         """By the pointers."""
         pointers = (self._look(name)[0] for name in (_CURRENT, _CANDIDATE))
         return any(pointer is not None and pointer.tag == release.tag for pointer in pointers)
@@ -211,9 +215,9 @@ class BucketDestination(Destination):
         found = tag or (state.current.tag if state.current else None)
         if found is None:
             raise UserError(f"{self._url}: nothing is published there")
-        release = named(state.releases, found, self._url)
+        release = find_release(state.releases, found, self._url)
         raw = self.manifest_of(release)
-        sizes, digests = manifest.expected(raw, self.sizes(release), f"{self._url}/{release.tag}", wanted)
+        sizes, digests = manifest.expected_files(raw, self.sizes(release), f"{self._url}/{release.tag}", wanted)
         which = hashlib.sha256(f"{self._endpoint or ''} {self._url}".encode()).hexdigest()[:16]
         folder = into or cache_folder() / "releases" / which / release.tag
 
@@ -247,9 +251,9 @@ class BucketDestination(Destination):
                 raise _removed(self._url, new.tag)
             if self._objects.put_if(name, _encode(new), mark):
                 return
-        raise moved(self._url, name, None if before is None else before.tag, new.tag)
+        raise pointer_moved(self._url, name, None if before is None else before.tag, new.tag)
 
-    def _require_own(self, release: Release, state: State) -> bool:
+    def _require_own(self, release: Release, state: DestinationState) -> bool:
         """Whether the release was published to its end; raises `StageError` where its tag is another's, or removed."""
         if release.tag in state.mark.hidden and release.tag not in state.mark.tags.values():
             raise _removed(self._url, release.tag)

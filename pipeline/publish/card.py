@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class CardSource:
     """The 16-bit model: of the Hub's ``repo`` at a ``commit``, or a folder with a ``digest``; it may read ``pictures``.
 
     ``metadata`` is the front matter of its own card, as it stands there.
@@ -48,7 +48,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibrated:
+class CalibrationText:
     """The texts that ranges were measured on: a dataset of the Hub at a revision, or a file by its SHA-256."""
 
     name: str
@@ -61,7 +61,7 @@ class Calibrated:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class QuantizationFacts:
     """How the checkpoint was made: as the recipe's ``section`` asks.
 
     ``schemes`` counts quantized modules by scheme, the recipe's own first. ``kept`` are all modules that stay in 16
@@ -71,11 +71,11 @@ class Made:
     section: Quantization
     schemes: Mapping[str, int] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
-    calibration: Calibrated | None = None
+    calibration: CalibrationText | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class ServingCommand:
     """How one kind of hardware serves it: a command, or a ``refusal``. ``servers`` such commands fill the target."""
 
     title: str
@@ -102,10 +102,10 @@ class CardFacts:
     repo: str | None
     artefact: str
     judged: str
-    base: Base
-    made: Made
+    base: CardSource
+    quantization: QuantizationFacts
     terms: Terms
-    launches: tuple[Launch, ...]
+    launches: tuple[ServingCommand, ...]
     report: Report
     signed: Literal["key", "keyless"] | None = None
 
@@ -184,7 +184,7 @@ def front_matter(facts: CardFacts) -> str:
 def metadata(facts: CardFacts) -> dict[str, Any]:
     """The fields, without those that have no value. Of a folder's base nothing on the Hub can be named."""
     terms, base, own = facts.terms, facts.base, facts.base.metadata
-    texts = facts.made.calibration
+    texts = facts.quantization.calibration
     # The Hub shows a name and a link beside "other" only; a link is also given where the terms ask to be read.
     linked = terms.link if terms.id == "other" or terms.acceptance else None
     fields: dict[str, Any] = {
@@ -204,7 +204,7 @@ def metadata(facts: CardFacts) -> dict[str, Any]:
 
 def _tags(facts: CardFacts) -> Iterator[str]:
     """Ours, then those of the base that still hold, each once."""
-    made = facts.made.section
+    made = facts.quantization.section
     weights = scheme(made.scheme).weight.dtype
     kind = TYPES.get(weights, weights)
     ours = ["mxfp8" if made.scheme == "mxfp8" else kind, "ptpc" if made.scheme.startswith("ptpc") else "",
@@ -216,7 +216,7 @@ def _tags(facts: CardFacts) -> Iterator[str]:
             yield tag
 
 
-def _pipeline_tag(base: Base) -> str | None:
+def _pipeline_tag(base: CardSource) -> str | None:
     if base.pictures and base.architecture.endswith("ForConditionalGeneration"):
         return "image-text-to-text"
     return "text-generation" if base.architecture.endswith("ForCausalLM") else None
@@ -286,7 +286,7 @@ _MANY: Final = re.compile(r"\n{3,}")  # what is left of parts that have nothing 
 
 def render(facts: CardFacts) -> str:
     """The whole README.md."""
-    report, launches, made = facts.report, facts.launches, facts.made
+    report, launches, made = facts.report, facts.launches, facts.quantization
     gate, base = GateReport.from_json(report["gate"]), facts.base
     values = {
         "facts": facts,
@@ -317,18 +317,18 @@ def render(facts: CardFacts) -> str:
     return f"{front_matter(facts)}\n{_MANY.sub(chr(10) * 2, text)}\n"
 
 
-def sentence(facts: CardFacts) -> str:
+def release_title(facts: CardFacts) -> str:
     """What it is, on one plain line: the title of a release."""
-    made = facts.made.section
+    made = facts.quantization.section
     cache_type = " with an FP8 KV cache" if made.kv_cache == "fp8" else ""
     return f"{facts.base.name} in {made.scheme}{cache_type}, {made.format}"
 
 
-def notice(facts: CardFacts) -> str | None:
+def notice_text(facts: CardFacts) -> str | None:
     """The text of the file `NOTICE` that the base's licence asks for; None where it asks for none."""
     if facts.terms.notice is None:
         return None
-    return f"{facts.terms.notice}\n\nThe weights were changed: {sentence(facts)}.\n"
+    return f"{facts.terms.notice}\n\nThe weights were changed: {release_title(facts)}.\n"
 
 
 @cache

@@ -18,7 +18,7 @@ from quantmint.eval.report.model import Report
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.machine import versions
-from quantmint.pipeline.publish.card import Base, Calibrated, CardFacts, Launch, Made
+from quantmint.pipeline.publish.card import CalibrationText, CardFacts, CardSource, QuantizationFacts, ServingCommand
 from quantmint.pipeline.publish.licences import terms
 from quantmint.pipeline.publish.manifest import Manifest, first_fault, strict_object
 from quantmint.pipeline.recipe.schema import Quantization, Recipe
@@ -43,8 +43,8 @@ class CardRecord:
     signed: Literal["key", "keyless"] | None
     licence: Mapping[str, Any]
     texts: tuple[str, ...]
-    calibration: Calibrated | None
-    launches: tuple[Launch, ...]
+    calibration: CalibrationText | None
+    launches: tuple[ServingCommand, ...]
 
 
 def rendering_tools() -> dict[str, str]:
@@ -63,7 +63,7 @@ def encode(facts: CardFacts, licence: Licence, texts: tuple[str, ...]) -> bytes:
         signed=facts.signed,
         licence=licence.model_dump(mode="json"),
         texts=texts,
-        calibration=facts.made.calibration,
+        calibration=facts.quantization.calibration,
         launches=facts.launches,
     )
     text = json.dumps(asdict(record), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
@@ -82,7 +82,7 @@ def decode(raw: bytes) -> CardRecord:
     return record
 
 
-def facts_of(
+def card_facts(
     record: CardRecord, manifest: Manifest, config: Mapping[str, Any], inspection: Mapping[str, Any], report: Report
 ) -> CardFacts:
     """Return the facts of a release's card, from its record and the other files of the release."""
@@ -94,8 +94,10 @@ def facts_of(
         repo=record.repo,
         artefact=manifest.artefact,
         judged=manifest.created,
-        base=base_of(record.base, base.repo, base.commit, base.sha256 if base.repo is None else None, config, metadata),
-        made=made_of(section, config, inspection, record.calibration),
+        base=card_source(
+            record.base, base.repo, base.commit, base.sha256 if base.repo is None else None, config, metadata
+        ),
+        quantization=quantization_facts(section, config, inspection, record.calibration),
         terms=terms(metadata, record.texts, Licence.model_validate(dict(record.licence))),
         launches=record.launches,
         report=report,
@@ -103,30 +105,32 @@ def facts_of(
     )
 
 
-def base_of(
+def card_source(
     name: str,
     repo: str | None,
     commit: str | None,
     digest: str | None,
     config: Mapping[str, Any],
     metadata: Mapping[str, Any],
-) -> Base:
+) -> CardSource:
     """The 16-bit model, with what ``config`` (the checkpoint's config.json) says of it."""
     architecture = str((config.get("architectures") or [""])[0])
-    return Base(name, repo, commit, digest, architecture, isinstance(config.get("vision_config"), Mapping), metadata)
+    return CardSource(
+        name, repo, commit, digest, architecture, isinstance(config.get("vision_config"), Mapping), metadata
+    )
 
 
-def made_of(
+def quantization_facts(
     section: Quantization,
     config: Mapping[str, Any],
     inspection: Mapping[str, Any],
-    calibration: Calibrated | None,
-) -> Made:
+    calibration: CalibrationText | None,
+) -> QuantizationFacts:
     """How the checkpoint was made, with its modules as config.json and the ``inspection`` count them."""
     counted = Counter(str(layer["scheme"]) for layer in inspection["layers"])
     declared = config.get("quantization_config") or {}
     kept: list[str] = declared.get("ignore") or declared.get("exclude") or []  # compressed-tensors, Quark
-    return Made(
+    return QuantizationFacts(
         section=section,
         schemes=dict(sorted(counted.items(), key=lambda item: (item[0] != section.scheme, item[0]))),
         kept=tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".N", name) for name in kept)),

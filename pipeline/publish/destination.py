@@ -64,7 +64,7 @@ class ListedRelease:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class DestinationState:
     """A place as it was looked at: releases, the newest first; ``unfinished`` tags, whose publication was cut off.
 
     ``mark`` is what the place itself needs to refuse a change where somebody else made one since.
@@ -117,19 +117,23 @@ class Destination(ABC):
         """Everything that would stop a publication (None: any), asked before the first byte: rights, names, room."""
 
     @abstractmethod
-    def state(self) -> State:
+    def state(self) -> DestinationState:
         """What is there now."""
 
     @abstractmethod
-    def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
+    def compare(
+        self, release: Release, state: DestinationState, *, candidate: bool, progress: Progress | None
+    ) -> Difference:
         """What of a release is not there yet; without ``progress`` no file is read for that."""
 
     @abstractmethod
-    def put(self, release: Release, diff: Difference, state: State, *, candidate: bool, progress: Progress) -> str:
+    def upload(
+        self, release: Release, diff: Difference, state: DestinationState, *, candidate: bool, progress: Progress
+    ) -> str:
         """Send what differs and see that it arrived; returns the release's revision there."""
 
     @abstractmethod
-    def point(self, release: ListedRelease, state: State, why: str, *, candidate: bool) -> None:
+    def set_pointer(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
         """Make it what readers get, and a candidate no more; or (``candidate``) make it what waits.
 
         In one step; refused where somebody else did so since the state was looked at.
@@ -152,7 +156,7 @@ class Destination(ABC):
         """Bytes of every file that lies under a release's tag, by name."""
 
     @abstractmethod
-    def is_chosen(self, release: ListedRelease) -> bool:
+    def is_in_use(self, release: ListedRelease) -> bool:
         """Return whether readers get a release now, or it waits for a promotion, also while it is hidden."""
 
     @abstractmethod
@@ -182,25 +186,25 @@ class Destination(ABC):
         given as it is. What is fetched from elsewhere is not believed: names that lead out of the folder are refused.
         """
 
-    def pin(self, release: ListedRelease) -> str:
+    def expected_identity(self, release: ListedRelease) -> str:
         """Return the SHA-256 of a release's manifest, in as many hex digits as the place keeps beside it."""
         return identity_in(release.tag)
 
-    def changing(self, progress: Progress) -> AbstractContextManager[None]:
+    def exclusive(self, progress: Progress) -> AbstractContextManager[None]:
         """What a change is made in: alone, where the place knows locks."""
         return nullcontext()
 
-    def preparing(self, state: State) -> Sequence[Operation]:
+    def setup_operations(self, state: DestinationState) -> Sequence[Operation]:
         """What `put` and `finish` would do to the place itself, in words."""
         return ()
 
-    def operations(self, release: Release, *, candidate: bool) -> Sequence[Operation]:
+    def planned_operations(self, release: Release, *, candidate: bool) -> Sequence[Operation]:
         """Exactly what `publish` would do now; asks, but changes nothing."""
         state = self.state()
         difference = self.compare(release, state, candidate=candidate, progress=None)
-        listed = described(release, release.identity)
+        listed = listed_release(release, release.identity)
         return (
-            *self.preparing(state),
+            *self.setup_operations(state),
             *(Operation("upload", name, release.files[name].size) for name in difference.missing),
             *(Operation("remove", name) for name in difference.strays),
             *(self._pointing(listed, candidate) if self._is_due(listed, state, candidate=candidate) else ()),
@@ -208,15 +212,15 @@ class Destination(ABC):
 
     def publish(self, release: Release, *, candidate: bool, progress: Progress) -> Publication:
         """Make the release the current one, or a candidate. One that is there already is left as it is."""
-        with self.changing(progress):
+        with self.exclusive(progress):
             state = self.state()
             known = state.find(release.tag) if release.tag not in state.unfinished else None
             difference = self.compare(release, state, candidate=candidate, progress=progress)
             if known is None or difference:
-                revision = self.put(release, difference, state, candidate=candidate, progress=progress)
+                revision = self.upload(release, difference, state, candidate=candidate, progress=progress)
             else:
                 revision = known.revision
-            listed = described(release, revision)
+            listed = listed_release(release, revision)
             shown = state.current.tag if state.current else None
             if self._is_due(listed, state, candidate=candidate):
                 self._point(listed, state, "Publish", candidate=candidate)
@@ -231,15 +235,15 @@ class Destination(ABC):
 
     def promote(self, tag: str | None, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Make a candidate the current release (None: the only one); returns what was done."""
-        with nullcontext() if dry_run else self.changing(progress):
+        with nullcontext() if dry_run else self.exclusive(progress):
             state = self.state()
-            return self._switch(candidate_of(state.releases, tag, self.address), state, "Promote", dry_run=dry_run)
+            return self._switch(find_candidate(state.releases, tag, self.address), state, "Promote", dry_run=dry_run)
 
     def rollback(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Make an earlier release the current one again, byte by byte; returns what was done."""
-        with nullcontext() if dry_run else self.changing(progress):
+        with nullcontext() if dry_run else self.exclusive(progress):
             state = self.state()
-            chosen = named(state.releases, tag, self.address)
+            chosen = find_release(state.releases, tag, self.address)
             if chosen.candidate and not chosen.current:
                 raise UserError(
                     f"{tag} of {self.address} is a candidate that was never a release",
@@ -249,7 +253,7 @@ class Destination(ABC):
 
     def prune(self, *, keep: int, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Remove all but the newest releases, never the current one or a candidate; returns what was done."""
-        with nullcontext() if dry_run else self.changing(progress):
+        with nullcontext() if dry_run else self.exclusive(progress):
             gone = (*outdated(self.releases(), keep=keep), *self.hidden())
             if not dry_run:
                 gone = tuple(release for release in gone if self._remove(release, progress))
@@ -258,14 +262,14 @@ class Destination(ABC):
     def manifest_of(self, release: ListedRelease) -> bytes:
         """The bytes of a release's manifest, for which its tag vouches; raises `DamagedError` for others."""
         raw = self.read(release, MANIFEST)
-        if raw is None or not manifest.identity(raw).startswith(self.pin(release)):
+        if raw is None or not manifest.identity(raw).startswith(self.expected_identity(release)):
             state = "missing" if raw is None else f"not that of {release.tag}"
             raise DamagedError(
                 f"{self.address}: {release.tag} is damaged: its {MANIFEST} is {state}", hint=manifest.DAMAGED
             )
         return raw
 
-    def _is_due(self, release: ListedRelease, state: State, *, candidate: bool) -> bool:
+    def _is_due(self, release: ListedRelease, state: DestinationState, *, candidate: bool) -> bool:
         """Whether a publication still has to point to its release.
 
         Not to one that was published to its end: another may be current because somebody went back to it.
@@ -276,20 +280,20 @@ class Destination(ABC):
             return False
         return there is None or not (there.current or (candidate and there.candidate))
 
-    def _point(self, release: ListedRelease, state: State, why: str, *, candidate: bool) -> None:
+    def _point(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
         """What readers had is finished first: a publication that was cut off stays so then."""
         if not candidate and state.current is not None and state.current.tag in state.unfinished:
             self.finish(state.current)
-        self.point(release, state, why, candidate=candidate)
+        self.set_pointer(release, state, why, candidate=candidate)
         if not candidate:  # the former one may have been promoted and cut off before this step
             self.withdraw([release, *([] if state.current is None else [state.current])])
 
     def _remove(self, release: ListedRelease, progress: Progress) -> bool:
         """Remove a release; return False where somebody has chosen it since the list was made."""
-        if not self.is_chosen(release):
+        if not self.is_in_use(release):
             progress.say(f"removing {release.tag}")
             self.hide(release)
-            if not self.is_chosen(release):
+            if not self.is_in_use(release):
                 self.drop(release)
                 return True
         self.unhide(release)
@@ -298,11 +302,13 @@ class Destination(ABC):
     def _pointing(self, release: ListedRelease, candidate: bool) -> tuple[Operation, ...]:
         return (Operation("point", f"{'candidate' if candidate else 'current'} of {self.address} to {release.tag}"),)
 
-    def _switch(self, release: ListedRelease, state: State, why: str, *, dry_run: bool) -> Sequence[Operation]:
+    def _switch(
+        self, release: ListedRelease, state: DestinationState, why: str, *, dry_run: bool
+    ) -> Sequence[Operation]:
         """Each file's size is compared, not its digest: going back must not take the time of reading a model."""
         if not release.current:
             raw = self.manifest_of(release)
-            manifest.require_whole(raw, self.sizes(release), f"{self.address}: {release.tag}")
+            manifest.require_sizes(raw, self.sizes(release), f"{self.address}: {release.tag}")
         if not dry_run:
             if release.tag in state.unfinished:
                 self.finish(release)
@@ -311,13 +317,13 @@ class Destination(ABC):
         return () if release.current else self._pointing(release, False)
 
 
-def described(release: Release, revision: str) -> ListedRelease:
+def listed_release(release: Release, revision: str) -> ListedRelease:
     """A release as a place lists it."""
-    title, created, _ = said_of(release.files[MANIFEST].path.read_bytes())
+    title, created, _ = manifest_summary(release.files[MANIFEST].path.read_bytes())
     return ListedRelease(release.tag, revision, created or day_in(release.tag), title, False, False, release.size)
 
 
-def moved(address: str, pointer: str, now: str | None, tag: str) -> StageError:
+def pointer_moved(address: str, pointer: str, now: str | None, tag: str) -> StageError:
     """Return what is said where somebody moved a pointer after the state was looked at."""
     return StageError(
         f"{address}: {pointer} names {now or 'nothing'} now: somebody else published meanwhile. "
@@ -332,7 +338,7 @@ def require_same(address: str, tag: str, there: str | None, identity: str) -> No
         raise StageError(f"{address}: {tag} is another release there, and a release never changes.")
 
 
-def said_of(raw: bytes) -> tuple[str, str | None, int | None]:
+def manifest_summary(raw: bytes) -> tuple[str, str | None, int | None]:
     """Title, creation and bytes of all files, as a ``quantmint.json`` says them; never raises.
 
     Of one that cannot be read nothing is known: a list must also show what is damaged.
@@ -353,7 +359,7 @@ def newest_first(releases: Iterable[ListedRelease]) -> tuple[ListedRelease, ...]
     return tuple(sorted(releases, key=age, reverse=True))
 
 
-def named(releases: Sequence[ListedRelease], tag: str, place: str) -> ListedRelease:
+def find_release(releases: Sequence[ListedRelease], tag: str, place: str) -> ListedRelease:
     """The release of that tag; raises `UserError` with the nearest tag where there is none."""
     found = next((release for release in releases if release.tag == tag), None)
     if found is None:
@@ -365,14 +371,14 @@ def named(releases: Sequence[ListedRelease], tag: str, place: str) -> ListedRele
     return found
 
 
-def candidate_of(releases: Sequence[ListedRelease], tag: str | None, place: str) -> ListedRelease:
+def find_candidate(releases: Sequence[ListedRelease], tag: str | None, place: str) -> ListedRelease:
     """The candidate of that tag, or the only one; the current release where that is named: it was promoted before.
 
     Raises `UserError` where none waits, several do, or the tag is that of an earlier release.
     """
     candidates = [release for release in releases if release.candidate]
     if tag is not None:
-        found = named(releases, tag, place)
+        found = find_release(releases, tag, place)
         if not (found.candidate or found.current):
             raise UserError(
                 f"{tag} is an earlier release of {place}, expected a candidate"
@@ -395,9 +401,9 @@ def outdated(releases: Sequence[ListedRelease], *, keep: int) -> tuple[ListedRel
 
     A candidate is not one of those that are counted either, because nobody can go back to what readers never had.
     """
-    return tuple(release for release in counted(releases)[keep:] if not release.current)
+    return tuple(release for release in without_candidates(releases)[keep:] if not release.current)
 
 
-def counted(releases: Iterable[ListedRelease]) -> tuple[ListedRelease, ...]:
+def without_candidates(releases: Iterable[ListedRelease]) -> tuple[ListedRelease, ...]:
     """Return the releases that a limit on their number counts, the newest first: all but candidates."""
     return newest_first(release for release in releases if not release.candidate)

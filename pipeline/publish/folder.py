@@ -31,14 +31,14 @@ from quantmint.pipeline.base.progress import Progress
 from quantmint.pipeline.publish import manifest
 from quantmint.pipeline.publish.destination import (
     Destination,
+    DestinationState,
     Difference,
     ListedRelease,
-    State,
-    moved,
-    named,
+    find_release,
+    manifest_summary,
     newest_first,
+    pointer_moved,
     require_same,
-    said_of,
 )
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in, identity_in
 from quantmint.pipeline.recipe.destinations import RELEASES, Folder
@@ -88,14 +88,14 @@ class FolderDestination(Destination):
                 hint="Free space (`quantmint release prune` removes old releases) and run the same command again.",
             )
 
-    def state(self) -> State:
+    def state(self) -> DestinationState:
         """What is there, also what is damaged."""
         current, candidate = self._current(), _target(self._candidate)
         found = []
         for path in self._home.iterdir() if self._home.is_dir() else ():
             if TAG.fullmatch(path.name) and path.is_dir():
                 raw = _read(path / MANIFEST)
-                title, created, size = said_of(raw or b"")
+                title, created, size = manifest_summary(raw or b"")
                 found.append(
                     ListedRelease(
                         tag=path.name,
@@ -109,9 +109,11 @@ class FolderDestination(Destination):
                 )
         self._dangling = None if any(release.current for release in found) else current
         pending = _target(self._pending)
-        return State(newest_first(found), frozenset(() if pending is None else (pending,)))
+        return DestinationState(newest_first(found), frozenset(() if pending is None else (pending,)))
 
-    def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
+    def compare(
+        self, release: Release, state: DestinationState, *, candidate: bool, progress: Progress | None
+    ) -> Difference:
         """By names and sizes, then by digests. The signature is not compared: it is the same whoever signed it."""
         self._refuse_foreign()
         raw = _read(self._home / release.tag / MANIFEST)
@@ -128,7 +130,9 @@ class FolderDestination(Destination):
                     missing.add(name)
         return Difference(_manifest_last(missing), found.strays)
 
-    def put(self, release: Release, diff: Difference, state: State, *, candidate: bool, progress: Progress) -> str:
+    def upload(
+        self, release: Release, diff: Difference, state: DestinationState, *, candidate: bool, progress: Progress
+    ) -> str:
         """Copy what differs, each digest checked; then rename the whole, or each file where a release is mended."""
         if not diff:
             return release.identity
@@ -152,12 +156,12 @@ class FolderDestination(Destination):
         self._sweep()
         return release.identity
 
-    def point(self, release: ListedRelease, state: State, why: str, *, candidate: bool) -> None:
+    def set_pointer(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
         """One rename of a link; it is undone where a pause just before it let another remove the release."""
         self._lock.check()
         shown, seen = self._current(), None if state.current is None else state.current.tag
         if not candidate and shown != (seen or self._dangling):
-            raise moved(self.address, "the link", shown, release.tag)
+            raise pointer_moved(self.address, "the link", shown, release.tag)
         link = self._candidate if candidate else self._link
         before, folder = link.readlink() if link.is_symlink() else None, self._home / release.tag
         if folder.is_dir():
@@ -189,7 +193,7 @@ class FolderDestination(Destination):
         """From the disk."""
         return _sizes(self._home / release.tag)
 
-    def is_chosen(self, release: ListedRelease) -> bool:
+    def is_in_use(self, release: ListedRelease) -> bool:
         """By the links."""
         return release.tag in (self._current(), _target(self._candidate))
 
@@ -214,11 +218,11 @@ class FolderDestination(Destination):
         found = tag or self._current()
         if found is None:
             raise UserError(f"{self.address}: nothing is published there")
-        release = named(self.releases(), found, self.address)
+        release = find_release(self.releases(), found, self.address)
         folder = self._home / release.tag
         if into is None:
             return folder
-        sizes, digests = manifest.expected(self.manifest_of(release), self.sizes(release), str(folder), wanted)
+        sizes, digests = manifest.expected_files(self.manifest_of(release), self.sizes(release), str(folder), wanted)
 
         def pieces(name: str, start: int) -> Iterator[bytes]:
             return chunks(folder / name, start=start)
@@ -226,7 +230,7 @@ class FolderDestination(Destination):
         return fetch(into, sizes, digests, pieces, place=str(folder), progress=progress, wanted=wanted)
 
     @contextmanager
-    def changing(self, progress: Progress) -> Iterator[None]:
+    def exclusive(self, progress: Progress) -> Iterator[None]:
         """Alone here."""
         self._refuse_foreign()
         with disk_errors(self._folder):

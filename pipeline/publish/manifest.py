@@ -39,7 +39,7 @@ class ManifestError(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class FileDigest:
     """Bytes and SHA-256 in hex of a file."""
 
     __pydantic_config__ = _STRICT
@@ -48,7 +48,7 @@ class Digest:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class SourceRecord:
     """The 16-bit model: a repository at a commit, or a folder by its digest; ``files`` are SHA-256 by name."""
 
     __pydantic_config__ = _STRICT
@@ -59,7 +59,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class StageRecord:
     """A stage's record: ``payload`` whole, so that its fingerprint recomputes; times are ISO 8601 in UTC."""
 
     __pydantic_config__ = _STRICT
@@ -72,7 +72,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Dataset:
+class DatasetRecord:
     """Data that shaped the ranges or the verdict.
 
     ``revision`` is a commit of the Hub; ``sha256`` the digest of a file, or of the names and digests of several.
@@ -86,7 +86,7 @@ class Dataset:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServingRecord:
     """What answered: the runtime with its version, and the digest of its container (None outside one)."""
 
     __pydantic_config__ = _STRICT
@@ -95,7 +95,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
+class HardwareRecord:
     """Names of devices: where the checkpoint was computed, where it was measured, what the recipe is meant for."""
 
     __pydantic_config__ = _STRICT
@@ -120,15 +120,15 @@ class Manifest:
     created: _Moment
     artefact: _Sha256
     verdict: Literal["PASS"]
-    base: Base
+    base: SourceRecord
     recipe: Mapping[str, Any]
     recipe_fingerprint: _Sha256
-    stages: Mapping[str, Made]
-    datasets: tuple[Dataset, ...]
+    stages: Mapping[str, StageRecord]
+    datasets: tuple[DatasetRecord, ...]
     tools: Mapping[str, str]
-    serving: Serving
-    hardware: Hardware
-    files: Mapping[str, Digest]
+    serving: ServingRecord
+    hardware: HardwareRecord
+    files: Mapping[str, FileDigest]
     quantmint: str
     schema: Literal[1] = 1
 
@@ -177,16 +177,16 @@ def identity(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def digests(files: Mapping[str, File]) -> dict[str, Digest]:
+def digests(files: Mapping[str, File]) -> dict[str, FileDigest]:
     """What a manifest says of files, by their names in the release; itself and the signature are left out."""
-    return {name: Digest(file.size, file.sha256) for name, file in sorted(files.items()) if name not in UNLISTED}
+    return {name: FileDigest(file.size, file.sha256) for name, file in sorted(files.items()) if name not in UNLISTED}
 
 
 DAMAGED: Final = "What readers get stays as it is. Publish the release again, or choose another one."
 """What to do about a release that is not what it was."""
 
 
-def require_whole(raw: bytes, sizes: Mapping[str, int], place: str) -> None:
+def require_sizes(raw: bytes, sizes: Mapping[str, int], place: str) -> None:
     """Raise `DamagedError` where what lies there, by ``sizes`` in bytes, is not what its manifest lists."""
     for name, file in decode(raw, what=f"{place}/{MANIFEST}").files.items():
         if sizes.get(name) != file.size:
@@ -194,7 +194,7 @@ def require_whole(raw: bytes, sizes: Mapping[str, int], place: str) -> None:
             raise DamagedError(f"{place} is damaged: {name}: {found}, expected {file.size:,} bytes", hint=DAMAGED)
 
 
-def expected(
+def expected_files(
     raw: bytes, present: Mapping[str, int], place: str, wanted: Wanted = None
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Sizes and digests of the files that a release is to be fetched as, its manifest last.

@@ -21,7 +21,7 @@ from urllib.parse import quote
 from uuid import NAMESPACE_URL, uuid5
 
 from quantmint.pipeline.base.canonical import fingerprint
-from quantmint.pipeline.publish.manifest import Base, Dataset, Manifest
+from quantmint.pipeline.publish.manifest import DatasetRecord, Manifest, SourceRecord
 from quantmint.pipeline.publish.release import EVIDENCE, PROVENANCE, UNLISTED
 from quantmint.pipeline.recipe.schema import COMMIT
 from quantmint.pipeline.store.files import File
@@ -104,7 +104,7 @@ def purl(name: str, version: str) -> str:
     return f"pkg:pypi/{name.lower().replace('_', '-')}@{quote(version, safe='')}"
 
 
-def _model(base: Base) -> Iterator[Descriptor]:
+def _model(base: SourceRecord) -> Iterator[Descriptor]:
     """The 16-bit model: its repository at a commit, and each file that was read."""
     place = None if base.repo is None else f"hf://{base.repo}@{base.commit}"
     if place is not None:
@@ -114,7 +114,7 @@ def _model(base: Base) -> Iterator[Descriptor]:
         yield {"name": f"base/{name}", **at, "digest": {"sha256": digest}}
 
 
-def _data(dataset: Dataset) -> Iterator[Descriptor]:
+def _data(dataset: DatasetRecord) -> Iterator[Descriptor]:
     """A data set by the digest of its file or at each commit that was fetched; where none is known, by its name."""
     name = f"{dataset.role}/{dataset.name}"
     if dataset.sha256 is not None:

@@ -82,7 +82,7 @@ _MAGIC: Final = (
 _HEAD = 512  # bytes; as far as the last of them looks
 
 
-def refused(names: Iterable[str], *, with_code: bool = False) -> tuple[str, ...]:
+def refused_names(names: Iterable[str], *, with_code: bool = False) -> tuple[str, ...]:
     """A line for each name that must not go out: the name, and why. ``with_code`` lets Python files at the top pass."""
     names = list(names)
     try:
@@ -104,7 +104,7 @@ def _reason(name: str, with_code: bool) -> str | None:
     return None if _ALLOWED.fullmatch(name) else "not a kind of file that a release holds"
 
 
-def misnamed(files: Mapping[str, Path]) -> tuple[str, ...]:
+def misnamed_files(files: Mapping[str, Path]) -> tuple[str, ...]:
     """A line for each file that is not what its name says; ``files`` are paths by their names in the release.
 
     Weights are read as far as their header, JSON and text whole. A symbolic link is none of them.
@@ -318,7 +318,7 @@ class Secret:
         return f"{self.file}:{self.line}: {self.kind}"
 
 
-def findings(files: Mapping[str, Path], environment: Mapping[str, str] | None = None) -> tuple[Secret, ...]:
+def find_secrets(files: Mapping[str, Path], environment: Mapping[str, str] | None = None) -> tuple[Secret, ...]:
     """The credentials in these files, by their names in the release; each line and kind once.
 
     Of weights the header is read, which has room for any text; what is compressed is searched as it would be unpacked.

@@ -60,7 +60,7 @@ class Signer:
 
 
 @dataclass(frozen=True, slots=True)
-class Signed:
+class SignedStatement:
     """A statement: what was signed by its name, SHA-256 of each file by its own, and the paths that were left out."""
 
     name: str
@@ -69,7 +69,7 @@ class Signed:
     ignored: tuple[str, ...]
 
 
-def read_signature(path: Path) -> Signed:
+def read_signature(path: Path) -> SignedStatement:
     """Read who signed what. Raises `SignatureError` for a file that is no signature of files by SHA-256."""
     try:
         return _signed(json.loads(path.read_bytes()))
@@ -80,7 +80,7 @@ def read_signature(path: Path) -> Signed:
         raise SignatureError(f"{path}: not a signature over a model's files: {fault}.") from None
 
 
-def _signed(bundle: Mapping[str, Any]) -> Signed:
+def _signed(bundle: Mapping[str, Any]) -> SignedStatement:
     envelope = bundle["dsseEnvelope"]
     if len(envelope["signatures"]) != 1:
         raise ValueError("found several signatures, expected one")
@@ -97,7 +97,9 @@ def _signed(bundle: Mapping[str, Any]) -> Signed:
             raise ValueError(f"the entry {name!r} is there twice or has no SHA-256")
         digests[name] = digest
     ignored = tuple(sorted(str(path) for path in how.get("ignore_paths", ())))
-    return Signed(str(statement["subject"][0]["name"]), _signer(bundle["verificationMaterial"]), digests, ignored)
+    return SignedStatement(
+        str(statement["subject"][0]["name"]), _signer(bundle["verificationMaterial"]), digests, ignored
+    )
 
 
 def _signer(material: Mapping[str, Any]) -> Signer:
@@ -134,7 +136,7 @@ def passphrase() -> str | None:
     return os.environ.get(PASSPHRASE) or None
 
 
-def foreseen_fingerprint(private: Path) -> str | None:
+def expected_fingerprint(private: Path) -> str | None:
     """SHA-256 of the public key that will sign, without the passphrase where it lies in the open; else None."""
     # `require_private` says what is wrong with a key, where that matters.
     with suppress(UserError):
@@ -144,7 +146,7 @@ def foreseen_fingerprint(private: Path) -> str | None:
     return None
 
 
-def require_private(private: Path, word: str | None) -> str:
+def check_private_key(private: Path, word: str | None) -> str:
     """SHA-256 of the public key, after everything that would stop a signature was looked at.
 
     Raises `UserError` for a key or passphrase that cannot be used, and for another one's public key beside it.
@@ -232,7 +234,7 @@ def sign(
     key: Path | None,
     passphrase: str | None = None,
     advance: Advance = lambda _: None,
-) -> Signed:
+) -> SignedStatement:
     """Hash the files, by their names in the release, sign that, and write ``signature``; returns what it says.
 
     ``key`` is a private key as PEM; None signs with the identity of this workload, or of the person at the terminal.
@@ -249,15 +251,15 @@ def sign(
         word = passphrase.encode() if passphrase is not None and is_encrypted(key.read_bytes()) else None
         # The library asks for a string and passes it on to where only bytes are taken.
         config.use_elliptic_key_signer(private_key=key, password=word)
-    config.set_hashing_config(_hashing(hashed(files, advance)))
+    config.set_hashing_config(_hashing(hash_files(files, advance)))
     with _sigstore() if key is None else nullcontext():
         config.sign(Path(name), signature)
     return read_signature(signature)
 
 
-def verified(
+def verify_signature(
     signature: Path, *, key: Path | None = None, identity: str | None = None, issuer: str | None = None
-) -> Signed:
+) -> SignedStatement:
     """Prove who signed, by ``key``, a public key as PEM, or by ``identity`` and ``issuer``; returns what was signed.
 
     No file but the signature is read: whether they are those that were signed is for the caller to compare. Raises
@@ -350,7 +352,7 @@ def _hashing(digests: Mapping[str, str]) -> Any:
     return Known()
 
 
-def hashed(files: Mapping[str, Path], advance: Advance) -> dict[str, str]:
+def hash_files(files: Mapping[str, Path], advance: Advance) -> dict[str, str]:
     """SHA-256 of files by their names, several at once; ``advance`` is told of the bytes."""
     lock = Lock()
 

@@ -16,8 +16,8 @@ from quantmint.calibration.batches import hub_errors
 from quantmint.eval.report.model import DATA, Report
 from quantmint.eval.workloads import Workload
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.publish.card import Base, Calibrated, CardFacts, Launch
-from quantmint.pipeline.publish.card_record import base_of, made_of
+from quantmint.pipeline.publish.card import CalibrationText, CardFacts, CardSource, ServingCommand
+from quantmint.pipeline.publish.card_record import card_source, quantization_facts
 from quantmint.pipeline.publish.licences import TEXTS, terms
 from quantmint.pipeline.publish.release import CARD
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
@@ -73,7 +73,9 @@ SHOWN: Final = ("mi300x", "mi355x")
 """What every card has a command for; the recipe's own target comes first."""
 
 
-def launches(recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, *, vllm: str) -> tuple[Launch, ...]:
+def launches(
+    recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, *, vllm: str
+) -> tuple[ServingCommand, ...]:
     """A launch of the checkpoint for the recipe's target and each of `SHOWN`; a command calls it ``model``."""
     targets = [parse_target(f"{name}:{recipe.target.gpus}") for name in dict.fromkeys((recipe.target.hardware, *SHOWN))]
     return tuple(_launch(target, recipe, workload, facts, model, vllm) for target in targets)
@@ -81,7 +83,7 @@ def launches(recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, 
 
 def _launch(
     target: ServingTarget, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str
-) -> Launch:
+) -> ServingCommand:
     title, speculative = target.accelerator.title, recipe.serve.speculative
     request = replace(
         serving_request(recipe, workload, target, model=model, facts=facts, vllm_version=vllm),
@@ -94,9 +96,9 @@ def _launch(
     try:
         plan = plan_serving(request)
     except UserError as error:
-        return Launch(title=title, target=target.hardware, vllm=vllm, refusal=error.message)
+        return ServingCommand(title=title, target=target.hardware, vllm=vllm, refusal=error.message)
     running = processes(plan, port=8000)
-    return Launch(
+    return ServingCommand(
         title=title,
         target=str(target),
         command=_command(plan, running, cpu=target.accelerator.kind == "cpu"),
@@ -154,7 +156,7 @@ def gather(job: Job) -> CardFacts:
         artefact=checkpoint_digest(inputs["quantize"]),
         judged=inputs["gate"].record.finished,
         base=_base(setting, config, metadata),
-        made=made_of(recipe.quantization, config, inspection, _calibrated(recipe, inputs)),
+        quantization=quantization_facts(recipe.quantization, config, inspection, _calibrated(recipe, inputs)),
         terms=terms(metadata, texts_beside(checkpoint), recipe.publish.licence),
         launches=launches(recipe, setting.workload, model_facts(checkpoint), repo or recipe.name, vllm=vllm_of(report)),
         report=report,
@@ -176,19 +178,19 @@ def texts_beside(checkpoint: Path) -> tuple[str, ...]:
     return tuple(sorted({path.name for pattern in TEXTS for path in checkpoint.glob(pattern) if path.is_file()}))
 
 
-def _base(setting: Setting, config: Mapping[str, Any], metadata: Mapping[str, Any]) -> Base:
+def _base(setting: Setting, config: Mapping[str, Any], metadata: Mapping[str, Any]) -> CardSource:
     identity, folder = setting.source, Path(setting.recipe.source.folder or "")
     name = identity.repo or (folder.name if folder.is_absolute() else folder.as_posix())
     commit, digest = (None, identity.digest) if identity.repo is None else (identity.digest, None)
-    return base_of(name, identity.repo, commit, digest, config, metadata)
+    return card_source(name, identity.repo, commit, digest, config, metadata)
 
 
-def _calibrated(recipe: Recipe, inputs: Mapping[str, Entry]) -> Calibrated | None:
+def _calibrated(recipe: Recipe, inputs: Mapping[str, Entry]) -> CalibrationText | None:
     section, texts = recipe.calibration, texts_of(inputs)
     if section is None or texts is None:
         return None
     tokens = inputs["calibrate"].record.result.get("tokens") if "calibrate" in inputs else None
-    return Calibrated(
+    return CalibrationText(
         name=set_name(section.set),
         samples=section.samples,
         sequence_length=section.sequence_length,

@@ -29,10 +29,17 @@ from quantmint.pipeline.base.progress import Progress
 from quantmint.pipeline.publish import manifest as manifests
 from quantmint.pipeline.publish import screening
 from quantmint.pipeline.publish.addresses import public_names
-from quantmint.pipeline.publish.card import eval_results, notice, render, sentence
+from quantmint.pipeline.publish.card import eval_results, notice_text, release_title, render
 from quantmint.pipeline.publish.card_record import encode as encode_facts
 from quantmint.pipeline.publish.licences import refusal
-from quantmint.pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.manifest import (
+    DatasetRecord,
+    HardwareRecord,
+    Manifest,
+    ServingRecord,
+    SourceRecord,
+    StageRecord,
+)
 from quantmint.pipeline.publish.provenance import ABSENT, encode, sbom, statement
 from quantmint.pipeline.publish.release import (
     CARD,
@@ -47,7 +54,13 @@ from quantmint.pipeline.publish.release import (
     Release,
     tag_of,
 )
-from quantmint.pipeline.publish.signing import foreseen_fingerprint, passphrase, require_identity, require_private, sign
+from quantmint.pipeline.publish.signing import (
+    check_private_key,
+    expected_fingerprint,
+    passphrase,
+    require_identity,
+    sign,
+)
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.load import PROVEN_SUITE
 from quantmint.pipeline.stages import card
@@ -152,7 +165,7 @@ class SignStage(Stage):
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """Who signs: the public key, which lies beside the private one, so that no passphrase is asked for to plan."""
         key = setting.loaded.signing_key
-        return {"signer": "keyless" if key is None else {"key_sha256": foreseen_fingerprint(key)}}
+        return {"signer": "keyless" if key is None else {"key_sha256": expected_fingerprint(key)}}
 
     def run(self, job: Job) -> Output:
         """Read every file once more, sign what was read, and hold that against what was judged and packaged."""
@@ -160,7 +173,7 @@ class SignStage(Stage):
         paths = {name: file.path for name, file in signing.files.items()}
         key, word = job.setting.loaded.signing_key, passphrase()
         if key is not None:
-            require_private(key, word)
+            check_private_key(key, word)
         signature = job.path / SIGNATURE
         with disk_errors(job.path), job.progress.bar(signing.size, "B") as advance:
             signed = sign(signing.name, paths, signature, key=key, passphrase=word, advance=advance)
@@ -185,7 +198,7 @@ def require_signer(setting: Setting) -> None:
     if key is None:
         require_identity()
     else:
-        require_private(key, passphrase())
+        check_private_key(key, passphrase())
 
 
 def release(entries: Mapping[str, Entry]) -> Release:
@@ -283,7 +296,12 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
             raise UserError(f"{name} must not be published: {refused}")
         if refused is not None:
             job.progress.warn(f"{name} may lie in a folder of yours, but must not be passed on: {refused}")
-    texts = {CARD: render(facts), NOTICE: notice(facts), **eval_results(facts), RECIPE: job.setting.loaded.text_proven}
+    texts = {
+        CARD: render(facts),
+        NOTICE: notice_text(facts),
+        **eval_results(facts),
+        RECIPE: job.setting.loaded.text_proven,
+    }
     for name, text in texts.items():
         if text is not None:
             _write(job.path, files, name, text.encode())
@@ -294,15 +312,17 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
         own = {path for task in suite.tasks for path in suite.files(task)}
         for path in sorted({suite.path, *own}):
             _write(job.path, files, f"{PROVEN_SUITE}/{path.relative_to(suite.own_tasks)}", path.read_bytes())
-    return sentence(facts)
+    return release_title(facts)
 
 
 def _require_clean(files: Mapping[str, File], setting: Setting) -> None:
     paths = {name: file.path for name, file in files.items()}
-    refused = screening.refused(files, with_code=setting.recipe.trust_remote_code) or screening.misnamed(paths)
+    refused = screening.refused_names(files, with_code=setting.recipe.trust_remote_code) or screening.misnamed_files(
+        paths
+    )
     if refused:
         raise StageError("what must not be published is among the files:\n" + "\n".join(refused))
-    found = screening.findings(paths)
+    found = screening.find_secrets(paths)
     if found:
         raise StageError(
             "the files hold what looks like credentials, and nothing is published:\n" + "\n".join(map(str, found)),
@@ -315,10 +335,10 @@ def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manife
     resolved = yaml.safe_load(recipe)
     server = record.read(entries["gate"].file(GATE))[0].candidate
     stages = {key: _made(entry) for key, entry in sorted(entries.items())}
-    calibrated: list[Dataset] = []
+    calibrated: list[DatasetRecord] = []
     if (texts := texts_of(entries)) is not None:
         name = texts["repo"] or set_name(resolved["calibration"]["set"])
-        calibrated.append(Dataset("calibration", name, texts["revision"], texts["file"]))
+        calibrated.append(DatasetRecord("calibration", name, texts["revision"], texts["file"]))
     return Manifest(
         name=str(resolved["name"]),
         title=title,
@@ -331,8 +351,8 @@ def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manife
         stages=stages,
         datasets=tuple(dict.fromkeys((*calibrated, *_evaluated(entries)))),
         tools=_tools(entries),
-        serving=Serving(engine=server.engine, image=server.image),
-        hardware=Hardware(
+        serving=ServingRecord(engine=server.engine, image=server.image),
+        hardware=HardwareRecord(
             quantized_on=_text(entries["quantize"].record.result.get("hardware")),
             measured_on=server.device,
             target=str(resolved["target"]["hardware"]),
@@ -342,9 +362,9 @@ def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manife
     )
 
 
-def _made(entry: Entry) -> Made:
+def _made(entry: Entry) -> StageRecord:
     found = entry.record
-    return Made(
+    return StageRecord(
         fingerprint=entry.fingerprint,
         version=int(str(found.payload["version"])),
         started=found.started,
@@ -354,11 +374,11 @@ def _made(entry: Entry) -> Made:
     )
 
 
-def _base(source: Entry) -> Base:
+def _base(source: Entry) -> SourceRecord:
     """What the stage `source` was given; of where it lies only the files' names and digests are taken."""
     named = _settings(source)
     files = read_json(source.file(LOCATION))["files"]
-    return Base(
+    return SourceRecord(
         repo=_text(named.get("repo")),
         commit=_text(named.get("commit")),
         sha256=_text(named.get("sha256")),
@@ -370,7 +390,7 @@ def _settings(entry: Entry) -> Any:
     return entry.record.payload["settings"]
 
 
-def _evaluated(entries: Mapping[str, Entry]) -> Iterator[Dataset]:
+def _evaluated(entries: Mapping[str, Entry]) -> Iterator[DatasetRecord]:
     """The tasks' data: of the Hub at the commits that were fetched, or files of ours; and the canary's prompts."""
     for key in ("evaluate-baseline", "evaluate-candidate"):
         if key not in entries:
@@ -379,13 +399,13 @@ def _evaluated(entries: Mapping[str, Entry]) -> Iterator[Dataset]:
             if task["files"]:
                 data = {name: digest for name, digest in task["files"].items() if not name.endswith(".yaml")}
                 one = next(iter(data.values())) if len(data) == 1 else fingerprint(task["files"])
-                yield Dataset("evaluation", task["task"], None, one)
+                yield DatasetRecord("evaluation", task["task"], None, one)
         fetched: Any = entries[key].record.result["datasets"]
         for _, datasets in sorted(fetched.items()):
             for found in datasets:
-                yield Dataset("evaluation", found["path"], found["commit"], None)
+                yield DatasetRecord("evaluation", found["path"], found["commit"], None)
     if "canary-baseline" in entries:
-        yield Dataset("evaluation", "canary prompts", None, _settings(entries["canary-baseline"])["prompts"])
+        yield DatasetRecord("evaluation", "canary prompts", None, _settings(entries["canary-baseline"])["prompts"])
 
 
 def _tools(entries: Mapping[str, Entry]) -> dict[str, str]:

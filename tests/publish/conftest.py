@@ -17,7 +17,7 @@ import pytest
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.publish import manifest as manifests
 from quantmint.pipeline.publish.bucket import BucketDestination
-from quantmint.pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.manifest import HardwareRecord, Manifest, ServingRecord, SourceRecord, StageRecord
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, Release, tag_of
 from quantmint.pipeline.store import objects
 from quantmint.pipeline.store.files import File
@@ -73,14 +73,14 @@ def _manifest(content: str, moment: datetime, files: Mapping[str, File]) -> Mani
         created=when,
         artefact=_A,
         verdict="PASS",
-        base=Base(None, None, _A, {"config.json": _A}),
+        base=SourceRecord(None, None, _A, {"config.json": _A}),
         recipe=recipe,
         recipe_fingerprint=fingerprint(recipe),
-        stages={"source": Made(fingerprint(payload), 1, when, when, {}, payload)},
+        stages={"source": StageRecord(fingerprint(payload), 1, when, when, {}, payload)},
         datasets=(),
         tools={},
-        serving=Serving("vllm 0.32.0", None),
-        hardware=Hardware(None, "AMD Instinct MI300X", "mi300x"),
+        serving=ServingRecord("vllm 0.32.0", None),
+        hardware=HardwareRecord(None, "AMD Instinct MI300X", "mi300x"),
         files=manifests.digests(files),
         quantmint="0.1.0",
     )

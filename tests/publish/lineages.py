@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from quantmint.pipeline.base.canonical import fingerprint
-from quantmint.pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.manifest import (
+    DatasetRecord,
+    HardwareRecord,
+    Manifest,
+    ServingRecord,
+    SourceRecord,
+    StageRecord,
+)
 from quantmint.pipeline.publish.release import CARD, MANIFEST, PROVENANCE, SIGNATURE
 from quantmint.pipeline.store.files import File
 from quantmint.pipeline.store.toolchain import Distribution, Environment
@@ -22,9 +29,9 @@ FILES = {
 CHECKPOINT = {name: FILES[name] for name in ("config.json", "model-00001.safetensors")}
 
 
-def made(key: str, started: str, finished: str, **tools: str) -> Made:
+def made(key: str, started: str, finished: str, **tools: str) -> StageRecord:
     payload: dict[str, Any] = {"stage": key, "version": 2, "inputs": {}, "settings": {}, "tools": tools}
-    return Made(fingerprint(payload), 2, started, finished, tools, payload)
+    return StageRecord(fingerprint(payload), 2, started, finished, tools, payload)
 
 
 MANIFEST_OF_LLAMA = Manifest(
@@ -37,7 +44,7 @@ MANIFEST_OF_LLAMA = Manifest(
     quantmint="0.1.0",
     recipe={"name": "llama-ptpc", "gate": {"accuracy": {"margin": 0.01}}, "calibration": None},
     artefact=A,
-    base=Base("org/llama", COMMIT, None, {"config.json": A, "model.safetensors": B}),
+    base=SourceRecord("org/llama", COMMIT, None, {"config.json": A, "model.safetensors": B}),
     stages={
         "quantize": made("quantize", STARTED, STARTED, torch="2.13.0+rocm7.0", ninja="absent"),
         "serve-candidate": made("serve", STARTED, JUDGED, vllm="0.32.0", torch="2.12.0"),
@@ -45,14 +52,14 @@ MANIFEST_OF_LLAMA = Manifest(
         "report": made("report", JUDGED, REPORTED, Jinja2="3.1.6"),
     },
     datasets=(
-        Dataset("calibration", "org/chat", COMMIT, None),
-        Dataset("evaluation", "tiny_facts", None, B),
-        Dataset("evaluation", "openai/gsm8k", f"{COMMIT}, {OTHER}", None),
-        Dataset("evaluation", "org/unknown", None, None),
+        DatasetRecord("calibration", "org/chat", COMMIT, None),
+        DatasetRecord("evaluation", "tiny_facts", None, B),
+        DatasetRecord("evaluation", "openai/gsm8k", f"{COMMIT}, {OTHER}", None),
+        DatasetRecord("evaluation", "org/unknown", None, None),
     ),
     tools={"Jinja2": "3.1.6", "torch": "2.12.0, 2.13.0+rocm7.0", "vllm": "0.32.0"},
-    serving=Serving("vllm 0.32.0", f"rocm/vllm@sha256:{B}"),
-    hardware=Hardware("8 x AMD Instinct MI300X", "AMD Instinct MI300X", "mi300x"),
+    serving=ServingRecord("vllm 0.32.0", f"rocm/vllm@sha256:{B}"),
+    hardware=HardwareRecord("8 x AMD Instinct MI300X", "AMD Instinct MI300X", "mi300x"),
 )
 ENVIRONMENTS = {
     "quantize": Environment(

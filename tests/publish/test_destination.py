@@ -40,14 +40,14 @@ def test_what_is_published_is_what_readers_get(place: Destination, make_release:
     release = make_release("one", signed="by me")
     place.preflight(None)
     place.preflight(release)
-    planned = place.operations(release, candidate=False)
+    planned = place.planned_operations(release, candidate=False)
     assert {one.what for one in planned} >= release.files.keys(), "every file is named"
     found = publish(place, release)
     assert (found.place, found.tag, found.current, found.again) == (place.address, release.tag, True, False)
     assert read(place, tmp_path / "copy") == contents(release)
     (listed,) = place.releases()
     assert (listed.tag, listed.title) == (release.tag, "the model one")
-    assert place.operations(release, candidate=False) == ()
+    assert place.planned_operations(release, candidate=False) == ()
 
 
 def test_a_release_that_is_there_is_left_as_it_is(
@@ -102,7 +102,7 @@ def test_a_rollback_stays_until_somebody_chooses_again(place: Destination, three
     assert place.rollback(first.tag, dry_run=False, progress=TOLD) == ()
     again = publish(place, second)
     assert (again.again, again.current) == (True, False), "a run does not undo it"
-    assert place.operations(second, candidate=False) == ()
+    assert place.planned_operations(second, candidate=False) == ()
     assert states(place) == {third.tag: "candidate", second.tag: "", first.tag: "current"}
     place.rollback(second.tag, dry_run=False, progress=TOLD)
     assert read(place, tmp_path / "again") == contents(second)

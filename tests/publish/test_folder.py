@@ -110,7 +110,7 @@ def test_what_others_put_there_is_left_alone(
     target = FolderDestination(folder, "r")
     for attempt in (
         lambda: target.preflight(release),
-        lambda: target.operations(release, candidate=False),
+        lambda: target.planned_operations(release, candidate=False),
         lambda: publish(folder, release),
     ):
         with pytest.raises(UserError, match="was not published by quantmint"):

@@ -20,7 +20,7 @@ from quantmint.pipeline.publish.signing import (
     read_signature,
     require_identity,
     sign,
-    verified,
+    verify_signature,
 )
 from tests.signing import WORD, write_key
 
@@ -70,11 +70,11 @@ def test_the_identity_is_read_and_not_believed(tmp_path: Path, offline: None) ->
     assert signer.to_json() == {"kind": "identity", "identity": WORKFLOW, "issuer": ISSUER}
     for identity, issuer in ((WORKFLOW, "https://accounts.example.org"), ("me@example.org", ISSUER)):
         with pytest.raises(SignatureError, match="is signed by https://github"):
-            verified(path, identity=identity, issuer=issuer)
+            verify_signature(path, identity=identity, issuer=issuer)
     with pytest.raises(SignatureError, match="was changed, or is not by https://github"):
-        verified(path, identity=WORKFLOW, issuer=ISSUER)
+        verify_signature(path, identity=WORKFLOW, issuer=ISSUER)
     with pytest.raises(SignatureError, match="expected the key"):
-        verified(path, key=tmp_path / "signing.pub")
+        verify_signature(path, key=tmp_path / "signing.pub")
 
 
 def test_what_sigstore_is_asked_for(tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,4 +117,4 @@ def test_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert "a key needs none" in str(refused.value.hint)
     path = forged(tmp_path / "model.sig", tmp_path)
     with pytest.raises(StageError, match=r"Sigstore cannot be asked: .*TUF"):
-        verified(path, identity=WORKFLOW, issuer=ISSUER)
+        verify_signature(path, identity=WORKFLOW, issuer=ISSUER)

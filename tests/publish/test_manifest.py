@@ -12,7 +12,16 @@ import pytest
 
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.publish import manifest as manifests
-from quantmint.pipeline.publish.manifest import Base, Dataset, Digest, Hardware, Made, Manifest, ManifestError, Serving
+from quantmint.pipeline.publish.manifest import (
+    DatasetRecord,
+    FileDigest,
+    HardwareRecord,
+    Manifest,
+    ManifestError,
+    ServingRecord,
+    SourceRecord,
+    StageRecord,
+)
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE
 from quantmint.pipeline.store.files import File
 
@@ -20,9 +29,9 @@ A, B = "a" * 64, "b" * 64
 WHEN = "2026-11-21T12:00:04.445Z"
 
 
-def made(key: str, inputs: dict[str, str], settings: dict[str, Any] | None = None) -> Made:
+def made(key: str, inputs: dict[str, str], settings: dict[str, Any] | None = None) -> StageRecord:
     payload = {"stage": key, "version": 1, "inputs": inputs, "settings": settings or {}, "tools": {}}
-    return Made(fingerprint(payload), 1, WHEN, WHEN, {}, payload)
+    return StageRecord(fingerprint(payload), 1, WHEN, WHEN, {}, payload)
 
 
 @pytest.fixture
@@ -37,15 +46,18 @@ def manifest() -> Manifest:
         created=WHEN,
         artefact=B,
         verdict="PASS",
-        base=Base(None, None, A, {"config.json": B}),
+        base=SourceRecord(None, None, A, {"config.json": B}),
         recipe=recipe,
         recipe_fingerprint=fingerprint(recipe),
         stages=stages,
-        datasets=(Dataset("calibration", "tiny", None, A), Dataset("evaluation", "org/facts", "c" * 40, None)),
+        datasets=(
+            DatasetRecord("calibration", "tiny", None, A),
+            DatasetRecord("evaluation", "org/facts", "c" * 40, None),
+        ),
         tools={"torch": "2.13.0"},
-        serving=Serving("vllm 0.32.0", None),
-        hardware=Hardware(None, "AMD Instinct MI300X", "mi300x"),
-        files={"config.json": Digest(3, A), "quantmint/gate.json": Digest(0, B)},
+        serving=ServingRecord("vllm 0.32.0", None),
+        hardware=HardwareRecord(None, "AMD Instinct MI300X", "mi300x"),
+        files={"config.json": FileDigest(3, A), "quantmint/gate.json": FileDigest(0, B)},
         quantmint="0.1.0",
     )
 
@@ -81,7 +93,9 @@ def test_the_same_content_gives_the_same_bytes(manifest: Manifest) -> None:
 
 def test_neither_itself_nor_the_signature_is_listed() -> None:
     file = File(Path("anywhere"), 3, A)
-    assert manifests.digests({MANIFEST: file, SIGNATURE: file, "config.json": file}) == {"config.json": Digest(3, A)}
+    assert manifests.digests({MANIFEST: file, SIGNATURE: file, "config.json": file}) == {
+        "config.json": FileDigest(3, A)
+    }
 
 
 def listing(*names: str) -> Callable[[dict[str, Any]], object]:

@@ -20,7 +20,7 @@ from quantmint.pipeline.publish import destination as protocol
 from quantmint.pipeline.publish.bucket import BucketDestination
 from quantmint.pipeline.publish.destination import Destination
 from quantmint.pipeline.publish.folder import FolderDestination
-from quantmint.pipeline.publish.hub.client import Client
+from quantmint.pipeline.publish.hub.client import HubClient
 from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.publish.release import MANIFEST, Release
 from quantmint.pipeline.store.files import DamagedError
@@ -71,7 +71,7 @@ def strike(kind: type[Destination], number: int, fault: Callable[[], object]) ->
     elif issubclass(kind, BucketDestination):
         targets = [(Objects, name) for name in OBJECTS]
     else:
-        targets = [(Client, "call")]
+        targets = [(HubClient, "call")]
     with pytest.MonkeyPatch.context() as patch:
         for target, name in targets:
             patch.setattr(target, name, struck(name, getattr(target, name)))

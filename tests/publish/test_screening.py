@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from quantmint.pipeline.publish.screening import misnamed, refused
+from quantmint.pipeline.publish.screening import misnamed_files, refused_names
 
 RELEASE = (
     "README.md",
@@ -57,7 +57,7 @@ RELEASE = (
 
 
 def test_all_that_a_release_has() -> None:
-    assert refused(RELEASE) == ()
+    assert refused_names(RELEASE) == ()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_all_that_a_release_has() -> None:
     ],
 )
 def test_what_stays_here(name: str, reason: str) -> None:
-    [line] = refused([*RELEASE, name])
+    [line] = refused_names([*RELEASE, name])
     assert line.startswith(f"{name}: ")
     assert reason in line
 
@@ -95,12 +95,12 @@ def test_what_stays_here(name: str, reason: str) -> None:
     "name", ["../config.json", "/etc/passwd.json", "a\\b.json", "quantmint//gate.json", "Config.JSON"]
 )
 def test_names_that_lead_elsewhere(name: str) -> None:
-    assert refused(["config.json", name]) != ()
+    assert refused_names(["config.json", name]) != ()
 
 
 def test_code_of_a_source_that_is_trusted() -> None:
-    assert refused(["modeling_llama.py"], with_code=True) == ()
-    assert refused(["quantmint/run.py", "x.pyc"], with_code=True) != ()
+    assert refused_names(["modeling_llama.py"], with_code=True) == ()
+    assert refused_names(["quantmint/run.py", "x.pyc"], with_code=True) != ()
 
 
 def zipped() -> bytes:
@@ -143,15 +143,15 @@ def tarred() -> bytes:
 def test_what_is_not_what_its_name_says(tmp_path: Path, name: str, content: bytes, fault: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    [line] = misnamed({name: path})
+    [line] = misnamed_files({name: path})
     assert line.startswith(f"{name}: ")
     assert fault in line
 
 
 def test_a_model_as_it_is_written(models: Callable[..., Path]) -> None:
     files = {path.name: path for path in models("llama").iterdir()}
-    assert refused(files) == ()
-    assert misnamed(files) == ()
+    assert refused_names(files) == ()
+    assert misnamed_files(files) == ()
 
 
 def test_a_header_whose_length_looks_like_a_pickle(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_header_whose_length_looks_like_a_pickle(tmp_path: Path) -> None:
     header = raw[8 : 8 + length] + b" " * (640 - length)
     path.write_bytes(struct.pack("<Q", 640) + header + raw[8 + length :])
     assert path.read_bytes().startswith(b"\x80\x02")
-    assert misnamed({"model.safetensors": path}) == ()
+    assert misnamed_files({"model.safetensors": path}) == ()
 
 
 def test_links_and_what_is_no_file(tmp_path: Path) -> None:
@@ -171,4 +171,4 @@ def test_links_and_what_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "lost.json").symlink_to("nowhere")
     os.mkfifo(tmp_path / "pipe.json")
     names = ("config.json", "lost.json", "pipe.json")
-    assert misnamed({name: tmp_path / name for name in names}) == tuple(f"{name}: not a file" for name in names)
+    assert misnamed_files({name: tmp_path / name for name in names}) == tuple(f"{name}: not a file" for name in names)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from quantmint.pipeline.publish.screening import Secret, detectors, findings
+from quantmint.pipeline.publish.screening import Secret, detectors, find_secrets
 
 _LETTERS = "AbCdEfGhIjKlMnOpQrStUvWxYzAbCdEfGhIjKlMnOpQrStUvWxYz"
 _DIGITS = "3f1c0a52e7d94b603f1c0a52e7d94b603f1c0a52e7d94b60"
@@ -61,7 +61,7 @@ SECRETS = {
 def looked(tmp_path: Path, name: str, content: str | bytes, environment: dict[str, str] | None = None) -> Any:
     path = tmp_path / "file"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return findings({name: path}, environment or {})
+    return find_secrets({name: path}, environment or {})
 
 
 @pytest.mark.parametrize("kind", SECRETS)
@@ -139,7 +139,7 @@ def test_the_process_environment_and_the_hubs_store_are_looked_at(
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "a-stored-token")
     path = tmp_path / "a.json"
     path.write_text("no-form-at-all a-stored-token")
-    assert [secret.kind for secret in findings({"a.json": path})] == [
+    assert [secret.kind for secret in find_secrets({"a.json": path})] == [
         "the Hub's token of this machine",
         "the value of MY_TEST_TOKEN",
     ]
@@ -161,6 +161,6 @@ def test_the_header_of_weights(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = {"a": np.frombuffer(SECRETS["GitHub token"].encode(), np.uint8)}
     save_file(tensors, path, metadata={"by": SECRETS["Hugging Face token"]})
-    assert findings({"model.safetensors": path}, {}) == (Secret("model.safetensors", 1, "Hugging Face token"),)
+    assert find_secrets({"model.safetensors": path}, {}) == (Secret("model.safetensors", 1, "Hugging Face token"),)
     path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
-    assert findings({"model.safetensors": path}, {}) == ()
+    assert find_secrets({"model.safetensors": path}, {}) == ()

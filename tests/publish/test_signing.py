@@ -18,13 +18,13 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.publish.signing import (
     PASSPHRASE,
     SignatureError,
-    foreseen_fingerprint,
-    hashed,
+    check_private_key,
+    expected_fingerprint,
+    hash_files,
     public_fingerprint,
     read_signature,
-    require_private,
     sign,
-    verified,
+    verify_signature,
 )
 from tests.signing import WORD, curve_key, rsa_key, write_key
 
@@ -79,10 +79,10 @@ def test_ours_checks_with_the_stock_command(model: Path, keys: tuple[Path, Path]
 
 def test_theirs_checks_with_ours(model: Path, tmp_path: Path) -> None:
     private, public = write_key(tmp_path / "open.pem", word=None)  # their command cannot read one with a passphrase
-    expected, signature = hashed(files_of(model), lambda _: None), model / "model.sig"
+    expected, signature = hash_files(files_of(model), lambda _: None), model / "model.sig"
     told = stock("sign", "key", model, "--signature", signature, "--private_key", private)
     assert told.returncode == 0, told.stderr
-    signed = verified(signature, key=public)
+    signed = verify_signature(signature, key=public)
     assert signed.digests == expected
     assert (signed.name, signed.signer.key_sha256) == ("model", hashlib.sha256(public.read_bytes()).hexdigest())
 
@@ -94,11 +94,11 @@ def test_who_signed_and_what(model: Path, keys: tuple[Path, Path]) -> None:
     files = files_of(model)
     made = sign("model", files, signature, key=private, passphrase=WORD, advance=told.append)
     assert sum(told) == sum(path.stat().st_size for path in files.values())
-    assert made == read_signature(signature) == verified(signature, key=public)
+    assert made == read_signature(signature) == verify_signature(signature, key=public)
     assert made.digests == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     fingerprint = hashlib.sha256(public.read_bytes()).hexdigest()
     assert made.signer.to_json() == {"kind": "key", "key_sha256": fingerprint}
-    assert fingerprint == public_fingerprint(public) == foreseen_fingerprint(private)
+    assert fingerprint == public_fingerprint(public) == expected_fingerprint(private)
 
 
 def edited(signature: Path, change: Any) -> None:
@@ -131,25 +131,25 @@ def test_a_statement_that_was_edited(model: Path, keys: tuple[Path, Path], chang
     signature = signed_by(model, private)
     edited(signature, change)
     with pytest.raises(SignatureError, match="was changed, or is not by the key"):
-        verified(signature, key=public)
+        verify_signature(signature, key=public)
 
 
 def test_another_signer(model: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
     signature = signed_by(model, keys[0])
     other = write_key(tmp_path / "other.pem")[1]
     with pytest.raises(SignatureError, match=public_fingerprint(other)[:16]):
-        verified(signature, key=other)
+        verify_signature(signature, key=other)
     with pytest.raises(SignatureError, match=r"expected me@example\.org"):
-        verified(signature, identity="me@example.org", issuer="https://accounts.example.org")
+        verify_signature(signature, identity="me@example.org", issuer="https://accounts.example.org")
 
     def claims(statement: Any, bundle: Any) -> None:
         bundle["verificationMaterial"]["publicKey"]["hint"] = public_fingerprint(other)
 
     edited(signature, claims)
     with pytest.raises(SignatureError):
-        verified(signature, key=other)
+        verify_signature(signature, key=other)
     with pytest.raises(UserError, match="against a public key, or"):
-        verified(signature)
+        verify_signature(signature)
 
 
 def test_a_signature_that_leaves_out_the_weights(model: Path, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_signature_that_leaves_out_the_weights(model: Path, tmp_path: Path) ->
     told = stock("sign", "key", model, "--signature", signature, "--private_key", private, "--ignore-paths", weights)
     assert told.returncode == 0, told.stderr
     with pytest.raises(SignatureError, match=r"leaves out model\.safetensors"):
-        verified(signature, key=public)
+        verify_signature(signature, key=public)
 
 
 @pytest.mark.parametrize(
@@ -175,31 +175,31 @@ def test_what_is_no_signature(tmp_path: Path, text: str) -> None:
 def test_keys_that_cannot_sign(tmp_path: Path) -> None:
     private = tmp_path / "signing.pem"
     with pytest.raises(UserError, match="cannot be read"):
-        require_private(private, None)
+        check_private_key(private, None)
     write_key(private, rsa_key())
     with pytest.raises(UserError, match=r"expected a private key as PEM on one of the curves .*, found RSA"):
-        require_private(private, WORD)
+        check_private_key(private, WORD)
     write_key(private, curve_key(ec.SECP256K1()))
     with pytest.raises(UserError, match=r"secp256r1, .*, found one on the curve secp256k1"):
-        require_private(private, WORD)
+        check_private_key(private, WORD)
     private.write_text("-----BEGIN NOTHING-----")
     with pytest.raises(UserError, match="expected a private key as PEM"):
-        require_private(private, WORD)
+        check_private_key(private, WORD)
 
 
 def test_the_passphrase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     private, public = write_key(tmp_path / "signing.pem")
     for word, message in ((None, f"{PASSPHRASE} is not set"), ("wrong-word-1", "is wrong, or the file is damaged")):
         with pytest.raises(UserError, match=message) as refused:
-            require_private(private, word)
+            check_private_key(private, word)
         assert "wrong-word-1" not in str(refused.value)
         assert refused.value.__cause__ is None
-    assert require_private(private, WORD) == public_fingerprint(public)
+    assert check_private_key(private, WORD) == public_fingerprint(public)
     public.unlink()
     monkeypatch.delenv(PASSPHRASE, raising=False)
-    assert foreseen_fingerprint(private) is None
+    assert expected_fingerprint(private) is None
     monkeypatch.setenv(PASSPHRASE, WORD)
-    assert foreseen_fingerprint(private) == require_private(private, WORD)
+    assert expected_fingerprint(private) == check_private_key(private, WORD)
 
 
 def test_a_public_key_of_another(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_public_key_of_another(tmp_path: Path) -> None:
     write_key(tmp_path / "other.pem")
     shutil.copy(tmp_path / "other.pub", public)
     with pytest.raises(UserError, match="is not the public key of") as refused:
-        require_private(private, WORD)
+        check_private_key(private, WORD)
     assert "openssl pkey -in signing.pem -pubout -out signing.pub" in str(refused.value.hint)
     with pytest.raises(UserError, match="found a private one"):
         public_fingerprint(private)
@@ -229,5 +229,5 @@ def test_keys_that_openssl_makes(model: Path, tmp_path: Path, make: str, word: s
     subprocess.run(["openssl", *(part.replace("WORD", word or "") for part in arguments), private], check=True)
     unlock = [] if word is None else ["-passin", f"pass:{word}"]
     subprocess.run(["openssl", "pkey", "-in", private, *unlock, "-pubout", "-out", public], check=True)
-    assert require_private(private, WORD) == hashlib.sha256(public.read_bytes()).hexdigest()
-    assert verified(signed_by(model, private), key=public).signer.to_json()["kind"] == "key"
+    assert check_private_key(private, WORD) == hashlib.sha256(public.read_bytes()).hexdigest()
+    assert verify_signature(signed_by(model, private), key=public).signer.to_json()["kind"] == "key"

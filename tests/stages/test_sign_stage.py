@@ -14,9 +14,16 @@ import pytest
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.publish import manifest as manifests
-from quantmint.pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.manifest import (
+    FileDigest,
+    HardwareRecord,
+    Manifest,
+    ServingRecord,
+    SourceRecord,
+    StageRecord,
+)
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE
-from quantmint.pipeline.publish.signing import PASSPHRASE, verified
+from quantmint.pipeline.publish.signing import PASSPHRASE, verify_signature
 from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.preflight import require_means
 from quantmint.pipeline.runs.session import open_setting
@@ -73,11 +80,11 @@ class Leaving:
 
 def packaged(job: Job) -> Mapping[str, bytes]:
     """A card, and a manifest with every file that the stages before left."""
-    files = {"README.md": Digest(3, hashlib.sha256(b"# r").hexdigest())}
+    files = {"README.md": FileDigest(3, hashlib.sha256(b"# r").hexdigest())}
     for key, entry in job.inputs.items():
         for name, fact in entry.record.files.items():
             short = name.removeprefix("checkpoint/") if key == "quantize" else f"quantmint/{name}"
-            files[short] = Digest(fact.size, fact.sha256)
+            files[short] = FileDigest(fact.size, fact.sha256)
     payload = {"stage": "source", "version": 1, "inputs": {}, "settings": {"sha256": A}, "tools": {}}
     manifest = Manifest(
         name="r",
@@ -85,14 +92,14 @@ def packaged(job: Job) -> Mapping[str, bytes]:
         created=WHEN,
         artefact=A,
         verdict="PASS",
-        base=Base(None, None, A, {"config.json": A}),
+        base=SourceRecord(None, None, A, {"config.json": A}),
         recipe={"name": "r"},
         recipe_fingerprint=fingerprint({"name": "r"}),
-        stages={"source": Made(fingerprint(payload), 1, WHEN, WHEN, {}, payload)},
+        stages={"source": StageRecord(fingerprint(payload), 1, WHEN, WHEN, {}, payload)},
         datasets=(),
         tools={},
-        serving=Serving("vllm 0.32.0", None),
-        hardware=Hardware(None, "AMD Instinct MI300X", "mi300x"),
+        serving=ServingRecord("vllm 0.32.0", None),
+        hardware=HardwareRecord(None, "AMD Instinct MI300X", "mi300x"),
         files=files,
         quantmint="0.1.0",
     )
@@ -138,7 +145,7 @@ def test_every_file_of_the_release_is_signed(run: Any) -> None:
     entry = outcome.entry("sign")
     assert set(entry.record.files) == {SIGNATURE}
     files = released(outcome).files
-    signed = verified(files[SIGNATURE].path, key=Path("signing.pub"))
+    signed = verify_signature(files[SIGNATURE].path, key=Path("signing.pub"))
     assert signed.digests == {name: file.sha256 for name, file in files.items() if name != SIGNATURE}
     assert {"model.safetensors", "quantmint/gate.json", "README.md", MANIFEST} <= set(signed.digests)
     key = hashlib.sha256(Path("signing.pub").read_bytes()).hexdigest()
@@ -162,9 +169,9 @@ def test_another_key_signs_anew_and_nothing_else_is_made_again(run: Any) -> None
     assert [step.planned.key for step in second.steps if not step.cached] == ["sign"]
     assert released(second).identity == released(first).identity
     signatures = [outcome.entry("sign").file(SIGNATURE) for outcome in (first, second)]
-    assert verified(signatures[1], key=Path("signing.pub")).digests
+    assert verify_signature(signatures[1], key=Path("signing.pub")).digests
     with pytest.raises(UserError, match="is signed by the key"):
-        verified(signatures[0], key=Path("signing.pub"))
+        verify_signature(signatures[0], key=Path("signing.pub"))
 
 
 def test_a_byte_that_changed_since(run: Any) -> None:
@@ -187,7 +194,9 @@ def test_a_file_that_was_lost_is_made_again_first(run: Any) -> None:
     run.run(*stages()[:-1]).entry("quantize").file("checkpoint/model.safetensors").unlink()
     outcome = run.run(*stages())
     assert "quantize" in [step.planned.key for step in outcome.steps if not step.cached]
-    assert "model.safetensors" in verified(outcome.entry("sign").file(SIGNATURE), key=Path("signing.pub")).digests
+    assert (
+        "model.safetensors" in verify_signature(outcome.entry("sign").file(SIGNATURE), key=Path("signing.pub")).digests
+    )
 
 
 def wrong_passphrase(patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from quantmint.pipeline.base.errors import UserError, did_you_mean
-from quantmint.pipeline.publish.hub.client import Client
+from quantmint.pipeline.publish.hub.client import HubClient
 from quantmint.pipeline.publish.hub.repository import Repository, look, tree
 from quantmint.pipeline.publish.release import MANIFEST
 from quantmint.pipeline.recipe.destinations import Hub
@@ -23,7 +23,7 @@ PUBLIC: Final = "public"
 _SLUG: Final = re.compile(r"[^/\s]+/\S+-[0-9a-f]{24}")
 
 
-def preflight(client: Client, section: Hub | None) -> Repository | None:
+def preflight(client: HubClient, section: Hub | None) -> Repository | None:
     """The repository, None where it would be created.
 
     Raises `UserError` for the first thing that would stop a release, and the client's errors.
@@ -107,7 +107,7 @@ def changes(repository: Repository | None, section: Hub | None) -> tuple[tuple[s
     return before, after
 
 
-def restrict(client: Client, repository: Repository, section: Hub | None) -> None:
+def restrict(client: HubClient, repository: Repository, section: Hub | None) -> None:
     """Let nobody in whom the recipe keeps out."""
     before, _ = changes(repository, section)
     if section is not None and before:
@@ -115,7 +115,7 @@ def restrict(client: Client, repository: Repository, section: Hub | None) -> Non
         client.call("make it gated", lambda: client.api.update_repo_settings(client.repo, gated=gated))
 
 
-def settle(client: Client, repository: Repository, section: Hub | None) -> None:
+def settle(client: HubClient, repository: Repository, section: Hub | None) -> None:
     """Open it where the recipe does, and have its collection list it."""
     if section is None:
         return

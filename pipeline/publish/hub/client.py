@@ -49,7 +49,7 @@ class MissingError(RefusedError):
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class HubClient:
     """The client library for one repository; ``tries`` is how often it is asked at most."""
 
     repo: str
@@ -117,7 +117,7 @@ class Client:
         return StageError(text, hint=_KEPT)
 
 
-def connect(repo: str, progress: Progress | None = None, *, tries: int = TRIES) -> Client:
+def connect(repo: str, progress: Progress | None = None, *, tries: int = TRIES) -> HubClient:
     """A client of the Hub, or of the server in HF_ENDPOINT; raises `UserError` where the library is not installed."""
     try:
         import tenacity  # noqa: F401
@@ -130,7 +130,7 @@ def connect(repo: str, progress: Progress | None = None, *, tries: int = TRIES) 
         ) from None
     logging.getLogger(get_session.__module__).addFilter(_redacted)  # once, however often it is added
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="quantmint")
-    return Client(repo, api, progress, tries)
+    return HubClient(repo, api, progress, tries)
 
 
 def _status_of(error: BaseException) -> int | None:

@@ -19,10 +19,17 @@ from typing import Any
 
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.progress import Progress
-from quantmint.pipeline.publish.destination import Destination, Difference, ListedRelease, Operation, State, named
+from quantmint.pipeline.publish.destination import (
+    Destination,
+    DestinationState,
+    Difference,
+    ListedRelease,
+    Operation,
+    find_release,
+)
 from quantmint.pipeline.publish.hub import access
 from quantmint.pipeline.publish.hub import repository as hub
-from quantmint.pipeline.publish.hub.client import Client, MissingError, RefusedError, connect
+from quantmint.pipeline.publish.hub.client import HubClient, MissingError, RefusedError, connect
 from quantmint.pipeline.publish.hub.repository import CANDIDATE, MAIN, Repository, Tree
 from quantmint.pipeline.publish.release import MANIFEST, Release
 from quantmint.pipeline.recipe.destinations import Hub
@@ -54,14 +61,18 @@ class HubDestination(Destination):
         if release is not None and repository is not None:
             self._require_own(release, repository)
 
-    def state(self) -> State:
+    def state(self) -> DestinationState:
         """Refs and files of every tag; nothing where there is no repository yet."""
         client = self._client()
         repository = hub.look(client)
-        return State() if repository is None else State(hub.releases(client, repository), mark=repository)
+        return (
+            DestinationState()
+            if repository is None
+            else DestinationState(hub.releases(client, repository), mark=repository)
+        )
 
     @contextmanager
-    def changing(self, progress: Progress) -> Iterator[None]:
+    def exclusive(self, progress: Progress) -> Iterator[None]:
         """Nobody is kept out; the client tells this progress what it waits for."""
         self._progress = progress
         try:
@@ -74,7 +85,9 @@ class HubDestination(Destination):
         client = self._client()
         return hub.releases(client, self._require_repository(client))
 
-    def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
+    def compare(
+        self, release: Release, state: DestinationState, *, candidate: bool, progress: Progress | None
+    ) -> Difference:
         """With what the commit would go on top of, unless the release is tagged, or a pull request holds it."""
         repository: Repository | None = state.mark
         if repository is None:
@@ -87,7 +100,9 @@ class HubDestination(Destination):
         missing = [name for name in other if name in release.files]
         return Difference(missing, [name for name in other if name not in release.files])
 
-    def put(self, release: Release, diff: Difference, state: State, *, candidate: bool, progress: Progress) -> str:
+    def upload(
+        self, release: Release, diff: Difference, state: DestinationState, *, candidate: bool, progress: Progress
+    ) -> str:
         """Make the repository where there is none, send, commit, and compare; returns the commit."""
         client = self._client()
         repository = state.mark or self._create(client)
@@ -109,7 +124,7 @@ class HubDestination(Destination):
         hub.require_release(client, made, release, "the commit")
         return made
 
-    def point(self, release: ListedRelease, state: State, why: str, *, candidate: bool) -> None:
+    def set_pointer(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
         """Nothing where `main` holds it; else its pull request is merged, or `main` is given its files by a commit.
 
         A candidate waits on the branch or the pull request that it was committed to.
@@ -136,7 +151,7 @@ class HubDestination(Destination):
                     f"delete the branch {CANDIDATE}", lambda: client.api.delete_branch(self.repo, branch=CANDIDATE)
                 )
 
-    def preparing(self, state: State) -> Sequence[Operation]:
+    def setup_operations(self, state: DestinationState) -> Sequence[Operation]:
         """Make it, gate it, open it."""
         before, after = access.changes(state.mark, self.section)
         kind = "private" if self.section is None or self.section.private else "public"
@@ -144,7 +159,13 @@ class HubDestination(Destination):
         return (*created, *(Operation("set", change) for change in (*before, *after)))
 
     def _give(
-        self, client: Client, repository: Repository, release: ListedRelease, state: State, wanted: Tree, why: str
+        self,
+        client: HubClient,
+        repository: Repository,
+        release: ListedRelease,
+        state: DestinationState,
+        wanted: Tree,
+        why: str,
     ) -> None:
         parent = state.mark.head if state.mark is not None else repository.head
         number = repository.request_of(release.revision)
@@ -182,7 +203,7 @@ class HubDestination(Destination):
         """By the Hub's list."""
         return {name: remote.size for name, remote in hub.tree(self._client(), release.revision).items()}
 
-    def is_chosen(self, release: ListedRelease) -> bool:
+    def is_in_use(self, release: ListedRelease) -> bool:
         """By the manifest on `main`, the branch ``candidate`` and the open pull requests."""
         client = self._client()
         repository = self._require_repository(client)
@@ -209,29 +230,31 @@ class HubDestination(Destination):
 
     def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Wanted = None) -> Path:
         """The files in ``into`` (with `.cache/huggingface/`, the client's books) or in the Hub's cache; none twice."""
-        with self.changing(progress):
+        with self.exclusive(progress):
             return hub.download(self._client(), self.revision_of(tag), into, wanted)
 
     def revision_of(self, tag: str | None) -> str:
         """The commit of a release (None: the current one); raises `UserError` where there is none."""
         client = self._client()
         repository = self._require_repository(client)
-        return repository.head if tag is None else named(hub.releases(client, repository), tag, self.repo).revision
+        return (
+            repository.head if tag is None else find_release(hub.releases(client, repository), tag, self.repo).revision
+        )
 
-    def _client(self) -> Client:
+    def _client(self) -> HubClient:
         return connect(self.repo, self._progress)
 
     def _base(self, repository: Repository, candidate: bool) -> tuple[str, str]:
         branch = CANDIDATE if candidate and not self._by_request and CANDIDATE in repository.branches else MAIN
         return branch, repository.branches[branch]
 
-    def _create(self, client: Client) -> Repository:
+    def _create(self, client: HubClient) -> Repository:
         """Make the repository; another publisher may do so at the same time."""
         private = self.section is None or self.section.private
         client.call("create the repository", lambda: client.api.create_repo(self.repo, private=private, exist_ok=True))
         return self._require_repository(client)
 
-    def _require_repository(self, client: Client) -> Repository:
+    def _require_repository(self, client: HubClient) -> Repository:
         """The repository; raises `MissingError`: the Hub says the same of one that a token may not see."""
         if (repository := hub.look(client)) is None:
             raise MissingError(
@@ -270,7 +293,7 @@ class HubDestination(Destination):
         """Whether a commit is the next one after ``parent``, so that merging it gives exactly its files."""
         return [str(one.commit_id) for one in hub.history(self._client(), commit)[1:2]] == [parent]
 
-    def _commit(self, client: Client, release: Release, branch: str, parent: str) -> str:
+    def _commit(self, client: HubClient, release: Release, branch: str, parent: str) -> str:
         """The operations that make the parent's files those of the release, in one commit."""
         from huggingface_hub import CommitOperationDelete
 
@@ -280,20 +303,20 @@ class HubDestination(Destination):
             return self._opened(release, now) if self._by_request else self._holding(heads, release)
 
         gone = sorted(hub.tree(client, parent).keys() - release.files.keys())
-        operations = [
+        planned_operations = [
             *hub.upload(client, release, branch, by_request=self._by_request),
             *(CommitOperationDelete(name, is_folder=False) for name in gone),
         ]
         return hub.commit(
-            client, operations, hub.title_of(release), branch, parent, found=found, by_request=self._by_request
+            client, planned_operations, hub.title_of(release), branch, parent, found=found, by_request=self._by_request
         )
 
-    def _copy(self, client: Client, release: ListedRelease, parent: str, wanted: Tree, message: str) -> None:
+    def _copy(self, client: HubClient, release: ListedRelease, parent: str, wanted: Tree, message: str) -> None:
         """One commit; large files are named by their SHA-256 and not sent, small ones the client sends again."""
         from huggingface_hub import CommitOperationCopy, CommitOperationDelete
 
         names = hub.differing(hub.tree(client, parent), wanted)
-        operations: list[Any] = [
+        planned_operations: list[Any] = [
             CommitOperationCopy(name, name, src_revision=release.revision)
             if name in wanted
             else CommitOperationDelete(name, is_folder=False)
@@ -303,9 +326,9 @@ class HubDestination(Destination):
         def found() -> str | None:
             return None if hub.differing(hub.tree(client, MAIN), wanted) else MAIN
 
-        hub.commit(client, operations, message, MAIN, parent, found=found)
+        hub.commit(client, planned_operations, message, MAIN, parent, found=found)
 
-    def _merge(self, client: Client, number: int, commit: str, wanted: Tree) -> None:
+    def _merge(self, client: HubClient, number: int, commit: str, wanted: Tree) -> None:
         def attempt() -> None:
             status = client.api.get_discussion_details(self.repo, number).status
             if status == "draft":
@@ -321,7 +344,7 @@ class HubDestination(Destination):
                     raise hub.moved(self.repo, MAIN) from None
                 raise
 
-    def _close(self, client: Client, repository: Repository, head: str, comment: str) -> None:
+    def _close(self, client: HubClient, repository: Repository, head: str, comment: str) -> None:
         number = repository.request_of(head)
         client.call(
             f"close pull request {number}",

@@ -23,7 +23,7 @@ from typing import Any, Final
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.progress import reporter_for
 from quantmint.pipeline.publish.destination import ListedRelease, newest_first
-from quantmint.pipeline.publish.hub.client import Client, MissingError, MovedError
+from quantmint.pipeline.publish.hub.client import HubClient, MissingError, MovedError
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
 from quantmint.pipeline.store.files import File, Wanted, require_digest, require_safe
 
@@ -81,7 +81,7 @@ class Repository:
         return next((number for number, (head, _) in self.requests.items() if head == commit), None)
 
 
-def look(client: Client) -> Repository | None:
+def look(client: HubClient) -> Repository | None:
     """The repository; None where there is none, or none that this token may see."""
     api, repo = client.api, client.repo
     try:
@@ -109,7 +109,7 @@ def look(client: Client) -> Repository | None:
     )
 
 
-def releases(client: Client, repository: Repository) -> tuple[ListedRelease, ...]:
+def releases(client: HubClient, repository: Repository) -> tuple[ListedRelease, ...]:
     """The tagged releases, the newest first.
 
     One is current where `main` has its manifest: a promotion or a rollback brings that there by another commit.
@@ -139,7 +139,7 @@ def releases(client: Client, repository: Repository) -> tuple[ListedRelease, ...
     return newest_first(found)
 
 
-def history(client: Client, revision: str) -> list[Any]:
+def history(client: HubClient, revision: str) -> list[Any]:
     """The commits that led to a revision, the newest first."""
     return client.call(
         f"read the history of {revision[:12]}",
@@ -147,7 +147,7 @@ def history(client: Client, revision: str) -> list[Any]:
     )
 
 
-def tree(client: Client, revision: str) -> dict[str, Remote]:
+def tree(client: HubClient, revision: str) -> dict[str, Remote]:
     """Every file at a revision by its name, without the Hub's own."""
     from huggingface_hub.hf_api import RepoFile
 
@@ -184,7 +184,7 @@ def differences(there: Tree, release: Release) -> list[str]:
     return [name for name in differing(there, release.files) if name != SIGNATURE]
 
 
-def require_release(client: Client, revision: str, release: Release, what: str) -> None:
+def require_release(client: HubClient, revision: str, release: Release, what: str) -> None:
     """Raise `StageError` where the Hub does not hold exactly a release's files, by SHA-256 or git's hash."""
     if other := differences(tree(client, revision), release):
         raise StageError(
@@ -206,7 +206,7 @@ def content(file: File) -> bytes:
     return found
 
 
-def download(client: Client, revision: str, into: Path | None, wanted: Wanted) -> Path:
+def download(client: HubClient, revision: str, into: Path | None, wanted: Wanted) -> Path:
     """The folder that holds the files of a commit; raises `UserError` for names that lead out of it."""
     from huggingface_hub.utils import disable_progress_bars
 
@@ -233,7 +233,7 @@ def download(client: Client, revision: str, into: Path | None, wanted: Wanted) -
     )
 
 
-def upload(client: Client, release: Release, branch: str, *, by_request: bool) -> list[Any]:
+def upload(client: HubClient, release: Release, branch: str, *, by_request: bool) -> list[Any]:
     """Send what the Hub stores as large files; returns the operations of the commit, one for each file.
 
     One file at a time, each tried again by itself; small files together, and those that the Hub keeps in git itself go
@@ -282,7 +282,7 @@ def title_of(release: Release) -> str:
 
 
 def commit(
-    client: Client,
+    client: HubClient,
     operations: Sequence[Any],
     title: str,
     branch: str,

@@ -22,7 +22,7 @@ from quantmint.pipeline.base.canonical import difference
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.publish.release import RECIPE
 from quantmint.pipeline.publish.verify import limits
-from quantmint.pipeline.publish.verify.subject import Check, Subject, fails, judged, not_checked
+from quantmint.pipeline.publish.verify.subject import CheckResult, ReleaseUnderTest, conclude, failure, not_checked
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import layout_of
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
@@ -33,7 +33,7 @@ from quantmint.pipeline.recipe.schema import Quantization, Recipe
 from quantmint.pipeline.recipe.yaml_positions import parse
 
 
-def check_recipe(subject: Subject) -> Check:
+def check_recipe(subject: ReleaseUnderTest) -> CheckResult:
     """Read the recipe as a run would, and compare it with the manifest, the stage quantize and config.json."""
     document = parse(subject.text(RECIPE), RECIPE)
     faults = [
@@ -45,16 +45,16 @@ def check_recipe(subject: Subject) -> Check:
     except ValidationError as error:
         reasons = [str(fault) for fault in faults_of(error, document)]
         if faults or subject.manifest.quantmint == __version__:
-            return fails("recipe", *reasons, *faults)
+            return failure("recipe", *reasons, *faults)
         return not_checked("recipe", f"quantmint {subject.manifest.quantmint} wrote it, and here {reasons[0]}")
     asked = recipe.quantization
     faults += [*_given(subject), *_declared(subject, asked)]
-    return judged(
+    return conclude(
         "recipe", faults, f"{asked.scheme}, KV cache {asked.kv_cache}, {asked.format}: what quantmint.json says"
     )
 
 
-def _given(subject: Subject) -> Iterator[str]:
+def _given(subject: ReleaseUnderTest) -> Iterator[str]:
     """Settings of the recipe's section that are not those which the manifest says the stage quantize was given."""
     settings: Any = subject.manifest.stages["quantize"].payload["settings"]
     section: Any = subject.manifest.recipe["quantization"]
@@ -65,7 +65,7 @@ def _given(subject: Subject) -> Iterator[str]:
             yield f"quantization.{name} is {section[name]!r}, the stage quantize was given {settings[name]!r:.60}"
 
 
-def _declared(subject: Subject, asked: Quantization) -> Iterator[str]:
+def _declared(subject: ReleaseUnderTest, asked: Quantization) -> Iterator[str]:
     """Promises of the checkpoint's own config.json that are not the recipe's."""
     subject.object("config.json")
     checkpoint = open_checkpoint(subject.folder)
@@ -82,7 +82,7 @@ def _declared(subject: Subject, asked: Quantization) -> Iterator[str]:
         yield f"the recipe asks for the KV cache {asked.kv_cache}, config.json declares {declared}"
 
 
-def check_structure(subject: Subject) -> Check:
+def check_structure(subject: ReleaseUnderTest) -> CheckResult:
     """Inspect the checkpoint as `quantmint inspect` does; code of the repository is never run."""
     subject.object("config.json")
     checkpoint = open_checkpoint(subject.folder)
@@ -97,10 +97,10 @@ def check_structure(subject: Subject) -> Check:
     with subject.progress.bar(checkpoint.nbytes, "B") as advance:
         inspection = inspect_checkpoint(checkpoint, structure, advance=advance)
     faults = [f"{finding.rule}: {finding.where}: {finding.message}" for finding in inspection.findings]
-    return judged("structure", faults, f"{layout_of(checkpoint.config).name}: {inspection.summary()}")
+    return conclude("structure", faults, f"{layout_of(checkpoint.config).name}: {inspection.summary()}")
 
 
-def check_gate(subject: Subject) -> Check:
+def check_gate(subject: ReleaseUnderTest) -> CheckResult:
     """Judge again from the samples and launches, by limits that are the recipe's in every version of quantmint.
 
     Verdict, limits and figures are compared, never sentences. Where the record is of another version of the judgement
@@ -133,7 +133,7 @@ def check_gate(subject: Subject) -> Check:
         for row in recorded.headlines
         if measurements.claims.get(row.name) != row.promised
     ]
-    holding = limits.held_by_recipe(subject, measurements, recorded)
+    holding = limits.compare_with_recipe(subject, measurements, recorded)
     faults += holding.faults
     unknown += holding.unknown
     if unknown and not faults:
@@ -141,7 +141,7 @@ def check_gate(subject: Subject) -> Check:
     items = sum(len(candidate.samples) for _, candidate in measurements.samples.values())
     said = f"PASS again, from {items:,} items of {len(measurements.samples)} tasks"
     launches = f" and {len(measurements.launches)} launches" if measurements.launches else ""
-    check = judged("gate", faults, f"{said}{launches}, for this checkpoint")
+    check = conclude("gate", faults, f"{said}{launches}, for this checkpoint")
     return (
         check if faults else replace(check, details=tuple(note.replace(NO_BREAK, " ") for note in history_notes(found)))
     )

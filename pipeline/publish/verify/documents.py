@@ -26,26 +26,26 @@ from quantmint.eval.report.summary import tiles
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base.canonical import difference, plain
 from quantmint.pipeline.base.machine import versions
-from quantmint.pipeline.publish.card import CardFacts, Launch, eval_results, notice, render
-from quantmint.pipeline.publish.card_record import CardRecord, decode, facts_of
+from quantmint.pipeline.publish.card import CardFacts, ServingCommand, eval_results, notice_text, render
+from quantmint.pipeline.publish.card_record import CardRecord, card_facts, decode
 from quantmint.pipeline.publish.licences import TEXTS
 from quantmint.pipeline.publish.release import CARD, CARD_FACTS, EVIDENCE, NOTICE, RECIPE
 from quantmint.pipeline.publish.screening import SCORES
-from quantmint.pipeline.publish.verify.subject import Check, Subject, first, judged, not_checked
+from quantmint.pipeline.publish.verify.subject import CheckResult, ReleaseUnderTest, conclude, first_five, not_checked
 from quantmint.pipeline.publish.verify.tables import cells_of, differences
 from quantmint.pipeline.publish.verify.tables import plain as plain_text
 from quantmint.pipeline.quantize.inspection.findings import INSPECTION
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.recipe.yaml_positions import parse, plain_value
 
-Relaunch = Callable[[Path, Recipe, CardFacts], tuple[Launch, ...]]
+Relaunch = Callable[[Path, Recipe, CardFacts], tuple[ServingCommand, ...]]
 """Plans the launches that a card shows, from the checkpoint's folder, its recipe and the card's other facts."""
 
 _LARGEST: Final = 1 << 27  # bytes of a report, which quotes answers, and models that reason write long ones
 _ESCAPED = re.compile(r"\\(.)")
 
 
-def check_report(subject: Subject) -> Check:
+def check_report(subject: ReleaseUnderTest) -> CheckResult:
     """Compare the report's data with the evidence, number by number, and its files with those rendered again."""
     measurements, gate, _ = subject.record
     data = subject.object(f"{EVIDENCE}/{DATA}", largest=_LARGEST)
@@ -56,7 +56,7 @@ def check_report(subject: Subject) -> Check:
         shown = differences(f"{EVIDENCE}/{REPORT_CARD}", texts[REPORT_CARD], tables)
         faults += shown.faults
     if faults:
-        return judged("report", faults, "")
+        return conclude("report", faults, "")
     recorded = dict(subject.manifest.stages["report"].tools)
     quantmint = recorded.pop("quantmint", subject.manifest.quantmint)
     if quantmint != __version__:
@@ -67,10 +67,10 @@ def check_report(subject: Subject) -> Check:
     if other and (changed := _changed(recorded)):
         return not_checked("report", f"{', '.join(other)} cannot be compared: {changed}")
     faults = [f"{EVIDENCE}/{name} is not what {DATA} is rendered as" for name in other]
-    return judged("report", faults, "its figures are the gate's, and its files are rendered from them")
+    return conclude("report", faults, "its figures are the gate's, and its files are rendered from them")
 
 
-def check_card(subject: Subject, relaunch: Relaunch | None) -> Check:
+def check_card(subject: ReleaseUnderTest, relaunch: Relaunch | None) -> CheckResult:
     """Compare the card's figures, metadata and scores with the evidence, and its text with one rendered again."""
     _, gate, _ = subject.record
     text = subject.text(CARD)
@@ -83,7 +83,7 @@ def check_card(subject: Subject, relaunch: Relaunch | None) -> Check:
     shown = differences(CARD, text, {**_expected(report, gate), "Measures": _measures(report, gate)})
     faults += shown.faults
     if faults:
-        return judged("card", faults, "")
+        return conclude("card", faults, "")
     if CARD_FACTS not in subject.listing.files:
         return not_checked("card", f"{_SAME}; the rest cannot be rendered again without {CARD_FACTS}", *shown.unknown)
     record = decode(subject.text(CARD_FACTS).encode())
@@ -95,7 +95,9 @@ def check_card(subject: Subject, relaunch: Relaunch | None) -> Check:
     if other and not faults and (changed := _changed(record.tools)):
         return not_checked("card", f"{', '.join(other)} cannot be compared: {changed}")
     faults += [f"{name} is not what {CARD_FACTS} and the evidence are rendered as" for name in other]
-    return judged("card", faults, f"its figures are the gate's, for {len(gate.accuracy)} tasks, and all else its facts")
+    return conclude(
+        "card", faults, f"its figures are the gate's, for {len(gate.accuracy)} tasks, and all else its facts"
+    )
 
 
 _SAME: Final = "the figures in its tables are the gate's"
@@ -125,21 +127,23 @@ def _changed(tools: Mapping[str, str]) -> str:
     return ", ".join(f"{name} was {tools[name]}, here {here[name]}" for name in tools if here[name] != tools[name])
 
 
-def _facts(subject: Subject, record: CardRecord) -> CardFacts:
+def _facts(subject: ReleaseUnderTest, record: CardRecord) -> CardFacts:
     report = cast(Report, subject.object(f"{EVIDENCE}/{DATA}", largest=_LARGEST))
     inspection = subject.object(f"{EVIDENCE}/{INSPECTION}")
-    return facts_of(record, subject.manifest, subject.object("config.json"), inspection, report)
+    return card_facts(record, subject.manifest, subject.object("config.json"), inspection, report)
 
 
 def _rendered(facts: CardFacts) -> dict[str, str | None]:
-    return {CARD: render(facts), NOTICE: notice(facts), **eval_results(facts)}
+    return {CARD: render(facts), NOTICE: notice_text(facts), **eval_results(facts)}
 
 
-def _text_of(subject: Subject, name: str) -> str | None:
+def _text_of(subject: ReleaseUnderTest, name: str) -> str | None:
     return subject.text(name) if name in subject.listing.files else None
 
 
-def _contradictions(subject: Subject, record: CardRecord, facts: CardFacts, relaunch: Relaunch | None) -> Iterator[str]:
+def _contradictions(
+    subject: ReleaseUnderTest, record: CardRecord, facts: CardFacts, relaunch: Relaunch | None
+) -> Iterator[str]:
     """Facts of the card that the rest of the release says otherwise."""
     manifest = subject.manifest
     recipe = Recipe.model_validate(dict(manifest.recipe))
@@ -148,7 +152,7 @@ def _contradictions(subject: Subject, record: CardRecord, facts: CardFacts, rela
     texts = {name for name in subject.listing.files if any(fnmatchcase(name, pattern) for pattern in TEXTS)}
     if texts != set(record.texts):
         yield f"{CARD_FACTS} names other licence texts than there are"
-    calibrated = facts.made.calibration
+    calibrated = facts.quantization.calibration
     if calibrated is not None and recipe.calibration is not None:
         asked = (recipe.calibration.samples, recipe.calibration.sequence_length)
         if (calibrated.samples, calibrated.sequence_length) != asked:
@@ -202,7 +206,7 @@ def _harmless(text: str) -> Iterator[str]:
     parser = _Active()
     parser.feed(text)
     parser.close()
-    yield from first(parser.faults, "such places")
+    yield from first_five(parser.faults, "such places")
     if re.search(r"url\(\s*[\"']?(?!#|data:image/)|@import|expression\(", text, re.IGNORECASE):
         yield f"{PAGE} has a style that loads something"
 
@@ -227,7 +231,9 @@ def _figures(texts: Mapping[str, str], gate: GateReport) -> Iterator[str]:
         yield f"{EVIDENCE}/{JUNIT} has {cases} cases, the gate has {len(gate.findings)} findings"
 
 
-def _data(subject: Subject, data: Mapping[str, Any], measurements: Measurements, gate: GateReport) -> Iterator[str]:
+def _data(
+    subject: ReleaseUnderTest, data: Mapping[str, Any], measurements: Measurements, gate: GateReport
+) -> Iterator[str]:
     """Where report.json says otherwise than what it was made from."""
     # By way of the same readers: a number that JSON writes as 0 or 0.0 is one number.
     yield from _other("the gate's report", gate.to_json(), GateReport.from_json(data["gate"]).to_json())
@@ -245,7 +251,7 @@ def _other(what: str, expected: object, found: object) -> Iterator[str]:
         f"{DATA}: {what}: {change.path[2:]} is {change.new!r:.60}, the evidence says {change.old!r:.60}"
         for change in difference(plain(expected), plain(found))
     ]
-    yield from first(other, f"differences of {what}")
+    yield from first_five(other, f"differences of {what}")
 
 
 def _tables(name_of_file: str, text: str, gate: GateReport) -> Iterator[str]:
@@ -266,7 +272,7 @@ def _tables(name_of_file: str, text: str, gate: GateReport) -> Iterator[str]:
                 yield f"{name_of_file}: the card's numbers are not the gate's: {wrong}"
 
 
-def _metadata(subject: Subject) -> Iterator[str]:
+def _metadata(subject: ReleaseUnderTest) -> Iterator[str]:
     found = re.match(r"---\n(.*?\n)---\n", subject.text(CARD), re.DOTALL)
     data = parse(found[1], CARD).data if found else {}
     repo = subject.manifest.base.repo
@@ -277,7 +283,7 @@ def _metadata(subject: Subject) -> Iterator[str]:
         yield f"{CARD}: base_model_relation is {data.get('base_model_relation')}, expected quantized"
 
 
-def _scores(subject: Subject, gate: GateReport) -> Iterator[str]:
+def _scores(subject: ReleaseUnderTest, gate: GateReport) -> Iterator[str]:
     known = {result.task: result for result in gate.accuracy}
     for name in subject.listing.files:
         if not name.startswith(f"{SCORES}/"):

@@ -24,22 +24,22 @@ from quantmint.pipeline.publish.release import (
     identity_in,
     tag_of,
 )
-from quantmint.pipeline.publish.screening import misnamed, refused
-from quantmint.pipeline.publish.signing import SignatureError, Signed, read_signature
+from quantmint.pipeline.publish.screening import misnamed_files, refused_names
+from quantmint.pipeline.publish.signing import SignatureError, SignedStatement, read_signature
 from quantmint.pipeline.publish.verify.subject import (
-    Check,
-    Outcome,
-    Subject,
+    CheckOutcome,
+    CheckResult,
+    ReleaseUnderTest,
     UnreadableError,
-    fails,
-    first,
-    judged,
+    conclude,
+    failure,
+    first_five,
     not_checked,
 )
 from quantmint.pipeline.store.files import File
 
 
-def check_manifest(subject: Subject) -> Check:
+def check_manifest(subject: ReleaseUnderTest) -> CheckResult:
     """Recompute every fingerprint from what it was made of, and follow the inputs back to the source."""
     manifest = subject.manifest
     faults = [f"quantmint.json: {sentence}" for sentence in contradictions(manifest)]
@@ -48,10 +48,10 @@ def check_manifest(subject: Subject) -> Check:
     faults += _misplaced(subject)
     tag = tag_of(datetime.fromisoformat(manifest.created), subject.digests[MANIFEST])
     said = f"{manifest.title or manifest.name}; {tag}; {len(manifest.stages)} stages, every fingerprint recomputes"
-    return judged("manifest", faults, said)
+    return conclude("manifest", faults, said)
 
 
-def _misplaced(subject: Subject) -> Iterator[str]:
+def _misplaced(subject: ReleaseUnderTest) -> Iterator[str]:
     """That the release is not the one that was asked for by its name, though the same signer may vouch for both.
 
     A repository of the Hub has another name than its recipe: the stage report records what readers call the release.
@@ -70,26 +70,26 @@ def _misplaced(subject: Subject) -> Iterator[str]:
 _LARGEST = 1 << 26  # bytes of a file that is read whole; large tokenizers have half of that
 
 
-def check_files(subject: Subject) -> Check:
+def check_files(subject: ReleaseUnderTest) -> CheckResult:
     """Hold the names in the folder against those in the manifest, both ways."""
     there, listed = subject.listing.files, subject.manifest.files
     code = subject.manifest.recipe.get("trust_remote_code") is True
     faults = [f"{name} is missing" for name in listed if name not in there]
     faults += subject.listing.strange
     faults += [f"{name} is there, but not in quantmint.json" for name in there if name not in {*listed, *UNLISTED}]
-    faults += refused(there, with_code=code)
+    faults += refused_names(there, with_code=code)
     # What can be looked into: bytes that were fetched, and of text no more than a tokenizer has.
-    faults += misnamed(
+    faults += misnamed_files(
         {
             name: (subject.folder / name).resolve()  # a link was followed to see that it stays inside
             for name, size in there.items()
             if size <= _LARGEST or name.endswith(".safetensors")
         }
     )
-    return judged("files", faults, f"{len(listed)} files, as quantmint.json lists them")
+    return conclude("files", faults, f"{len(listed)} files, as quantmint.json lists them")
 
 
-def check_digests(subject: Subject) -> Check:
+def check_digests(subject: ReleaseUnderTest) -> CheckResult:
     """Hold sizes and digests against the manifest."""
     faults: list[str] = []
     for name, said in subject.manifest.files.items():
@@ -102,7 +102,7 @@ def check_digests(subject: Subject) -> Check:
         elif found != said.sha256:
             faults.append(f"{name} was changed: its SHA-256 is {found[:16]}…, published was {said.sha256[:16]}…")
     total = sum(said.size for said in subject.manifest.files.values())
-    return judged("digests", faults, f"{len(subject.manifest.files)} files, {total:,} bytes, each with its SHA-256")
+    return conclude("digests", faults, f"{len(subject.manifest.files)} files, {total:,} bytes, each with its SHA-256")
 
 
 _UNSIGNED = (
@@ -123,7 +123,7 @@ class Trust:
     unsigned: bool = False
 
 
-def check_signature(subject: Subject, trust: Trust) -> Check:
+def check_signature(subject: ReleaseUnderTest, trust: Trust) -> CheckResult:
     """Verify the signature by the trusted key or identity, and compare what it covers with every file.
 
     ``unsigned`` accepts a release that never was signed: neither one that lost its signature nor one that somebody
@@ -133,38 +133,38 @@ def check_signature(subject: Subject, trust: Trust) -> Check:
     if SIGNATURE not in subject.listing.files:
         lost = f"there is no {SIGNATURE}: nobody signed it, or the signature was taken away"
         if _says_signed(subject):
-            return fails("signature", f"{CARD} says that it is signed, and the signature was taken away", _UNSIGNED)
+            return failure("signature", f"{CARD} says that it is signed, and the signature was taken away", _UNSIGNED)
         if trusted:
-            return fails("signature", lost, _UNSIGNED)
+            return failure("signature", lost, _UNSIGNED)
         if trust.unsigned:
             said = "nobody signed it (--unsigned accepts that)"
-            return Check("signature", Outcome.OK, said, (_UNSIGNED,), vouched=False)
+            return CheckResult("signature", CheckOutcome.OK, said, (_UNSIGNED,), vouched=False)
         return not_checked("signature", "nobody signed it (--unsigned accepts that)", _UNSIGNED)
     faults: list[str] = []
     try:
         signed = read_signature(path)
         faults = _differences(subject, signed)
         if trusted:
-            signing.verified(path, key=trust.key, identity=trust.identity, issuer=trust.issuer)
+            signing.verify_signature(path, key=trust.key, identity=trust.identity, issuer=trust.issuer)
     except SignatureError as error:
-        return fails("signature", error.message.replace(f"{subject.folder}/", "").rstrip("."), *faults)
+        return failure("signature", error.message.replace(f"{subject.folder}/", "").rstrip("."), *faults)
     except StageError as error:
         return not_checked("signature", error.message)
     said = f"signed by {signed.signer}, over {len(signed.digests)} files"
     if trusted or faults:
-        return judged("signature", faults, said)
+        return conclude("signature", faults, said)
     accepted = "; --unsigned accepts no signature, it is for releases without one" if trust.unsigned else ""
     return not_checked("signature", f"{said}; no --key or --identity says who it should be{accepted}", _UNSIGNED)
 
 
-def _says_signed(subject: Subject) -> bool:
+def _says_signed(subject: ReleaseUnderTest) -> bool:
     try:
         return _SAYS_SIGNED.search(subject.text(CARD)) is not None
     except UnreadableError:
         return False  # the check of the card says so
 
 
-def _differences(subject: Subject, signed: Signed) -> list[str]:
+def _differences(subject: ReleaseUnderTest, signed: SignedStatement) -> list[str]:
     covered = signed.digests
     here = {name: subject.digests[name] for name in subject.listing.files if name != SIGNATURE}
     shared = covered.keys() & here.keys()
@@ -173,10 +173,10 @@ def _differences(subject: Subject, signed: Signed) -> list[str]:
     faults = [f"{name} is not what was signed: it was changed since" for name in other]
     faults += [f"{name} was signed, and is not here" for name in lost]
     faults += [f"{name} is not covered by the signature" for name in added]
-    return first(faults, "files")
+    return first_five(faults, "files")
 
 
-def check_provenance(subject: Subject) -> Check:
+def check_provenance(subject: ReleaseUnderTest) -> CheckResult:
     """Hold it against the statement that the manifest stands for."""
     manifest = subject.manifest
     found = subject.object(PROVENANCE)
@@ -185,14 +185,14 @@ def check_provenance(subject: Subject) -> Check:
         f"{PROVENANCE}: {change.path[2:]} is {change.new!r:.60}, quantmint.json says {change.old!r:.60}"
         for change in difference(statement(manifest, files), found)
     ]
-    faults = first(other, f"differences of {PROVENANCE} from quantmint.json")
-    faults += first(list(_bill(subject)), f"differences of {SBOM} from quantmint.json")
+    faults = first_five(other, f"differences of {PROVENANCE} from quantmint.json")
+    faults += first_five(list(_bill(subject)), f"differences of {SBOM} from quantmint.json")
     base = manifest.base
     origin = f"{base.repo}@{base.commit}" if base.repo else f"a folder ({str(base.sha256)[:16]}…)"
-    return judged("provenance", faults, f"from {origin} by {len(manifest.stages)} stages, as quantmint.json says")
+    return conclude("provenance", faults, f"from {origin} by {len(manifest.stages)} stages, as quantmint.json says")
 
 
-def _bill(subject: Subject) -> Iterator[str]:
+def _bill(subject: ReleaseUnderTest) -> Iterator[str]:
     """Where the bill of materials does not name the model, its files and the tools as the manifest does."""
     manifest = subject.manifest
     bill = subject.object(SBOM)

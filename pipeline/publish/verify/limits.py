@@ -21,20 +21,22 @@ from quantmint.eval.samples import SampleSet
 from quantmint.eval.suites import Suite, SuiteTask
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base.canonical import Change, difference, plain
-from quantmint.pipeline.publish.verify.subject import Subject, UnreadableError
+from quantmint.pipeline.publish.verify.subject import ReleaseUnderTest, UnreadableError
 from quantmint.pipeline.recipe.load import PROVEN_SUITE
 from quantmint.pipeline.recipe.schema import Recipe
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class LimitsComparison:
     """Contradictions between a judgement and its recipe, and limits that could not be compared, a sentence each."""
 
     faults: tuple[str, ...]
     unknown: tuple[str, ...] = ()
 
 
-def held_by_recipe(subject: Subject, measurements: Measurements, recorded: GateReport) -> Holding:
+def compare_with_recipe(
+    subject: ReleaseUnderTest, measurements: Measurements, recorded: GateReport
+) -> LimitsComparison:
     """Compare limits, tasks and item counts with the recipe, whichever version of quantmint made the release.
 
     Raises `UnreadableError` where the release's own suite is not a plain file of the release.
@@ -46,8 +48,8 @@ def held_by_recipe(subject: Subject, measurements: Measurements, recorded: GateR
     except DefinitionError as error:
         reason = f"the suite {recipe.evaluation.suite} cannot be read here: {error}".replace(f"{subject.folder}/", "")
         if subject.manifest.quantmint == __version__:
-            return Holding((*faults, reason))
-        return Holding((*faults, *_stated(recipe, recorded)), (reason,))
+            return LimitsComparison((*faults, reason))
+        return LimitsComparison((*faults, *_stated(recipe, recorded)), (reason,))
     faults += _counts(recipe, suite, measurements)
     judged_by = suite.judged_by(recipe.gate.accuracy.margins)
     expected = recipe.gate.policy(judged_by, recipe.target.hardware, recipe.quantization.schemes)
@@ -58,10 +60,10 @@ def held_by_recipe(subject: Subject, measurements: Measurements, recorded: GateR
             unknown.append(f"the canary's limits were another version's defaults: {sentence}")
         else:
             faults.append(f"gate.json was judged by other limits than the recipe's: {sentence}")
-    return Holding(tuple(faults), tuple(unknown))
+    return LimitsComparison(tuple(faults), tuple(unknown))
 
 
-def _suite(subject: Subject, named: str) -> Suite:
+def _suite(subject: ReleaseUnderTest, named: str) -> Suite:
     if not is_path(named):
         return suites.load(named)
     strange = [line for line in subject.listing.strange if line.startswith(f"{PROVEN_SUITE}/")]
@@ -71,7 +73,7 @@ def _suite(subject: Subject, named: str) -> Suite:
     return suites.load(str(subject.folder / name))
 
 
-def _given(subject: Subject, recorded: GateReport) -> Iterator[str]:
+def _given(subject: ReleaseUnderTest, recorded: GateReport) -> Iterator[str]:
     """Limits that are not those which the manifest says the gate's stage was given."""
     settings: Any = subject.manifest.stages["gate"].payload["settings"]
     if "policy" not in settings:

@@ -35,7 +35,7 @@ _ASIDE = (".git/", ".cache/huggingface/")
 """What the Hub and its clients put beside a release: no part of it, and read by nothing that serves it."""
 
 
-class Outcome(Enum):
+class CheckOutcome(Enum):
     """How a check ended. What could not be looked at is never OK."""
 
     OK = "OK"
@@ -44,14 +44,14 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckResult:
     """One check: ``reason`` is a sentence, ``details`` are further ones; both may quote what a stranger wrote.
 
     ``vouched`` is False for the check of a signature that is OK because the reader accepts that there is none.
     """
 
     name: str
-    outcome: Outcome
+    outcome: CheckOutcome
     reason: str
     details: tuple[str, ...] = ()
     vouched: bool = True
@@ -61,36 +61,36 @@ class Check:
         return {**asdict(self), "outcome": self.outcome.value, "details": list(self.details)}
 
 
-def judged(name: str, faults: Sequence[str], holds: str) -> Check:
+def conclude(name: str, faults: Sequence[str], holds: str) -> CheckResult:
     """FAILS with every fault, the first as its reason; OK where there is none, with ``holds``."""
     if faults:
-        return Check(name, Outcome.FAILS, faults[0], tuple(faults[1:]))
-    return Check(name, Outcome.OK, holds)
+        return CheckResult(name, CheckOutcome.FAILS, faults[0], tuple(faults[1:]))
+    return CheckResult(name, CheckOutcome.OK, holds)
 
 
-def fails(name: str, reason: str, *details: str) -> Check:
+def failure(name: str, reason: str, *details: str) -> CheckResult:
     """A check that found a contradiction."""
-    return Check(name, Outcome.FAILS, reason, details)
+    return CheckResult(name, CheckOutcome.FAILS, reason, details)
 
 
-def not_checked(name: str, reason: str, *details: str) -> Check:
+def not_checked(name: str, reason: str, *details: str) -> CheckResult:
     """A check that could not be made, and why."""
-    return Check(name, Outcome.NOT_CHECKED, reason, details)
+    return CheckResult(name, CheckOutcome.NOT_CHECKED, reason, details)
 
 
-def first(faults: Sequence[str], what: str) -> list[str]:
+def first_five(faults: Sequence[str], what: str) -> list[str]:
     """The first five of many, and how many more ``what`` there are."""
     more = [f"{len(faults) - 5} more {what}"] if len(faults) > 5 else []
     return [*faults[:5], *more]
 
 
-def exit_code(checks: Sequence[Check]) -> int:
+def exit_code(checks: Sequence[CheckResult]) -> int:
     """1 where something fails, 3 where nothing does but something could not be checked, else 0."""
     outcomes = {check.outcome for check in checks}
-    return 1 if Outcome.FAILS in outcomes else 3 if Outcome.NOT_CHECKED in outcomes else 0
+    return 1 if CheckOutcome.FAILS in outcomes else 3 if CheckOutcome.NOT_CHECKED in outcomes else 0
 
 
-def conclusion(checks: Sequence[Check]) -> str:
+def conclusion(checks: Sequence[CheckResult]) -> str:
     """VERIFIED, FAILS or NOT ALL CHECKED; CONSISTENT, UNSIGNED where all holds and nobody vouches for it."""
     code = exit_code(checks)
     if code == 0 and not all(check.vouched for check in checks):
@@ -152,7 +152,7 @@ def _unread(error: OSError) -> NoReturn:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExpectedName:
     """The name of the release that a person asked for: a recipe's, or with ``repository`` the Hub's org/name."""
 
     name: str
@@ -160,7 +160,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ReleaseUnderTest:
     """What the checks look at.
 
     ``digests`` are the SHA-256 of all files by name. ``tag`` and ``wanted`` are tag and name of the release that a
@@ -173,7 +173,7 @@ class Subject:
     manifest: Manifest
     progress: Progress
     tag: str | None = None
-    wanted: Wanted | None = None
+    wanted: ExpectedName | None = None
 
     def text(self, name: str, *, largest: int = LARGEST) -> str:
         """A file as UTF-8 text; `UnreadableError` where it is none, is not there, or is too large."""

@@ -28,7 +28,7 @@ from quantmint.pipeline.base.errors import QuantmintError
 from quantmint.pipeline.publish import manifest
 from quantmint.pipeline.publish.addresses import recipe_destinations
 from quantmint.pipeline.publish.destination import Destination, ListedRelease
-from quantmint.pipeline.publish.hub.client import Client, MissingError, connect
+from quantmint.pipeline.publish.hub.client import HubClient, MissingError, connect
 from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.publish.hub.repository import MAIN
 from quantmint.pipeline.publish.manifest import Manifest, ManifestError
@@ -242,7 +242,7 @@ def _newest(target: Destination) -> Released | None:
 
 def _manifest(target: Destination, release: ListedRelease) -> Manifest:
     raw, where = target.manifest_of(release), f"{target.address}: {release.tag}"
-    manifest.require_whole(raw, target.sizes(release), where)
+    manifest.require_sizes(raw, target.sizes(release), where)
     return manifest.decode(raw, what=f"{where}/{MANIFEST}")
 
 
@@ -279,14 +279,14 @@ def _is_of(raw: bytes, tag: str) -> bool:
     return manifest.identity(raw).startswith(identity_in(tag))
 
 
-def _raw(client: Client, commit: str) -> bytes | None:
+def _raw(client: HubClient, commit: str) -> bytes | None:
     try:
         return hub_file(client, commit, MANIFEST).read_bytes()
     except MissingError:
         return None
 
 
-def hub_file(client: Client, commit: str, name: str) -> Path:
+def hub_file(client: HubClient, commit: str, name: str) -> Path:
     """A small file of a repository at a commit, from the Hub's cache where it is there. Raises `QuantmintError`."""
     from huggingface_hub import hf_hub_download
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantmint.eval import workloads
-from quantmint.pipeline.publish.card import Base, Calibrated, CardFacts, Made
+from quantmint.pipeline.publish.card import CalibrationText, CardFacts, CardSource, QuantizationFacts
 from quantmint.pipeline.publish.licences import terms
 from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.recipe.sections import Licence
@@ -36,7 +36,7 @@ def llama(name: str = "llama70b-fp8kv", **changes: Any) -> CardFacts:
         source, scheme=quantization.scheme, kv_cache=quantization.kv_cache, format=quantization.format
     )
     repo = {"mxfp4": "my-org/Llama-3.3-70B-Instruct-MXFP4"}.get(quantization.scheme, "my-org/Llama-3.3-70B-FP8-KV")
-    calibrated = Calibrated(
+    calibrated = CalibrationText(
         name="ultrachat", samples=512, sequence_length=2048, dataset="HuggingFaceH4/ultrachat_200k",
         revision="8049631c405ae6576f93f445c6b8166f76f5505a", tokens=1_048_576,
     )  # fmt: skip
@@ -45,14 +45,14 @@ def llama(name: str = "llama70b-fp8kv", **changes: Any) -> CardFacts:
         repo=repo,
         artefact="3f1c0a52" * 8,
         judged="2026-11-21T11:59:58.120Z",
-        base=Base(
+        base=CardSource(
             name="meta-llama/Llama-3.3-70B-Instruct",
             repo="meta-llama/Llama-3.3-70B-Instruct",
             commit="6f6073b423013f6a7d4d9f39144961bfbfbc386b",
             architecture="LlamaForCausalLM",
             metadata=LLAMA,
         ),
-        made=Made(
+        quantization=QuantizationFacts(
             quantization,
             schemes={quantization.scheme: 560},
             kept=("lm_head",),
@@ -77,10 +77,10 @@ def tiny(**changes: Any) -> CardFacts:
         **{
             "name": recipe.name,
             "repo": None,
-            "base": Base(name="tiny/model", digest="4b091d1c" * 8, architecture="LlamaForCausalLM"),
-            "made": replace(
-                facts.made, section=recipe.quantization, schemes={"ptpc_fp8": 28},
-                calibration=Calibrated(name="tiny", samples=64, sequence_length=256, sha256="b0f7dbc6" * 8),
+            "base": CardSource(name="tiny/model", digest="4b091d1c" * 8, architecture="LlamaForCausalLM"),
+            "quantization": replace(
+                facts.quantization, section=recipe.quantization, schemes={"ptpc_fp8": 28},
+                calibration=CalibrationText(name="tiny", samples=64, sequence_length=256, sha256="b0f7dbc6" * 8),
             ),
             "terms": terms({}, ()),
             "launches": launches(recipe, workloads.load("tiny"), checkpoint, recipe.name, vllm="0.32.0"),
@@ -97,15 +97,16 @@ def hostile() -> CardFacts:
     facts = llama()
     section = {"exclude": [r"re:.*(q|k)_proj`", "a|b", bad], "algorithm": "gptq"}
     made = replace(
-        facts.made, section=facts.made.section.model_copy(update=section), kept=(bad,), schemes={"fp8": 3, bad: 1},
-        calibration=Calibrated(name=bad, samples=1, sequence_length=1, dataset="a/b) <script>", revision=bad),
+        facts.quantization, kept=(bad,), schemes={"fp8": 3, bad: 1},
+        section=facts.quantization.section.model_copy(update=section),
+        calibration=CalibrationText(name=bad, samples=1, sequence_length=1, dataset="a/b) <script>", revision=bad),
     )  # fmt: skip
     metadata = {**LLAMA, "license": "other", "license_name": bad, "license_link": "javascript:alert(1)"}
     return replace(
         facts,
         repo=None,
         name=bad,
-        base=Base(name=bad, digest="0" * 64, metadata={**metadata, "tags": [bad, "---", "no"]}),
-        made=made,
+        base=CardSource(name=bad, digest="0" * 64, metadata={**metadata, "tags": [bad, "---", "no"]}),
+        quantization=made,
         terms=replace(terms(metadata, ("LICENSE",)), conditions=(bad,), display=(bad,)),
     )

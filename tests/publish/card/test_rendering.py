@@ -12,7 +12,7 @@ from markdown_it.token import Token
 
 from quantmint.eval import workloads
 from quantmint.eval.report import markdown
-from quantmint.pipeline.publish.card import notice, render, sentence
+from quantmint.pipeline.publish.card import notice_text, release_title, render
 from quantmint.pipeline.publish.licences import terms
 from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.recipe.schema import Speculative
@@ -189,8 +189,8 @@ def test_what_the_licence_asks_to_be_shown_is_shown() -> None:
     assert "**Built with Llama.**" in licence
     assert "Acceptable Use Policy" in licence
     assert "[LICENSE](LICENSE), [USE\\_POLICY.md](USE_POLICY.md), [quantmint/NOTICE](quantmint/NOTICE)" in licence
-    assert "Llama 3.3 is licensed under the Llama 3.3 Community License" in str(notice(made.llama()))
-    assert notice(made.tiny()) is None
+    assert "Llama 3.3 is licensed under the Llama 3.3 Community License" in str(notice_text(made.llama()))
+    assert notice_text(made.tiny()) is None
     assert "states no licence" in section(text_of("tiny"), "Licence")
 
 
@@ -199,11 +199,11 @@ def test_a_free_licence_asks_for_little() -> None:
     text = render(facts)
     assert "Built with" not in text
     assert "Changed files say that they were changed" in section(text, "Licence")
-    assert notice(facts) is None
+    assert notice_text(facts) is None
 
 
 def test_a_title_is_one_plain_line() -> None:
-    assert sentence(made.llama()) == "meta-llama/Llama-3.3-70B-Instruct in fp8 with an FP8 KV cache, quark"
+    assert release_title(made.llama()) == "meta-llama/Llama-3.3-70B-Instruct in fp8 with an FP8 KV cache, quark"
 
 
 def test_text_that_looks_like_markup_is_shown_as_it_is() -> None:

@@ -16,7 +16,7 @@ from tenacity import nap
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.publish.hub.client import (
     TRIES,
-    Client,
+    HubClient,
     MissingError,
     MovedError,
     RefusedError,
@@ -40,7 +40,7 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
             raise error
 
         with pytest.raises(Exception, match="cannot ask") as raised:
-            Client("o/r", None, Told()).call("ask", action)
+            HubClient("o/r", None, Told()).call("ask", action)
         return raised.value, waits
 
     return ask
@@ -123,7 +123,7 @@ def test_what_wrapped_the_cause(fails: Fails) -> None:
 
 def test_a_fault_of_this_program_is_not_hidden() -> None:
     with pytest.raises(KeyError):
-        Client("o/r", None).call("ask", lambda: {}["absent"])
+        HubClient("o/r", None).call("ask", lambda: {}["absent"])
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

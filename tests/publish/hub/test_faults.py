@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub.utils import get_session
 
 from quantmint.pipeline.base.errors import StageError
-from quantmint.pipeline.publish.hub.client import Client, MovedError, RefusedError, connect, redact
+from quantmint.pipeline.publish.hub.client import HubClient, MovedError, RefusedError, connect, redact
 from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.publish.hub.repository import Repository
 from quantmint.pipeline.publish.release import Release
@@ -231,7 +231,7 @@ def test_a_repository_that_another_publisher_makes_meanwhile_is_taken(
     """It was not there when it was looked for, and is when it is to be made."""
     plain = HubDestination._create
 
-    def create(place: HubDestination, client: Client) -> Repository:
+    def create(place: HubDestination, client: HubClient) -> Repository:
         client.api.create_repo(place.repo, private=True)
         return plain(place, client)
 

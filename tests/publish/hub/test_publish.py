@@ -79,7 +79,7 @@ def test_what_the_hub_holds_is_compared_file_by_file(publisher: Publisher, make_
 
 def test_a_dry_run_tells_exactly_what_then_happens(publisher: Publisher, make_release: MakeRelease) -> None:
     first = make_release("one", files={"old.txt": b"old"})
-    told = publisher.target().operations(first, candidate=False)
+    told = publisher.target().planned_operations(first, candidate=False)
     assert publisher.writes() == []
     assert not publisher.api.repo_exists(REPO)
     assert told == (
@@ -91,7 +91,7 @@ def test_a_dry_run_tells_exactly_what_then_happens(publisher: Publisher, make_re
     before = publisher.writes()
     assert publisher.publish(first).again
     second = make_release("one", day=22)
-    told = publisher.target().operations(second, candidate=False)
+    told = publisher.target().planned_operations(second, candidate=False)
     assert publisher.writes() == before
     assert told == (
         Operation("upload", "quantmint.json", second.files["quantmint.json"].size),

@@ -69,7 +69,7 @@ def test_one_that_was_left_open_is_gone_on_with(publisher: Publisher, make_relea
         publisher.publish(release, **BY_REQUEST)
     assert statuses(publisher) == {1: "open"}
     assert publisher.history() == ["initial commit"]
-    told = publisher.target(**BY_REQUEST).operations(release, candidate=False)
+    told = publisher.target(**BY_REQUEST).planned_operations(release, candidate=False)
     assert told == (Operation("point", f"current of {REPO} to {release.tag}"),), "nothing is sent"
     publisher.publish(release, **BY_REQUEST)
     assert statuses(publisher) == {1: "merged"}

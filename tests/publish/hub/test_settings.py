@@ -29,7 +29,7 @@ def test_what_closes_it_comes_before_the_first_byte(publisher: Publisher, make_r
 def test_what_opens_it_comes_after_the_last(publisher: Publisher, make_release: MakeRelease) -> None:
     publisher.publish(make_release("one"))
     release = make_release("two", day=22)
-    told = publisher.target(private=False).operations(release, candidate=False)
+    told = publisher.target(private=False).planned_operations(release, candidate=False)
     assert Operation("set", "public") in told
     publisher.hub.faults.append(Fault("POST", "/tag/", status=403))
     with pytest.raises(Exception, match="403"):

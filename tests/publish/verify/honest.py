@@ -22,7 +22,14 @@ from quantmint.pipeline.publish import card_record
 from quantmint.pipeline.publish import manifest as manifests
 from quantmint.pipeline.publish.card import CardFacts, render
 from quantmint.pipeline.publish.licences import terms
-from quantmint.pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.manifest import (
+    FileDigest,
+    HardwareRecord,
+    Manifest,
+    ServingRecord,
+    SourceRecord,
+    StageRecord,
+)
 from quantmint.pipeline.publish.provenance import encode, sbom, statement
 from quantmint.pipeline.publish.release import CARD, CARD_FACTS, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED
 from quantmint.pipeline.quantize.digest import folder_digest
@@ -52,10 +59,10 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def listed(folder: Path) -> dict[str, Digest]:
+def listed(folder: Path) -> dict[str, FileDigest]:
     """What a manifest says of the files that are there."""
     names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: Digest(path.stat().st_size, sha256(path)) for name, path in names.items() if name not in UNLISTED}
+    return {name: FileDigest(path.stat().st_size, sha256(path)) for name, path in names.items() if name not in UNLISTED}
 
 
 def held(folder: Path) -> dict[str, File]:
@@ -114,7 +121,9 @@ def _payloads(commit: str, policy: Policy, recipe: Mapping[str, Any]) -> dict[st
     return made
 
 
-def report_of(folder: Path, measured: Measurements, gate: Mapping[str, Any], stages: Mapping[str, Made]) -> Report:
+def report_of(
+    folder: Path, measured: Measurements, gate: Mapping[str, Any], stages: Mapping[str, StageRecord]
+) -> Report:
     """What the report's stage gathers."""
     servers = {"baseline": measured.baseline, "candidate": measured.candidate}
     return Report(
@@ -148,8 +157,8 @@ def facts_of(folder: Path, manifest: Manifest) -> CardFacts:
     repo = "my-org/llama-ptpc"
     return CardFacts(
         name="llama-ptpc", repo=repo, artefact=manifest.artefact, judged=manifest.created,
-        base=card_record.base_of("org/llama", "org/llama", "c0" * 20, None, config, {"license": "apache-2.0"}),
-        made=card_record.made_of(recipe.quantization, config, inspection, None),
+        base=card_record.card_source("org/llama", "org/llama", "c0" * 20, None, config, {"license": "apache-2.0"}),
+        quantization=card_record.quantization_facts(recipe.quantization, config, inspection, None),
         terms=terms({"license": "apache-2.0"}, ()),
         launches=launches(
             recipe, workloads.load(recipe.target.workload), model_facts(folder), repo, vllm=vllm_of(report)
@@ -200,15 +209,16 @@ def make(folder: Path, source: Path) -> Path:
     judged = judge(measured, policy)
     record.write(evidence, measured, judged)
     stages = {
-        key: Made(fingerprint(payload), 1, WHEN, WHEN, TOOLS if key == "quantize" else {}, payload)
+        key: StageRecord(fingerprint(payload), 1, WHEN, WHEN, TOOLS if key == "quantize" else {}, payload)
         for key, payload in _payloads("c0" * 20, policy, recipe).items()
     }
     report_files.write(evidence, report_of(folder, measured, judged.to_json(), stages))
     manifest = Manifest(
         name="llama-ptpc", title="llama in FP8", created=WHEN, artefact=artefact, verdict="PASS",
-        base=Base("org/llama", "c0" * 20, None, {path.name: sha256(path) for path in sorted(source.iterdir())}),
+        base=SourceRecord("org/llama", "c0" * 20, None, {path.name: sha256(path) for path in sorted(source.iterdir())}),
         recipe=recipe, recipe_fingerprint=fingerprint(recipe), stages=stages, datasets=(), tools=TOOLS,
-        serving=Serving("vllm 0.32.0", None), hardware=Hardware("cpu", "AMD Instinct MI300X", "mi300x"), files={},
+        serving=ServingRecord("vllm 0.32.0", None),
+        hardware=HardwareRecord("cpu", "AMD Instinct MI300X", "mi300x"), files={},
         quantmint=__version__,
     )  # fmt: skip
     top = {name: file for name, file in held(folder).items() if "/" not in name}

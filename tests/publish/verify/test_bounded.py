@@ -15,7 +15,7 @@ import pytest
 from quantmint.eval import record, samples, suites
 from quantmint.eval.errors import DefinitionError, MeasurementError
 from quantmint.eval.samples import SampleSet
-from quantmint.pipeline.publish.verify.subject import Outcome
+from quantmint.pipeline.publish.verify.subject import CheckOutcome
 from tests.publish.verify import honest
 from tests.publish.verify.conftest import Verify
 from tests.publish.verify.test_tampering import GATE, edit, said
@@ -49,7 +49,7 @@ def test_samples_that_unpack_to_much_more(release: Path, check: Verify) -> None:
     edit(release / GATE, named)
     honest.forge(release)
     found = check(release)["gate"]
-    assert (found.outcome, "unpacks to more than" in said(found)) == (Outcome.FAILS, True)
+    assert (found.outcome, "unpacks to more than" in said(found)) == (CheckOutcome.FAILS, True)
     with pytest.raises(MeasurementError, match="unpacks to more than"), at_most(16 << 20):
         record.read(release / GATE)
 
@@ -77,7 +77,7 @@ def test_a_suite_that_multiplies(release: Path, check: Verify, text: str, words:
         suites.load(str(release / SUITE))
     honest.forge(release)
     found = check(release)["gate"]
-    assert (found.outcome, words in said(found)) == (Outcome.FAILS, True), said(found)
+    assert (found.outcome, words in said(found)) == (CheckOutcome.FAILS, True), said(found)
 
 
 @pytest.mark.parametrize("name", ["../../../outside", "/etc/passwd", "a/b", "..", "a\\b", "x\x01"])
@@ -91,7 +91,7 @@ def test_names_of_tasks_are_names(release: Path, check: Verify, tmp_path: Path, 
     (release / SUITE).write_text(text)
     honest.forge(release)
     found = check(release)["gate"]
-    assert found.outcome is Outcome.FAILS
+    assert found.outcome is CheckOutcome.FAILS
     assert "'task'" in said(found)
     assert "secret" not in said(found)
     with pytest.raises(DefinitionError, match="no name of a task"):
@@ -102,7 +102,7 @@ def test_a_suite_that_is_a_link_is_not_read(release: Path, check: Verify, tmp_pa
     (tmp_path / "facts.yaml").write_text("task: secret of somebody else\n")
     (release / "quantmint/suite/facts.yaml").symlink_to(tmp_path / "facts.yaml")
     found = check(release)["gate"]
-    assert (found.outcome, "secret" in said(found)) == (Outcome.FAILS, False)
+    assert (found.outcome, "secret" in said(found)) == (CheckOutcome.FAILS, False)
     assert "is a link out of the folder" in said(found)
 
 
@@ -111,4 +111,4 @@ def test_scores_whose_aliases_multiply(release: Path, check: Verify) -> None:
     (release / ".eval_results/facts.yaml").write_text(ALIASES + "value: *h\n")
     honest.forge(release)
     found = check(release)["card"]
-    assert (found.outcome, "counting aliases" in said(found)) == (Outcome.FAILS, True)
+    assert (found.outcome, "counting aliases" in said(found)) == (CheckOutcome.FAILS, True)

@@ -17,7 +17,7 @@ from quantmint.pipeline.publish.folder import FolderDestination
 from quantmint.pipeline.publish.hub.destination import HubDestination
 from quantmint.pipeline.publish.release import CARD, CARD_FACTS, MANIFEST, RECIPE, SBOM, SIGNATURE
 from quantmint.pipeline.publish.verify.files import Trust
-from quantmint.pipeline.publish.verify.subject import Outcome
+from quantmint.pipeline.publish.verify.subject import CheckOutcome
 from tests.hub.standin import HubStandIn
 from tests.publish.verify import honest
 from tests.publish.verify.conftest import Quantmint, Verify, signed_by
@@ -93,7 +93,7 @@ def test_what_readers_are_shown_is_what_was_found(release: Path, check: Verify, 
     tamper(release)
     honest.forge(release)
     found = check(release)[failing]
-    assert (found.outcome, words in said(found)) == (Outcome.FAILS, True), said(found)
+    assert (found.outcome, words in said(found)) == (CheckOutcome.FAILS, True), said(found)
 
 
 def test_commands_are_planned_again(release: Path, quantmint: Quantmint) -> None:
@@ -110,13 +110,13 @@ def test_what_another_version_rendered_is_not_checked(release: Path, check: Veri
     honest.forge(release, quantmint="0.0.9")
     checks = check(release)
     for name in ("report", "card"):
-        assert checks[name].outcome is Outcome.NOT_CHECKED
+        assert checks[name].outcome is CheckOutcome.NOT_CHECKED
         assert "quantmint 0.0.9 rendered" in checks[name].reason
     appended(PAGE, "<script>alert(1)</script>")(release)
     (release / CARD_FACTS).unlink()
     honest.forge(release, quantmint="0.0.9")
     checks = check(release)
-    assert (checks["report"].outcome, checks["card"].outcome) == (Outcome.FAILS, Outcome.NOT_CHECKED)
+    assert (checks["report"].outcome, checks["card"].outcome) == (CheckOutcome.FAILS, CheckOutcome.NOT_CHECKED)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_every_figure_of_a_table_is_compared_in_every_version(
     honest.forge(release, quantmint="0.0.9")
     checks = check(release)
     found = checks["card" if name == CARD else "report"]
-    assert (found.outcome, words in said(found)) == (Outcome.FAILS, True), said(found)
+    assert (found.outcome, words in said(found)) == (CheckOutcome.FAILS, True), said(found)
 
 
 def test_a_measure_that_this_version_does_not_know_is_said(release: Path, check: Verify) -> None:
@@ -147,7 +147,7 @@ def test_a_measure_that_this_version_does_not_know_is_said(release: Path, check:
     edit(release / CARD_FACTS, lambda data: data.update(quantmint="0.0.9"))
     honest.forge(release, quantmint="0.0.9")
     found = check(release)["card"]
-    assert (found.outcome, "Measures has Speedup" in said(found)) == (Outcome.NOT_CHECKED, True), said(found)
+    assert (found.outcome, "Measures has Speedup" in said(found)) == (CheckOutcome.NOT_CHECKED, True), said(found)
 
 
 def test_libraries_that_render_otherwise_are_no_contradiction(
@@ -157,7 +157,7 @@ def test_libraries_that_render_otherwise_are_no_contradiction(
     appended(CARD, "\n")(release)
     honest.forge(release)
     found = check(release)["card"]
-    assert (found.outcome, "jinja2 was 2.0" in found.reason) == (Outcome.NOT_CHECKED, True)
+    assert (found.outcome, "jinja2 was 2.0" in found.reason) == (CheckOutcome.NOT_CHECKED, True)
 
 
 def test_an_unsigned_release_is_consistent_and_not_verified(release: Path, quantmint: Quantmint) -> None:
@@ -181,7 +181,7 @@ def test_a_card_that_says_signed_without_a_signature(release: Path, check: Verif
         (release / CARD).write_text(f"{card}\n{text} \n")
         for trust in (Trust(), Trust(unsigned=True)):
             found = check(release, trust)["signature"]
-            assert (found.outcome, "the signature was taken away" in found.reason) == (Outcome.FAILS, True)
+            assert (found.outcome, "the signature was taken away" in found.reason) == (CheckOutcome.FAILS, True)
         (release / CARD).write_text(card)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.publish.verify.files import Trust
-from quantmint.pipeline.publish.verify.subject import Outcome, exit_code
+from quantmint.pipeline.publish.verify.subject import CheckOutcome, exit_code
 from tests.publish.verify.conftest import Quantmint, Verify
 
 NAMES = ["manifest", "files", "digests", "signature", "provenance", "recipe", "structure", "gate", "report", "card"]
@@ -25,7 +25,7 @@ def test_every_check_of_a_signed_release_holds(signed: Path, keys: Keys, check: 
     before = {path: path.stat().st_mtime_ns for path in signed.rglob("*")}
     checks = check(signed, Trust(key=keys("ours")[1]))
     assert list(checks) == NAMES
-    assert {name: found.reason for name, found in checks.items() if found.outcome is not Outcome.OK} == {}
+    assert {name: found.reason for name, found in checks.items() if found.outcome is not CheckOutcome.OK} == {}
     assert re.fullmatch(r"signed by the key [0-9a-f]{16}, over \d\d files", checks["signature"].reason)
     assert {path: path.stat().st_mtime_ns for path in signed.rglob("*")} == before
 
@@ -90,7 +90,7 @@ def test_a_snapshot_of_the_hubs_cache_leads_to_its_blobs(
         shutil.move(path, blob)
         link.symlink_to(os.path.relpath(blob, link.parent))
     checks = check(snapshot, Trust(key=keys("ours")[1]))
-    assert {name: found.reason for name, found in checks.items() if found.outcome is not Outcome.OK} == {}
+    assert {name: found.reason for name, found in checks.items() if found.outcome is not CheckOutcome.OK} == {}
 
 
 def test_what_is_no_release(release: Path, quantmint: Quantmint, keys: Keys, tmp_path: Path) -> None:

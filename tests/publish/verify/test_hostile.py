@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE
-from quantmint.pipeline.publish.verify.subject import Outcome, listing
+from quantmint.pipeline.publish.verify.subject import CheckOutcome, listing
 from tests.publish.verify import honest
 from tests.publish.verify.conftest import Quantmint, Verify
 from tests.publish.verify.test_tampering import GATE, REPORT, edit, said
@@ -67,7 +67,7 @@ def test_no_text_breaks_more_than_its_own_checks(
 ) -> None:
     (release / name).write_bytes(content.encode(errors="surrogatepass"))
     checks = check(release)
-    assert checks[failing].outcome is Outcome.FAILS
+    assert checks[failing].outcome is CheckOutcome.FAILS
     assert len(checks[failing].reason) < 500
     assert len(checks) == 10
 
@@ -89,7 +89,7 @@ def test_code_of_the_folder_is_not_run(release: Path, check: Verify, tmp_path: P
     edit(release / "config.json", lambda data: data.update(model_type="unheard-of", auto_map=auto))
     honest.remanifest(release)
     checks = check(release)
-    assert checks["structure"].outcome is Outcome.NOT_CHECKED
+    assert checks["structure"].outcome is CheckOutcome.NOT_CHECKED
     assert "modeling_x.py: code that readers would have to trust" in said(checks["files"])
     assert not ran.exists()
 

@@ -16,7 +16,7 @@ from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.publish import manifest as manifests
 from quantmint.pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE, SIGNATURE
 from quantmint.pipeline.publish.verify.files import Trust
-from quantmint.pipeline.publish.verify.subject import Check, Outcome
+from quantmint.pipeline.publish.verify.subject import CheckOutcome, CheckResult
 from tests.conftest import Models, Quantize
 from tests.publish.verify import honest
 from tests.publish.verify.conftest import Quantmint, Verify, signed_by
@@ -136,7 +136,7 @@ TAMPERINGS = [
 ]
 
 
-def said(check: Check) -> str:
+def said(check: CheckResult) -> str:
     return "\n".join((check.reason, *check.details))
 
 
@@ -149,11 +149,11 @@ def test_what_was_changed_is_named_whoever_makes_the_manifest(
     changed = [path.relative_to(signed).as_posix() for path, raw in before.items() if path.read_bytes() != raw]
     honest.remanifest(signed)
     checks = check(signed, Trust(key=keys("ours")[1]))
-    assert checks[name].outcome is Outcome.FAILS
+    assert checks[name].outcome is CheckOutcome.FAILS
     assert words in said(checks[name])
     # Its digests agree again, but what was signed were others.
-    assert (checks["files"].outcome, checks["digests"].outcome) == (Outcome.OK, Outcome.OK)
-    assert checks["signature"].outcome is Outcome.FAILS
+    assert (checks["files"].outcome, checks["digests"].outcome) == (CheckOutcome.OK, CheckOutcome.OK)
+    assert checks["signature"].outcome is CheckOutcome.FAILS
     assert all(f"{path} is not what was signed" in said(checks["signature"]) for path in (*changed, MANIFEST))
 
 
@@ -164,7 +164,7 @@ def test_an_edited_file_has_another_digest(signed: Path, keys: Keys, check: Veri
     for name in ("model.safetensors", REPORT, CARD):
         assert f"{name} was changed: it" in said(checks["digests"])
         assert f"{name} is not what was signed" in said(checks["signature"])
-    assert checks["files"].outcome is checks["manifest"].outcome is Outcome.OK
+    assert checks["files"].outcome is checks["manifest"].outcome is CheckOutcome.OK
 
 
 def test_a_signature_of_another_model_covers_none_of_this_one(
@@ -177,16 +177,16 @@ def test_a_signature_of_another_model_covers_none_of_this_one(
     signed_by(other, keys("ours")[0], signed / SIGNATURE)
     for trust in (Trust(key=keys("ours")[1]), Trust(unsigned=True)):
         found = check(signed, trust)["signature"]
-        assert found.outcome is Outcome.FAILS
+        assert found.outcome is CheckOutcome.FAILS
         assert "is not what was signed: it was changed since" in found.reason
 
 
 def test_a_signature_by_another_key(release: Path, keys: Keys, check: Verify) -> None:
     signed_by(release, keys("theirs")[0], release / SIGNATURE)
     found = check(release, Trust(key=keys("ours")[1]))["signature"]
-    assert found.outcome is Outcome.FAILS
+    assert found.outcome is CheckOutcome.FAILS
     assert "is signed by the key" in found.reason
-    assert check(release, Trust(key=keys("theirs")[1]))["signature"].outcome is Outcome.OK
+    assert check(release, Trust(key=keys("theirs")[1]))["signature"].outcome is CheckOutcome.OK
 
 
 def test_a_signature_that_was_broken_or_taken_away(signed: Path, keys: Keys, check: Verify) -> None:
@@ -203,10 +203,10 @@ def test_a_signature_that_was_broken_or_taken_away(signed: Path, keys: Keys, che
     ):
         (signed / SIGNATURE).write_text(text)
         found = check(signed, trust)["signature"]
-        assert (found.outcome, words in found.reason) == (Outcome.FAILS, True), found.reason
+        assert (found.outcome, words in found.reason) == (CheckOutcome.FAILS, True), found.reason
     (signed / SIGNATURE).unlink()
-    assert check(signed, trust)["signature"].outcome is Outcome.FAILS
-    assert check(signed, Trust())["signature"].outcome is Outcome.NOT_CHECKED
+    assert check(signed, trust)["signature"].outcome is CheckOutcome.FAILS
+    assert check(signed, Trust())["signature"].outcome is CheckOutcome.NOT_CHECKED
 
 
 def test_a_file_too_many_and_one_too_few(signed: Path, keys: Keys, check: Verify) -> None:
@@ -214,7 +214,7 @@ def test_a_file_too_many_and_one_too_few(signed: Path, keys: Keys, check: Verify
     (signed / "quantmint" / "NOTES.txt").write_text("hello")
     (signed / "tokenizer.json").unlink()
     checks = check(signed, Trust(key=keys("ours")[1]))
-    assert checks["files"].outcome is Outcome.FAILS
+    assert checks["files"].outcome is CheckOutcome.FAILS
     for words in (
         "tokenizer.json is missing",
         "optimizer.pt is there, but not in quantmint.json",
@@ -253,7 +253,7 @@ def test_a_manifest_of_another_checkpoint(release: Path, check: Verify) -> None:
     honest.remanifest(release, artefact="ab" * 32)
     checks = check(release)
     assert "quantmint.json says abababab" in said(checks["gate"])
-    assert checks["provenance"].outcome is Outcome.FAILS
+    assert checks["provenance"].outcome is CheckOutcome.FAILS
     assert manifests.read(release / MANIFEST).artefact == "ab" * 32
 
 

@@ -15,7 +15,7 @@ from quantmint.eval.gate import JUDGEMENT, judgement
 from quantmint.eval.gate.report import Finding
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.publish.release import MANIFEST
-from quantmint.pipeline.publish.verify.subject import Outcome
+from quantmint.pipeline.publish.verify.subject import CheckOutcome
 from tests.publish.verify import honest
 from tests.publish.verify.conftest import Quantmint, Verify
 from tests.publish.verify.test_tampering import GATE, edit, given_to_the_gate, said
@@ -71,10 +71,10 @@ def test_another_version_of_the_judgement_is_said_and_not_held_against_a_release
     edit(release / GATE, lambda data: data["accuracy"][0].update(lower=-0.04))
     honest.forge(release)
     gate = check(release)["gate"]
-    assert gate.outcome is Outcome.NOT_CHECKED
+    assert gate.outcome is CheckOutcome.NOT_CHECKED
     assert f"version {JUDGEMENT + 1} of the judgement made this record" in gate.reason
     edit(release / GATE, lambda data: data.update(judgement=JUDGEMENT))
-    assert check(release)["gate"].outcome is Outcome.FAILS
+    assert check(release)["gate"].outcome is CheckOutcome.FAILS
 
 
 def worse_answers(folder: Path, task: str = "facts") -> None:
@@ -109,7 +109,7 @@ def test_the_recipes_limits_hold_in_every_version(
     worse_answers(release)
     honest.forge(release, **({} if version is None else {"quantmint": version}))
     found = check(release)
-    assert found["gate"].outcome is Outcome.FAILS
+    assert found["gate"].outcome is CheckOutcome.FAILS
     assert "judged by other limits than the recipe's: margins.facts is 0.45, not 0.05" in said(found["gate"])
     assert "does not follow" not in said(found["gate"])
     assert quantmint("release", "verify", release, "--unsigned").code == 1
@@ -130,10 +130,10 @@ def shipped_suite(folder: Path) -> None:
 def test_a_suite_that_this_version_has_not(release: Path, check: Verify) -> None:
     shipped_suite(release)
     honest.forge(release)
-    assert check(release)["gate"].outcome is Outcome.FAILS
+    assert check(release)["gate"].outcome is CheckOutcome.FAILS
     honest.forge(release, quantmint="0.0.9")
     gate = check(release)["gate"]
-    assert gate.outcome is Outcome.NOT_CHECKED
+    assert gate.outcome is CheckOutcome.NOT_CHECKED
     assert "the suite no-longer-shipped cannot be read here" in gate.reason
     # What the recipe states itself holds without the suite.
     edit(release / GATE, lambda data: data["policy"].update(confidence=0.5))
@@ -147,10 +147,10 @@ def test_defaults_of_the_canary_may_have_been_others(release: Path, check: Verif
     edit(release / GATE, change)
     given_to_the_gate(release, change)
     honest.forge(release)
-    assert check(release)["gate"].outcome is Outcome.FAILS
+    assert check(release)["gate"].outcome is CheckOutcome.FAILS
     honest.forge(release, quantmint="0.0.9")
     gate = check(release)["gate"]
-    assert (gate.outcome, "canary.max_kl is 0.9, not 0.5" in gate.reason) == (Outcome.NOT_CHECKED, True)
+    assert (gate.outcome, "canary.max_kl is 0.9, not 0.5" in gate.reason) == (CheckOutcome.NOT_CHECKED, True)
 
 
 def fewer_items(folder: Path, planned: int = 320) -> None:
@@ -180,5 +180,5 @@ def test_items_that_were_dropped(release: Path, check: Verify, version: str | No
     fewer_items(release)
     honest.forge(release, **({} if version is None else {"quantmint": version}))
     gate = check(release)["gate"]
-    assert gate.outcome is Outcome.FAILS
+    assert gate.outcome is CheckOutcome.FAILS
     assert "facts: 320 items of the baseline were planned, the suite has 400" in said(gate)

@@ -14,7 +14,7 @@ import pytest
 
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.publish import manifest as manifests
-from quantmint.pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.manifest import HardwareRecord, Manifest, ServingRecord, SourceRecord, StageRecord
 from quantmint.pipeline.publish.release import CARD, MANIFEST, SIGNATURE, tag_of
 from quantmint.pipeline.recipe.sections import Publish
 from quantmint.pipeline.stages.gate import checkpoint_digest
@@ -118,14 +118,14 @@ def assembled(job: Job, option: int) -> Mapping[str, object]:
         created=when,
         artefact=checkpoint_digest(job.inputs["quantize"]),
         verdict="PASS",
-        base=Base(None, None, "a" * 64, {"config.json": "a" * 64}),
+        base=SourceRecord(None, None, "a" * 64, {"config.json": "a" * 64}),
         recipe={"name": "r"},
         recipe_fingerprint=fingerprint({"name": "r"}),
-        stages={"source": Made(fingerprint(payload), 1, when, when, {}, payload)},
+        stages={"source": StageRecord(fingerprint(payload), 1, when, when, {}, payload)},
         datasets=(),
         tools={},
-        serving=Serving("vllm 0.32.0", None),
-        hardware=Hardware(None, "AMD Instinct MI300X", "mi300x"),
+        serving=ServingRecord("vllm 0.32.0", None),
+        hardware=HardwareRecord(None, "AMD Instinct MI300X", "mi300x"),
         files=manifests.digests(files),
         quantmint="0.1.0",
     )

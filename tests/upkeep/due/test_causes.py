@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.base.canonical import ABSENT
-from quantmint.pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.manifest import HardwareRecord, Manifest, ServingRecord, SourceRecord, StageRecord
 from quantmint.pipeline.recipe.faults import YamlPath
 from quantmint.pipeline.upkeep.due.causes import Change, apart_from_unknown, changes, keys, what_changed
 
@@ -42,14 +42,14 @@ def released(stages: Mapping[str, dict[str, Any]] = BEFORE, recipe: Mapping[str,
         created=WHEN,
         artefact=C,
         verdict="PASS",
-        base=Base("org/base", A, None, {}),
+        base=SourceRecord("org/base", A, None, {}),
         recipe=recipe,
         recipe_fingerprint=C,
-        stages={key: Made(C, 1, WHEN, WHEN, {}, made) for key, made in stages.items()},
+        stages={key: StageRecord(C, 1, WHEN, WHEN, {}, made) for key, made in stages.items()},
         datasets=(),
         tools={},
-        serving=Serving("vllm 0.32.0", None),
-        hardware=Hardware(None, "AMD Instinct MI300X", "mi300x"),
+        serving=ServingRecord("vllm 0.32.0", None),
+        hardware=HardwareRecord(None, "AMD Instinct MI300X", "mi300x"),
         files={},
         quantmint="0.1.0",
     )

@@ -10,7 +10,7 @@ import pytest
 
 from quantmint.pipeline.publish import manifest as manifests
 from quantmint.pipeline.publish.bucket import BucketDestination
-from quantmint.pipeline.publish.manifest import Digest
+from quantmint.pipeline.publish.manifest import FileDigest
 from quantmint.pipeline.publish.release import MANIFEST
 from quantmint.pipeline.recipe.load import LoadedRecipe
 from quantmint.pipeline.upkeep.due.due import plan_now
@@ -55,7 +55,7 @@ def test_a_damaged_release_is_found(world: World, damage: str) -> None:
 
 
 def test_a_shard_that_is_not_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = replace(world.manifest(), files={"model.safetensors": Digest(5, "a" * 64)})
+    made = replace(world.manifest(), files={"model.safetensors": FileDigest(5, "a" * 64)})
     monkeypatch.setattr(World, "manifest", lambda *_, **__: made)
     tag = world.release()
     assert world.due().reason.endswith(f"{tag} is damaged: model.safetensors: it is missing, expected 5 bytes")

@@ -23,7 +23,14 @@ from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.publish import manifest as manifests
 from quantmint.pipeline.publish.destination import Destination
 from quantmint.pipeline.publish.folder import FolderDestination
-from quantmint.pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
+from quantmint.pipeline.publish.manifest import (
+    DatasetRecord,
+    HardwareRecord,
+    Manifest,
+    ServingRecord,
+    SourceRecord,
+    StageRecord,
+)
 from quantmint.pipeline.publish.release import MANIFEST, Release, tag_of
 from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.session import open_setting
@@ -79,7 +86,7 @@ class World:
         return setting, build_plan(setting)
 
     def manifest(
-        self, name: str = "r", *, year: int = 2026, hour: int = 12, data: tuple[Dataset, ...] = ()
+        self, name: str = "r", *, year: int = 2026, hour: int = 12, data: tuple[DatasetRecord, ...] = ()
     ) -> Manifest:
         """What a release of the recipe as it is now says of itself; ``data`` is recorded beside the payloads."""
         setting, plan = self.plan(name)
@@ -93,17 +100,19 @@ class World:
             created=when,
             artefact="a" * 64,
             verdict="PASS",
-            base=Base(source.repo, commit, None if commit else source.digest, {"config.json": "a" * 64}),
+            base=SourceRecord(source.repo, commit, None if commit else source.digest, {"config.json": "a" * 64}),
             recipe=recipe,
             recipe_fingerprint=fingerprint(recipe),
             stages={
-                planned.key: Made(planned.fingerprint, planned.stage.version, when, when, {}, dict(planned.payload))
+                planned.key: StageRecord(
+                    planned.fingerprint, planned.stage.version, when, when, {}, dict(planned.payload)
+                )
                 for planned in kept
             },
             datasets=data,
             tools={},
-            serving=Serving("vllm 0.32.0", None),
-            hardware=Hardware(None, "AMD Instinct MI300X", "mi300x"),
+            serving=ServingRecord("vllm 0.32.0", None),
+            hardware=HardwareRecord(None, "AMD Instinct MI300X", "mi300x"),
             files={},
             quantmint=__version__,
         )
