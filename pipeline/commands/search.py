@@ -53,7 +53,9 @@ def search(
 ) -> None:
     """Print the frontier of MODEL, a recipe, a folder or organisation/name[@revision]: bits against predicted KL.
 
-    What each group of layers costs in each scheme is measured once, and kept in the store for all budgets. The KL is
+    The cost of each group of layers in each scheme is measured once, and kept in the store for all budgets. A run of a
+    recipe with `scheme: auto` and `search:` spends a budget by these costs, goes to more bits after a FAIL and to fewer
+    after a PASS, to a quarter bit, and publishes the fewest that passed. The KL is
     a prediction, of rounding by the recipe's algorithm, until the checkpoint was measured; a speedup is an estimate by
     the target's data sheet, of the linear layers alone, until it was served.
 

@@ -330,13 +330,13 @@ class Calibration(Section):
 
 
 class Search(Section):
-    """How often a run with `scheme: auto` may begin again with more bits."""
+    """Further tries of a run with `scheme: auto`: more bits after a FAIL, fewer after a PASS that follows one."""
 
     until: Literal["pass"] = "pass"
-    """pass: the first checkpoint that the gate passes."""
+    """pass: publish the checkpoint with the fewest bits that passes, known to a quarter bit where tries are left."""
     tries: int = Field(default=4, ge=2, le=10)
-    """Checkpoints at most, from the budget to all in the dearest scheme. Each is judged with a share of the error that
-    gate.accuracy.confidence leaves, so that all together have no more."""
+    """Checkpoints at most, from the budget up to all in the largest scheme and back down. Each try is judged with a
+    share of the error that gate.accuracy.confidence leaves, so that all tries together have no more."""
 
 
 class Target(Section):

@@ -8,22 +8,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 
-from quantmint.calibration.errors import CalibrationError
-from quantmint.calibration.sets import load_set
 from quantmint.eval.report.numbers import size
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.publish.addresses import published_folder
 from quantmint.pipeline.recipe.faults import refuse
 from quantmint.pipeline.runs.planner import foreseen, missing_stages
 from quantmint.pipeline.stages.by_library import calibrated
-from quantmint.pipeline.stages.calibrate import read_tokens
+from quantmint.pipeline.stages.calibrate import token_fault
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.sizes import Prediction, model_for, predict
 from quantmint.pipeline.stages.source import config_folder
 from quantmint.pipeline.stages.stage import Planned
 from quantmint.pipeline.store.disk import free_bytes
 
-_TOKEN_BYTES = 8  # a token of prose has four
 _OVERHEAD = 64 << 20  # bytes beside the weights: tokenizer, logs, samples, report
 
 
@@ -62,19 +59,9 @@ def require_tokens(setting: Setting, missing: Collection[str]) -> None:
 
     Only small local files are counted, with the tokenizer of a source that is here.
     """
-    section, folder = setting.recipe.calibration, setting.source.folder
     read = ("quantize" in missing and calibrated(setting.recipe.quantization)) or "sensitivity" in missing
-    if section is None or folder is None or not read:
-        return
-    file = load_set(section.set).file
-    if file is None or file.stat().st_size > _TOKEN_BYTES * section.samples * section.sequence_length:
-        return
-    try:
-        read_tokens(section, folder, trust_remote_code=setting.recipe.trust_remote_code)
-    except CalibrationError as error:
-        refuse([setting.loaded.fault(("calibration", "samples"), str(error))])
-    except Exception:  # a tokenizer may be anybody's: the run that needs it tells what it lacks
-        return
+    if read and (fault := token_fault(setting.loaded, setting.source.folder)) is not None:
+        refuse([fault])
 
 
 def require_means(

@@ -20,9 +20,11 @@ from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.budget import Group, Point, costliest, frontier, overrides
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
 from quantmint.pipeline.recipe.load import choice_yaml, sections_yaml, validated
-from quantmint.pipeline.recipe.modules import assigned, matches
+from quantmint.pipeline.recipe.modules import assigned, matches, text_config
 from quantmint.pipeline.recipe.schema import AUTO, BUDGET, Quantization, Recipe
-from quantmint.pipeline.stages.checks import accuracy_faults
+from quantmint.pipeline.stages.by_library import calibrated
+from quantmint.pipeline.stages.calibrate import token_fault
+from quantmint.pipeline.stages.checks import accuracy_faults, check
 from quantmint.pipeline.stages.sensitivity import spendable
 from quantmint.pipeline.stages.setting import Setting
 
@@ -34,8 +36,10 @@ _MORE = 0.75
 """Bits a weight above the fewest that a first budget has: where most of what four bits lose is won back."""
 _TRIES = (6, 5, 4, 3, 2)
 """Of a search that is proposed, the most that the suite can test."""
-_HUB_SET, _LENGTH, _MOST_SAMPLES = "ultrachat", 512, 128
-"""Texts where the recipe has none, tokens of a sample of its own, and the most of those."""
+_HUB_SET, _HUB_LENGTH = "ultrachat", 2048
+"""Texts of a recipe that has none, and the tokens of a sample of them."""
+_LENGTH, _MOST_SAMPLES = 512, 128
+"""Tokens of a sample of a recipe's own texts, and the most samples."""
 _SIXTEEN = "16 bit"
 _WIDEST = r"re:.*\.down_proj$"
 
@@ -165,36 +169,56 @@ def _block(setting: Setting, section: Mapping[str, Any], *, search: bool = True)
     needs_texts = section["scheme"] == AUTO or section.get("algorithm", "none") != "none"
     if needs_texts and recipe.calibration is None:
         sections["calibration"] = _texts(setting)
-    if section["scheme"] != AUTO or not search:
-        return _told(setting, sections) or ""
-    for tries in _TRIES:
-        if text := _told(setting, {**sections, "search": {"tries": tries}}):
+    if text := _with_search(setting, sections, search=search and section["scheme"] == AUTO):
+        return text
+    if section["scheme"] != AUTO or section.get("algorithm") != "gptq":
+        return ""
+    # GPTQ needs more texts than sensitivities: without it the choice may still be measured on those that there are.
+    plain = {name: value for name, value in section.items() if name != "algorithm"}
+    return _with_search(setting, {**sections, "quantization": plain}, search=search)
+
+
+def _with_search(setting: Setting, sections: Mapping[str, Any], *, search: bool) -> str:
+    """Return sections as YAML, with the most tries that the suite can test; empty where they are refused."""
+    for tries in _TRIES if search else ():
+        if text := _accepted(setting, {**sections, "search": {"tries": tries}}):
             return text
-    return _told(setting, sections) or ""
+    return _accepted(setting, sections) or ""
 
 
-def _told(setting: Setting, sections: Mapping[str, Any]) -> str | None:
-    """Return sections as YAML; None where the recipe would be refused with them."""
+def _accepted(setting: Setting, sections: Mapping[str, Any]) -> str | None:
+    """Return sections as YAML; None where the recipe would be refused with them, or its texts have too few tokens."""
     written = setting.loaded if setting.chosen is None else setting.chosen.written
     data = written.recipe.model_dump(mode="json", by_alias=True) | dict(sections)
     try:
         loaded = validated(replace(written.positions, data=data), written.path)
     except RecipeError:
         return None
-    return None if list(accuracy_faults(loaded, setting.suite)) else sections_yaml(sections)
+    loaded = replace(loaded, source_folder=written.source_folder)
+    if check(loaded, config=setting.config) or list(accuracy_faults(loaded, setting.suite)):
+        return None
+    quantization = loaded.recipe.quantization
+    reads = quantization.scheme == AUTO or calibrated(quantization)
+    return None if reads and token_fault(loaded, setting.source.folder) is not None else sections_yaml(sections)
 
 
 def _texts(setting: Setting) -> dict[str, Any]:
-    """The calibration of a recipe that has none: texts that `init` wrote beside it, else a set of the Hub."""
+    """Return the calibration of a recipe that has none: texts that `init` wrote beside it, else a set of the Hub.
+
+    Sequences are no longer than the model's positions.
+    """
+    longest = text_config(setting.config).get("max_position_embeddings")
+    limit = longest if isinstance(longest, int) else _HUB_LENGTH
     written = setting.loaded if setting.chosen is None else setting.chosen.written
     name = setting.recipe.name
     own = written.path.parent / f"{name}-eval" / f"{name}-texts.yaml"
     if not own.is_file():
-        return {"set": _HUB_SET}
+        return {"set": _HUB_SET, **({"sequence_length": limit} if limit < _HUB_LENGTH else {})}
     file = load_set(str(own)).file
     words = 0 if file is None else len(file.read_text(encoding="utf-8", errors="replace").split())
-    samples = min(_MOST_SAMPLES, max(1, words // _LENGTH))  # a word has a token or more
-    return {"set": f"{name}-eval/{name}-texts.yaml", "samples": samples, "sequence_length": _LENGTH}
+    length = min(_LENGTH, limit)
+    samples = min(_MOST_SAMPLES, max(1, words // length))  # a word has a token or more
+    return {"set": f"{name}-eval/{name}-texts.yaml", "samples": samples, "sequence_length": length}
 
 
 def _more_bits(groups: Sequence[Group], point: Point) -> tuple[list[str], dict[str, float] | None]:

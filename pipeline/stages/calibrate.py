@@ -19,6 +19,8 @@ from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.base.transience import is_transient
 from quantmint.pipeline.quantize.device import resolve_devices
 from quantmint.pipeline.quantize.model.builder import light_imports
+from quantmint.pipeline.recipe.faults import Fault
+from quantmint.pipeline.recipe.load import LoadedRecipe
 from quantmint.pipeline.recipe.schema import Calibration, Quantization
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.setting import Commits, Setting
@@ -29,6 +31,8 @@ from quantmint.pipeline.store.entries import Entry
 from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 RANGES = "ranges.safetensors"
+_TOKEN_BYTES = 8
+"""Bytes of a token, above those of prose, which has four."""
 _LAYERS = "layers"  # what an interrupted run in layer mode is gone on with
 
 
@@ -172,6 +176,26 @@ def needs_ranges(quantization: Quantization) -> bool:
 def has_static_scales(quantization: Quantization) -> bool:
     """Return whether anything in the checkpoint is scaled by a range of the calibration data."""
     return quantization.kv_cache == "fp8" or any(scheme(name).needs_ranges for name in quantization.schemes)
+
+
+def token_fault(loaded: LoadedRecipe, folder: Path | None) -> Fault | None:
+    """Return the fault of a recipe whose calibration texts have fewer tokens than its samples need, None for others.
+
+    Only small local files are counted, with the tokenizer of a model that lies in ``folder``.
+    """
+    section = loaded.recipe.calibration
+    if section is None or folder is None:
+        return None
+    file = load_set(section.set).file
+    if file is None or file.stat().st_size > _TOKEN_BYTES * section.samples * section.sequence_length:
+        return None
+    try:
+        read_tokens(section, folder, trust_remote_code=loaded.recipe.trust_remote_code)
+    except CalibrationError as error:
+        return loaded.fault(("calibration", "samples"), str(error))
+    except Exception:  # a tokenizer may be anybody's: the run that needs it says what it lacks
+        return None
+    return None
 
 
 def require_pinned_set(setting: Setting) -> None:

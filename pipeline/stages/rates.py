@@ -72,9 +72,10 @@ def rates_here(device: str, cores: int) -> tuple[Rates, Origin]:
     """
     title = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
     rates, origin = rates_for(title, cores)
-    if origin == "table":
-        return rates, origin
     name = f"{cpu_name(Host()) if device == 'cpu' else title}, {cores} cores"
+    if origin == "table":
+        # A CPU's row is chosen by the number of cores: the machine's own name must not be lost behind it.
+        return (replace(rates, machine=f"{name}, taken for {rates.machine}") if device == "cpu" else rates), origin
     try:
         return measured(rates, device, name), "measured"
     except RuntimeError:  # PyTorch's: no memory left on the device, no such product there

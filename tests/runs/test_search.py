@@ -322,4 +322,16 @@ def test_texts_that_init_wrote_are_named_with_as_many_samples_as_they_have(four:
     said = yaml.safe_load(advise(setting).paste)["calibration"]
     assert said == {"set": "r-eval/r-texts.yaml", "samples": 9, "sequence_length": 512}
     (own / "r-texts.yaml").unlink()
-    assert yaml.safe_load(advise(setting).paste)["calibration"] == {"set": "ultrachat"}
+    hub = {"set": "ultrachat", "sequence_length": 512}
+    assert yaml.safe_load(advise(setting).paste)["calibration"] == hub, "no longer than the model's positions"
+
+
+def test_texts_that_are_too_few_for_gptq_are_chosen_by_without_it(four: Any, project: Path) -> None:
+    """A Hessian of 64 channels takes as many tokens: 1 x 48 are too few, for the sensitivities they do."""
+    setting = four("{scheme: mxfp4, format: quark}")
+    text = (project / "r.yaml").read_text()
+    (project / "r.yaml").write_text(text.replace("samples: 4, sequence_length: 64", "samples: 1, sequence_length: 48"))
+    sections = yaml.safe_load(advise(open_setting("r.yaml", store=setting.store)).paste)
+    assert sections["quantization"]["scheme"] == "auto"
+    assert "algorithm" not in sections["quantization"]
+    assert yaml.safe_load(advise(setting).paste)["quantization"]["algorithm"] == "gptq"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
+from quantmint.pipeline.base.machine import Machine as Host
+from quantmint.pipeline.base.machine import cpu_name
 from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS
 from quantmint.pipeline.stages.cost import CARRIED
 from quantmint.pipeline.stages.rates import known, measured, rates_for, rates_here
@@ -44,7 +47,10 @@ def test_a_machine_that_the_table_does_not_know_is_measured_in_a_second() -> Non
     assert rates.write / like.write == pytest.approx(rates.read / like.read)
     assert rates.kernel("mxfp4") / rates.kernel("fp8") == pytest.approx(like.kernel("mxfp4") / like.kernel("fp8"))
     assert (rates.disk, rates.sync, rates.start) == (like.disk, like.sync, like.start)
-    assert rates_here("cpu", 2) == (like, "table")
+    rates, origin = rates_here("cpu", 2)
+    assert (replace(rates, machine=like.machine), origin) == (like, "table")
+    assert rates.machine.startswith(cpu_name(Host())), "this machine's own name"
+    assert rates.machine.endswith(f"taken for {like.machine}")
 
 
 def test_where_nothing_can_be_measured_the_rates_stay_another_machines(monkeypatch: pytest.MonkeyPatch) -> None:
