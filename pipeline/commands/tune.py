@@ -139,7 +139,7 @@ def tune(model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **
         BASE,
         TUNABLEOP,
         Axis,
-        given_axes,
+        option_axes,
         parse_knob,
         without_base_values,
     )
@@ -165,7 +165,7 @@ def tune(model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **
             "nothing to tune"
         )
     products = gemms(opened.facts, opened.arch, subject.plan(BASE)) if given["aiter"] else None
-    axes = given_axes(knobs, version=subject.vllm.version) if knobs else opened.default_axes()
+    axes = option_axes(knobs, version=subject.vllm.version) if knobs else opened.default_axes()
     axes = without_base_values(axes, subject.plan(BASE), lambda knob: table()[knob].default)
     if tunableop:
         axes = (Axis(TUNABLEOP, ("1",)), *axes)
@@ -225,9 +225,10 @@ def _print(report: Report) -> None:
 
 def _show(sweep: KnobSweep, out: Path, *, as_json: bool, products: Gemms | None) -> int:
     from quantmint.pipeline.serving.tuning.contest import MOST_FINALISTS, contest_of
-    from quantmint.pipeline.serving.tuning.space import BASE, TUNABLEOP, label, with_tunableop
-    from quantmint.pipeline.serving.tuning.sweep import planned
-    from quantmint.pipeline.serving.tuning.trials import FOLDER
+    from quantmint.pipeline.serving.tuning.space import BASE, TUNABLEOP, label
+    from quantmint.pipeline.serving.tuning.subject import with_tunableop
+    from quantmint.pipeline.serving.tuning.sweep import screening_trials
+    from quantmint.pipeline.serving.tuning.tunableop import FOLDER
 
     kernels = (out / FOLDER).absolute()
     rows: list[dict[str, object]] = []
@@ -237,7 +238,7 @@ def _show(sweep: KnobSweep, out: Path, *, as_json: bool, products: Gemms | None)
     if products is not None:
         name = f"AITER tunes {len(products.lines) - 1} products, which are tried too"
         rows.append({"label": name, "run": 0, "products": list(products.lines)})
-    for trial in planned(sweep.design):
+    for trial in screening_trials(sweep.design):
         row: dict[str, object] = {"label": label(trial.point), "run": trial.run}
         try:
             plan = sweep.subject.plan(trial.point)

@@ -25,22 +25,13 @@ from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.model.facts import ModelFacts
 from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.tuning.aiter import Gemms, tune_gemms
-from quantmint.pipeline.serving.tuning.launching import run_sweep
 from quantmint.pipeline.serving.tuning.report import Report, report, write
-from quantmint.pipeline.serving.tuning.space import (
-    BASE,
-    STAGE,
-    TUNABLEOP,
-    TUNED_FILE,
-    Axis,
-    SweepTrial,
-    TuningSubject,
-    default_axes,
-    machine_facts,
-    planner,
-)
-from quantmint.pipeline.serving.tuning.sweep import KnobSweep, planned
-from quantmint.pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, first_pass
+from quantmint.pipeline.serving.tuning.runner import run_sweep
+from quantmint.pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, SweepTrial, default_axes
+from quantmint.pipeline.serving.tuning.subject import STAGE, TUNED_FILE, TuningSubject, machine_facts, planner
+from quantmint.pipeline.serving.tuning.sweep import KnobSweep, screening_trials
+from quantmint.pipeline.serving.tuning.trials import Budget, OutOfTimeError
+from quantmint.pipeline.serving.tuning.tunableop import FOLDER, search_kernels
 from quantmint.pipeline.store.disk import disk_errors
 from quantmint.pipeline.store.gc import RunLog
 from quantmint.pipeline.store.locks import Lock
@@ -78,7 +69,9 @@ def tune(
                 axis = tune_gemms(products, sweep.subject, store, budget, reporter, out, redo=redo)
                 sweep.design = replace(sweep.design, axes=(axis, *sweep.design.axes))
         # The collector of garbage spares what the newest runs name: these trials too.
-        log = RunLog.start(store.root, f"tune {sweep.subject.name}", sweep.id, _entries(sweep, planned(sweep.design)))
+        log = RunLog.start(
+            store.root, f"tune {sweep.subject.name}", sweep.id, _entries(sweep, screening_trials(sweep.design))
+        )
         code = 5
         try:
             run_sweep(sweep, store, budget, reporter, redo=redo)
@@ -93,7 +86,7 @@ def tune(
                 page = write(out, tuned)
             code = 0 if tuned["best"] is not None else 1
         finally:
-            everything = dict.fromkeys([*planned(sweep.design), *sweep.outcomes])
+            everything = dict.fromkeys([*screening_trials(sweep.design), *sweep.results])
             log.run = replace(log.run, plan=tuple(_entries(sweep, everything)))
             log.finish(None, code)
     finally:
@@ -104,7 +97,7 @@ def tune(
 def _tuned_first(sweep: KnobSweep, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool) -> None:
     """Tune matrix kernels by TunableOp before the sweep; where the budget ends first, warn and sweep without them."""
     try:
-        tuned = first_pass(sweep.subject, store, budget, reporter, out, redo=redo)
+        tuned = search_kernels(sweep.subject, store, budget, reporter, out, redo=redo)
         sweep.subject = replace(sweep.subject, tuned=tuned)
     except OutOfTimeError:
         reporter.warn("the budget ended during the TunableOp pass, which does not count")

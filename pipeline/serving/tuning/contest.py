@@ -1,9 +1,9 @@
-"""Proof that a plan beats the base plan: a few finalists, launched again beside it by turns, and a rank test.
+"""Prove that a plan beats the base plan: launch a few finalists in turns with it, and compare them by a rank test.
 
-A screening with one launch a value always has a best value, and among ten values without any effect the luckiest looks
-two noises better than the base plan. So the screening only nominates. Finalists and base plan are launched anew, the
-rank test of the gate compares these launches alone, and its p-values are corrected (Holm) for the number of finalists:
-that some plan without effect is recommended happens in 5 % of sweeps at most, however many values were screened.
+A screening with one launch a value always has a best value, and among ten values without effect the luckiest seems
+better than the base plan by twice the noise. So the screening only nominates finalists. They and the base plan are
+launched again, the gate's rank test compares these launches only, and its p-values are corrected (Holm) for the number
+of finalists: at most 5 % of sweeps recommend a plan without effect, however many values were screened.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.serving.tuning.space import BASE, Point, SweepTrial
 
 ALPHA = 0.05
-"""The chance that a sweep recommends a plan that is no better than the base plan."""
+"""The largest probability that a sweep recommends a plan that is no better than the base plan."""
 MOST_FINALISTS = 3
-"""A fourth would cost launches of all others as well: the correction asks for more of each."""
+"""With a fourth finalist, the correction would require more launches of every finalist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """Finalists and how often each of them, and the base plan, is launched."""
+    """The finalists, and the number of launches of each and of the base plan."""
 
     points: tuple[Point, ...]
     launches: int
 
     @property
     def id(self) -> str:
-        """Name of the contest in its trials' fingerprints.
+        """The contest's id in the fingerprints of its trials.
 
-        Launches of another contest, perhaps of another day, must not stand in for turns of this one: the machine may
-        have drifted in between.
+        It keeps launches of another contest, perhaps from another day, from counting as turns of this one: the machine
+        may have drifted in between.
         """
         return fingerprint([[list(change) for change in point] for point in self.points])
 
     def trials(self) -> list[SweepTrial]:
-        """Every launch in order: in turns, forwards or backwards as `eval.measurements.order` has it, against drift."""
+        """Return every launch in order: turns of all plans, forwards or backwards as in `eval.measurements.order`."""
         name = self.id
         plans = (BASE, *self.points)
         turns = (plans[::-1] if turn.bit_count() % 2 else plans for turn in range(self.launches))
@@ -47,17 +47,17 @@ class Contest:
 
 
 def contest_of(points: Sequence[Point], launches: int | None) -> Contest:
-    """Return the contest of these finalists with ``launches``, but no fewer than can prove anything about one."""
+    """Return a contest of these finalists with ``launches`` of each, raised to the fewest that can prove a gain."""
     return Contest(tuple(points), max(launches or 0, fewest_launches(1 - ALPHA / len(points))))
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a finalist compares with the base plan, by score.
+    """The comparison of a finalist's scores with the base plan's.
 
-    ``p`` is the chance of launches as clear as these if the finalist were no better, corrected for the number of
-    finalists. ``ratio`` is of the medians; ``low`` and ``high`` are bounds that hold for all finalists together.
-    ``launches`` counts the sound ones (base plan, finalist).
+    ``p`` is the p-value of the hypothesis that the finalist is no better, corrected for the number of finalists.
+    ``ratio`` is the ratio of medians; ``low`` and ``high`` are simultaneous confidence bounds. ``launches`` counts the
+    sound launches (base plan, finalist).
     """
 
     point: Point
@@ -69,12 +69,12 @@ class Standing:
 
     @property
     def better(self) -> bool:
-        """Whether it is shown that the finalist beats the base plan."""
+        """Whether the finalist is proven better than the base plan."""
         return self.p <= ALPHA + 1e-12
 
 
 def standings(contest: Contest, scores: Mapping[Point, Sequence[float]]) -> dict[Point, Standing]:
-    """Compare every finalist that has sound launches with the base plan; ``scores`` has one number a sound launch."""
+    """Return the standing of each finalist with sound launches; ``scores`` has one score a sound launch."""
     base = scores.get(BASE, ())
     if not base:
         return {}
@@ -91,12 +91,12 @@ def standings(contest: Contest, scores: Mapping[Point, Sequence[float]]) -> dict
 
 
 def simplest(points: Sequence[Point], scores: Mapping[Point, Sequence[float]]) -> Point:
-    """Return, of the points that cannot be told apart from the best one, the one with the fewest changes."""
+    """Return the point with the fewest changes among those that are not proven worse than the best."""
     best = max(points, key=lambda point: median(scores[point]))
     order = sorted(points, key=lambda point: (len(point), -median(scores[point])))
     return next(point for point in order if point == best or not apart(best, point, scores, len(points) - 1))
 
 
 def apart(above: Point, below: Point, scores: Mapping[Point, Sequence[float]], comparisons: int) -> bool:
-    """Return whether one point is shown to be better than another, as one of so many comparisons."""
+    """Return whether ``above`` is proven better than ``below``, as one of ``comparisons`` comparisons."""
     return rank_test(scores[above], scores[below]) * comparisons <= ALPHA + 1e-12

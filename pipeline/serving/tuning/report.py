@@ -1,4 +1,4 @@
-"""What a sweep found: `tuning.json`, and `tuning.html`, one page that loads nothing and runs no script."""
+"""The report of a sweep: `tuning.json`, and `tuning.html`, one page without scripts or external files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any, TypedDict
 
 import yaml
 
@@ -16,34 +16,119 @@ from quantmint.eval.report.page import environment
 from quantmint.eval.report.plots import WIDE, Spot, drawn, plane
 from quantmint.pipeline.serving.plan import Process
 from quantmint.pipeline.serving.render.invocation import command
-from quantmint.pipeline.serving.tuning.space import (
-    BASE,
-    TUNABLEOP,
-    Point,
-    Value,
-    change_label,
-    device_name,
-    gated,
-    label,
-)
+from quantmint.pipeline.serving.tuning.space import BASE, TUNABLEOP, Point, Value, change_label, gated, label
+from quantmint.pipeline.serving.tuning.subject import TunedKernels, device_name
 from quantmint.pipeline.serving.tuning.sweep import KnobSweep, Objective, frontier
 from quantmint.pipeline.serving.tuning.trials import Budget
 from quantmint.pipeline.store.disk import write_atomic
 
-Report: TypeAlias = dict[str, Any]
-"""`tuning.json`. Throughputs are output tokens per second of one server, latencies ms, `noise` factors.
 
-A point has medians over its `runs` sound launches, by cell, and `ratios` to the base plan; `number` is its mark in the
-plots, 0 for the base plan; `score` is None where a limit is broken. `gated` changes what the model answers.
-`contest` has how the finalists compare with the base plan in their launches by turns (ratios of the score), `undecided`
-the sentences about what these could not tell apart.
-"""
+class ReportedChange(TypedDict):
+    """One change of a point; ``gated`` knobs change the model's answers."""
+
+    knob: str
+    value: Value
+    label: str
+    gated: bool
+
+
+class ReportedPoint(TypedDict):
+    """A point with medians over its ``runs`` sound launches, by cell, and ``ratios`` to the base plan.
+
+    ``number`` is its mark in the plots, 0 for the base plan; ``score`` is None when a limit is broken.
+    """
+
+    number: int
+    label: str
+    changes: list[ReportedChange]
+    runs: int
+    status: str
+    why: str | None
+    fix: str | None
+    cells: dict[str, dict[str, float]]
+    ratios: dict[str, float]
+    score: float | None
+    seconds: float
+    started_seconds: float | None
+    kv_tokens: int | None
+    attention_backend: str | None
+    notes: list[str]
+
+
+class ReportedStanding(TypedDict):
+    """A finalist's comparison with the base plan in the contest; ratios are of the score."""
+
+    number: int
+    label: str
+    p: float
+    ratio: float
+    low: float
+    high: float
+    launches: list[int]
+    better: bool
+
+
+class BasePlan(TypedDict):
+    """The base plan's variables and arguments."""
+
+    env: dict[str, str]
+    argv: list[str]
+
+
+class ReportedKernels(TypedDict):
+    """TunableOp's kernels: the digest of their files, and tuned shapes by device number."""
+
+    digest: str
+    shapes: dict[str, int]
+
+
+class Report(TypedDict):
+    """The contents of `tuning.json`.
+
+    Throughputs are output tokens per second of one server, latencies are in ms, ``noise`` is a factor. ``best`` is the
+    number of the recommended point. ``undecided`` are sentences about points that the contest could not tell apart,
+    ``gate_again`` recommended changes that the gate must judge, ``refused`` the planner's reasons by point.
+    """
+
+    name: str
+    created: str
+    target: str
+    kind: str
+    device: str
+    vllm: str
+    workload: str
+    cells: list[dict[str, Any]]
+    gpus: int
+    replicas: int
+    mode: str
+    repeat: int
+    objective: dict[str, Any]
+    budget: dict[str, float | None]
+    sweep: str
+    base: BasePlan
+    noise: dict[str, float] | None
+    score_noise: float
+    points: list[ReportedPoint]
+    best: int | None
+    verdict: str
+    contest: list[ReportedStanding]
+    undecided: list[str]
+    gate_again: list[str]
+    not_tried: list[str]
+    refused: dict[str, str]
+    notes: list[str]
+    tunableop: ReportedKernels | None
+    serve: dict[str, Any] | None
+    serve_yaml: str | None
 
 
 def report(
     sweep: KnobSweep, budget: Budget, *, created: str, existing: dict[str, Any], tunableop: str | None
 ) -> Report:
-    """Gather everything. ``existing`` is the recipe's own serve section, ``tunableop`` the path that it shall name."""
+    """Return the report of a sweep.
+
+    ``existing`` is the recipe's serve section, ``tunableop`` the path of the kernels for the recommended one.
+    """
     subject = sweep.subject
     base = subject.plan(BASE)
     best = sweep.best()
@@ -78,20 +163,24 @@ def report(
         not_tried=[label(point) for point in sweep.not_tried],
         refused={label(point): why for point, why in sweep.refused.items()},
         notes=_notes(sweep),
-        tunableop=None if subject.tuned is None else {"digest": subject.tuned.digest, "shapes": subject.tuned.shapes},
+        tunableop=None if subject.tuned is None else _kernels(subject.tuned),
         serve=serve,
         serve_yaml=None if serve is None else serve_yaml(serve),
     )
 
 
-def _points(sweep: KnobSweep) -> list[dict[str, Any]]:
+def _kernels(tuned: TunedKernels) -> ReportedKernels:
+    return {"digest": tuned.digest, "shapes": dict(tuned.shapes)}
+
+
+def _points(sweep: KnobSweep) -> list[ReportedPoint]:
     measured = sweep.points()
-    found = []
+    points: list[ReportedPoint] = []
     for number, (point, runs) in enumerate(sweep.by_point().items()):
         sound = [run for run in runs if run.status == "ok"]
-        odd = next((run for run in runs if run.status != "ok"), None)
-        shown = sound[0] if sound else runs[0]
-        found.append(
+        failed = next((run for run in runs if run.status != "ok"), None)
+        first = sound[0] if sound else runs[0]
+        points.append(
             {
                 "number": number,
                 "label": label(point),
@@ -100,36 +189,36 @@ def _points(sweep: KnobSweep) -> list[dict[str, Any]]:
                     for knob, value in point
                 ],
                 "runs": len(sound),
-                "status": shown.status,
-                "why": None if odd is None else odd.why,
-                "fix": None if odd is None else odd.fix,
+                "status": first.status,
+                "why": None if failed is None else failed.why,
+                "fix": None if failed is None else failed.fix,
                 "cells": {cell: dict(row) for cell, row in measured[point].items()} if sound else {},
                 "ratios": sweep.ratios(point) or {},
                 "score": sweep.score(point),
                 "seconds": sum(run.seconds for run in runs),
                 "started_seconds": median(run.started_seconds or 0.0 for run in sound) if sound else None,
-                "kv_tokens": shown.kv_tokens,
-                "attention_backend": shown.attention_backend,
+                "kv_tokens": first.kv_tokens,
+                "attention_backend": first.attention_backend,
                 "notes": list(dict.fromkeys(note for run in runs for note in run.notes)),
             }
         )
-    return found
+    return points
 
 
 def _verdict(sweep: KnobSweep, best: Point | None) -> str:
     limits = _limits(sweep.objective)
     if best is None:
-        return f"No plan that was measured keeps {limits}." if limits else "Nothing could be measured."
+        return f"No measured plan keeps {limits}." if limits else "Nothing could be measured."
     if best == BASE:
-        return "Nothing that was tried beats the base plan by more than the noise: keep it."
+        return "No plan that was tried beats the base plan by more than the noise: keep the base plan."
     standing = sweep.standings().get(best)
     if standing is None:
         score, relative = sweep.score(best) or 1.0, sweep.ratios(best) or {}
         change = percent(relative["output_throughput"] if sweep.objective.goal == "throughput" else 1 / score)
         return f"{change} {_GOALS[sweep.objective.goal]} against the base plan; the base plan does not keep {limits}."
-    shown, least = (_gain(sweep.objective, ratio) for ratio in (standing.ratio, standing.low))
-    proof = f"{least} at least; {_launches(standing.launches)} by turns, p = {standing.p:.2g}"
-    return f"{shown} {_GOALS[sweep.objective.goal]} against the base plan ({proof})."
+    gain, minimum = (_gain(sweep.objective, ratio) for ratio in (standing.ratio, standing.low))
+    proof = f"{minimum} at least; {_launches(standing.launches)} by turns, p = {standing.p:.2g}"
+    return f"{gain} {_GOALS[sweep.objective.goal]} against the base plan ({proof})."
 
 
 _GOALS = {
@@ -139,7 +228,7 @@ _GOALS = {
 
 
 def _gain(objective: Objective, ratio: float) -> str:
-    """A ratio of scores as the change of what the objective is about: latencies fall where scores rise."""
+    """Return a ratio of scores as a change of throughput or latency; latencies fall when scores rise."""
     return percent(ratio if objective.goal == "throughput" else 1 / ratio)
 
 
@@ -148,7 +237,7 @@ def _launches(counts: tuple[int, int]) -> str:
     return f"{base} launches each" if base == point else f"{base} launches of the base plan and {point} of it"
 
 
-def _contest(sweep: KnobSweep, numbers: Mapping[Point, int]) -> list[dict[str, Any]]:
+def _contest(sweep: KnobSweep, numbers: Mapping[Point, int]) -> list[ReportedStanding]:
     return [
         {
             "number": numbers[point],
@@ -165,13 +254,13 @@ def _contest(sweep: KnobSweep, numbers: Mapping[Point, int]) -> list[dict[str, A
 
 
 def _undecided(sweep: KnobSweep, best: Point) -> Iterator[str]:
-    """Sentences: what cannot be told apart from the recommendation, and what was launched in the screening alone."""
+    """Yield sentences about points that are not proven different from ``best``, and about points without a contest."""
     standings = sweep.standings()
     for point in sweep.equals(best):
         standing = standings[point]
-        between = f"{_gain(sweep.objective, standing.low)} to {_gain(sweep.objective, standing.high)}"
-        against = f"{between} against the base plan, {_launches(standing.launches)}, p = {standing.p:.2g}"
-        yield f"{label(point)} cannot be told apart from {label(best)}: {against}."
+        interval = f"{_gain(sweep.objective, standing.low)} to {_gain(sweep.objective, standing.high)}"
+        comparison = f"{interval} against the base plan, {_launches(standing.launches)}, p = {standing.p:.2g}"
+        yield f"{label(point)} cannot be told apart from {label(best)}: {comparison}."
     contested = set() if sweep.contest is None else set(sweep.contest.points)
     screened = [point for point in sweep.points() if point and point not in contested]
     if screened and sweep.score(BASE) is not None:
@@ -180,7 +269,7 @@ def _undecided(sweep: KnobSweep, best: Point) -> Iterator[str]:
 
 
 def percent(value: float) -> str:
-    """A ratio as a change: +12.3 %, with a real minus sign."""
+    """Return a ratio as a change in percent: "+12.3 %"; negative changes have a real minus sign."""
     return f"{100 * (value - 1):+.1f} %".replace("-", "\N{MINUS SIGN}")
 
 
@@ -197,18 +286,18 @@ def _notes(sweep: KnobSweep) -> list[str]:
     kind, layout, notes = sweep.subject.kind, sweep.subject.plan(BASE).layout, []
     if kind != "rocm":
         device = {"cpu": "a CPU", "cuda": "an NVIDIA GPU"}[kind]
-        notes.append(f"Measured on {device}: what wins here need not win with ROCm's kernels.")
+        notes.append(f"Measured on {device}: the best knobs may differ with ROCm's kernels.")
     if layout.replicas * layout.packed > 1:
         notes.append(
-            f"The plan has {layout.replicas * layout.packed} servers: one was measured, with a replica's share of the"
+            f"The plan has {layout.replicas * layout.packed} servers; one was measured, with a replica's share of the"
             " requests in flight."
         )
     return notes
 
 
 def serve_section(point: Point, existing: Mapping[str, Any], tunableop: str | None) -> dict[str, Any]:
-    """A recipe's section, ``existing``, with a point's changes; ``tunableop`` is the path of the kernels it uses."""
-    knobs = {**existing.get("knobs", {}), **{knob: _written(value) for knob, value in point if knob != TUNABLEOP}}
+    """Return a recipe's serve section, ``existing``, with a point's changes; ``tunableop`` is the kernels' path."""
+    knobs = {**existing.get("knobs", {}), **{knob: _yaml_value(value) for knob, value in point if knob != TUNABLEOP}}
     section = {**existing, "knobs": knobs}
     if tunableop is not None and any(knob == TUNABLEOP for knob, _ in point):
         section["tunableop"] = tunableop
@@ -216,12 +305,12 @@ def serve_section(point: Point, existing: Mapping[str, Any], tunableop: str | No
 
 
 def serve_yaml(section: Mapping[str, Any]) -> str:
-    """The same as the YAML to paste, which begins with ``serve:``."""
+    """Return a serve section as YAML to paste into a recipe; it begins with ``serve:``."""
     return yaml.safe_dump({"serve": dict(section)}, sort_keys=False, allow_unicode=True, width=10_000)
 
 
-def _written(value: Value) -> Value | int:
-    """Whole numbers without quotes, the way people write them."""
+def _yaml_value(value: Value) -> Value | int:
+    """Return whole numbers as integers, so that YAML has them without quotes."""
     return int(value) if isinstance(value, str) and value.isdecimal() and str(int(value)) == value else value
 
 
@@ -241,7 +330,7 @@ SHORT = {
 
 
 def write(folder: Path, report: Report) -> Path:
-    """Write `tuning.html` with `tuning.json` beside it; returns the path of the page."""
+    """Write `tuning.json` and `tuning.html` into ``folder``; return the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     data = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     for name, text in ((DATA, data), (PAGE, render(report))):
@@ -250,11 +339,11 @@ def write(folder: Path, report: Report) -> Path:
 
 
 def render(report: Report) -> str:
-    """Render the page."""
-    made = environment(Path(__file__).parent)
-    made.filters["change"] = percent
+    """Return the page as HTML."""
+    templates = environment(Path(__file__).parent)
+    templates.filters["change"] = percent
     points, base_plan = report["points"], report["base"]
-    return made.get_template("page.html.j2").render(
+    return templates.get_template("page.html.j2").render(
         report=report,
         base=points[0] if points else None,
         best=None if report["best"] is None else points[report["best"]],
@@ -267,23 +356,23 @@ def render(report: Report) -> str:
 
 
 def _plots(report: Report, cell: str, index: int) -> dict[str, Any]:
-    found = {}
+    plots = {}
     if any(point["status"] == "ok" for point in report["points"]):
         for name in TITLES:
             wide = WIDE if name == "ttft_p99" else (WIDE - 32) // 2
-            found[name] = drawn(partial(pareto, report, cell, name), f"c{index}-{name}", wide=wide)
-    return found
+            plots[name] = drawn(partial(pareto, report, cell, name), f"c{index}-{name}", wide=wide)
+    return plots
 
 
 def pareto(report: Report, cell: str, latency: str, *, width: int, name: str) -> str:
-    """Throughput against a latency, one numbered mark a point, with the frontier that nothing beats: an inline SVG."""
+    """Return an inline SVG of throughput over a latency: one numbered mark a point, and the Pareto frontier."""
     points = [point for point in report["points"] if point["status"] == "ok"]
-    at = [(point["cells"][cell][latency], point["cells"][cell]["output_throughput"]) for point in points]
-    unbeaten = set(frontier([(y, x) for x, y in at]))
+    positions = [(point["cells"][cell][latency], point["cells"][cell]["output_throughput"]) for point in points]
+    optimal = set(frontier([(y, x) for x, y in positions]))
     spots = []
-    for index, (point, (x, y)) in enumerate(zip(points, at, strict=True)):
+    for index, (point, (x, y)) in enumerate(zip(points, positions, strict=True)):
         base, best = point["number"] == 0, point["number"] == report["best"]
-        tone = "pass" if best else "ink" if base else "candidate" if index in unbeaten else "muted"
-        spots.append(Spot("B" if base else str(point["number"]), x, y, tone, index in unbeaten))
-    least = (0.04 * max(x for x, _ in at), 0.04 * max(y for _, y in at))
+        tone = "pass" if best else "ink" if base else "candidate" if index in optimal else "muted"
+        spots.append(Spot("B" if base else str(point["number"]), x, y, tone, index in optimal))
+    least = (0.04 * max(x for x, _ in positions), 0.04 * max(y for _, y in positions))
     return plane(spots, titles=(TITLES[latency], "output tokens/s"), least=least, stairs=True, width=width, name=name)

@@ -1,16 +1,13 @@
-"""One trial: a fresh server from a plan, the workload's cells, what its log says; kept in the store, made once."""
+"""Run one trial: start a server from a plan, measure the workload's cells, read the log, and keep the result."""
 
 from __future__ import annotations
 
-import csv
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.measurements import CellResult
@@ -18,30 +15,29 @@ from quantmint.eval.records import Record
 from quantmint.eval.workloads import Cell
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import ServingError, StageError
-from quantmint.pipeline.base.progress import Progress, Reporter
+from quantmint.pipeline.base.progress import Progress
 from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.running.launchers import LocalLauncher
 from quantmint.pipeline.serving.running.load_client import LoadClient
 from quantmint.pipeline.serving.running.log import diagnose, scan_log
 from quantmint.pipeline.serving.running.server import RunningServer
-from quantmint.pipeline.serving.tuning.space import BASE, TUNED_FILE, TunedKernels, TuningSubject, with_tunableop
-from quantmint.pipeline.store.disk import sha256_of
+from quantmint.pipeline.serving.tuning.subject import TuningSubject
 from quantmint.pipeline.store.tree import Store
 
 SERVER_LOG, CLIENT_LOG = "server.log", "bench.log"
 STARTUP_TIMEOUT_S = 3600.0
-_MARGIN = 1.1  # how much longer than the longest so far the next trial may take
+_MARGIN = 1.1  # the next trial is expected to take this times the longest so far
 
 
 class OutOfTimeError(Exception):
-    """The budget ended in the middle of a trial, which is then no trial."""
+    """The budget ended during a trial, which then does not count."""
 
 
 class Budget:
-    """Wall clock of a sweep, starts and its earlier runs included; ``seconds`` is None where there is no limit.
+    """The wall clock of a sweep, including starts of servers and earlier runs; ``seconds`` None has no limit.
 
-    ``earlier`` is what runs before this one spent on trials that are taken from the store; ``longest`` are the seconds
-    of the longest trial that ran to its end, whoever paid for it.
+    ``earlier`` are the seconds that earlier runs of the sweep spent on trials in the store, ``longest`` those of the
+    longest completed trial.
     """
 
     def __init__(self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,35 +46,35 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """Seconds spent by this sweep, in this run and before."""
+        """Seconds that the sweep has spent, in this run and earlier ones."""
         return self.earlier + self._clock() - self._began
 
     @property
-    def left(self) -> float | None:
-        """Seconds that are left, below zero where it was overdrawn; None without a limit."""
+    def remaining(self) -> float | None:
+        """Seconds that remain, negative when overdrawn; None without a limit."""
         return None if self.seconds is None else self.seconds - self.spent
 
     @property
     def expected(self) -> float:
-        """Seconds that the next trial is expected to take; 0 before anything was seen."""
+        """Seconds that the next trial is expected to take; 0 before the first."""
         return _MARGIN * self.longest
 
     def affords(self, trials: int = 1) -> bool:
-        """Whether so many more trials are expected to end in time."""
-        return self.left is None or (self.left > 0 and trials * self.expected <= self.left)
+        """Return whether that many more trials are expected to end in time."""
+        return self.remaining is None or (self.remaining > 0 and trials * self.expected <= self.remaining)
 
     def check(self, *_: object) -> None:
-        """Raise `OutOfTimeError` when nothing is left."""
-        if self.left is not None and self.left <= 0:
+        """Raise OutOfTimeError when nothing remains."""
+        if self.remaining is not None and self.remaining <= 0:
             raise OutOfTimeError
 
 
 @dataclass(frozen=True, slots=True)
 class TrialResult(Record):
-    """One trial. ``seconds`` is its whole wall time, ``started_seconds`` until the server answered.
+    """The result of one trial: ``seconds`` is its wall time, ``started_seconds`` the time until the server answered.
 
-    ``status`` is "failed" where the server did not start or a request did not come back; "void" where the log says that
-    the numbers do not mean what they should. ``sweep`` names the sweep that paid for it.
+    ``status`` is "failed" when the server did not start or a request was lost, "void" when the log shows that something
+    else was measured. ``sweep`` is the id of the sweep that ran the trial.
     """
 
     status: Literal["ok", "failed", "void"]
@@ -93,152 +89,117 @@ class TrialResult(Record):
     notes: tuple[str, ...] = ()
 
 
-def measure(
-    subject: TuningSubject,
-    plan: LaunchPlan,
-    folder: Path,
-    *,
-    log: Path,
-    sweep: str,
-    budget: Budget,
-    progress: Progress,
-    startup_timeout: float = STARTUP_TIMEOUT_S,
-    stop_grace: float = 15.0,
-) -> TrialResult:
-    """Run a plan once; its cells' JSON and log stay in ``folder``. A failure is an outcome; raises `OutOfTimeError`."""
-    began = time.monotonic()
-    patience = startup_timeout if budget.left is None else max(1.0, min(startup_timeout, budget.left))
-    cells: dict[str, CellResult] = {}
-    started: float | None = None
+@dataclass(frozen=True, slots=True)
+class TrialLimits:
+    """The sweep's id and budget, and in seconds the time to start and to stop a server."""
+
+    sweep: str
+    budget: Budget
+    startup_timeout: float = STARTUP_TIMEOUT_S
+    stop_grace: float = 15.0
+
+
+@dataclass(slots=True)
+class _Measurement:
+    """A trial in progress: what was measured before it ended or failed."""
+
+    cells: dict[str, CellResult] = field(default_factory=dict)
+    started_seconds: float | None = None
     failure: StageError | MeasurementError | None = None
-    try:
-        launcher = LocalLauncher(subject.vllm.executable, stop_grace=stop_grace)
-        with launcher.launch(plan, log, startup_timeout=patience) as server:
-            started = server.started_seconds
-            progress.say(f"ready after {started:.0f} s")
-            for cell in subject.cells:
-                budget.check()
-                client = LoadClient(subject.vllm, server, subject.model)
-                try:
-                    cells[cell.name] = client.measure(cell, folder=folder, log=folder / CLIENT_LOG, watch=budget.check)
-                except (StageError, MeasurementError) as error:
-                    raise _cause(server, cell, log) or error from error
-    except (StageError, MeasurementError) as error:
-        budget.check()  # a server that was given less time than it needs did not fail
-        failure = error
+
+
+def measure(
+    subject: TuningSubject, plan: LaunchPlan, folder: Path, log: Path, limits: TrialLimits, progress: Progress
+) -> TrialResult:
+    """Run a plan once and return its result, also when it fails; cells' JSON and a copy of ``log`` go to ``folder``.
+
+    OutOfTimeError when the budget ends first.
+    """
+    began = time.monotonic()
+    measurement = _run_cells(subject, plan, folder, log, limits, progress)
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    (folder / SERVER_LOG).write_text(text, encoding="utf-8")  # a copy: whoever still writes must not reach an entry
+    # A copy, because processes that still write to the log must not change an entry of the store.
+    (folder / SERVER_LOG).write_text(text, encoding="utf-8")
     scan = scan_log(text)
-    outcome = TrialResult(
+    started = measurement.started_seconds
+    result = TrialResult(
         status="ok",
-        cells=cells,
+        cells=measurement.cells,
         seconds=round(time.monotonic() - began, 3),
-        sweep=sweep,
+        sweep=limits.sweep,
         started_seconds=None if started is None else round(started, 3),
         kv_tokens=scan.kv_tokens,
         attention_backend=scan.attention_backend,
         notes=tuple(f"{finding.why}: {finding.line}" for finding in scan.cautions),
     )
-    if failure is not None:
-        # The folder is renamed when the trial is committed.
+    if (failure := measurement.failure) is not None:
+        # The folder is renamed when the trial is committed, so its path means nothing to a reader.
         why = getattr(failure, "message", str(failure)).replace(f"{folder}/", "")
-        return replace(outcome, status="failed", why=why, fix=diagnose(text).fix, cells={})
+        return replace(result, status="failed", why=why, fix=diagnose(text).fix, cells={})
     if scan.invalid:
         why = "; ".join(f"{finding.why}: {finding.line}" for finding in scan.invalid)
-        return replace(outcome, status="void", why=why)
-    return outcome
+        return replace(result, status="void", why=why)
+    return result
 
 
-def _cause(server: RunningServer, cell: Cell, log: Path) -> ServingError | None:
-    """What ended the server, where it was the server that failed and not the load."""
+def _run_cells(
+    subject: TuningSubject, plan: LaunchPlan, folder: Path, log: Path, limits: TrialLimits, progress: Progress
+) -> _Measurement:
+    measurement, budget = _Measurement(), limits.budget
+    remaining = budget.remaining
+    timeout = limits.startup_timeout if remaining is None else max(1.0, min(limits.startup_timeout, remaining))
+    try:
+        launcher = LocalLauncher(subject.vllm.executable, stop_grace=limits.stop_grace)
+        with launcher.launch(plan, log, startup_timeout=timeout) as server:
+            measurement.started_seconds = server.started_seconds
+            progress.say(f"ready after {server.started_seconds:.0f} s")
+            client = LoadClient(subject.vllm, server, subject.model)
+            for cell in subject.cells:
+                budget.check()
+                try:
+                    result = client.measure(cell, folder=folder, log=folder / CLIENT_LOG, watch=budget.check)
+                except (StageError, MeasurementError) as error:
+                    raise _server_failure(server, cell, log) or error from error
+                measurement.cells[cell.name] = result
+    except (StageError, MeasurementError) as error:
+        budget.check()  # a server whose start was cut short by the budget did not fail
+        measurement.failure = error
+    return measurement
+
+
+def _server_failure(server: RunningServer, cell: Cell, log: Path) -> ServingError | None:
+    """Return the cause why the server ended under a cell's load; None when it still answers."""
     try:
         server.get("/health", timeout=10)
     except ServingError:
-        found = diagnose(log.read_text(encoding="utf-8", errors="replace"))
-        return ServingError(f"the server ended under {cell.name}: {found.message}", hint=found.fix)
+        diagnosis = diagnose(log.read_text(encoding="utf-8", errors="replace"))
+        return ServingError(f"the server ended under {cell.name}: {diagnosis.message}", hint=diagnosis.fix)
     return None
 
 
-def once(
+def measure_stored(
     subject: TuningSubject,
     store: Store,
-    payload: dict[str, Any],
+    payload: Mapping[str, object],
     plan: Callable[[Path], LaunchPlan],
     check: Callable[[TrialResult, Path], None],
-    *,
+    limits: TrialLimits,
     progress: Progress,
-    **how: Any,
-) -> tuple[Mapping[str, Any], Path]:
-    """The record of a measured plan and its entry's folder, which the plan and ``check`` get; ``how`` is `measure`'s.
+) -> tuple[TrialResult, Path]:
+    """Return the result of a plan and its entry's folder: from the store, or measured and committed now.
 
-    What raises leaves nothing that counts. A damaged record is put into quarantine by the store, which says so.
+    ``plan`` and ``check`` get the folder; ``check`` may raise to reject the result. Nothing is committed when anything
+    raises. The store moves a damaged record into quarantine and reports it.
     """
-    stage, print_ = payload["stage"], fingerprint(payload)
+    stage, print_ = str(payload["stage"]), fingerprint(payload)
     with store.working(stage, print_, on_wait=progress.say) as work:
         if work.existing is not None:
-            return work.existing.record.result, work.existing.path
+            return TrialResult.from_json(work.existing.record.result), work.existing.path
         work.discard()
         started = datetime.now(UTC)
-        # What is over is in the entry of its trial.
-        log = store.root / "logs" / f"tune-{subject.name}.log"
-        outcome = measure(subject, plan(work.path), work.path, log=log, progress=progress, **how)
-        check(outcome, work.path)
+        log = store.root / "logs" / f"tune-{subject.name}.log"  # of the current trial; entries have copies
+        result = measure(subject, plan(work.path), work.path, log, limits, progress)
+        check(result, work.path)
         tools = {"vllm": subject.vllm.version}
-        work.commit(payload=payload, result=outcome.to_json(), started=started, tools=tools)
-    return outcome.to_json(), store.entry_path(stage, print_)
-
-
-FOLDER = "tunableop"
-STOP_GRACE_S = 120.0
-
-
-def read_tuned(folder: Path, devices: int) -> TunedKernels:
-    """Read the files of a pass over ``devices`` devices; StageError for one that PyTorch would not use."""
-    shapes: dict[str, int] = {}
-    digests = {}
-    for device in range(devices):
-        path = folder / (TUNED_FILE % device)
-        if not path.is_file():
-            raise StageError(f"TunableOp wrote no {path.name} for device {device}", hint=f"see the log beside {folder}")
-        with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            tuned = {(row[0], row[1]) for row in csv.reader(file) if len(row) >= 3 and row[0] != "Validator"}
-        if not tuned:
-            raise StageError(f"{path} has no tuned shape: PyTorch would not use it")
-        shapes[str(device)] = len(tuned)
-        digests[path.name] = sha256_of(path)
-    return TunedKernels(folder, fingerprint(digests), shapes)
-
-
-def first_pass(
-    subject: TuningSubject, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool
-) -> TunedKernels:
-    """Tune the workload's matrix products into ``out``/tunableop. ServingError, StageError, `OutOfTimeError`."""
-    layout = subject.plan(BASE).layout
-    devices = layout.tensor * layout.pipeline
-    base = subject.plan(BASE)
-    payload = subject.payload_of(with_tunableop(base, Path(), search=True)) | {"stage": FOLDER}
-    entry = store.find(FOLDER, fingerprint(payload))
-    if entry is None:
-        reporter.say("TunableOp searches for the fastest matrix kernels of this workload")
-    elif redo:
-        store.retire(entry)
-    else:
-        budget.earlier += float(str(entry.record.result["seconds"]))
-
-    def check(outcome: TrialResult, folder: Path) -> None:
-        if outcome.status == "failed":
-            raise ServingError(f"the TunableOp pass failed: {outcome.why}", hint=outcome.fix)
-        read_tuned(folder, devices)
-
-    search = partial(with_tunableop, base, search=True)
-    how: dict[str, Any] = {"sweep": FOLDER, "budget": budget, "stop_grace": STOP_GRACE_S}
-    _, made = once(subject, store, payload, search, check, progress=reporter, **how)
-    kept = out / FOLDER
-    kept.mkdir(parents=True, exist_ok=True)
-    for old in kept.glob("*.csv"):
-        old.unlink()
-    for file in sorted(made.glob("*.csv")):
-        shutil.copyfile(file, kept / file.name)
-    tuned = read_tuned(kept.resolve(), devices)
-    reporter.say(f"TunableOp: {sum(tuned.shapes.values())} shapes on {devices} devices")
-    return tuned
+        work.commit(payload=dict(payload), result=result.to_json(), started=started, tools=tools)
+    return result, store.entry_path(stage, print_)

@@ -17,7 +17,8 @@ from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.runs.tuning import tune
 from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout
 from quantmint.pipeline.serving.tuning.report import Report
-from quantmint.pipeline.serving.tuning.space import Axis, TuningSubject, Value
+from quantmint.pipeline.serving.tuning.space import Axis, Value
+from quantmint.pipeline.serving.tuning.subject import TuningSubject
 from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective
 from quantmint.pipeline.store.tree import Store
 

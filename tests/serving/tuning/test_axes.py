@@ -8,7 +8,7 @@ from quantmint.pipeline.base.data import beside
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.serving.knobs.table import table
 from quantmint.pipeline.serving.tuning import space
-from quantmint.pipeline.serving.tuning.space import default_axes, gated, given_axes, label
+from quantmint.pipeline.serving.tuning.space import default_axes, gated, label, option_axes
 
 DENSE = {
     "attention": "mha",
@@ -70,9 +70,9 @@ def test_a_cpu_has_knobs_of_its_own() -> None:
 
 
 def test_given_knobs_are_checked_against_the_table() -> None:
-    (axis,) = given_axes([("--max-num-seqs", ("8", "16")), ("--max-num-seqs", ("16", "32"))], version="0.33.0")
+    (axis,) = option_axes([("--max-num-seqs", ("8", "16")), ("--max-num-seqs", ("16", "32"))], version="0.33.0")
     assert axis.values == ("8", "16", "32")
     with pytest.raises(UserError, match=r"no knob '--max-num-seq' in the table \(did you mean \"--max-num-seqs\"\?\)"):
-        given_axes([("--max-num-seq", ("8",))], version="0.33.0")
+        option_axes([("--max-num-seq", ("8",))], version="0.33.0")
     with pytest.raises(UserError, match=r"vLLM 0\.19\.0 does not know it"):
-        given_axes([("--numa-bind", ("on",))], version="0.19.0")
+        option_axes([("--numa-bind", ("on",))], version="0.19.0")

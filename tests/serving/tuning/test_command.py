@@ -58,7 +58,7 @@ def test_from_the_command_line_to_a_section_of_a_recipe(
     assert "base plan" in said
     assert "serve:\n  knobs:\n    --max-num-seqs: 8\n" in said
     assert tune(*arguments, "--max-ttft", "1") == 1
-    assert "No plan that was measured keeps" in capsys.readouterr().out
+    assert "No measured plan keeps" in capsys.readouterr().out
     assert all(entry["--kv-cache-dtype"] for entry in starts(project) if "--kv-cache-dtype" in entry)
 
 

@@ -16,11 +16,12 @@ from scipy.stats import binom
 from quantmint.eval.measurements import CellResult
 from quantmint.eval.workloads import Cell, Workload
 from quantmint.pipeline.base.progress import PlainReporter
-from quantmint.pipeline.serving.tuning import launching
+from quantmint.pipeline.serving.tuning import runner
 from quantmint.pipeline.serving.tuning.contest import ALPHA, Contest, contest_of, simplest, standings
-from quantmint.pipeline.serving.tuning.launching import run_sweep
 from quantmint.pipeline.serving.tuning.report import Report, report
-from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, SweepTrial, TuningSubject
+from quantmint.pipeline.serving.tuning.runner import run_sweep
+from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, SweepTrial
+from quantmint.pipeline.serving.tuning.subject import TuningSubject
 from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective
 from quantmint.pipeline.serving.tuning.trials import Budget, TrialResult
 from quantmint.pipeline.store.tree import Store
@@ -55,7 +56,7 @@ def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulate:
     ) -> KnobSweep:
         count = 0
 
-        def drawn(subject: TuningSubject, store: Store, payload: Any, plan: Any, check: Any, **_: Any) -> Any:
+        def drawn(subject: TuningSubject, store: Store, payload: Any, plan: Any, *_: Any) -> Any:
             nonlocal count
             count += 1
             words = plan(tmp_path).argv
@@ -63,9 +64,9 @@ def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulate:
             for (knob, value), factor in effects.items():
                 if knob in words and words[words.index(knob) + 1] == value:
                     speed *= factor
-            return outcome(speed).to_json(), tmp_path
+            return outcome(speed), tmp_path
 
-        monkeypatch.setattr(launching, "once", drawn)
+        monkeypatch.setattr(runner, "measure_stored", drawn)
         subject = TuningSubject(
             "fake", tmp_path, "a" * 64, "cpu:1", "cpu",
             Workload("w", "", "throughput", (Cell("c", 8, 4, 2, 4, 1),)), FakeVllm(tmp_path),  # type: ignore[arg-type]
@@ -117,7 +118,7 @@ def test_the_screening_alone_would_name_winners_in_noise(simulate: Simulate) -> 
     rng = np.random.default_rng(22)
     sweeps = [simulate(TEN_VALUES, rng) for _ in range(40)]
     screenings = [
-        replace(sweep, outcomes={trial: seen for trial, seen in sweep.outcomes.items() if not trial.contest})
+        replace(sweep, results={trial: seen for trial, seen in sweep.results.items() if not trial.contest})
         for sweep in sweeps
     ]
     assert sum(screening.favourite() != BASE for screening in screenings) >= 12
@@ -145,7 +146,7 @@ def test_the_report_says_what_could_not_be_told_apart(simulate: Simulate) -> Non
 
 
 def test_a_cut_budget_proves_nothing_and_says_so(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching._Runner, "contest", lambda *_: None)
+    monkeypatch.setattr(runner._Runner, "contest", lambda *_: None)
     sweep = simulate(TEN_VALUES, np.random.default_rng(24), {("--a", "3"): 1.2})
     assert sweep.best() == BASE
     assert sweep.favourite() == (("--a", "3"),)

@@ -15,7 +15,8 @@ from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.serving.tuning import report as page
 from quantmint.pipeline.serving.tuning.contest import contest_of
 from quantmint.pipeline.serving.tuning.report import Report, report, serve_section, serve_yaml
-from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, SweepTrial, TuningSubject
+from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, SweepTrial
+from quantmint.pipeline.serving.tuning.subject import TuningSubject
 from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective
 from quantmint.pipeline.serving.tuning.trials import Budget, TrialResult
 from tests.pages import Tags, contrast, visit
@@ -63,7 +64,7 @@ def make(tmp_path: Path) -> Callable[..., Report]:
             MappingProxyType({"cpu": "EPYC", "cores": "96", "accelerators": "8 x AMD Instinct MI300X"}),
             planner_for(tmp_path, {"--max-num-batched-tokens": "16384", "HIP_FORCE_DEV_KERNARG": "1"}, 8),
         )  # fmt: skip
-        sweep = KnobSweep(subject, Design(AXES), Objective(**more), outcomes=points)
+        sweep = KnobSweep(subject, Design(AXES), Objective(**more), results=points)
         sweep.not_tried = [(("--max-num-batched-tokens", "32768"),)]
         finalists = [point for point in sweep.finalists() if sweep.score(BASE) is not None]
         if finalists:
@@ -74,7 +75,7 @@ def make(tmp_path: Path) -> Callable[..., Report]:
                 ]
                 # Turns differ by what the base plan's two launches of the screening differ.
                 (cell, *_) = screened.cells.values()
-                sweep.outcomes[trial] = outcome(cell.output_throughput + 3 * trial.run, cell.ttft_p50)
+                sweep.results[trial] = outcome(cell.output_throughput + 3 * trial.run, cell.ttft_p50)
         return report(sweep, Budget(7200.0), created="2026-01-02T03:04:05+00:00", existing={}, tunableop=None)
 
     return report_of

@@ -24,7 +24,7 @@ from quantmint.pipeline.serving.tuning.space import (
     value_in,
     without_base_values,
 )
-from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective, frontier, grid_size, planned
+from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective, frontier, grid_size, screening_trials
 from quantmint.pipeline.serving.tuning.trials import Budget, TrialResult
 
 FIGURE = st.integers(1, 40).map(float)
@@ -55,7 +55,7 @@ def test_the_frontier_is_what_nothing_dominates(points: list[tuple[float, float]
 def test_every_mode_begins_with_the_base_plan_and_repeats_nothing(
     axes: tuple[Axis, ...], repeat: int, mode: Literal["one-at-a-time", "grid"]
 ) -> None:
-    trials = planned(Design(axes, mode, repeat))
+    trials = screening_trials(Design(axes, mode, repeat))
     assert trials[0] == SweepTrial(BASE)
     assert trials[-1] == SweepTrial(BASE, repeat)
     assert len(set(trials)) == len(trials)

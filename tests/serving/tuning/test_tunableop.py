@@ -14,9 +14,10 @@ from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import parse_target, profile
-from quantmint.pipeline.serving.tuning.space import BASE, SweepTrial, with_tunableop
-from quantmint.pipeline.serving.tuning.space import TUNED_FILE as FILE
-from quantmint.pipeline.serving.tuning.trials import read_tuned
+from quantmint.pipeline.serving.tuning.space import BASE, SweepTrial
+from quantmint.pipeline.serving.tuning.subject import TUNED_FILE as FILE
+from quantmint.pipeline.serving.tuning.subject import with_tunableop
+from quantmint.pipeline.serving.tuning.tunableop import read_kernels
 from tests.serving.conftest import write_tiny_llama
 from tests.serving.tuning.fake_vllm import CSV
 from tests.serving.tuning.sweeping import run, starts, subject_in, sweep_of
@@ -44,7 +45,7 @@ def test_the_launches_say_exactly_what_they_must(tmp_path: Path) -> None:
         "PYTORCH_TUNABLEOP_FILENAME": f"{tmp_path}/csv/tunableop_results%d.csv",
     }
     assert plan.argv == base.argv
-    tuned = read_tuned(written(tmp_path / "kept"), 2)
+    tuned = read_kernels(written(tmp_path / "kept"), 2)
     assert dict(with_tunableop(base, tuned.folder, search=False).env) == {
         "HIP_FORCE_DEV_KERNARG": "1",
         "PYTORCH_TUNABLEOP_ENABLED": "1",
@@ -54,10 +55,10 @@ def test_the_launches_say_exactly_what_they_must(tmp_path: Path) -> None:
 
 
 def test_what_a_pass_wrote_is_read(tmp_path: Path) -> None:
-    tuned = read_tuned(written(tmp_path), 2)
+    tuned = read_kernels(written(tmp_path), 2)
     assert dict(tuned.shapes) == {"0": 2, "1": 2}
     (tmp_path / (FILE % 1)).write_text(CSV.format(device=7))
-    assert read_tuned(tmp_path, 2).digest != tuned.digest
+    assert read_kernels(tmp_path, 2).digest != tuned.digest
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_files_that_pytorch_would_not_use_are_refused(
     else:
         file.write_text(change(file.read_text()))
     with pytest.raises(StageError, match=message):
-        read_tuned(folder, 2)
+        read_kernels(folder, 2)
 
 
 @pytest.mark.slow
@@ -124,5 +125,5 @@ def test_what_was_measured_is_what_the_planner_makes_of_the_section_in_a_recipe(
 def test_where_the_files_lie_does_not_shape_a_trial(tmp_path: Path) -> None:
     subject = subject_in(tmp_path, kind="rocm", tensor=2)
     point = ((KNOB, "1"),)
-    one, two = (replace(subject, tuned=read_tuned(written(tmp_path / name), 2)) for name in ("a", "b"))
+    one, two = (replace(subject, tuned=read_kernels(written(tmp_path / name), 2)) for name in ("a", "b"))
     assert one.fingerprint(SweepTrial(point)) == two.fingerprint(SweepTrial(point)) != one.fingerprint(SweepTrial(BASE))
