@@ -232,8 +232,9 @@ def _source(model: str, folder: Path) -> str:
 
 
 def _quantization(scheme: str, base: str, *, cpu: bool) -> str:
-    if scheme == AUTO:
-        return f"{{scheme: auto, from: [{', '.join(_CHOICES)}], bits: 5.0}}  # `quantmint search` shows what bits buy"
-    scheme_of(scheme)  # refuses a name that is none
     cache = ", kv_cache: auto" if cpu and base != "_base-ptpc" else ""
+    if scheme == AUTO:
+        choice = f"scheme: auto, from: [{', '.join(_CHOICES)}], bits: 5.0{cache}"
+        return f"{{{choice}}}  # `quantmint search` shows what bits buy"
+    scheme_of(scheme)  # refuses a name that is none
     return f"{{scheme: {scheme}{cache}}}"

@@ -88,6 +88,7 @@ def test_what_no_vllm_for_a_cpu_serves_is_answered_by_the_reference(
     recipe = load_recipe("mine").recipe
     served = scheme == "ptpc_fp8"
     assert recipe.evaluation.runtime == ("vllm" if served else "reference")
+    assert recipe.quantization.kv_cache == "auto", "an FP8 cache needs AVX-512 or AMX, and clips there"
     text = Path("recipes/mine.yaml").read_text()
     assert (f"vLLM for a CPU has no kernels for {scheme}" in text) == (not served)
     suite = Path("recipes/mine-eval/mine-suite.yaml").read_text()
