@@ -26,7 +26,7 @@ TEST_ENV  := $(VENV)/.quantmint-test
 BESIDE    := $(MAKE) --no-print-directory -j 3
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan docs test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-deepseek bench-devices bench-experts gate-simulations soak mutation zoo report clean distclean serving browser
+.PHONY: help quantize plan docs test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-deepseek bench-devices bench-experts gate-simulations walk soak mutation zoo report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
@@ -92,6 +92,9 @@ zoo: $(TEST_ENV)  ## quantize 165 tiny models of as many architectures in seven 
 
 mutation: $(TEST_ENV)  ## change 100 places of the product by a seed, and list those that no test notices (hours)
 	@$(BIN)/python -m tests.tools.mutation --jobs 2 --json build/mutation.json $(ARGS)
+
+walk: $(TEST_ENV)  ## from a FAIL in four bits to a release on SmolLM2, by what is printed; most of an hour on two cores
+	@QUANTMINT_WALK=1 $(BIN)/python -m pytest -s -k smollm2 tests/e2e/test_from_fail_to_pass.py $(ARGS)
 
 soak: $(TEST_ENV)  ## 200 rounds of a recipe, most of them killed: what is left of them; ARGS="--rounds 20"
 	@$(BIN)/python -m tests.bench.soak --json docs/soak.json $(ARGS)
