@@ -5,13 +5,14 @@ from __future__ import annotations
 from quantmint.pipeline.serving.environment import Version
 from quantmint.pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ, Knob, KnobRule, table
 
-_KINDS = {"flag": "argument", "env": "variable", "host": "of the machine", "docker": "of the container"}
+_KINDS = {"flag": "argument", "env": "variable", "host": "machine", "docker": "container"}
 _INTRODUCTION = f"""# Serving knobs
 
 <!-- made by `quantmint knobs --markdown > docs/serving-knobs.md` from pipeline/serving/knobs/entries -->
 
-What a launch of vLLM can set on AMD Instinct, and what `quantmint serve` sets: the value, when, in which versions of
-vLLM, why, and who says so. The first line of a table that holds is taken; a knob without a table is left alone.
+The knobs of a vLLM launch on AMD Instinct, and the values that `quantmint serve` gives them: under which conditions, in
+which versions of vLLM, with the reason and its source. The first row of a table whose conditions hold sets the knob; a
+knob without a table is not set.
 
 | short name | guide |
 |---|---|
@@ -20,11 +21,11 @@ vLLM, why, and who says so. The first line of a table that holds is taken; a kno
 | ROCm FP8 2024 | ROCm blog, Enhancing vLLM Inference on AMD GPUs |
 | vLLM parallelism | vLLM documentation, Parallelism and Scaling |
 
-Supported are vLLM {OLDEST_READ} to {NEWEST_READ}: the last eight minor versions that are known (0.26 to 0.33), the two
-older ones that AMD's images for Instinct pin, 0.19 (`rocm/vllm:rocm7.13.0_*_vllm_0.19.1`) and 0.23
-(`rocm/vllm:rocm7.14.1_cdna_*_vllm_0.23.0`), and what lies between. Older ones are refused, and what only they have is
-not here. Where guides contradict each other, the later one wins unless vLLM's source says otherwise for a version.
-Nothing here was run on an Instinct."""
+vLLM {OLDEST_READ} to {NEWEST_READ} is supported: the last eight minor versions (0.26 to 0.33), the two older ones that AMD's
+images for Instinct contain, 0.19 (`rocm/vllm:rocm7.13.0_*_vllm_0.19.1`) and 0.23
+(`rocm/vllm:rocm7.14.1_cdna_*_vllm_0.23.0`), and those between. Older versions are refused, and knobs that only they have
+are left out. If guides contradict each other, the later one wins, unless vLLM's source decides for a version. Nothing
+here was run on an Instinct."""
 
 
 def knob_page() -> str:
@@ -48,7 +49,7 @@ def knob_section(knob: Knob) -> str:
     else:
         blocks.append(f"Not set: {knob.never}.")
     if knob.disagreement:
-        blocks.append(f"Where they disagree: {knob.disagreement}.")
+        blocks.append(f"Disagreement: {knob.disagreement}.")
     if knob.guides:
         blocks.append(f"Named in {'; '.join(knob.guides)}.")
     return "\n\n".join(blocks)
