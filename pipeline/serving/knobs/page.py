@@ -21,11 +21,11 @@ knob without a table is not set.
 | ROCm FP8 2024 | ROCm blog, Enhancing vLLM Inference on AMD GPUs |
 | vLLM parallelism | vLLM documentation, Parallelism and Scaling |
 
-vLLM {OLDEST_READ} to {NEWEST_READ} is supported: the last eight minor versions (0.26 to 0.33), the two older ones that AMD's
-images for Instinct contain, 0.19 (`rocm/vllm:rocm7.13.0_*_vllm_0.19.1`) and 0.23
-(`rocm/vllm:rocm7.14.1_cdna_*_vllm_0.23.0`), and those between. Older versions are refused, and knobs that only they have
-are left out. If guides contradict each other, the later one wins, unless vLLM's source decides for a version. Nothing
-here was run on an Instinct."""
+vLLM {OLDEST_READ} to {NEWEST_READ} is supported: the last eight minor versions (0.26 to 0.33), the two older ones
+that AMD's images for Instinct contain, 0.19 (`rocm/vllm:rocm7.13.0_*_vllm_0.19.1`) and 0.23
+(`rocm/vllm:rocm7.14.1_cdna_*_vllm_0.23.0`), and those between. Older versions are refused, and knobs that only they
+have are left out. If guides contradict each other, the later one wins, unless vLLM's source decides for a version.
+Nothing here was run on an Instinct."""
 
 
 def knob_page() -> str:
