@@ -19,7 +19,7 @@ from quantmint.pipeline.base.hardware import hardware, refusal
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.budget import Group, Point, costliest, frontier, overrides
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
-from quantmint.pipeline.recipe.load import choice_yaml, sections_yaml, validated
+from quantmint.pipeline.recipe.load import LoadedRecipe, choice_yaml, sections_yaml, validated
 from quantmint.pipeline.recipe.modules import assigned, matches, text_config
 from quantmint.pipeline.recipe.schema import AUTO, BUDGET, Quantization, Recipe
 from quantmint.pipeline.stages.by_library import calibrated
@@ -93,12 +93,12 @@ def _precision(setting: Setting, groups: Sequence[Group] | None) -> Advice:
         left = spendable(setting, tuple(groups))
         lines, budget = _more_bits(left, point)
         if budget is None:
-            return in_sixteen(setting.recipe, left, point.schemes, lines, searched=setting.written.search is not None)
-        return Advice(tuple(lines), _block(setting, {**_choosing(setting.written), **budget}))
+            return in_sixteen(setting.loaded, left, point.schemes, lines, searched=setting.written.search is not None)
+        return Advice(tuple(lines), _block(setting, {**_choosing(_written(setting)), **budget}))
     eight = all(scheme(name).bits_per_weight >= scheme(_EIGHT).bits_per_weight for name in made.schemes)
     if groups is not None:
         now = {group.name: assigned(made, group.modules[0]) or made.scheme for group in groups}
-        return in_sixteen(setting.recipe, groups, now) if eight else in_eight(made, groups)
+        return in_sixteen(setting.loaded, groups, now) if eight else in_eight(made, groups)
     return _of_eight_bits(setting) if eight else _of_few_bits(setting)
 
 
@@ -111,7 +111,7 @@ def _of_few_bits(setting: Setting) -> Advice:
         lines.append("at the same bits GPTQ loses less than rounding does: `quantization: {algorithm: gptq}`")
     names = choices(recipe)
     if _EIGHT not in names or made.scheme not in names:
-        return Advice(tuple(lines), _block(setting, {**_same(made), "algorithm": "gptq"}) if lines else "")
+        return Advice(tuple(lines), _block(setting, {**_same(_written(setting)), "algorithm": "gptq"}) if lines else "")
     where = "" if recipe.calibration else " --calibration SET"
     bits = min(scheme(name).bits_per_weight for name in names) + _MORE
     lines += [
@@ -120,7 +120,7 @@ def _of_few_bits(setting: Setting) -> Advice:
         "or leave the choice to a run, which goes on to more bits until the gate passes: paste this into the recipe, "
         "in the place of its sections of these names",
     ]
-    return Advice(tuple(lines), _block(setting, {**_choosing(recipe, names), "bits": bits}))
+    return Advice(tuple(lines), _block(setting, {**_choosing(_written(setting), names), "bits": bits}))
 
 
 def _of_eight_bits(setting: Setting) -> Advice:
@@ -135,24 +135,36 @@ def _of_eight_bits(setting: Setting) -> Advice:
     else:
         changes["exclude"] = [*made.exclude, _WIDEST]
         line = "the last product of an MLP, whose inputs vary most, may stay in 16 bit: paste this into the recipe"
-    return Advice((line,), _block(setting, {**_same(made), **changes}, search=False))
+    return Advice((line,), _block(setting, {**_same(_written(setting)), **changes}, search=False))
 
 
-def _same(made: Quantization) -> dict[str, Any]:
-    """What a recipe says of its quantization, without defaults."""
-    return made.model_dump(mode="json", exclude_defaults=True, by_alias=True) | {"scheme": made.scheme}
+def _written(setting: Setting) -> LoadedRecipe:
+    """Return the recipe as it was written, before its schemes were chosen."""
+    return setting.loaded if setting.chosen is None else setting.chosen.written
 
 
-def _choosing(recipe: Recipe, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """The section with its schemes to be chosen, by GPTQ where that rounds all of them; without a budget."""
-    made = _same(recipe.quantization)
-    from_ = list(names or recipe.quantization.from_ or ())
-    kept = {name: value for name, value in made.items() if name not in (*BUDGET, "overrides", "from")}
-    if names is None and recipe.quantization.overrides:
-        kept["overrides"] = made["overrides"]
-    if recipe.quantization.algorithm == "none" and _takes_gptq(recipe.quantization, from_):
-        kept["algorithm"] = "gptq"
-    return {**kept, "scheme": AUTO, "from": from_}
+def _same(written: LoadedRecipe) -> dict[str, Any]:
+    """Return a recipe's quantization as it is to be pasted: what is no default, or stands in it or in what it extends.
+
+    A default that stands there may undo what an extended recipe says: without it the block would mean another thing.
+    """
+    quantization = written.recipe.quantization
+    section = quantization.model_dump(mode="json", by_alias=True, exclude_none=True)
+    changed = quantization.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    stated = written.positions.data.get("quantization", {})
+    return {name: value for name, value in section.items() if name in changed or name in stated or name == "scheme"}
+
+
+def _choosing(written: LoadedRecipe, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the section with its schemes left to be chosen, by GPTQ where it rounds all of them; without a budget."""
+    quantization, section = written.recipe.quantization, _same(written)
+    choices_ = list(names or quantization.from_ or ())
+    left = {name: value for name, value in section.items() if name not in (*BUDGET, "overrides", "from")}
+    if "overrides" in section:
+        left["overrides"] = section["overrides"] if names is None else []
+    if quantization.algorithm == "none" and _takes_gptq(quantization, choices_):
+        left["algorithm"] = "gptq"
+    return {**left, "scheme": AUTO, "from": choices_}
 
 
 def _takes_gptq(made: Quantization, names: Collection[str]) -> bool:
@@ -188,7 +200,7 @@ def _with_search(setting: Setting, sections: Mapping[str, Any], *, search: bool)
 
 def _accepted(setting: Setting, sections: Mapping[str, Any]) -> str | None:
     """Return sections as YAML; None where the recipe would be refused with them, or its texts have too few tokens."""
-    written = setting.loaded if setting.chosen is None else setting.chosen.written
+    written = _written(setting)
     data = written.recipe.model_dump(mode="json", by_alias=True) | dict(sections)
     try:
         loaded = validated(replace(written.positions, data=data), written.path)
@@ -209,7 +221,7 @@ def _texts(setting: Setting) -> dict[str, Any]:
     """
     longest = text_config(setting.config).get("max_position_embeddings")
     limit = longest if isinstance(longest, int) else _HUB_LENGTH
-    written = setting.loaded if setting.chosen is None else setting.chosen.written
+    written = _written(setting)
     name = setting.recipe.name
     own = written.path.parent / f"{name}-eval" / f"{name}-texts.yaml"
     if not own.is_file():
@@ -242,7 +254,7 @@ def _costliest(groups: Sequence[Group], schemes: Mapping[str, str], cost: float)
 
 
 def in_sixteen(
-    recipe: Recipe,
+    loaded: LoadedRecipe,
     groups: Sequence[Group],
     schemes: Mapping[str, str],
     lines: Sequence[str] = (),
@@ -270,7 +282,7 @@ def in_sixteen(
     chosen = [pattern for each in patterns if each["scheme"] == _SIXTEEN for pattern in each["modules"]]
     if not chosen:  # those that stay are most: the others are the patterns
         return Advice(tuple(lines))
-    section = {**_same(recipe.quantization), "exclude": [*recipe.quantization.exclude, *chosen]}
+    section = {**_same(loaded), "exclude": [*loaded.recipe.quantization.exclude, *chosen]}
     said = (
         f"{len(kept)} of {len(costs)} groups make half of the predicted cost; with these, {share:.0%} of the weights, "
         "in 16 bit it is halved: paste this into the recipe"

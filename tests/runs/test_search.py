@@ -326,6 +326,23 @@ def test_texts_that_init_wrote_are_named_with_as_many_samples_as_they_have(four:
     assert yaml.safe_load(advise(setting).paste)["calibration"] == hub, "no longer than the model's positions"
 
 
+def test_what_undoes_an_extended_recipe_is_in_the_block(four: Any, project: Path) -> None:
+    """`kv_cache: auto` is the default, but not of this base: without it the block would mean an FP8 cache."""
+    setting = four(
+        "{scheme: mxfp4, format: quark, kv_cache: fp8, overrides: [{modules: ['re:.*o_proj'], scheme: fp8}]}"
+    )
+    (project / "r.yaml").rename(project / "base.yaml")
+    (project / "r.yaml").write_text(
+        "extends: base.yaml\nname: r\ndescription: A test.\n"
+        "quantization: {scheme: mxfp4, format: quark, kv_cache: auto, overrides: []}\n"
+    )
+    block = advise(open_setting("r.yaml", store=setting.store)).paste
+    assert yaml.safe_load(block)["quantization"].items() >= {"kv_cache": "auto", "overrides": []}.items()
+    (project / "r.yaml").write_text(f"extends: base.yaml\nname: r\ndescription: A test.\n{block}")
+    pasted = load_recipe(project / "r.yaml").recipe.quantization
+    assert (pasted.kv_cache, pasted.overrides) == ("auto", ())
+
+
 def test_texts_that_are_too_few_for_gptq_are_chosen_by_without_it(four: Any, project: Path) -> None:
     """A Hessian of 64 channels takes as many tokens: 1 x 48 are too few, for the sensitivities they do."""
     setting = four("{scheme: mxfp4, format: quark}")
