@@ -78,7 +78,7 @@ class Stage(TypedDict):
     fingerprint: str
 
 
-class LaunchPlan(TypedDict):
+class ServedSide(TypedDict):
     """How one side was served: what answered, on what, and the command."""
 
     side: str
@@ -116,7 +116,7 @@ class Report(TypedDict):
     prompts: dict[str, str]
     launches: list[dict[str, Any]]
     stages: list[Stage]
-    servers: list[LaunchPlan]
+    servers: list[ServedSide]
     recipe: str
     reproduce: list[str]
     versions: dict[str, str]

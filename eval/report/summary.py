@@ -9,7 +9,7 @@ from typing import Any, get_args
 from quantmint.eval.gate import Finding, GateReport, Kind
 from quantmint.eval.report import numbers
 from quantmint.eval.report.history import history_notes
-from quantmint.eval.report.model import LaunchPlan, Report
+from quantmint.eval.report.model import Report, ServedSide
 from quantmint.eval.report.numbers import ARROW, TIMES, unit_of
 from quantmint.eval.verdict import Verdict
 
@@ -67,7 +67,7 @@ def runtime(report: Report) -> str:
     return next((answered_by(plan) for plan in report["servers"] if plan["side"] == "candidate"), "")
 
 
-def answered_by(plan: LaunchPlan) -> str:
+def answered_by(plan: ServedSide) -> str:
     """What answered for a side, with its version where the name does not have it."""
     name = plan["runtime"] if plan["version"] in plan["runtime"] else f"{plan['runtime']} {plan['version']}"
     return re.sub("^vllm", "vLLM", name)

@@ -21,7 +21,7 @@ from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
     from quantmint.pipeline.serving.tuning.aiter import Gemms
-    from quantmint.pipeline.serving.tuning.report import Report
+    from quantmint.pipeline.serving.tuning.report import TuningReport
     from quantmint.pipeline.serving.tuning.sweep import KnobSweep
 
 _LARGEST_GRID = 4096
@@ -197,7 +197,7 @@ def tune(model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **
     return 0 if found["best"] is not None else 1
 
 
-def _print(report: Report) -> None:
+def _print(report: TuningReport) -> None:
     from quantmint.pipeline.commands.tables import table, terminal
     from quantmint.pipeline.serving.tuning.report import SHORT, percent
 

@@ -353,7 +353,7 @@ def serve(
 
     try:
         with stop_signals(stop), ExitStack() as stack:
-            started = launcher.deploy(plan, processes, folder, startup_timeout=startup_timeout, say=reporter.say)
+            started = launcher.deploy(plan, processes, folder, startup_timeout=startup_timeout, notify=reporter.say)
             running = stack.enter_context(started)
             answered = True
             for line in _report(plan, running.servers, folder):

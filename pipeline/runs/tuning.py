@@ -25,7 +25,7 @@ from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.model.facts import ModelFacts
 from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.tuning.aiter import Gemms, tune_gemms
-from quantmint.pipeline.serving.tuning.report import Report, report, write
+from quantmint.pipeline.serving.tuning.report import TuningReport, report, write
 from quantmint.pipeline.serving.tuning.runner import run_sweep
 from quantmint.pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, SweepTrial, default_axes
 from quantmint.pipeline.serving.tuning.subject import STAGE, TUNED_FILE, TuningSubject, machine_facts, planner
@@ -51,7 +51,7 @@ def tune(
     tunableop: bool,
     products: Gemms | None,
     redo: bool,
-) -> tuple[Report, Path]:
+) -> tuple[TuningReport, Path]:
     """Run a sweep to its end or for so many seconds; write `tuning.json` and `tuning.html` into ``out``.
 
     One sweep at a time works with a store: a second one waits, and then reads what the first one measured.

@@ -14,7 +14,7 @@ from quantmint.eval import prompts, record
 from quantmint.eval.gate import GateReport
 from quantmint.eval.measurements import Measurements, Server
 from quantmint.eval.report import flips
-from quantmint.eval.report.model import CARD, DATA, JUNIT, PAGE, LaunchPlan, Report, TaskFlips
+from quantmint.eval.report.model import CARD, DATA, JUNIT, PAGE, Report, ServedSide, TaskFlips
 from quantmint.eval.report.model import Stage as ShownStage
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline import __version__
@@ -218,9 +218,9 @@ def _stages(setting: Setting, inputs: Mapping[str, Entry]) -> list[ShownStage]:
     return sorted(found, key=lambda stage: stage["started"])
 
 
-def _server(side: str, server: Server, model: str) -> LaunchPlan:
+def _server(side: str, server: Server, model: str) -> ServedSide:
     argv: Sequence[str] = [model if word == "MODEL" else word for word in server.argv]
-    return LaunchPlan(
+    return ServedSide(
         side=side,
         runtime=server.runtime,
         version=server.version,

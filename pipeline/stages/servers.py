@@ -124,7 +124,9 @@ class Servers:
             if several and setting.spread is not None:
                 setting.spread.release()  # its workers hold the GPUs
             title = f"vLLM {setting.vllm.version}"
-            context = launcher.launch_in_background(plan, log, startup_timeout=STARTUP_TIMEOUT, say=self._progress.say)
+            context = launcher.launch_in_background(
+                plan, log, startup_timeout=STARTUP_TIMEOUT, notify=self._progress.say
+            )
         self._progress.say(f"starting {title} with the {side}, log in {log}")
         return context
 

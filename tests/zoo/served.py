@@ -186,7 +186,7 @@ def reference_answer(folder: Path) -> Answer:
     from quantmint.pipeline.quantize.formats.layout import Claims, layout_of
     from quantmint.pipeline.quantize.model.builder import meta_model
     from quantmint.pipeline.quantize.model.structure import read_structure
-    from quantmint.pipeline.serving.reference.model import Placing
+    from quantmint.pipeline.serving.reference.model import CheckpointLoader
 
     try:
         checkpoint = open_checkpoint(folder)
@@ -198,10 +198,10 @@ def reference_answer(folder: Path) -> Answer:
         model = meta_model(folder).float().eval()
         if model._can_set_experts_implementation():
             model.set_experts_implementation("eager")
-        placing = Placing(checkpoint, structure, claims, model, "cpu")
-        placing.weights()
+        placing = CheckpointLoader(checkpoint, structure, claims, model, "cpu")
+        placing.load_weights()
         plain = _logprobs(model)
-        placing.activations()
+        placing.round_activations()
         return Answer(_logprobs(model), plain)
     except Exception as error:  # the zoo goes on with the next model
         message = " ".join(str(error).split()).replace(f"{folder}: ", "")

@@ -18,7 +18,7 @@ from quantmint.pipeline.serving.environment import parse_version
 from quantmint.pipeline.serving.host.context import (
     CheckContext,
     CheckpointNeeds,
-    CheckResult,
+    HostCheckResult,
     HostFinding,
     Status,
     gather_context,
@@ -33,35 +33,35 @@ _IDLE_USE = 1 << 30  # bytes that a driver and a desktop may use of an idle GPU
 _TOLERANCE = 0.95  # of the memory that a plan assumes: drivers reserve some
 
 
-def _accelerators(context: CheckContext) -> CheckResult:
+def _accelerators(context: CheckContext) -> HostCheckResult:
     target, detected = context.target, context.detected
     title = target.accelerator.title
     expected = title if target.accelerator.kind == "cpu" else f"{target.gpus} x {title}"
     if detected is None:
-        return CheckResult("fail", context.detection_error, {"expected": expected})
+        return HostCheckResult("fail", context.detection_error, {"expected": expected})
     row = detected.accelerator
     present = row.title if row.kind == "cpu" else f"{detected.gpus} x {row.title}"
     if target.accelerator.kind == "cpu":
-        return CheckResult("ok", present, {"expected": "a processor"})
+        return HostCheckResult("ok", present, {"expected": "a processor"})
     # `cuda` stands for any NVIDIA GPU; every other name for one kind of GPU.
     same = row.kind == "cuda" if target.hardware == "cuda" else row.name == target.hardware
-    return CheckResult("ok" if same and detected.gpus >= target.gpus else "fail", present, {"expected": expected})
+    return HostCheckResult("ok" if same and detected.gpus >= target.gpus else "fail", present, {"expected": expected})
 
 
-def _partition(context: CheckContext) -> CheckResult:
+def _partition(context: CheckContext) -> HostCheckResult:
     detected, assumed = context.detected, context.target.memory
     memory = "their memory" if assumed is None else _gib(assumed)
     if detected is None or detected.compute_partition is None:
-        return CheckResult("skipped", "the driver does not report partitions", {"memory": memory})
+        return HostCheckResult("skipped", "the driver does not report partitions", {"memory": memory})
     modes = f"{detected.compute_partition} with {detected.memory_partition or 'an unknown memory mode'}"
     size = "" if detected.hbm_bytes is None else f", {_gib(detected.hbm_bytes)} each"
     if not detected.partitioned and detected.memory_partition in (None, "NPS1"):
-        return CheckResult("ok", modes + size, {"memory": memory})
+        return HostCheckResult("ok", modes + size, {"memory": memory})
     enough = assumed is None or (detected.hbm_bytes or 0) >= _TOLERANCE * assumed
-    return CheckResult("warn" if enough else "fail", modes + size, {"memory": memory})
+    return HostCheckResult("warn" if enough else "fail", modes + size, {"memory": memory})
 
 
-def _memory_in_use(context: CheckContext) -> CheckResult:
+def _memory_in_use(context: CheckContext) -> HostCheckResult:
     tool = "sudo fuser -v /dev/kfd" if context.kind == "rocm" else "nvidia-smi"
     values = {"share": f"{context.utilization:.0%}", "command": tool}
     # For a partition the driver reports the memory in use on the whole device, which says nothing about the partition.
@@ -70,52 +70,52 @@ def _memory_in_use(context: CheckContext) -> CheckResult:
     memory = detected.memory if detected is not None and applies else ()
     gpus = [(used, total, index) for index, (total, used) in enumerate(memory) if used is not None and total]
     if not gpus:
-        return CheckResult("skipped", "the driver does not report how much is in use", values)
+        return HostCheckResult("skipped", "the driver does not report how much is in use", values)
     used, total, index = max(gpus, key=lambda gpu: gpu[0] / gpu[1])
     if used < _IDLE_USE:
-        return CheckResult("ok", f"at most {_gib(used)} in use", values)
+        return HostCheckResult("ok", f"at most {_gib(used)} in use", values)
     status: Status = "fail" if used > (1 - context.utilization) * total else "warn"
-    return CheckResult(status, f"{_gib(used)} of {_gib(total)} in use on GPU {index}", values)
+    return HostCheckResult(status, f"{_gib(used)} of {_gib(total)} in use on GPU {index}", values)
 
 
 def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def _dri(context: CheckContext) -> CheckResult:
+def _dri(context: CheckContext) -> HostCheckResult:
     machine, detected = context.machine, context.detected
     minors = [gpu.render for gpu in detected.devices if gpu.render is not None] if detected is not None else []
     nodes = [machine.path(f"dev/dri/renderD{minor}") for minor in minors] or machine.glob("dev/dri/renderD*")
     return _device(context, nodes or [machine.path("dev/dri")])
 
 
-def _device(context: CheckContext, paths: list[Path]) -> CheckResult:
+def _device(context: CheckContext, paths: list[Path]) -> HostCheckResult:
     def name(path: Path) -> str:
         return f"/{path.relative_to(context.machine.root)}"
 
     absent = [path for path in paths if not path.exists()]
     if absent:
         fix = f"load the driver: sudo modprobe amdgpu; in a container: {_DOCKER}"
-        return CheckResult("fail", f"{name(absent[0])} does not exist", {"fix": fix, "root": "modprobe amdgpu"})
+        return HostCheckResult("fail", f"{name(absent[0])} does not exist", {"fix": fix, "root": "modprobe amdgpu"})
     for path in paths:
         reason = context.machine.opens(path)
         if reason is not None:
             user = context.machine.environ.get("USER") or "root"
             fix = f"sudo usermod -a -G video,render {user}, then log in again; in a container: {_DOCKER}"
             values = {"fix": fix, "root": f"usermod -a -G video,render {user}"}
-            return CheckResult("fail", f"{name(path)} cannot be opened: {reason}", values)
-    return CheckResult("ok", "open" if len(paths) == 1 else f"{len(paths)} render nodes are open")
+            return HostCheckResult("fail", f"{name(path)} cannot be opened: {reason}", values)
+    return HostCheckResult("ok", "open" if len(paths) == 1 else f"{len(paths)} render nodes are open")
 
 
-def _visible_devices(context: CheckContext) -> CheckResult:
+def _visible_devices(context: CheckContext) -> HostCheckResult:
     environ = context.machine.environ
     hip, cuda = environ.get(HIP) or None, environ.get(CUDA) or None
     if hip is None:
-        return CheckResult("ok", "unset" if cuda is None else f"unset; {CUDA}={cuda}")
+        return HostCheckResult("ok", "unset" if cuda is None else f"unset; {CUDA}={cuda}")
     fix = f"unset {HIP}" if cuda is not None else f"export {CUDA}={hip}; unset {HIP}"
     if cuda not in {None, hip}:
-        return CheckResult("fail", f"{HIP}={hip} and {CUDA}={cuda}", {"fix": fix})
-    return CheckResult("warn", f"{HIP}={hip}", {"fix": fix})
+        return HostCheckResult("fail", f"{HIP}={hip} and {CUDA}={cuda}", {"fix": fix})
+    return HostCheckResult("warn", f"{HIP}={hip}", {"fix": fix})
 
 
 _SHARED = 16 << 30
@@ -124,44 +124,44 @@ _PASS_THROUGH = ("iommu=pt", "iommu.passthrough=1", "iommu=off", "amd_iommu=off"
 _FIRST, _LAST = (parse_version(version)[:2] for version in (OLDEST_READ, NEWEST_READ))
 
 
-def _numa_balancing(context: CheckContext) -> CheckResult:
+def _numa_balancing(context: CheckContext) -> HostCheckResult:
     value = context.machine.text("proc/sys/kernel/numa_balancing")
     if value is None:
-        return CheckResult("skipped", "this kernel has no NUMA balancing")
-    return CheckResult("ok" if value == "0" else "warn", value)
+        return HostCheckResult("skipped", "this kernel has no NUMA balancing")
+    return HostCheckResult("ok" if value == "0" else "warn", value)
 
 
-def _iommu(context: CheckContext) -> CheckResult:
+def _iommu(context: CheckContext) -> HostCheckResult:
     machine = context.machine
     if not context.multi_gpu:
-        return CheckResult("skipped", "a single GPU exchanges nothing with others")
+        return HostCheckResult("skipped", "a single GPU exchanges nothing with others")
     options = [word for word in (machine.text("proc/cmdline") or "").split() if word in _PASS_THROUGH]
     if options:
-        return CheckResult("ok", options[0])
+        return HostCheckResult("ok", options[0])
     if machine.glob("sys/kernel/iommu_groups/*"):
-        return CheckResult("warn", "an IOMMU is on, and iommu=pt is not on the kernel's command line")
-    return CheckResult("ok", "no IOMMU is on")
+        return HostCheckResult("warn", "an IOMMU is on, and iommu=pt is not on the kernel's command line")
+    return HostCheckResult("ok", "no IOMMU is on")
 
 
-def _shared_memory(context: CheckContext) -> CheckResult:
+def _shared_memory(context: CheckContext) -> HostCheckResult:
     if not context.multi_gpu:
-        return CheckResult("skipped", "a single GPU needs none")
+        return HostCheckResult("skipped", "a single GPU needs none")
     space = context.machine.space(context.machine.path("dev/shm"))
     if space is None:
-        return CheckResult("fail", "there is no /dev/shm")
+        return HostCheckResult("fail", "there is no /dev/shm")
     observation = f"{_gib(space.total)}, {_gib(space.free)} of it free"
     if space.free < _SHARED_MINIMUM:
-        return CheckResult("fail", observation)
-    return CheckResult("ok" if space.total >= _SHARED else "warn", observation)
+        return HostCheckResult("fail", observation)
+    return HostCheckResult("ok" if space.total >= _SHARED else "warn", observation)
 
 
-def _rdma(context: CheckContext) -> CheckResult:
+def _rdma(context: CheckContext) -> HostCheckResult:
     machine = context.machine
     if context.target.nodes == 1:
-        return CheckResult("skipped", "one node needs no RDMA")
+        return HostCheckResult("skipped", "one node needs no RDMA")
     ports = machine.glob("sys/class/infiniband/*/ports/*")
     if not ports:
-        return CheckResult("warn", "no RDMA adapter")
+        return HostCheckResult("warn", "no RDMA adapter")
     # The files say "4: ACTIVE", "5: LinkUp", "400 Gb/sec (4X NDR)".
     active = [
         port
@@ -170,86 +170,88 @@ def _rdma(context: CheckContext) -> CheckResult:
     ]
     rates = sorted({rate for port in active if (rate := machine.text(port / "rate"))})
     observation = f"{len(active)} of {len(ports)} ports active" + (f", {', '.join(rates)}" if rates else "")
-    return CheckResult("ok" if len(active) == len(ports) else "warn", observation)
+    return HostCheckResult("ok" if len(active) == len(ports) else "warn", observation)
 
 
-def _vllm(context: CheckContext) -> CheckResult:
+def _vllm(context: CheckContext) -> HostCheckResult:
     first, last = (".".join(map(str, version)) for version in (_FIRST, _LAST))
     values = {"first": first, "last": last, "fix": f"install vLLM {last}, or plan for this one with care"}
     installed = context.installed
     if installed is None or installed.vllm is None:
         absence = f"{installed.python} has no vLLM" if installed is not None else context.environment_error
         fix = "`make serving` installs one for a CPU; on a GPU install vLLM's own build and set QUANTMINT_VLLM to it"
-        return CheckResult("fail", absence, values | {"fix": fix})
+        return HostCheckResult("fail", absence, values | {"fix": fix})
     version = parse_version(installed.vllm)[:2]
     if version < _FIRST:
-        return CheckResult("fail", installed.vllm, values)
-    return CheckResult("ok" if version <= _LAST else "warn", installed.vllm, values)
+        return HostCheckResult("fail", installed.vllm, values)
+    return HostCheckResult("ok" if version <= _LAST else "warn", installed.vllm, values)
 
 
-def _rocm_version(context: CheckContext) -> CheckResult:
+def _rocm_version(context: CheckContext) -> HostCheckResult:
     values = {"least": "7.0" if context.target.accelerator.arch == "gfx950" else "6.3"}
     torch = "" if context.installed is None else context.installed.versions.get("torch", "").partition("+rocm")[2]
     version = context.machine.text("opt/rocm/.info/version") or torch
     if not version:
-        return CheckResult("skipped", "neither /opt/rocm nor PyTorch names a version", values)
+        return HostCheckResult("skipped", "neither /opt/rocm nor PyTorch names a version", values)
     enough = parse_version(version) >= parse_version(values["least"])
     note = f", PyTorch's is {torch}" if torch not in version else ""
-    return CheckResult("ok" if enough else "fail", version + note, values)
+    return HostCheckResult("ok" if enough else "fail", version + note, values)
 
 
-def _aiter_version(context: CheckContext) -> CheckResult:
+def _aiter_version(context: CheckContext) -> HostCheckResult:
     installed = context.installed
     if installed is None:
-        return CheckResult("skipped", "there is no serving environment")
+        return HostCheckResult("skipped", "there is no serving environment")
     version = installed.versions.get("amd-aiter") or installed.versions.get("aiter")
-    return CheckResult("fail", "AITER is not installed") if version is None else CheckResult("ok", version)
+    return HostCheckResult("fail", "AITER is not installed") if version is None else HostCheckResult("ok", version)
 
 
-def _quark(context: CheckContext) -> CheckResult:
+def _quark(context: CheckContext) -> HostCheckResult:
     values = {"distributions": "amd-quark", "python": "python"}
     checkpoint, installed = context.checkpoint, context.installed
     if checkpoint is None:
-        return CheckResult("skipped", "only emulated MX schemes need it; --model names a checkpoint to check", values)
+        return HostCheckResult(
+            "skipped", "only emulated MX schemes need it; --model names a checkpoint to check", values
+        )
     needed = hardware.needs(context.target.hardware, *checkpoint[:3])
     if not needed:
         title = context.target.accelerator.title
-        return CheckResult("skipped", f"{_scheme(checkpoint)} is not emulated on {title}", values)
+        return HostCheckResult("skipped", f"{_scheme(checkpoint)} is not emulated on {title}", values)
     if installed is None:
-        return CheckResult("skipped", "there is no serving environment", values)
+        return HostCheckResult("skipped", "there is no serving environment", values)
     values = {"distributions": " ".join(needed), "python": installed.python}
     absent = [name for name in needed if name not in installed.versions]
     if absent:
-        return CheckResult("fail", f"{' and '.join(absent)} is not installed", values)
-    return CheckResult("ok", ", ".join(f"{name} {installed.versions[name]}" for name in needed), values)
+        return HostCheckResult("fail", f"{' and '.join(absent)} is not installed", values)
+    return HostCheckResult("ok", ", ".join(f"{name} {installed.versions[name]}" for name in needed), values)
 
 
-def _checkpoint(context: CheckContext) -> CheckResult:
+def _checkpoint(context: CheckContext) -> HostCheckResult:
     target, checkpoint = context.target, context.checkpoint
     values = {
         "hardware": target.accelerator.title,
         "fix": "serve it elsewhere, or quantize to a scheme that loads here",
     }
     if checkpoint is None:
-        return CheckResult("skipped", "no --model was given", values)
+        return HostCheckResult("skipped", "no --model was given", values)
     flags = hardware.local_cpu_flags(context.machine.text("proc/cpuinfo") or "") if context.kind == "cpu" else None
     experts = checkpoint.expert_schemes
     reason = hardware.refusal(target.hardware, *checkpoint[:3], expert_schemes=experts, cpu_flags=flags)
     if reason is not None:
-        return CheckResult("fail", reason, values)
+        return HostCheckResult("fail", reason, values)
     observation = f"{_scheme(checkpoint)}, KV cache {checkpoint.kv_cache}"
     cautions = hardware.cautions(target.hardware, *checkpoint[:3], expert_schemes=experts, cpu_flags=flags)
     if cautions:
         values["fix"] = "it loads nevertheless; `quantmint schemes` shows which schemes run natively"
-        return CheckResult("warn", f"{observation}: {'; '.join(cautions)}", values)
-    return CheckResult("ok", observation, values)
+        return HostCheckResult("warn", f"{observation}: {'; '.join(cautions)}", values)
+    return HostCheckResult("ok", observation, values)
 
 
 def _scheme(checkpoint: CheckpointNeeds) -> str:
     return "16 bit" if checkpoint.scheme == "none" else checkpoint.scheme
 
 
-CHECK_FUNCTIONS: Mapping[str, Callable[[CheckContext], CheckResult]] = {
+CHECK_FUNCTIONS: Mapping[str, Callable[[CheckContext], HostCheckResult]] = {
     "accelerators": _accelerators,
     "partition": _partition,
     "GPU memory": _memory_in_use,

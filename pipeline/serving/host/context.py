@@ -26,7 +26,7 @@ Status = Literal["ok", "warn", "fail", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult:
+class HostCheckResult:
     """The observation of one check, or why it was skipped; ``values`` fill the {placeholders} of `checks.yaml`."""
 
     status: Status

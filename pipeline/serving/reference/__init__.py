@@ -1,6 +1,6 @@
-"""The reference runtime: a checkpoint answers through lm-eval and transformers, computed as its format means it.
+"""The reference runtime: evaluate a checkpoint through lm-eval and transformers, with the arithmetic of its format.
 
-For formats that no vLLM here loads. Weights are what the stored bytes stand for, in float32; the inputs of quantized
-layers, and K and V on their way into the cache, are rounded as the scheme says. It measures accuracy and no throughput,
-in a process of its own, `python -m quantmint.pipeline.serving.reference`, that a run talks to over a socket.
+It is for formats that the installed vLLM cannot load. Weights are dequantized to float32; inputs of quantized layers,
+and keys and values before they enter the cache, are rounded as the scheme specifies. It measures accuracy, not
+throughput. It runs as its own process, `python -m quantmint.pipeline.serving.reference`, and answers over a socket.
 """

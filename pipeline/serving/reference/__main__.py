@@ -1,7 +1,9 @@
-"""Load one checkpoint, then answer on a socket until its other end is closed: `eval.harness_child`'s messages, and
+"""Load one checkpoint and answer messages on a socket until the other end closes it.
 
-``facts``            what computes: version, runtime, device, kv_cache_dtype
-``prompt_logprobs``  what the model says of the tokens ``ids``, and the ``likeliest`` of each position
+The messages are those of `eval.harness_child`, and two more:
+
+``facts``            returns version, runtime, device and kv_cache_dtype
+``prompt_logprobs``  returns the log probabilities of the tokens ``ids`` and of the ``likeliest`` tokens by position
 """
 
 from __future__ import annotations
@@ -18,23 +20,23 @@ from quantmint.pipeline.base.errors import QuantmintError, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Load and answer; returns an exit code where that did not come about."""
+    """Load the checkpoint and answer until the socket closes; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m quantmint.pipeline.serving.reference",
-        description="Answer through transformers, computed as the checkpoint's format means it.",
+        description="Evaluate a checkpoint through transformers, with the arithmetic of its format.",
     )
     add = parser.add_argument
     add("model", help="folder of a checkpoint")
-    add("socket", help="path of the socket of whoever asks, or @ and an abstract name")
-    add("--served-model-name", help="not used: who asks has one model")
-    add("--max-model-len", type=int, help="not used: who asks says it")
+    add("socket", help="path of the client's socket, or @ and an abstract name")
+    add("--served-model-name", help="ignored: the server has one model")
+    add("--max-model-len", type=int, help="ignored: clients send the length")
     add(
         "--kv-cache-dtype",
         choices=("auto", "fp8"),
         default="auto",
-        help="fp8: refuse a checkpoint without scales for its cache (default: what the checkpoint says)",
+        help="fp8: refuse a checkpoint without scales for its cache (default: as the checkpoint declares)",
     )
-    add("--device", default="auto", help="PyTorch's name of a device (default: a GPU where there is one)")
+    add("--device", default="auto", help="PyTorch's name of a device (default: a GPU if there is one)")
     add("--trust-remote-code", action="store_true", help="run Python code of the model's folder")
     options = parser.parse_args(arguments)
     try:
@@ -67,12 +69,12 @@ def _answer(options: argparse.Namespace) -> None:
     print(f"{loaded.runtime}, on {facts['device']}", file=sys.stderr, flush=True)  # noqa: T201
     session = Session(partial(ReferenceLM, loaded, tokenizer))
 
-    def reply(what: str, given: Mapping[str, Any], tell: Tell) -> Any:
-        if what == "facts":
+    def reply(message: str, arguments: Mapping[str, Any], send: Tell) -> Any:
+        if message == "facts":
             return facts
-        if what == "prompt_logprobs":
-            return prompt_logprobs(loaded, given["ids"], given["likeliest"])
-        return session.reply(what, given, tell)
+        if message == "prompt_logprobs":
+            return prompt_logprobs(loaded, arguments["ids"], arguments["likeliest"])
+        return session.reply(message, arguments, send)
 
     answer_on(options.socket, reply)
 

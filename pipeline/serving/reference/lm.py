@@ -1,6 +1,6 @@
-"""lm-eval's own Hugging Face model over a checkpoint that computes as its format means it.
+"""lm-eval's Hugging Face model over a checkpoint with the arithmetic of its format.
 
-Only the process that runs the model imports this.
+Only the process that runs the model imports this module.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from transformers import AutoTokenizer, GenerationConfig
 from quantmint.eval.harness_client import TokenizerFacts
 from quantmint.pipeline.base.errors import UserError, first_line
 from quantmint.pipeline.quantize.rounding import kv_cache
-from quantmint.pipeline.serving.reference.model import Loaded
+from quantmint.pipeline.serving.reference.model import ReferenceModel
 
-_LOGITS: Final = 1 << 27  # of a batch: half a GiB in float32, and lm-eval holds them twice
+_LOGITS: Final = 1 << 27  # most logits of a batch: half a GiB in float32, and lm-eval keeps two copies
 
 
 class ReferenceLM(TokenizerFacts, HFLM):  # type: ignore[misc]
-    """What `eval.harness_child.Harness` asks in a server's place; `expect` and `done` count requests as there.
+    """The model that `eval.harness_child.Harness` uses in place of a server.
 
-    ``arguments`` are those that a server would be asked with: ``max_length`` tokens of a prompt with its answer, at
-    most ``batch_size`` prompts at once. `temperatures` and `full` are what they are in `eval.harness_client`.
+    ``arguments`` are those of a server's client: ``max_length`` tokens of a prompt with its answer, at most
+    ``batch_size`` prompts at once. ``expect`` and ``done`` count requests. ``temperatures`` and ``full`` are as in
+    `eval.harness_client`.
     """
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: ReferenceModel,
         tokenizer: Any,
         arguments: Mapping[str, Any],
         expect: Callable[[int], None],
@@ -50,26 +51,26 @@ class ReferenceLM(TokenizerFacts, HFLM):  # type: ignore[misc]
         self._expect = expect
         self._by_document = False
         self._batch_size = int(arguments["batch_size"])
-        # lm-eval tells its cache of every request that is answered.
+        # lm-eval calls its cache for every answered request.
         self.set_cache_hook(SimpleNamespace(add_partial=lambda *_: done(1)))
 
     def get_model_info(self) -> dict[str, Any]:
-        """Nothing: lm-eval would ask the Hub for the commit of a folder."""
+        """Return nothing; lm-eval's own method would ask the Hub for the commit of a local folder."""
         return {}
 
     def loglikelihood(self, requests: list[Any], *args: Any, **options: Any) -> Any:
-        """See lm-eval."""
+        """Count the requests, then answer them as lm-eval does."""
         self._expect(len(requests))
         return super().loglikelihood(requests, *args, **options)
 
     def generate_until(self, requests: list[Any], *args: Any, **options: Any) -> Any:
-        """See lm-eval."""
+        """Count the requests, then answer them as lm-eval does."""
         self._expect(len(requests))
         self.batch_size_per_gpu = self._batch_size
         return super().generate_until(requests, *args, **options)
 
     def loglikelihood_rolling(self, requests: list[Any], *args: Any, **options: Any) -> Any:
-        """See lm-eval."""
+        """Count the requests, then answer them as lm-eval does."""
         self._expect(len(requests))
         self._by_document = True
         try:
@@ -79,7 +80,7 @@ class ReferenceLM(TokenizerFacts, HFLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **options: Any) -> Any:
         lengths = [len(context) + len(continuation) for _, context, continuation in requests]
-        if not self._by_document:  # a document is cut into windows that are full
+        if not self._by_document:  # a document is split into windows, which are full by design
             self.full += sum(length >= self.max_length for length in lengths)
         longest = min(max(lengths, default=1), self.max_length)
         fitting = _LOGITS // (longest * self.config.get_text_config().vocab_size)
@@ -95,39 +96,47 @@ class ReferenceLM(TokenizerFacts, HFLM):  # type: ignore[misc]
         self.full += int((options["attention_mask"].sum(1) >= room).sum())
         cache = kv_cache(self.config.get_text_config(), self._loaded.kv_scales)
         with torch.inference_mode():
-            found: torch.Tensor = super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
-        return found
+            tokens: torch.Tensor = super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
+        return tokens
 
 
-def load_tokenizer(folder: Path, loaded: Loaded, *, trust_remote_code: bool = False) -> Any:
-    """The folder's tokenizer; the model learns which tokens end an answer. Raises `UserError` where there is none."""
+def load_tokenizer(folder: Path, loaded: ReferenceModel, *, trust_remote_code: bool = False) -> Any:
+    """Return the folder's tokenizer, and set the tokens that end an answer on the model.
+
+    UserError when the tokenizer cannot be loaded.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{folder}: its tokenizer cannot be loaded: {first_line(error)}") from None
-    found: list[Any] = [tokenizer.eos_token_id, getattr(loaded.model.config, "eos_token_id", None)]
+    declared: list[Any] = [tokenizer.eos_token_id, getattr(loaded.model.config, "eos_token_id", None)]
     if (folder / "generation_config.json").is_file():
-        found.append(GenerationConfig.from_pretrained(folder).eos_token_id)
-    ends = {token for some in found for token in (some if isinstance(some, list) else [some]) if token is not None}
-    # Nothing else of the file: vLLM's defaults for sampling have no part in a greedy answer.
-    loaded.model.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None)
+        declared.append(GenerationConfig.from_pretrained(folder).eos_token_id)
+    ids = {token for eos in declared for token in (eos if isinstance(eos, list) else [eos]) if token is not None}
+    # Other fields of generation_config.json set sampling, which greedy answers do not use.
+    loaded.model.generation_config = GenerationConfig(eos_token_id=sorted(ids) or None)
     return tokenizer
 
 
-def logits_of(loaded: Loaded, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [rows, tokens, vocabulary] of token ids [rows, tokens], with the cache that the format has."""
+def logits_of(loaded: ReferenceModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return logits [rows, tokens, vocabulary] of token ids [rows, tokens], with the KV cache of the format."""
     cache = kv_cache(loaded.model.config.get_text_config(), loaded.kv_scales) if loaded.kv_scales else None
     with torch.inference_mode():
-        found: torch.Tensor = loaded.model(input_ids=ids, past_key_values=cache, use_cache=cache is not None).logits
-    return found
+        logits: torch.Tensor = loaded.model(input_ids=ids, past_key_values=cache, use_cache=cache is not None).logits
+    return logits
 
 
-def prompt_logprobs(loaded: Loaded, ids: Sequence[int], likeliest: int) -> list[dict[str, dict[str, float]] | None]:
-    """As vLLM's ``prompt_logprobs``: of each token but the first its own (nats) and those of the likeliest, by id."""
+def prompt_logprobs(
+    loaded: ReferenceModel, ids: Sequence[int], likeliest: int
+) -> list[dict[str, dict[str, float]] | None]:
+    """Return log probabilities in the form of vLLM's ``prompt_logprobs``: one entry a token, None for the first.
+
+    An entry has the log probability (nats) of the token itself and of the ``likeliest`` tokens, by id.
+    """
     logprobs = logits_of(loaded, torch.tensor([ids], device=loaded.device))[0, :-1].float().log_softmax(-1)
     values, tokens = logprobs.topk(likeliest)
-    own = logprobs.gather(1, torch.tensor(ids[1:], device=loaded.device)[:, None])
+    actual = logprobs.gather(1, torch.tensor(ids[1:], device=loaded.device)[:, None])
     rows = zip(torch.cat((tokens.new_tensor(ids[1:])[:, None], tokens), 1).tolist(),
-               torch.cat((own, values), 1).tolist(), strict=True)  # fmt: skip
-    listed = ({str(token): {"logprob": value} for token, value in zip(*row, strict=True)} for row in rows)
-    return [None, *listed]
+               torch.cat((actual, values), 1).tolist(), strict=True)  # fmt: skip
+    entries = ({str(token): {"logprob": value} for token, value in zip(*row, strict=True)} for row in rows)
+    return [None, *entries]

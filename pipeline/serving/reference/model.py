@@ -1,4 +1,4 @@
-"""A checkpoint as a model of transformers that computes what the stored bytes stand for."""
+"""Load a checkpoint as a transformers model with dequantized weights and simulated activations."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model that is ready to answer; ``kv_scales`` may be empty, ``runtime`` are words for what computes."""
+class ReferenceModel:
+    """A loaded model; ``kv_scales`` is empty without a quantized cache, ``runtime`` is its arithmetic in words."""
 
     model: Any
     device: str
@@ -43,12 +43,15 @@ class Loaded:
 
     @property
     def kv_cache_dtype(self) -> str:
-        """Of the cache that answers are computed with, as vLLM names it: "fp8" or "auto"."""
+        """The type of the KV cache in vLLM's terms: "fp8" or "auto"."""
         return "fp8" if self.kv_scales else "auto"
 
 
-def load(folder: Path, device: str, *, trust_remote_code: bool = False) -> Loaded:
-    """A model or checkpoint on a device, in float32; `UserError` for one that is unsound, or cannot be represented."""
+def load(folder: Path, device: str, *, trust_remote_code: bool = False) -> ReferenceModel:
+    """Load a model or checkpoint onto a device in float32.
+
+    UserError for a checkpoint that is incomplete, contradicts its configuration, or cannot be represented.
+    """
     checkpoint = open_checkpoint(folder)
     structure = read_structure(folder, checkpoint.tensors, trust_remote_code=trust_remote_code)
     structure.require_whole(folder)
@@ -57,53 +60,54 @@ def load(folder: Path, device: str, *, trust_remote_code: bool = False) -> Loade
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     state = next((kind for kind in kinds if any(word in kind for word in _RECURRENT)), None)
     if state is not None or getattr(model, "_is_stateful", False):
-        raise _unknown(folder, f"its layers keep a state ({state or 'stateful'}), which padding would change")
+        raise _unsupported(folder, f"its layers keep a state ({state or 'stateful'}), which padding would change")
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # products of single experts, which can be seen
-    placing = Placing(checkpoint, structure, claims, model, device)
-    placing.weights()
-    placing.activations()
-    used = sorted({scheme for scheme in claims.schemes.values() if scheme is not None})
-    return Loaded(model, device, placing.kv_scales(), runtime_words(used, fp8_cache=claims.kv_cache))
+        model.set_experts_implementation("eager")  # one GEMM for each expert, whose inputs hooks can round
+    loader = CheckpointLoader(checkpoint, structure, claims, model, device)
+    loader.load_weights()
+    loader.round_activations()
+    schemes = sorted({scheme for scheme in claims.schemes.values() if scheme is not None})
+    return ReferenceModel(model, device, loader.kv_scales(), runtime_words(schemes, fp8_cache=claims.kv_cache))
 
 
 def _claims(checkpoint: Checkpoint, structure: Structure) -> Claims:
+    """Return the schemes that the configuration claims; UserError as in `load`."""
     if structure.quantized_by is None:
         return Claims({}, {}, kv_cache=False)
     form = layout_of(checkpoint.config)
     declared: Mapping[str, Any] = checkpoint.config["quantization_config"]
     if (declared.get("transform_config") or {}).get("config_groups"):
-        raise _unknown(checkpoint.folder, "its transform_config rotates activations when the model runs")
+        raise _unsupported(checkpoint.folder, "its transform_config rotates activations when the model runs")
     claims = form.claims(declared, [*structure.linear, *structure.kept])
     if claims.unknown:
-        module, what = next(iter(claims.unknown.items()))
-        raise _unknown(checkpoint.folder, f"the configuration of {module} ({what}) is no scheme that quantmint knows")
+        module, scheme = next(iter(claims.unknown.items()))
+        raise _unsupported(checkpoint.folder, f"quantmint does not know the scheme of {module} ({scheme})")
     rank = text_config(checkpoint.config).get("kv_lora_rank")
     if claims.kv_cache and rank is not None:
-        raise _unknown(checkpoint.folder, f"it has an FP8 cache for latent attention (kv_lora_rank {rank})")
+        raise _unsupported(checkpoint.folder, f"it has an FP8 cache for latent attention (kv_lora_rank {rank})")
     finding = next(check_structure(checkpoint, structure, claims), None)
     if finding is not None:
         raise UserError(
-            f"{checkpoint.folder}: it is not what its configuration promises: {finding.where}: {finding.message}",
-            hint="`quantmint inspect` lists every such finding.",
+            f"{checkpoint.folder}: its tensors contradict its configuration: {finding.where}: {finding.message}",
+            hint="`quantmint inspect` lists all such findings.",
         )
     return claims
 
 
-def _unknown(folder: Path, why: str) -> UserError:
+def _unsupported(folder: Path, why: str) -> UserError:
     return UserError(
         f"{folder}: the reference runtime cannot represent this checkpoint: {why}.",
-        hint="Take evaluation.runtime: vllm.",
+        hint="Use evaluation.runtime: vllm.",
     )
 
 
 def reference_version() -> str:
-    """The library that computes, with its version: "transformers 5.17.0"."""
+    """Return the library and its version: "transformers 5.17.0"."""
     return f"transformers {versions('transformers')['transformers']}"
 
 
 def runtime_words(schemes: Iterable[str], *, fp8_cache: bool) -> str:
-    """What is computed with, of a checkpoint with these schemes; without one it is in 16 bit."""
+    """Return the arithmetic for a checkpoint with these schemes, in words; no schemes mean 16-bit weights."""
     rows = [row_of(scheme) for scheme in schemes]
     rounded = [row.activations for row in rows if row.activations.kind != "none"]
     kinds = list(dict.fromkeys(("MX" if a.group == MX_GROUP else "") + _NAMES[a.dtype or ""] for a in rounded))
@@ -118,8 +122,8 @@ def runtime_words(schemes: Iterable[str], *, fp8_cache: bool) -> str:
 Round = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
-class Placing:
-    """Fills a model that was built on the meta device, in its own dtype, from a checkpoint whose structure is sound."""
+class CheckpointLoader:
+    """Loads a checkpoint into a model on the meta device, in the model's dtype; the checkpoint has been checked."""
 
     def __init__(self, checkpoint: Checkpoint, structure: Structure, claims: Claims, model: Any, device: str) -> None:
         self._checkpoint, self._inside, self._model, self._device = checkpoint, structure.modules, model, device
@@ -130,22 +134,22 @@ class Placing:
             form = layout_of(checkpoint.config)
             self._kv_names = {attention: form.kv_scale_names(attention) for attention in structure.attention}
 
-    def weights(self) -> None:
-        """Put every weight onto the device; raises `UserError` where one is missing."""
+    def load_weights(self) -> None:
+        """Load every weight onto the device; UserError when one is missing."""
         settle_buffers(self._model, self._device)
         try:
-            shards = _Dequantized(self._checkpoint.folder, self._carried(), list(self._stored), self._weight)
+            shards = _Dequantized(self._checkpoint.folder, self._unquantized(), list(self._stored), self._weight)
             owned = owners(self._model, shards.names)
-            # transformers has no rule for single experts where releases stack them on disk.
-            loose = {name.removesuffix(".weight") for name in shards.names if name not in owned}
-            placed = {self._fill(module) for module in self._inside if module in loose}
+            # transformers has no rule to stack single experts of models whose releases store them stacked.
+            unowned = {name.removesuffix(".weight") for name in shards.names if name not in owned}
+            stacked = {self._fill_expert(module) for module in self._inside if module in unowned}
             weights = Weights(self._model, shards, owned, self._device)
-            weights.load([name for name in held(self._model) if name not in placed])
+            weights.load([name for name in held(self._model) if name not in stacked])
         except CalibrationError as error:
             raise UserError(str(error)) from None
 
-    def activations(self) -> None:
-        """Round what enters each quantized layer as its scheme says."""
+    def round_activations(self) -> None:
+        """Register hooks that round the inputs of each quantized layer as its scheme specifies."""
         stacks: dict[str, dict[tuple[str, int], Round]] = {}
         layers: dict[str, tuple[ActivationFormat, torch.Tensor | None]] = {}
         rename = Renaming(self._model)
@@ -156,21 +160,22 @@ class Placing:
             named = next((stored.name for stored in tensors if stored.role == "input_scale"), None)
             scale = None if named is None else self._tensor(named).float().reshape(())
             if (stack := self._stack(module)) is not None:
-                place = self._place(module)
-                stacks.setdefault(stack, {})[place.parameter, place.expert] = _rounding(row, scale)
+                part = self._slice(module)
+                stacks.setdefault(stack, {})[part.parameter, part.expert] = _rounding(row, scale)
                 continue
-            # One module on disk may be several of the model, and several one: then vLLM takes the largest scale.
+            # One module on disk may be several of the model's layers, or several modules one layer. Of several input
+            # scales vLLM takes the largest.
             for target in rename.targets(f"{module}.weight"):
                 layer = target.removesuffix(".weight")
-                before = layers[layer][1] if layer in layers else None
-                layers[layer] = row, scale if scale is None or before is None else torch.maximum(scale, before)
+                earlier = layers[layer][1] if layer in layers else None
+                layers[layer] = row, scale if scale is None or earlier is None else torch.maximum(scale, earlier)
         for layer, (row, scale) in layers.items():
-            self._model.get_submodule(layer).register_forward_pre_hook(_entering(_rounding(row, scale)))
+            self._model.get_submodule(layer).register_forward_pre_hook(_input_hook(_rounding(row, scale)))
         for stack, rounds in stacks.items():
             round_inputs(self._model.get_submodule(stack), rounds)
 
     def kv_scales(self) -> Scales:
-        """K's and V's scales by layer: [1], or [heads, 1, 1]; empty where the cache is not quantized."""
+        """Return the scales of K and V by layer index, each [1] or [heads, 1, 1]; empty without a quantized cache."""
         return {
             self._model.get_submodule(self._inside[attention]).layer_idx: (self._kv_scale(key), self._kv_scale(value))
             for attention, (key, value) in self._kv_names.items()
@@ -180,23 +185,23 @@ class Placing:
         scale = self._tensor(name).float()
         return scale.reshape(1) if scale.numel() == 1 else scale.reshape(-1, 1, 1)
 
-    def _carried(self) -> list[str] | None:
-        """Tensors that are loaded as they are stored; None for all of a model that is not quantized."""
+    def _unquantized(self) -> list[str] | None:
+        """Return the tensors to load as they are stored; None for all tensors of a model that is not quantized."""
         if not self._stored:
             return None
-        taken = {stored.name for tensors in self._stored.values() for stored in tensors}
-        taken |= {name for names in self._kv_names.values() for name in names}
-        return [name for name in self._checkpoint.tensors if name not in taken]
+        quantized = {stored.name for tensors in self._stored.values() for stored in tensors}
+        quantized |= {name for names in self._kv_names.values() for name in names}
+        return [name for name in self._checkpoint.tensors if name not in quantized]
 
-    def _fill(self, module: str) -> str:
-        """Put a single expert's weight into its stack; return the name of that parameter."""
-        name, place = self._inside[module].rsplit(".", 2)[0], self._place(module)
+    def _fill_expert(self, module: str) -> str:
+        """Copy a single expert's weight into the stacked parameter; return the parameter's name."""
+        name, part = self._inside[module].rsplit(".", 2)[0], self._slice(module)
         experts = self._model.get_submodule(name)
-        if getattr(experts, place.parameter).is_meta:
-            empty = torch.empty_like(getattr(experts, place.parameter), device=self._device)
-            setattr(experts, place.parameter, torch.nn.Parameter(empty, requires_grad=False))
-        place.of(getattr(experts, place.parameter)).copy_(self._weight(module))
-        return f"{name}.{place.parameter}"
+        if getattr(experts, part.parameter).is_meta:
+            empty = torch.empty_like(getattr(experts, part.parameter), device=self._device)
+            setattr(experts, part.parameter, torch.nn.Parameter(empty, requires_grad=False))
+        part.of(getattr(experts, part.parameter)).copy_(self._weight(module))
+        return f"{name}.{part.parameter}"
 
     def _weight(self, module: str) -> torch.Tensor:
         if module not in self._stored:
@@ -208,32 +213,32 @@ class Placing:
         return self._read(name).to(self._device)
 
     def _stack(self, module: str) -> str | None:
-        """The module that stacks experts of which this is one; None for a module of its own."""
+        """Return the module that stacks this expert with others; None for a module that is not a stacked expert."""
         prefix, _, number = self._inside[module].rpartition(".")[0].rpartition(".")
         if not number.isdigit():
             return None
         experts = self._model.get_submodule(prefix)
         return prefix if any(p.ndim == 3 for p in experts.parameters(recurse=False)) else None
 
-    def _place(self, module: str) -> ExpertSlice:
+    def _slice(self, module: str) -> ExpertSlice:
         name, number, projection = self._inside[module].rsplit(".", 2)
         return expert_slice(self._model.get_submodule(name), name, int(number), projection)
 
 
 class _Dequantized(Shards):
-    """The tensors of a quantized checkpoint as transformers' rules know them: each weight under its 16-bit name.
+    """The tensors of a quantized checkpoint under their 16-bit names, as transformers' loading rules expect them.
 
-    ``carried`` are the tensors that stay as they are stored, ``modules`` those whose weights are ``dequantized``.
+    ``unquantized`` tensors are read as stored; the weights of ``modules`` come from ``dequantized(module)``.
     """
 
     def __init__(
         self,
         folder: Path,
-        carried: Collection[str] | None,
+        unquantized: Collection[str] | None,
         modules: Iterable[str],
         dequantized: Callable[[str], torch.Tensor],
     ) -> None:
-        super().__init__(folder, only=carried)
+        super().__init__(folder, only=unquantized)
         self._modules, self._dequantized = {f"{module}.weight": module for module in modules}, dequantized
 
     @property
@@ -248,7 +253,7 @@ def _rounding(activations: ActivationFormat, input_scale: torch.Tensor | None) -
     return partial(round_activations, activations=activations, input_scale=input_scale)
 
 
-def _entering(rounded: Round) -> Any:
+def _input_hook(rounded: Round) -> Any:
     def hook(_: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (rounded(inputs[0]).to(inputs[0].dtype), *inputs[1:])
 
@@ -256,8 +261,10 @@ def _entering(rounded: Round) -> Any:
 
 
 def round_inputs(module: Any, rounds: Mapping[tuple[str, int], Round]) -> tuple[Any, Any]:
-    """Round what enters a module that stacks experts; ``rounds`` are by parameter and number of the expert.
+    """Round the inputs of a module that stacks experts; ``rounds`` are by parameter and expert number.
 
-    Returns the handles of its hooks.
+    Return the handles of the hooks.
     """
-    return taking_inputs(module, lambda key, one, rows: rounds[key, one](rows) if (key, one) in rounds else rows)
+    return taking_inputs(
+        module, lambda key, expert, rows: rounds[key, expert](rows) if (key, expert) in rounds else rows
+    )

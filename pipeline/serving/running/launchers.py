@@ -27,8 +27,8 @@ from quantmint.pipeline.serving.render.invocation import image_of
 from quantmint.pipeline.serving.running.server import (
     HOST,
     Deployment,
+    Notify,
     RunningServer,
-    Say,
     node_processes,
     require_model,
     start_processes,
@@ -50,7 +50,7 @@ class Launcher:
         logs: Path,
         *,
         startup_timeout: float = 3600.0,
-        say: Say = print,
+        notify: Notify = print,
     ) -> Iterator[Deployment]:
         """Run every process of this node during the block, each with its own log in folder ``logs``.
 
@@ -60,12 +60,12 @@ class Launcher:
         on_node = node_processes(plan, processes, self.node_rank)
 
         def start(process: Process, port: int | None) -> Child:
-            return self._start(plan, process, port, logs / f"{process.role}-{process.replica}.log", say)
+            return self._start(plan, process, port, logs / f"{process.role}-{process.replica}.log", notify)
 
-        with start_processes(plan, on_node, start, startup_timeout=startup_timeout, say=say) as ready:
+        with start_processes(plan, on_node, start, startup_timeout=startup_timeout, notify=notify) as ready:
             yield ready()
 
-    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
+    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, notify: Notify) -> Child:
         raise NotImplementedError
 
 
@@ -83,7 +83,7 @@ class LocalLauncher(Launcher):
 
     @contextmanager
     def launch_in_background(
-        self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0, say: Say = lambda _: None
+        self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0, notify: Notify = lambda _: None
     ) -> Iterator[Callable[[], RunningServer]]:
         """Start one server during the block, and yield a function that waits until it answers and returns it."""
         require_model(plan)
@@ -92,10 +92,10 @@ class LocalLauncher(Launcher):
         def start(process: Process, port: int | None) -> Child:
             return self._start(plan, process, port, log_path, print)
 
-        with start_processes(plan, [process], start, startup_timeout=startup_timeout, say=say) as ready:
+        with start_processes(plan, [process], start, startup_timeout=startup_timeout, notify=notify) as ready:
             yield lambda: ready().servers[0]
 
-    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
+    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, notify: Notify) -> Child:
         command = [str(self.executable), *process.argv[1:]]
         if port is not None:  # on the loopback interface, unless the arguments name a host
             command += [*([] if "--host" in process.argv else ["--host", HOST]), "--port", str(port)]
@@ -157,12 +157,12 @@ class DockerLauncher(Launcher):
 
     image: str | None = None
 
-    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
+    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, notify: Notify) -> Child:
         docker = shutil.which("docker")
         if docker is None:
             raise UserError("there is no `docker` command on PATH", hint="Install docker, or use another launcher.")
         name = f"quantmint-{os.getpid()}-{process.replica}"
-        say(f"running {image_of(plan, self.image)} as {name}")
+        notify(f"running {image_of(plan, self.image)} as {name}")
         offline = replace(process, port=port, env={**process.env, **dict(sorted(OFFLINE.items()))})
         command = docker_run(plan, offline, image=self.image, name=name)
         client = {variable: value for variable, value in os.environ.items() if _CLIENT.fullmatch(variable)}
@@ -195,10 +195,10 @@ class ClusterLauncher(LocalLauncher):
 
     cluster: Cluster
 
-    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
+    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, notify: Notify) -> Child:
         self.require(plan)
         spread = () if plan.option(_EXECUTOR) is not None else (_EXECUTOR, "ray")
-        return super()._start(plan, replace(process, argv=(*process.argv, *spread)), port, log_path, say)
+        return super()._start(plan, replace(process, argv=(*process.argv, *spread)), port, log_path, notify)
 
     def require(self, plan: LaunchPlan) -> None:
         """Raise UserError for a plan with data parallel engines, which must be started on each node."""
@@ -231,14 +231,14 @@ class EndpointLauncher:
         self.url = endpoint_url(url)
 
     @contextmanager
-    def deploy(self, plan: LaunchPlan, *_: object, say: Say = print, **__: object) -> Iterator[Deployment]:
+    def deploy(self, plan: LaunchPlan, *_: object, notify: Notify = print, **__: object) -> Iterator[Deployment]:
         """Yield the server; the plan's processes, logs and timeout are ignored.
 
         ServingError when no server answers, or it serves another model.
         """
         server = RunningServer(plan.served_model_name, self.url, None, 0.0)
         server.get("/health")
-        yield _Attached([replace(server, model_name=_model_name(server, plan, say))], [])
+        yield _Attached([replace(server, model_name=_model_name(server, plan, notify))], [])
 
 
 class _Attached(Deployment):
@@ -268,7 +268,7 @@ def endpoint_url(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-def _model_name(server: RunningServer, plan: LaunchPlan, say: Say) -> str:
+def _model_name(server: RunningServer, plan: LaunchPlan, notify: Notify) -> str:
     """Return the server's name for the plan's model, found by name, else by folder; warn about what is not proven.
 
     ServingError when it serves another model.
@@ -287,9 +287,9 @@ def _model_name(server: RunningServer, plan: LaunchPlan, say: Say) -> str:
     local = urlsplit(server.base_url).hostname in {"127.0.0.1", "localhost", "::1"}
     if root is None or not local or not Path(root).is_dir():
         folder = root or "a folder that it does not name"
-        say(f"warning: {server.base_url}: it serves {folder}, whose files cannot be checked from this machine")
+        notify(f"warning: {server.base_url}: it serves {folder}, whose files cannot be checked from this machine")
     elif not (Path(plan.model).is_dir() and Path(root).samefile(plan.model)):
         raise ServingError(f"{mismatch}: it serves {root}, expected {plan.model}")
     if plan.vllm_version and parse_version(version) != parse_version(plan.vllm_version):
-        say(f"warning: {server.base_url}: it runs vLLM {version}, but the plan was made for {plan.vllm_version}")
+        notify(f"warning: {server.base_url}: it runs vLLM {version}, but the plan was made for {plan.vllm_version}")
     return str(ours[0]["id"])

@@ -88,7 +88,7 @@ def fetch(base_url: str, path: str, *, timeout: float, body: Mapping[str, object
         connection.close()
 
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 StartProcess = Callable[[Process, int | None], Child]
 """Starts one process of a launch on a port; None for a headless engine."""
 
@@ -179,7 +179,7 @@ def _require_private(process: Process) -> None:
 
 @contextmanager
 def start_processes(
-    plan: LaunchPlan, processes: Sequence[Process], start: StartProcess, *, startup_timeout: float, say: Say
+    plan: LaunchPlan, processes: Sequence[Process], start: StartProcess, *, startup_timeout: float, notify: Notify
 ) -> Iterator[Callable[[], Deployment]]:
     """Start every process, and stop all when the block ends.
 
@@ -209,12 +209,12 @@ def start_processes(
             began = begin(first)
 
             def ready() -> Deployment:
-                servers = _wait(plan, started, [], began, startup_timeout, say)
+                servers = _wait(plan, started, [], began, startup_timeout, notify)
                 for wave in later:
-                    servers = _wait(plan, started, servers, begin(wave), startup_timeout, say)
+                    servers = _wait(plan, started, servers, begin(wave), startup_timeout, notify)
                 ports.close()
                 if len(servers) > 1:
-                    say(NO_BALANCER)
+                    notify(NO_BALANCER)
                 return Deployment(servers, started)
 
             yield ready
@@ -254,7 +254,7 @@ def _wait(
     answering: Sequence[RunningServer],
     began: float,
     timeout: float,
-    say: Say,
+    notify: Notify,
 ) -> list[RunningServer]:
     """Wait until all started servers answer; return them, those that are ``answering`` already first."""
     waiting = [process for process in started if process.port is not None][len(answering) :]
@@ -276,7 +276,7 @@ def _wait(
             )
             ready[process.port] = server
             if several:
-                say(f"{process.title} is ready after {server.started_seconds:.0f} s at {server.base_url}")
+                notify(f"{process.title} is ready after {server.started_seconds:.0f} s at {server.base_url}")
         if not waiting:
             break
         first = waiting[0]
@@ -289,7 +289,7 @@ def _wait(
         if time.monotonic() - last_message >= _HEARTBEAT_S:
             last_message = time.monotonic()
             words = last_lines(first.child.log(4096), 1)
-            say(f"{first.title} is still starting after {last_message - began:.0f} s; its last words: {words}")
+            notify(f"{first.title} is still starting after {last_message - began:.0f} s; its last words: {words}")
         time.sleep(_POLL_S)
     return [*answering, *(ready[process.port] for process in started if process.port in ready)]
 

@@ -82,7 +82,7 @@ class ReportedKernels(TypedDict):
     shapes: dict[str, int]
 
 
-class Report(TypedDict):
+class TuningReport(TypedDict):
     """The contents of `tuning.json`.
 
     Throughputs are output tokens per second of one server, latencies are in ms, ``noise`` is a factor. ``best`` is the
@@ -124,7 +124,7 @@ class Report(TypedDict):
 
 def report(
     sweep: KnobSweep, budget: Budget, *, created: str, existing: dict[str, Any], tunableop: str | None
-) -> Report:
+) -> TuningReport:
     """Return the report of a sweep.
 
     ``existing`` is the recipe's serve section, ``tunableop`` the path of the kernels for the recommended one.
@@ -135,7 +135,7 @@ def report(
     points = _points(sweep)
     numbers = {point: index for index, point in enumerate(sweep.by_point())}
     serve = None if best is None else serve_section(best, existing, tunableop)
-    return Report(
+    return TuningReport(
         name=subject.name,
         created=created,
         target=subject.target,
@@ -329,7 +329,7 @@ SHORT = {
 }
 
 
-def write(folder: Path, report: Report) -> Path:
+def write(folder: Path, report: TuningReport) -> Path:
     """Write `tuning.json` and `tuning.html` into ``folder``; return the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     data = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -338,7 +338,7 @@ def write(folder: Path, report: Report) -> Path:
     return folder / PAGE
 
 
-def render(report: Report) -> str:
+def render(report: TuningReport) -> str:
     """Return the page as HTML."""
     templates = environment(Path(__file__).parent)
     templates.filters["change"] = percent
@@ -355,7 +355,7 @@ def render(report: Report) -> str:
     )
 
 
-def _plots(report: Report, cell: str, index: int) -> dict[str, Any]:
+def _plots(report: TuningReport, cell: str, index: int) -> dict[str, Any]:
     plots = {}
     if any(point["status"] == "ok" for point in report["points"]):
         for name in TITLES:
@@ -364,7 +364,7 @@ def _plots(report: Report, cell: str, index: int) -> dict[str, Any]:
     return plots
 
 
-def pareto(report: Report, cell: str, latency: str, *, width: int, name: str) -> str:
+def pareto(report: TuningReport, cell: str, latency: str, *, width: int, name: str) -> str:
     """Return an inline SVG of throughput over a latency: one numbered mark a point, and the Pareto frontier."""
     points = [point for point in report["points"] if point["status"] == "ok"]
     positions = [(point["cells"][cell][latency], point["cells"][cell]["output_throughput"]) for point in points]

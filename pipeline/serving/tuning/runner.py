@@ -134,7 +134,7 @@ class _Runner:
 
         def check(result: TrialResult, _: Path) -> None:
             if trial.point == BASE and result.status != "ok":
-                why = f"the base plan, with which every plan is compared, cannot be measured: {result.why}"
+                why = f"the base plan cannot be measured, so no plan can be compared with it: {result.why}"
                 raise ServingError(why, hint=result.fix)
 
         timeout = STARTUP_TIMEOUT_S if base_start is None else 300 + 4 * base_start

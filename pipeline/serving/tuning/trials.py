@@ -100,7 +100,7 @@ class TrialLimits:
 
 
 @dataclass(slots=True)
-class _Measurement:
+class _CellRun:
     """A trial in progress: what was measured before it ended or failed."""
 
     cells: dict[str, CellResult] = field(default_factory=dict)
@@ -116,15 +116,15 @@ def measure(
     OutOfTimeError when the budget ends first.
     """
     began = time.monotonic()
-    measurement = _run_cells(subject, plan, folder, log, limits, progress)
+    run = _run_cells(subject, plan, folder, log, limits, progress)
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     # A copy, because processes that still write to the log must not change an entry of the store.
     (folder / SERVER_LOG).write_text(text, encoding="utf-8")
     scan = scan_log(text)
-    started = measurement.started_seconds
+    started = run.started_seconds
     result = TrialResult(
         status="ok",
-        cells=measurement.cells,
+        cells=run.cells,
         seconds=round(time.monotonic() - began, 3),
         sweep=limits.sweep,
         started_seconds=None if started is None else round(started, 3),
@@ -132,7 +132,7 @@ def measure(
         attention_backend=scan.attention_backend,
         notes=tuple(f"{finding.why}: {finding.line}" for finding in scan.cautions),
     )
-    if (failure := measurement.failure) is not None:
+    if (failure := run.failure) is not None:
         # The folder is renamed when the trial is committed, so its path means nothing to a reader.
         why = getattr(failure, "message", str(failure)).replace(f"{folder}/", "")
         return replace(result, status="failed", why=why, fix=diagnose(text).fix, cells={})
@@ -144,14 +144,14 @@ def measure(
 
 def _run_cells(
     subject: TuningSubject, plan: LaunchPlan, folder: Path, log: Path, limits: TrialLimits, progress: Progress
-) -> _Measurement:
-    measurement, budget = _Measurement(), limits.budget
+) -> _CellRun:
+    run, budget = _CellRun(), limits.budget
     remaining = budget.remaining
     timeout = limits.startup_timeout if remaining is None else max(1.0, min(limits.startup_timeout, remaining))
     try:
         launcher = LocalLauncher(subject.vllm.executable, stop_grace=limits.stop_grace)
         with launcher.launch(plan, log, startup_timeout=timeout) as server:
-            measurement.started_seconds = server.started_seconds
+            run.started_seconds = server.started_seconds
             progress.say(f"ready after {server.started_seconds:.0f} s")
             client = LoadClient(subject.vllm, server, subject.model)
             for cell in subject.cells:
@@ -160,11 +160,11 @@ def _run_cells(
                     result = client.measure(cell, folder=folder, log=folder / CLIENT_LOG, watch=budget.check)
                 except (StageError, MeasurementError) as error:
                     raise _server_failure(server, cell, log) or error from error
-                measurement.cells[cell.name] = result
+                run.cells[cell.name] = result
     except (StageError, MeasurementError) as error:
         budget.check()  # a server whose start was cut short by the budget did not fail
-        measurement.failure = error
-    return measurement
+        run.failure = error
+    return run
 
 
 def _server_failure(server: RunningServer, cell: Cell, log: Path) -> ServingError | None:

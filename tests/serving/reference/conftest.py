@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from quantmint.pipeline.serving.reference.model import Loaded, load
+from quantmint.pipeline.serving.reference.model import ReferenceModel, load
 
 
 @pytest.fixture(scope="session")
-def llama(models: Any) -> Loaded:
+def llama(models: Any) -> ReferenceModel:
     return load(models("llama"), "cpu")

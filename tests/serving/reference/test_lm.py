@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.serving.reference.lm import ReferenceLM, load_tokenizer, logits_of, prompt_logprobs
-from quantmint.pipeline.serving.reference.model import Loaded, load
+from quantmint.pipeline.serving.reference.model import ReferenceModel, load
 
 CONTEXTS = ("w5 w6 w7", "w9", "w40 w41 w42 w43 w44 w45 w46", "w9 w10")
 END = "w2"
@@ -25,7 +25,7 @@ ARGUMENTS = {"max_length": 64, "batch_size": 4}
 class Model:
     """The runtime's model of lm-eval, with its news kept."""
 
-    def __init__(self, loaded: Loaded, folder: Path, **arguments: int) -> None:
+    def __init__(self, loaded: ReferenceModel, folder: Path, **arguments: int) -> None:
         self.expected: list[int] = []
         self.done: list[int] = []
         tokenizer = load_tokenizer(folder, loaded)
@@ -49,7 +49,7 @@ def _instance(kind: str, *arguments: Any) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)  # type: ignore[arg-type]
 
 
-def said(loaded: Loaded, ids: list[int], last: int) -> float:
+def said(loaded: ReferenceModel, ids: list[int], last: int) -> float:
     """The log probability of the last tokens, from one pass over these ids alone."""
     logprobs = logits_of(loaded, torch.tensor([ids]))[0, :-1].log_softmax(-1)
     return float(logprobs.gather(1, torch.tensor(ids[1:])[:, None])[-last:].sum())
@@ -57,7 +57,7 @@ def said(loaded: Loaded, ids: list[int], last: int) -> float:
 
 @pytest.mark.parametrize("scheme", ["none", "ptpc_fp8"])
 def test_a_likelihood_is_that_of_one_forward_whatever_shares_the_batch(
-    llama: Loaded, models: Any, quantize: Any, scheme: str
+    llama: ReferenceModel, models: Any, quantize: Any, scheme: str
 ) -> None:
     folder = models("llama") if scheme == "none" else quantize("llama", "compressed-tensors").folder
     loaded = llama if scheme == "none" else load(folder, "cpu")
@@ -73,7 +73,7 @@ def test_a_likelihood_is_that_of_one_forward_whatever_shares_the_batch(
     assert model.lm.full == 0
 
 
-def test_a_text_is_read_in_windows_and_counted_once(llama: Loaded, models: Any) -> None:
+def test_a_text_is_read_in_windows_and_counted_once(llama: ReferenceModel, models: Any) -> None:
     model = Model(llama, models("llama"), max_length=8)
     text = " ".join(f"w{number}" for number in range(4, 24))
     (found,) = model.lm.loglikelihood_rolling([_instance("loglikelihood_rolling", text)])
@@ -84,7 +84,7 @@ def test_a_text_is_read_in_windows_and_counted_once(llama: Loaded, models: Any) 
 
 @pytest.mark.parametrize("scheme", ["none", "ptpc_fp8"])
 def test_generation_is_greedy_and_that_of_the_prompt_alone(
-    llama: Loaded, models: Any, quantize: Any, scheme: str
+    llama: ReferenceModel, models: Any, quantize: Any, scheme: str
 ) -> None:
     folder = models("llama") if scheme == "none" else quantize("llama", "compressed-tensors").folder
     loaded = llama if scheme == "none" else load(folder, "cpu")
@@ -102,7 +102,7 @@ def test_generation_is_greedy_and_that_of_the_prompt_alone(
     assert (model.expected, sum(model.done)) == ([4], 4)
 
 
-def test_an_answer_ends_before_a_string(llama: Loaded, models: Any) -> None:
+def test_an_answer_ends_before_a_string(llama: ReferenceModel, models: Any) -> None:
     model = Model(llama, models("llama"))
     (free,) = model.texts(CONTEXTS[2])
     stop = free.split()[2]
@@ -110,7 +110,7 @@ def test_an_answer_ends_before_a_string(llama: Loaded, models: Any) -> None:
     assert cut == free[: free.index(stop)]
 
 
-def test_prompts_that_may_have_been_cut_are_counted(llama: Loaded, models: Any) -> None:
+def test_prompts_that_may_have_been_cut_are_counted(llama: ReferenceModel, models: Any) -> None:
     model = Model(llama, models("llama"), max_length=8)
     model.likelihoods((CONTEXTS[2], " w8"), (CONTEXTS[1], " w8"))
     assert model.lm.full == 1
@@ -119,7 +119,7 @@ def test_prompts_that_may_have_been_cut_are_counted(llama: Loaded, models: Any) 
     assert model.lm.full == 1
 
 
-def test_what_the_canary_reads_is_one_forward(llama: Loaded) -> None:
+def test_what_the_canary_reads_is_one_forward(llama: ReferenceModel) -> None:
     ids = [5, 77, 300, 12, 40]
     first, *positions = prompt_logprobs(llama, ids, 20)
     expected = logits_of(llama, torch.tensor([ids]))[0].log_softmax(-1)
@@ -141,13 +141,13 @@ def test_the_cache_is_rounded(quantize: Any) -> None:
     assert 0 < (one - plain).abs().sum() < (coarse - plain).abs().sum()
 
 
-def test_a_folder_without_a_tokenizer_is_told(llama: Loaded, tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_told(llama: ReferenceModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
         load_tokenizer(tmp_path, llama)
 
 
 def test_the_file_of_generation_says_where_answers_end_and_nothing_else(
-    llama: Loaded, models: Any, tmp_path: Path
+    llama: ReferenceModel, models: Any, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(models("llama"), tmp_path / "model")
     settings: Mapping[str, Any] = {"eos_token_id": [2, 9], "repetition_penalty": 1.3, "do_sample": True}

@@ -28,7 +28,7 @@ sys.path.insert(0, sys.argv[3])
 from quantmint.pipeline.serving.running.launchers import DockerLauncher
 from test_docker import launch
 plan, processes = launch(Path(sys.argv[1]))
-with DockerLauncher("mine:1", stop_grace=1).deploy(plan, processes, Path(sys.argv[2]), say=lambda line: None):
+with DockerLauncher("mine:1", stop_grace=1).deploy(plan, processes, Path(sys.argv[2]), notify=lambda line: None):
     print("ready", os.getpid(), flush=True)
     time.sleep(600)
 """
@@ -100,7 +100,9 @@ def test_the_exact_command(docker: Path, fake_model: Callable[..., Path], tmp_pa
     model = fake_model()
     said: list[str] = []
     plan, processes = launch(model)
-    with DockerLauncher("mine:1", stop_grace=2).deploy(plan, processes, tmp_path / "logs", say=said.append) as running:
+    with DockerLauncher("mine:1", stop_grace=2).deploy(
+        plan, processes, tmp_path / "logs", notify=said.append
+    ) as running:
         (server,) = running.servers
         assert server.version() == "0.32.0+fake"
         assert server.log_path == tmp_path / "logs" / "server-0.log"
@@ -175,7 +177,7 @@ def test_an_image_that_nobody_has(docker: Path, fake_model: Callable[..., Path],
     plan, processes = launch(fake_model())
     with (
         pytest.raises(ServingError, match=r"there is no image no/such:1") as caught,
-        DockerLauncher("no/such:1").deploy(plan, processes, tmp_path / "logs", say=lambda _: None),
+        DockerLauncher("no/such:1").deploy(plan, processes, tmp_path / "logs", notify=lambda _: None),
     ):
         pass
     assert "--image" in (caught.value.hint or "")

@@ -62,7 +62,7 @@ def plan_for(model: Path, *more: str, version: str = "0.32.0") -> LaunchPlan:
 
 def take(endpoint: Endpoint, plan: LaunchPlan, folder: Path) -> tuple[list[str], RunningServer]:
     said: list[str] = []
-    with EndpointLauncher(endpoint.url).deploy(plan, (), folder / "logs", say=said.append) as running:
+    with EndpointLauncher(endpoint.url).deploy(plan, (), folder / "logs", notify=said.append) as running:
         running.check()
         return said, running.servers[0]
 

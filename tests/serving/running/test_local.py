@@ -17,7 +17,7 @@ from quantmint.pipeline.base.errors import ServingError, UserError
 from quantmint.pipeline.base.processes import Child
 from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout, Process
 from quantmint.pipeline.serving.running.launchers import LocalLauncher
-from quantmint.pipeline.serving.running.server import NO_BALANCER, Say
+from quantmint.pipeline.serving.running.server import NO_BALANCER, Notify
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -29,7 +29,7 @@ from quantmint.pipeline.serving.running.launchers import LocalLauncher
 from test_local import launch
 command, model, logs = sys.argv[1:4]
 plan, processes = launch(Path(model), replicas=3)
-with LocalLauncher(command, stop_grace=0.5).deploy(plan, processes, Path(logs), say=lambda _: None):
+with LocalLauncher(command, stop_grace=0.5).deploy(plan, processes, Path(logs), notify=lambda _: None):
     print("ready", flush=True)
     time.sleep(600)
 """
@@ -81,7 +81,7 @@ def test_replicas_answer_each_with_its_devices_and_log(
     plan, processes = launch(model, replicas=3, ports=ports)
     said: list[str] = []
     with LocalLauncher(fake_vllm, stop_grace=0.3).deploy(
-        plan, processes, tmp_path / "logs", startup_timeout=30, say=said.append
+        plan, processes, tmp_path / "logs", startup_timeout=30, notify=said.append
     ) as running:
         assert [server.base_url for server in running.servers] == [f"http://127.0.0.1:{port}" for port in ports]
         assert [server.version() for server in running.servers] == ["0.32.0+fake"] * 3
@@ -107,13 +107,13 @@ def test_servers_of_one_gpu_load_one_after_the_other(
     started: list[tuple[int, bool]] = []
 
     class Watched(LocalLauncher):
-        def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
+        def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, notify: Notify) -> Child:
             answering = any("replica 0 is ready" in line for line in said) and any("replica 2 is" in s for s in said)
             started.append((process.replica, answering))
-            return super()._start(plan, process, port, log_path, say)
+            return super()._start(plan, process, port, log_path, notify)
 
     said: list[str] = []
-    with Watched(fake_vllm, stop_grace=0.3).deploy(plan, processes, tmp_path / "logs", say=said.append) as running:
+    with Watched(fake_vllm, stop_grace=0.3).deploy(plan, processes, tmp_path / "logs", notify=said.append) as running:
         assert len(running.servers) == len({server.base_url for server in running.servers}) == 4
     assert started == [(0, False), (2, False), (1, True), (3, True)]
     assert any("replica 1 is still starting after 0 s; its last words: " in line for line in said)
@@ -128,7 +128,7 @@ def test_headless_engines_belong_to_the_launch(
     headless = Process(0, "headless", 0, (1,), None, {"CUDA_VISIBLE_DEVICES": "1"}, (*plan.argv, "--headless"))
     elsewhere = Process(1, "headless", 1, (0,), None, {"CUDA_VISIBLE_DEVICES": "7"}, (*plan.argv, "--headless"))
     launcher = LocalLauncher(fake_vllm, stop_grace=0.3)
-    with launcher.deploy(plan, [server, headless, elsewhere], tmp_path / "logs", say=lambda _: None) as running:
+    with launcher.deploy(plan, [server, headless, elsewhere], tmp_path / "logs", notify=lambda _: None) as running:
         assert len(running.servers) == 1
         while not (model / "pids-1.json").exists():
             time.sleep(0.02)
@@ -149,7 +149,7 @@ def test_one_replica_that_does_not_start_ends_the_others(
         pytest.raises(
             ServingError, match="replica 1 ended with code 9 before it answered: the device ran out"
         ) as caught,
-        LocalLauncher(fake_vllm, stop_grace=0.3).deploy(plan, processes, tmp_path / "logs", say=lambda _: None),
+        LocalLauncher(fake_vllm, stop_grace=0.3).deploy(plan, processes, tmp_path / "logs", notify=lambda _: None),
     ):
         pass
     assert "server-1.log" in (caught.value.hint or "")

@@ -16,7 +16,7 @@ from quantmint.eval.workloads import Cell, Workload
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.runs.tuning import tune
 from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout
-from quantmint.pipeline.serving.tuning.report import Report
+from quantmint.pipeline.serving.tuning.report import TuningReport
 from quantmint.pipeline.serving.tuning.space import Axis, Value
 from quantmint.pipeline.serving.tuning.subject import TuningSubject
 from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective
@@ -88,7 +88,7 @@ def sweep_of(folder: Path, axes: dict[str, list[Value]], **options: Any) -> Knob
     return KnobSweep(subject_in(folder, **options), Design(made, **design), objective)
 
 
-def run(folder: Path, sweep: KnobSweep, *, budget: float | None = None, **more: Any) -> Report:
+def run(folder: Path, sweep: KnobSweep, *, budget: float | None = None, **more: Any) -> TuningReport:
     """Sweep to the end; the report."""
     reporter = PlainReporter()
     store = Store(folder / "store", on_warning=reporter.warn)

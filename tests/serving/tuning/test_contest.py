@@ -18,7 +18,7 @@ from quantmint.eval.workloads import Cell, Workload
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.serving.tuning import runner
 from quantmint.pipeline.serving.tuning.contest import ALPHA, Contest, contest_of, simplest, standings
-from quantmint.pipeline.serving.tuning.report import Report, report
+from quantmint.pipeline.serving.tuning.report import TuningReport, report
 from quantmint.pipeline.serving.tuning.runner import run_sweep
 from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, SweepTrial
 from quantmint.pipeline.serving.tuning.subject import TuningSubject
@@ -79,7 +79,7 @@ def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulate:
     return sweep
 
 
-def of(sweep: KnobSweep) -> Report:
+def of(sweep: KnobSweep) -> TuningReport:
     return report(sweep, Budget(None), created="2026-01-02T03:04:05+00:00", existing={}, tunableop=None)
 
 

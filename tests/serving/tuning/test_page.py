@@ -14,7 +14,7 @@ from quantmint.eval.workloads import Cell, Workload
 from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.serving.tuning import report as page
 from quantmint.pipeline.serving.tuning.contest import contest_of
-from quantmint.pipeline.serving.tuning.report import Report, report, serve_section, serve_yaml
+from quantmint.pipeline.serving.tuning.report import TuningReport, report, serve_section, serve_yaml
 from quantmint.pipeline.serving.tuning.space import BASE, Axis, Point, SweepTrial
 from quantmint.pipeline.serving.tuning.subject import TuningSubject
 from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective
@@ -44,10 +44,10 @@ def outcome(speed: float, wait: float) -> TrialResult:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Report]:
+def make(tmp_path: Path) -> Callable[..., TuningReport]:
     """A sweep whose outcomes are given, as a report."""
 
-    def report_of(kind: str = "rocm", best: float = 1190, full: float = 1040, **more: Any) -> Report:
+    def report_of(kind: str = "rocm", best: float = 1190, full: float = 1040, **more: Any) -> TuningReport:
         points: dict[SweepTrial, TrialResult] = {
             SweepTrial(BASE): outcome(1000, 100),
             SweepTrial((("--max-num-batched-tokens", "8192"),)): outcome(930, 80),
@@ -84,7 +84,7 @@ def make(tmp_path: Path) -> Callable[..., Report]:
 @pytest.mark.browser
 @pytest.mark.parametrize(("theme", "width"), [("light", 1100), ("dark", 375)])
 def test_page_opens_silently_in_chromium(
-    browser: Any, make: Callable[..., Report], tmp_path: Path, theme: str, width: int
+    browser: Any, make: Callable[..., TuningReport], tmp_path: Path, theme: str, width: int
 ) -> None:
     visit(browser, page.write(tmp_path, make()).as_uri(), theme, width)
     advice = browser.find_element("css selector", ".advice")
@@ -102,7 +102,7 @@ def test_page_opens_silently_in_chromium(
     assert min(height for height in browser.execute_script(heights) if height) >= 10
 
 
-def test_page_holds_no_script_points_nowhere_and_is_the_same_again(make: Callable[..., Report]) -> None:
+def test_page_holds_no_script_points_nowhere_and_is_the_same_again(make: Callable[..., TuningReport]) -> None:
     found = make()
     text = page.render(found)
     parser = Tags(text)
@@ -112,7 +112,7 @@ def test_page_holds_no_script_points_nowhere_and_is_the_same_again(make: Callabl
     assert page.render(found) == text
 
 
-def test_everything_that_was_not_measured_is_said(make: Callable[..., Report]) -> None:
+def test_everything_that_was_not_measured_is_said(make: Callable[..., TuningReport]) -> None:
     found = make()
     text = page.render(found)
     assert all(said in text for said in ("32768", "died", "run the gate"))
@@ -121,7 +121,7 @@ def test_everything_that_was_not_measured_is_said(make: Callable[..., Report]) -
     assert "0.32.0+fake" in page.render(found)
 
 
-def test_a_page_without_a_recommendation(make: Callable[..., Report]) -> None:
+def test_a_page_without_a_recommendation(make: Callable[..., TuningReport]) -> None:
     found = make(max_ttft=1.0)
     assert found["serve_yaml"] is None
     assert "No recommendation" in page.render(found)
@@ -131,7 +131,7 @@ def test_a_page_without_a_recommendation(make: Callable[..., Report]) -> None:
     assert kept["serve"] == {"knobs": {}}
 
 
-def test_finalists_and_what_they_could_not_tell_apart_are_on_the_page(make: Callable[..., Report]) -> None:
+def test_finalists_and_what_they_could_not_tell_apart_are_on_the_page(make: Callable[..., TuningReport]) -> None:
     found = make(full=1190)
     assert [row["better"] for row in found["contest"]]
     text = page.render(found)

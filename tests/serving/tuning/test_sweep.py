@@ -89,7 +89,7 @@ def test_what_does_not_start_or_must_not_be_judged_is_recorded_and_not_tried_aga
 
 def test_a_base_plan_that_does_not_serve_ends_the_sweep(surface: Surface) -> None:
     folder = surface(fail={"--dtype": ["half"]})
-    with pytest.raises(ServingError, match=r"base plan cannot be measured.*does not like that value"):
+    with pytest.raises(ServingError, match=r"base plan cannot be measured, so .*does not like that value"):
         run(folder, sweep_of(folder, {"--max-num-seqs": ["8"]}, base={"--dtype": "half"}))
     surface()
     assert run(folder, sweep_of(folder, {"--max-num-seqs": ["8"]}, base={"--dtype": "half"}))["best"] == 0
