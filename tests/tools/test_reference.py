@@ -1,0 +1,50 @@
+"""The pages of the documentation: generated ones are up to date, links lead somewhere, errors are ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tools.reference import DOCS, PAGES
+
+ROOT = DOCS.parent
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_BUILT = {"report.html"}
+"""Files that `make docs` puts beside the pages."""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_generated_page_is_up_to_date(name: str) -> None:
+    text = (DOCS / name).read_text(encoding="utf-8")
+    assert text == PAGES[name](), "run `python -m tests.tools.reference`"
+
+
+def _links() -> Iterator[tuple[Path, str]]:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("**/*.md"))):
+        for link in _LINK.findall(page.read_text(encoding="utf-8")):
+            if "://" not in link:
+                yield page, link
+
+
+def test_links_lead_to_files() -> None:
+    broken = [f"{page.name}: {link}" for page, link in _links() if not (page.parent / link).exists()]
+    assert [link for link in broken if link.rpartition(" ")[2] not in _BUILT] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [path.relative_to(DOCS).as_posix() for path in sorted(DOCS.glob("**/*.md"))]
+    assert [name for name in pages if name not in nav] == []
+
+
+def test_the_messages_that_are_explained_are_ours() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    sources = [path.read_text(encoding="utf-8") for room in ("pipeline", "eval", "calibration")
+               for path in (ROOT / room).rglob("*.py")]  # fmt: skip
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))  # messages go over several lines
+    for message in re.findall(r"^\| `([^`]+)` \|", page, re.M):
+        parts = [part.strip(" ,:;()") for part in re.split(r"\.\.\.|\bN\b|\bM\b", message)]
+        assert all(part in code for part in parts if len(part) > 3), message
