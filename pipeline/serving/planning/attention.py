@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from quantmint.pipeline.base.data import beside
 from quantmint.pipeline.serving.environment import Version, parse_version, within
@@ -18,23 +18,37 @@ def backend_of(facts: ModelFacts) -> str | None:
     return _BACKENDS.get(facts.attention)
 
 
-def backend_limits(backend: str | None, version: Version) -> Mapping[str, Any]:
-    """Return the backend's row of `attention.yaml` for a vLLM version: heads, fp8, source; empty for no known limit."""
-    for row in beside(__file__, "attention.yaml")["takes"].get(backend, ()):
+class BackendLimits(NamedTuple):
+    """The limits of an attention backend in a range of vLLM versions.
+
+    ``heads`` are the supported numbers of attention heads on one accelerator, None for any; ``fp8`` says whether it
+    reads an FP8 KV cache.
+    """
+
+    heads: tuple[int, ...] | None = None
+    fp8: bool = True
+    source: str = ""
+
+
+def backend_limits(backend: str | None, version: Version) -> BackendLimits:
+    """Return the limits of a backend in a vLLM version, from `attention.yaml`; no limits for a backend not in it."""
+    for row in beside(__file__, "attention.yaml")["limits"].get(backend, ()):
         first, end = (parse_version(bound) if bound else () for bound in row["vllm"])
         if within(version, first, end):
-            return dict(row)
-    return {}
+            heads = None if row["heads"] == "any" else tuple(row["heads"])
+            return BackendLimits(heads, row["fp8"], row["source"])
+    return BackendLimits()
 
 
 def reads_fp8_cache(facts: ModelFacts, version: Version) -> bool:
     """Return whether the model's backend on ROCm reads an FP8 KV cache in this version of vLLM."""
-    return bool(backend_limits(backend_of(facts), version).get("fp8", True))
+    return backend_limits(backend_of(facts), version).fp8
 
 
 def aiter_mla(facts: ModelFacts, tensor: int, version: Version) -> bool:
     """Return whether AITER's latent attention takes this model's heads, split over ``tensor`` accelerators."""
-    return facts.attention == "mla" and facts.heads // tensor in backend_limits("ROCM_AITER_MLA", version)["heads"]
+    heads = backend_limits("ROCM_AITER_MLA", version).heads or ()
+    return facts.attention == "mla" and facts.heads // tensor in heads
 
 
 def bidirectional_images(facts: ModelFacts) -> bool:

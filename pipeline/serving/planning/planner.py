@@ -152,8 +152,7 @@ def _kv_cache_dtype(request: ServingRequest, overrides: Mapping[str, str | bool]
         return "auto"
     backend = backend_of(facts)
     raise UserError(
-        f"{backend} reads no FP8 KV cache in vLLM {request.vllm_version}"
-        f" ({backend_limits(backend, version)['source']})",
+        f"{backend} reads no FP8 KV cache in vLLM {request.vllm_version} ({backend_limits(backend, version).source})",
         hint="keep the cache in 16 bit (kv_cache: auto), or plan for a later vLLM",
     )
 

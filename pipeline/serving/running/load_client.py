@@ -47,8 +47,9 @@ class LoadClient:
     ) -> CellResult:
         """Warm the server up, run a cell and return its figures; vLLM's JSON is written to ``folder``.
 
-        ``watch`` gets each line of the load generator's output, ``started`` its process id. StageError when the load
-        generator fails, MeasurementError for lost requests and for answers without text.
+        ``watch`` is called twice a second with the end of ``log`` and may raise to stop the run; ``started`` is called
+        once with the id of the process above the load generator. StageError when the load generator fails,
+        MeasurementError for lost requests and for answers without text.
         """
         self.warm_up(cell, seed)
         path = folder / f"{cell.name}.json"
