@@ -68,14 +68,14 @@ def _memory_in_use(context: CheckContext) -> HostCheckResult:
     detected = context.detected
     applies = detected is not None and detected.accelerator.kind == context.kind and not detected.partitioned
     memory = detected.memory if detected is not None and applies else ()
-    gpus = [(used, total, index) for index, (total, used) in enumerate(memory) if used is not None and total]
+    gpus = [(in_use, total, index) for index, (total, in_use) in enumerate(memory) if in_use is not None and total]
     if not gpus:
         return HostCheckResult("skipped", "the driver does not report how much is in use", values)
-    used, total, index = max(gpus, key=lambda gpu: gpu[0] / gpu[1])
-    if used < _IDLE_USE:
-        return HostCheckResult("ok", f"at most {_gib(used)} in use", values)
-    status: Status = "fail" if used > (1 - context.utilization) * total else "warn"
-    return HostCheckResult(status, f"{_gib(used)} of {_gib(total)} in use on GPU {index}", values)
+    in_use, total, index = max(gpus, key=lambda gpu: gpu[0] / gpu[1])
+    if in_use < _IDLE_USE:
+        return HostCheckResult("ok", f"at most {_gib(in_use)} in use", values)
+    status: Status = "fail" if in_use > (1 - context.utilization) * total else "warn"
+    return HostCheckResult(status, f"{_gib(in_use)} of {_gib(total)} in use on GPU {index}", values)
 
 
 def _gib(count: int) -> str:

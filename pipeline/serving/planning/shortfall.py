@@ -59,16 +59,16 @@ def _fixes(draft: LaunchDraft, kv_tokens: int) -> Iterator[str]:
     target, row = draft.target, draft.target.accelerator
     sizes = [(gpus, 1) for gpus in (1, 2, 4, 8) if gpus <= row.gpus_per_node]
     sizes += [(row.gpus_per_node, nodes) for nodes in (2, 4, 8)]
-    more = [
+    with_more = [
         replace(target, gpus=gpus, nodes=nodes) for gpus, nodes in sizes if gpus * nodes > target.gpus * target.nodes
     ]
-    larger = [
+    with_larger = [
         replace(target, hardware=name, hbm_bytes=None)
         for name, hardware in accelerators.table().items()
         if hardware.kind == row.kind and (hardware.hbm_bytes or 0) > (target.memory or 0)
         if target.gpus <= hardware.gpus_per_node
     ]
-    for targets in (more if row.kind != "cpu" else [], larger):
+    for targets in (with_more if row.kind != "cpu" else [], with_larger):
         enough = next((option for option in targets if _fits(draft.with_target(option))), None)
         if enough is not None:
             yield f"--target {enough}"

@@ -81,9 +81,9 @@ def without_base_values(
     return tuple(axis for axis in reduced if axis.values)
 
 
-def same(left: Value, right: Value) -> bool:
+def same(first: Value, second: Value) -> bool:
     """Return whether two values are equal; numbers and JSON are compared by value, not by spelling."""
-    return left == right or (isinstance(left, str) and isinstance(right, str) and _plain(left) == _plain(right))
+    return first == second or (isinstance(first, str) and isinstance(second, str) and _plain(first) == _plain(second))
 
 
 def _plain(text: str) -> object:
