@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quantmint.eval.verdict import Verdict
     from quantmint.pipeline.publish.card import CardFacts, ServingCommand
     from quantmint.pipeline.publish.destination import Publication
-    from quantmint.pipeline.publish.verify.subject import CheckResult
+    from quantmint.pipeline.publish.verify.subject import ReleaseCheck
     from quantmint.pipeline.quantize.inspection.findings import Inspection
     from quantmint.pipeline.recipe.schema import Recipe
     from quantmint.pipeline.runs.forecast import RunForecast
@@ -296,7 +296,7 @@ def run(
 class Verification:
     """The checks of a release, with the exit code of `quantmint release verify` and its word for them."""
 
-    checks: Sequence[CheckResult]
+    checks: Sequence[ReleaseCheck]
 
     @property
     def exit_code(self) -> int:
@@ -345,10 +345,10 @@ def verify(
         public_fingerprint(public)  # before a large model is fetched
     reporter = reporter or Quiet()
     try:
-        folder, tag, wanted = fetch_release(str(release), reporter)
-        wanted = wanted if name is None else ExpectedName(name)
+        folder, tag, expected = fetch_release(str(release), reporter)
+        expected = expected if name is None else ExpectedName(name)
         trust = Trust(public, identity, issuer, unsigned)
-        checks = check_release(folder, trust, reporter, tag=tag, wanted=wanted, relaunch=_launches)
+        checks = check_release(folder, trust, reporter, tag=tag, expected=expected, relaunch=_launches)
     except OtherBytesError as error:  # what fails already on the way here needs no further check to be false
         checks = (failure("digests", error.message, "it was not fetched; nothing else was checked"),)
     return Verification(checks)

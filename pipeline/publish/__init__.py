@@ -1,1 +1,1 @@
-"""Where a checkpoint that passed goes."""
+"""Publishing of checkpoints that passed: releases, their destinations, cards, signatures and verification."""

@@ -1,11 +1,11 @@
-"""From what a person typed, or a recipe says, to the places that releases are published to.
+"""Open destinations from the address that a person typed, or from a recipe.
 
     open_destination("published/llama70b-fp8kv")           a folder
     open_destination("s3://bucket/models/llama70b-fp8kv")  a bucket
     open_destination("my-org/Llama-3.3-70B-FP8-KV")        a repository of the Hub, also as hf://my-org/...
-    elsewhere(recipe.publish, {"hub": "my-org/name"})  a recipe's publish section with the places of a command line
+    elsewhere(recipe.publish, {"hub": "my-org/name"})  a section with the options of a command
 
-Nothing is asked of a place before its methods are called, and only what speaks to that kind of place is imported.
+Opening sends no request, and imports only the module of that kind of destination.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.recipe.sections import Publish
 
 EXPECTED: Final = f"{', '.join(kind.typed_form for kind in KINDS[:-1])} or {KINDS[-1].typed_form}"
-"""What a command takes for a place, in a message."""
+"""The forms of an address, for messages."""
 
 
 def open_destination(text: str) -> Destination:
-    """The place that a person names; raises `UserError` for what is none.
+    """Return the destination at an address; raise `UserError` for any other text.
 
-    A published folder that is there goes before a repository of the same name; ``hf://org/name`` always means the Hub.
+    An existing published folder is preferred to a repository of the same name; ``hf://org/name`` is always the Hub's.
     """
     for kind in KINDS:
         if (parsed := kind.parse(text)) is not None:
             destination, name = parsed
             return _class_of(destination).of(destination, name, Path(), typed=True)
     releases = Path(text).absolute().parent / RELEASES
-    known = releases.iterdir() if releases.is_dir() else ()
-    near = did_you_mean(text, [str(Path(text).with_name(one.name)) for one in known])
+    folders = releases.iterdir() if releases.is_dir() else ()
+    near = did_you_mean(text, [str(Path(text).with_name(folder.name)) for folder in folders])
     raise UserError(
         f"{text}: nothing was published there{near}; expected {EXPECTED}",
         hint=f"{HUB_SCHEME}{text} is the repository of that name." if classify(text).kind == "repository" else None,
@@ -47,41 +47,41 @@ def open_destination(text: str) -> Destination:
 
 
 def published_folder(recipe: Recipe, home: Path) -> Path | None:
-    """Where readers find a recipe's checkpoint here, relative to ``home``; None where it publishes to no folder."""
+    """Return the path of a recipe's published checkpoint, relative to ``home``; None if it publishes to no folder."""
     folder = recipe.publish.folder
     return None if folder is None else (home / folder).resolve() / recipe.name
 
 
 def recipe_destinations(recipe: Recipe, home: Path) -> tuple[Destination, ...]:
-    """The places of a recipe, in the order in which they are published to: what is nearest comes first."""
-    return tuple(_class_of(each).of(each, recipe.name, home) for each in recipe.publish.destinations())
+    """Return the destinations of a recipe in the order of publication: the nearest first."""
+    return tuple(_class_of(section).of(section, recipe.name, home) for section in recipe.publish.destinations())
 
 
 def public_names(recipe: Recipe) -> tuple[str, ...]:
-    """What it is called where others than the one who runs this read it, what is farthest first."""
-    names = (each.public_name(recipe.name) for each in reversed(recipe.publish.destinations()))
+    """Return the names of a recipe's releases at destinations that others read, the farthest first."""
+    names = (section.public_name(recipe.name) for section in reversed(recipe.publish.destinations()))
     return tuple(name for name in names if name is not None)
 
 
 def serving_name(recipe: Recipe) -> str:
-    """What a reader gives vLLM to serve what was published, by the farthest place: a repository before a folder.
+    """Return the model name for `vllm serve` at the farthest destination: a repository before a folder.
 
-    It is printed in what goes out.
+    The card and the report print it.
     """
     return recipe.publish.destinations()[-1].served_name(recipe.name)
 
 
-def override_destinations(section: Publish, given: Mapping[str, str | None], *, to: str | None = None) -> Publish:
-    """The section with the places of a command line, by key; the same where nothing is given.
+def override_destinations(section: Publish, options: Mapping[str, str | None], *, to: str | None = None) -> Publish:
+    """Return the publish section with the destinations of a command's options, by key; unchanged without options.
 
-    They replace all of the section's; what it says of a place of the same kind goes for the one that takes its part.
-    Raises `UserError` for what is none.
+    They replace all destinations of the section; a destination of the same kind keeps the section's other settings.
+    Raises `UserError` for an invalid option.
     """
     old = section.model_dump()
     changes: dict[str, Any] = {} if to is None else {"to": to}
-    if any(value is not None for value in given.values()):
+    if any(value is not None for value in options.values()):
         for kind in KINDS:
-            value = given.get(kind.key)
+            value = options.get(kind.key)
             changes[kind.key] = value if value is None or kind.bare else {**(old[kind.key] or {}), kind.naming: value}
     try:
         return Publish.model_validate({**old, **changes})
@@ -93,5 +93,5 @@ def override_destinations(section: Publish, given: Mapping[str, str | None], *, 
 
 def _class_of(destination: DestinationSection) -> type[Destination]:
     module, _, name = destination.client.rpartition(".")
-    place: type[Destination] = getattr(import_module(module), name)
-    return place
+    client: type[Destination] = getattr(import_module(module), name)
+    return client

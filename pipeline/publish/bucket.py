@@ -1,13 +1,13 @@
-"""A bucket as a place to publish to: S3 and what is compatible, Google, Azure, or a folder that machines share.
+"""A bucket as a destination: S3 and compatible servers, Google, Azure, or a folder that machines share.
 
     s3://bucket/models/llama70b-fp8kv/v20261121-3f1c0a52/model-00001-of-00030.safetensors, ...
-    s3://bucket/models/llama70b-fp8kv/v20261121-3f1c0a52.json      written when the publication was over
-    s3://bucket/models/llama70b-fp8kv/v20261121-3f1c0a52.removed   while `prune` removes it: nobody can choose it
-    s3://bucket/models/llama70b-fp8kv/current.json                 what readers get
-    s3://bucket/models/llama70b-fp8kv/candidate.json               what waits to be promoted
+    s3://bucket/models/llama70b-fp8kv/v20261121-3f1c0a52.json      written when the publication was finished
+    s3://bucket/models/llama70b-fp8kv/v20261121-3f1c0a52.removed   while `prune` removes the release
+    s3://bucket/models/llama70b-fp8kv/current.json                 pointer to the current one
+    s3://bucket/models/llama70b-fp8kv/candidate.json               pointer to the candidate
 
-Nobody looks under a tag before ``current.json`` names it; that object is replaced as a whole, on the condition that it
-is still the one that was read, and that it names the release which was current when the state was looked at.
+Readers look under a tag only after ``current.json`` names it. That object is replaced as a whole, if it is still the
+object that was read and names the release that was current in the snapshot.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _CURRENT: Final = "current.json"
 _CANDIDATE: Final = "candidate.json"
 _JSON: Final = ".json"
 _REMOVED: Final = ".removed"
-_TRIES: Final = 5  # of a swap, where others rewrite the pointer and it still names the same release
+_TRIES: Final = 5  # of a swap, while others rewrite the pointer with the same release
 
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A release by its tag and identity, and what lists say of it; ``created`` is ISO 8601, ``size`` in bytes."""
+    """A release's tag and identity, and its facts for lists; ``created`` is ISO 8601, ``size`` in bytes."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
     tag: Annotated[str, StringConstraints(pattern=r"^v\d{8}-[0-9a-f]{8}$")]
@@ -65,7 +65,7 @@ class Pointer:
 
 
 class BucketDestination(Destination):
-    """``url/name``. ``endpoint`` is the address of an S3-compatible server (None: AWS, or AWS_ENDPOINT_URL)."""
+    """The prefix ``url/name``. ``endpoint`` is an S3-compatible server's address (None: AWS, or AWS_ENDPOINT_URL)."""
 
     @classmethod
     def of(cls, destination: Storage, name: str, home: Path, *, typed: bool = False) -> BucketDestination:
@@ -86,47 +86,47 @@ class BucketDestination(Destination):
         return self._url
 
     def preflight(self, release: Release | None) -> None:
-        """Credentials, bucket, the rights to list, write and remove; that the pointers are ours, and so is the tag."""
+        """Check credentials, bucket, the rights to list, write and remove, the pointers, and the release's tag."""
         self._objects.require_writable()
         state = self.state()
         if release is not None:
             self._require_own(release, state)
 
     def state(self) -> DestinationState:
-        """What was published to its end, and what is pointed to: of that only the record can be missing."""
+        """Return the finished releases and those that a pointer names, which are unfinished without a record."""
         pointed = {name: self._look(name) for name in (_CANDIDATE, _CURRENT)}
         names = self._objects.names()
         recorded, hidden = (
             {name.removesuffix(end) for name in names if name.endswith(end) and TAG.fullmatch(name.removesuffix(end))}
             for end in (_JSON, _REMOVED)
         )
-        found = {pointer.tag: pointer for pointer, _ in pointed.values() if pointer is not None}
-        for tag in recorded - found.keys() - hidden:
+        pointers = {pointer.tag: pointer for pointer, _ in pointed.values() if pointer is not None}
+        for tag in recorded - pointers.keys() - hidden:
             pointer, _ = self._look(f"{tag}{_JSON}")
             if pointer is not None:
-                found[tag] = pointer
+                pointers[tag] = pointer
         waits, current = tags = [None if pointer is None else pointer.tag for pointer, _ in pointed.values()]
         listed = (
             _listed(pointer, current=pointer.tag == current, candidate=pointer.tag == waits != current)
-            for pointer in found.values()
+            for pointer in pointers.values()
         )
-        # Of the tag that waits the releases do not tell where it is current as well: its promotion was cut off.
-        mark = _Mark(dict(zip(pointed, tags, strict=True)), frozenset(hidden))
-        return DestinationState(newest_first(listed), frozenset(found.keys() - recorded), mark)
+        # The pointers' own tags: the list does not show a candidate that is current too (an interrupted promotion).
+        mark = _Pointers(dict(zip(pointed, tags, strict=True)), frozenset(hidden))
+        return DestinationState(newest_first(listed), frozenset(pointers.keys() - recorded), mark)
 
     def compare(
         self, release: Release, state: DestinationState, *, candidate: bool, progress: Progress | None
     ) -> Difference:
-        """By the sizes and digests that the server says.
+        """Compare the sizes and digests that the server reports.
 
-        The signature of a release that was published to its end is not compared: it is the same whoever signed it.
+        The signature of a finished release is left out: another signer makes no other release.
         """
-        known = self._require_own(release, state)
+        finished = self._require_own(release, state)
         present = self._objects.sizes(release.tag)
         missing = [
             name
             for name, file in release.files.items()
-            if not (known and name == SIGNATURE)
+            if not (finished and name == SIGNATURE)
             and (present.get(name) != file.size or not self._objects.holds(f"{release.tag}/{name}", file))
         ]
         strays = sorted(present.keys() - release.files.keys() - {SIGNATURE})
@@ -135,7 +135,7 @@ class BucketDestination(Destination):
     def upload(
         self, release: Release, diff: Difference, state: DestinationState, *, candidate: bool, progress: Progress
     ) -> str:
-        """Under the tag, the manifest last."""
+        """Send the files under the tag, the manifest last, and remove foreign ones. Warn without encryption."""
         if self._objects.insecure is not None:
             progress.warn(f"{self._objects.insecure} is not encrypted: what is sent can be read on the way.")
         with progress.bar(release.size, "B") as advance:
@@ -159,36 +159,36 @@ class BucketDestination(Destination):
             self._objects.remove(_CANDIDATE)
 
     def finish(self, release: ListedRelease) -> None:
-        """Write the record of its own name; whoever wrote one before wrote the same."""
+        """Write the release's record, which every publisher writes with the same bytes."""
         name = f"{release.tag}{_JSON}"
         if self._objects.read(name) is None:
             self._objects.put_if(name, _encode(_pointer(release)), None)
 
     def read(self, release: ListedRelease, name: str) -> bytes | None:
-        """One object."""
-        found = self._objects.read(f"{release.tag}/{name}")
-        return None if found is None else found.data
+        """Read one object, None when it is absent."""
+        stored = self._objects.read(f"{release.tag}/{name}")
+        return None if stored is None else stored.data
 
     def sizes(self, release: ListedRelease) -> dict[str, int]:
-        """By the bucket's list."""
+        """Return the sizes in the bucket's list."""
         return self._objects.sizes(release.tag)
 
     def expected_identity(self, release: ListedRelease) -> str:
-        """All of it: the record holds it."""
+        """Return the whole digest, which the release's record has."""
         return release.revision
 
     def is_in_use(self, release: ListedRelease) -> bool:
-        """By the pointers."""
+        """Return whether a pointer names the release."""
         pointers = (self._look(name)[0] for name in (_CURRENT, _CANDIDATE))
         return any(pointer is not None and pointer.tag == release.tag for pointer in pointers)
 
     def hidden(self) -> Sequence[ListedRelease]:
-        """Those that have a ``v….removed``."""
-        found = (self._look(name)[0] for name in self._objects.names() if name.endswith(_REMOVED))
-        return [_listed(pointer) for pointer in found if pointer is not None]
+        """Return the releases with an object ``v….removed``."""
+        pointers = (self._look(name)[0] for name in self._objects.names() if name.endswith(_REMOVED))
+        return [_listed(pointer) for pointer in pointers if pointer is not None]
 
     def hide(self, release: ListedRelease) -> None:
-        """Write ``v….removed``, then the pointer anew: who read it before cannot swap it without reading it again."""
+        """Write ``v….removed``, then rewrite the pointer, so that a swap from an earlier read of it fails."""
         self._objects.put_if(f"{release.tag}{_REMOVED}", _encode(_pointer(release)), None)
         for _ in range(_TRIES):
             current, mark = self._look(_CURRENT)
@@ -204,20 +204,20 @@ class BucketDestination(Destination):
         self._objects.remove(f"{release.tag}{_REMOVED}")
 
     def drop(self, release: ListedRelease) -> None:
-        """Its files, its record, and last what hides it: the same command goes on with what was cut off."""
+        """Delete the files, the record, and ``v….removed`` last, so that `prune` can finish an interrupted drop."""
         self._objects.remove_folder(release.tag)
         self._objects.remove(f"{release.tag}{_JSON}")
         self.unhide(release)
 
-    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Wanted = None) -> Path:
-        """A copy whose digests were checked, in ``into`` or below XDG_CACHE_HOME; what is there is not sent again."""
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Wanted = None) -> Path:
+        """Copy the release with digest checks to ``into`` or below XDG_CACHE_HOME; present files are not sent again."""
         state = self.state()
-        found = tag or (state.current.tag if state.current else None)
-        if found is None:
+        chosen = tag or (state.current.tag if state.current else None)
+        if chosen is None:
             raise UserError(f"{self._url}: nothing is published there")
-        release = find_release(state.releases, found, self._url)
+        release = find_release(state.releases, chosen, self._url)
         raw = self.manifest_of(release)
-        sizes, digests = manifest.expected_files(raw, self.sizes(release), f"{self._url}/{release.tag}", wanted)
+        sizes, digests = manifest.expected_files(raw, self.sizes(release), f"{self._url}/{release.tag}", select)
         which = hashlib.sha256(f"{self._endpoint or ''} {self._url}".encode()).hexdigest()[:16]
         folder = into or cache_folder() / "releases" / which / release.tag
 
@@ -227,44 +227,46 @@ class BucketDestination(Destination):
         with disk_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
         with Lock(folder.parent / f".{folder.name}.lock"):
-            return fetch(folder, sizes, digests, pieces, place=self._url, progress=progress, wanted=wanted)
+            return fetch(folder, sizes, digests, pieces, place=self._url, progress=progress, wanted=select)
 
     def _look(self, name: str) -> tuple[Pointer | None, str | None]:
-        """A pointer as it is now, and the mark of its object (None, None: there is none)."""
-        found = self._objects.read(name)
-        return (None, None) if found is None else (_decode(found.data, f"{self._url}/{name}"), found.mark)
+        """Return a pointer and its object's mark for conditional writes; None, None without the object."""
+        stored = self._objects.read(name)
+        return (None, None) if stored is None else (_decode(stored.data, f"{self._url}/{name}"), stored.mark)
 
-    def _swap(self, name: str, seen: str | None, new: Pointer) -> None:
-        """Replace a pointer that names the release ``seen``; raises `StageError` where it names another one.
+    def _swap(self, name: str, expected: str | None, new: Pointer) -> None:
+        """Replace a pointer that names the release ``expected``; raise `StageError` when it names another one.
 
-        Between reading the pointer and writing it, on the condition that it is the same object, this looks for
-        ``v….removed``: `hide` writes that before it renews the pointer, so that one of the two learns of the other.
+        Between the read and the conditional write of the pointer this looks for ``v….removed``. `hide` writes that
+        object before it rewrites the pointer, so one of the two notices the other.
         """
         for _ in range(_TRIES):
             before, mark = self._look(name)
             if before == new:
                 return  # the answer was lost on the way, or another process published the same
-            if (before and before.tag) != seen:
+            if (before and before.tag) != expected:
                 break
             hidden = self._objects.read(f"{new.tag}{_REMOVED}") is not None
-            if hidden or self._objects.read(f"{new.tag}/{MANIFEST}") is None:  # in this order: `drop` has the other one
+            if (
+                hidden or self._objects.read(f"{new.tag}/{MANIFEST}") is None
+            ):  # in this order: `drop` deletes in the other
                 raise _removed(self._url, new.tag)
             if self._objects.put_if(name, _encode(new), mark):
                 return
         raise pointer_moved(self._url, name, None if before is None else before.tag, new.tag)
 
     def _require_own(self, release: Release, state: DestinationState) -> bool:
-        """Whether the release was published to its end; raises `StageError` where its tag is another's, or removed."""
+        """Return whether the release is finished; `StageError` when its tag is another release's or being removed."""
         if release.tag in state.mark.hidden and release.tag not in state.mark.tags.values():
             raise _removed(self._url, release.tag)
-        found = state.find(release.tag)
-        require_same(self._url, release.tag, None if found is None else found.revision, release.identity)
-        return found is not None and release.tag not in state.unfinished
+        listed = state.find(release.tag)
+        require_same(self._url, release.tag, None if listed is None else listed.revision, release.identity)
+        return listed is not None and release.tag not in state.unfinished
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """Tags that the pointers named, by the objects' names (None: nothing), and tags that `prune` removes."""
+class _Pointers:
+    """Tags that the pointers name, by the objects' names (None: no pointer), and tags that `prune` is removing."""
 
     tags: Mapping[str, str | None]
     hidden: frozenset[str]
@@ -287,13 +289,13 @@ def _pointer(release: ListedRelease) -> Pointer:
 
 
 def _encode(pointer: Pointer, *, unique: bool = False) -> bytes:
-    """Return a pointer's bytes; ``unique``: with blanks behind it that no other call writes, for an ETag of its own."""
+    """Return a pointer's bytes; ``unique`` appends random blanks, which give the object a new ETag."""
     blanks = "".join(secrets.choice(" \t") for _ in range(64)) if unique else ""
     return (json.dumps(asdict(pointer), indent=1, sort_keys=True, ensure_ascii=False) + f"{blanks}\n").encode()
 
 
 def _decode(data: bytes, what: str) -> Pointer:
-    """Read a pointer; ``what`` is what an error calls it. Raises `DamagedError`."""
+    """Parse a pointer; raise `DamagedError`, which calls it ``what``, for other bytes."""
     try:
         return TypeAdapter(Pointer).validate_json(data)
     except ValidationError as error:

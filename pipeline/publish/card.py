@@ -1,7 +1,7 @@
 """The card of a published checkpoint: README.md with metadata that the Hub reads, and scores beside it.
 
-`README.md.j2` is filled with the facts, where every value is escaped unless it is Markdown already, as its type says.
-The front matter is made by the Hub client's own classes.
+The template `README.md.j2` escapes every value but those of the class `Markdown`. Classes of the Hub's client write the
+front matter.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CardSource:
-    """The 16-bit model: of the Hub's ``repo`` at a ``commit``, or a folder with a ``digest``; it may read ``pictures``.
+    """The 16-bit source model: the Hub's ``repo`` at a ``commit``, or a folder with a ``digest``.
 
-    ``metadata`` is the front matter of its own card, as it stands there.
+    ``pictures`` says whether it reads images. ``metadata`` is the front matter of its own card.
     """
 
     name: str
@@ -49,7 +49,7 @@ class CardSource:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """The texts that ranges were measured on: a dataset of the Hub at a revision, or a file by its SHA-256."""
+    """The calibration texts: a data set of the Hub at a revision, or a file by its SHA-256."""
 
     name: str
     samples: int
@@ -62,21 +62,21 @@ class CalibrationText:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationFacts:
-    """How the checkpoint was made: as the recipe's ``section`` asks.
+    """The quantization of a checkpoint, by the recipe's ``section``.
 
-    ``schemes`` counts quantized modules by scheme, the recipe's own first. ``kept`` are all modules that stay in 16
-    bit, as the checkpoint declares them, with N for the number of a layer or an expert.
+    ``schemes`` counts quantized modules by scheme, the recipe's own first. ``kept`` are the modules that stay in 16 bit
+    according to config.json, with N for the number of a layer or an expert.
     """
 
     section: Quantization
     schemes: Mapping[str, int] = field(default_factory=dict)
-    kept: tuple[str, ...] = ()
+    unquantized: tuple[str, ...] = ()
     calibration: CalibrationText | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ServingCommand:
-    """How one kind of hardware serves it: a command, or a ``refusal``. ``servers`` such commands fill the target."""
+    """The command that serves the checkpoint on ``target``, or a ``refusal``; ``servers`` such commands fill it."""
 
     title: str
     target: str
@@ -93,9 +93,9 @@ class ServingCommand:
 class CardFacts:
     """The facts of one checkpoint.
 
-    ``name`` is the recipe's, ``repo`` the Hub's name of where it goes (None: it goes elsewhere). ``artefact`` is the
-    digest of the checkpoint that the gate judged, ``judged`` the ISO 8601 time at which it did. ``report`` is the
-    content of report.json. ``signed`` says how it is signed: by a key, by an identity (keyless), or not.
+    ``name`` is the recipe's, ``repo`` the Hub's repository (None: not published there). ``artefact`` is the digest of
+    the checkpoint that the gate judged, ``judged`` the ISO 8601 time of the judgement. ``report`` is the content of
+    report.json. ``signed`` tells the kind of signature: by a key, by an identity (keyless), or none.
     """
 
     name: str
@@ -111,7 +111,7 @@ class CardFacts:
 
     @property
     def title(self) -> str:
-        """What the checkpoint is called: by its repository, else by its recipe."""
+        """The name of the repository, else of the recipe."""
         return self.repo.rpartition("/")[2] if self.repo else self.name
 
 
@@ -119,18 +119,18 @@ _FEW: Final = 12
 
 
 class Markdown(str):
-    """Text that is Markdown already."""
+    """Text that is Markdown and needs no escaping."""
 
     __slots__ = ()
 
 
 def escaped(value: object) -> str:
-    """A value as Markdown that shows exactly it."""
+    """Return a value escaped, so that Markdown shows exactly its text."""
     return value if isinstance(value, Markdown) else markdown.plain(str(value))
 
 
 def code(text: str, *, cell: bool = False) -> Markdown:
-    """Text as code on one line, whatever backticks are in it; in a ``cell`` of a table a bar needs a backslash."""
+    """Return text as inline code, with any backticks; in a ``cell`` of a table bars are escaped."""
     flat, ticks = " ".join(text.split()), "`"
     while ticks in flat:
         ticks += "`"
@@ -139,19 +139,19 @@ def code(text: str, *, cell: bool = False) -> Markdown:
 
 
 def codes(names: Iterable[str]) -> Markdown:
-    """Names as code in a cell, the first of many."""
-    known = list(names)
-    more = f" and {len(known) - _FEW} more" if len(known) > _FEW else ""
-    return Markdown(", ".join(code(name, cell=True) for name in known[:_FEW]) + more)
+    """Return the first names as code in a table's cell, with the number of the others."""
+    listed = list(names)
+    suffix = f" and {len(listed) - _FEW} more" if len(listed) > _FEW else ""
+    return Markdown(", ".join(code(name, cell=True) for name in listed[:_FEW]) + suffix)
 
 
 def block(lines: str | Sequence[str], language: str = "sh") -> Markdown:
-    """Commands as a block of code."""
+    """Return commands as a fenced block of code."""
     return Markdown(markdown.fenced(lines if isinstance(lines, str) else "\n".join(lines), language))
 
 
 def link(text: str, address: str) -> Markdown:
-    """A link to the web or to a file beside the card; an address that is neither, or could end the link, as text."""
+    """Return a link to an https address or a file beside the card; plain text for addresses that could break out."""
     outside = address.startswith("https://")
     if any(char.isspace() or char in "<>()\\" for char in address) or (":" in address and not outside):
         return Markdown(f"{escaped(text)} ({escaped(address)})")
@@ -159,12 +159,12 @@ def link(text: str, address: str) -> Markdown:
 
 
 TYPES: Final = {"e4m3": "fp8", "e2m1": "mxfp4", "e2m3": "mxfp6", "e3m2": "mxfp6", "int8": "int8", "int4": "int4"}
-"""Tag of a type of weights; of the schemes with groups and e4m3, mxfp8."""
-_TAG: Final = re.compile(r"\w[\w .+/-]{0,63}")  # with a colon are those that the Hub makes itself: region:us, arxiv:...
+"""Tags by the dtype of weights; mxfp8 has its own tag."""
+_TAG: Final = re.compile(r"\w[\w .+/-]{0,63}")  # the Hub itself makes tags with a colon: region:us, arxiv:...
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _LANGUAGE: Final = re.compile(r"[a-z]{2,3}(-[A-Za-z]+)?|code|multilingual")
 _REPO: Final = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-#: Tags of the base that speak of its files, or of services that run them: no longer true of these.
+#: Tags of the source that describe its files or services for them, and do not hold for the quantized files.
 _GONE: Final = frozenset(
     (
         "pytorch", "tf", "jax", "flax", "onnx", "gguf", "ggml", "openvino", "mlx", "safetensors", "bf16", "bfloat16",
@@ -175,17 +175,17 @@ _GONE: Final = frozenset(
 
 
 def front_matter(facts: CardFacts) -> str:
-    """The YAML between the two lines of dashes, those included."""
+    """Return the YAML front matter with its two lines of dashes."""
     from huggingface_hub import ModelCardData
 
     return f"---\n{ModelCardData(**metadata(facts)).to_yaml()}\n---\n"
 
 
 def metadata(facts: CardFacts) -> dict[str, Any]:
-    """The fields, without those that have no value. Of a folder's base nothing on the Hub can be named."""
-    terms, base, own = facts.terms, facts.base, facts.base.metadata
+    """Return the front matter's fields that have a value; no base_model when the source is a folder."""
+    terms, base, source_metadata = facts.terms, facts.base, facts.base.metadata
     texts = facts.quantization.calibration
-    # The Hub shows a name and a link beside "other" only; a link is also given where the terms ask to be read.
+    # The Hub shows a name and a link only with "other". Terms that must be accepted always get their link.
     linked = terms.link if terms.id == "other" or terms.acceptance else None
     fields: dict[str, Any] = {
         "base_model": [base.repo] if base.repo else None,
@@ -193,9 +193,9 @@ def metadata(facts: CardFacts) -> dict[str, Any]:
         "license": terms.id,
         "license_name": terms.hub_name,
         "license_link": linked,
-        "library_name": _word(own.get("library_name")) or "transformers",
-        "pipeline_tag": _word(own.get("pipeline_tag")) or _pipeline_tag(base),
-        "language": list(_words(own.get("language"), _LANGUAGE)),
+        "library_name": _word(source_metadata.get("library_name")) or "transformers",
+        "pipeline_tag": _word(source_metadata.get("pipeline_tag")) or _pipeline_tag(base),
+        "language": list(_words(source_metadata.get("language"), _LANGUAGE)),
         "tags": list(_tags(facts)),
         "datasets": list(_words(texts.dataset, _REPO)) if texts is not None else None,
     }
@@ -203,16 +203,16 @@ def metadata(facts: CardFacts) -> dict[str, Any]:
 
 
 def _tags(facts: CardFacts) -> Iterator[str]:
-    """Ours, then those of the base that still hold, each once."""
-    made = facts.quantization.section
-    weights = scheme(made.scheme).weight.dtype
+    """Yield our tags, then the source's tags that still hold, each once."""
+    section = facts.quantization.section
+    weights = scheme(section.scheme).weight.dtype
     kind = TYPES.get(weights, weights)
-    ours = ["mxfp8" if made.scheme == "mxfp8" else kind, "ptpc" if made.scheme.startswith("ptpc") else "",
-            made.algorithm if made.algorithm != "none" else "", made.format, "vllm", "quantmint"]  # fmt: skip
-    seen: set[str] = set()
+    ours = ["mxfp8" if section.scheme == "mxfp8" else kind, "ptpc" if section.scheme.startswith("ptpc") else "",
+            section.algorithm if section.algorithm != "none" else "", section.format, "vllm", "quantmint"]  # fmt: skip
+    yielded: set[str] = set()
     for tag in (*ours, *_words(facts.base.metadata.get("tags"))):
-        if tag and tag.lower() not in seen and (tag in ours or tag.lower() not in _GONE):
-            seen.add(tag.lower())
+        if tag and tag.lower() not in yielded and (tag in ours or tag.lower() not in _GONE):
+            yielded.add(tag.lower())
             yield tag
 
 
@@ -227,7 +227,7 @@ def _word(value: object) -> str | None:
 
 
 def _words(value: object, form: re.Pattern[str] = _TAG) -> Iterator[str]:
-    """A card may say one or a list (YAML reads `no` as false); what has not the form of such a word is left out."""
+    """Yield the words of a card's field, a string or a list, that have the form; YAML reads `no` as false."""
     items: Iterable[object] = value if isinstance(value, list) else [value]
     for item in items:
         word = "no" if item is False else item.strip() if isinstance(item, str) else ""
@@ -240,11 +240,11 @@ _ENGINES = {"stream": "quantmint", "llmcompressor": "llm-compressor", "quark": "
 
 
 def eval_results(facts: CardFacts) -> dict[str, str]:
-    """The files by their names in the release; none for tasks that are no benchmark of the Hub."""
+    """Return the texts of .eval_results by name in the release, of the tasks that are benchmarks of the Hub."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     benchmarks = beside(__file__, "benchmarks.yaml")
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for result in GateReport.from_json(facts.report["gate"]).accuracy:
         row = benchmarks.get(result.task)
         if row is None or row["metric"] != result.metric:
@@ -259,34 +259,34 @@ def eval_results(facts: CardFacts) -> dict[str, str]:
             notes=_notes(result, row["items"], facts),
         )
         text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True, width=120)
-        found[f".eval_results/{result.task}.yaml"] = text
-    return found
+        texts[f".eval_results/{result.task}.yaml"] = text
+    return texts
 
 
-def _notes(result: Accuracy, whole: int, facts: CardFacts) -> str:
-    """How many items, beside which baseline, with which uncertainty, on what."""
+def _notes(result: Accuracy, total: int, facts: CardFacts) -> str:
+    """Return the note of a score: items, harness, baseline, change and interval."""
     unit = unit_of(result.kind)
     low, high = unit.span(result.interval_low, result.interval_high)
-    asked = f"{result.items:,} items" if result.items == whole else f"{result.items:,} of {whole:,} items"
+    items = f"{result.items:,} items" if result.items == total else f"{result.items:,} of {total:,} items"
     harness = f"lm-eval {facts.report['versions'].get('lm-eval', '')}".strip()
     return (
-        f"{harness}, {asked}; 16-bit baseline {100 * result.baseline:.2f} on the same items, change"
+        f"{harness}, {items}; 16-bit baseline {100 * result.baseline:.2f} on the same items, change"
         f" {unit.words(result.difference)} with a {result.confidence:.0%} interval of {signed(low)} to"
         f" {signed(high)}"
     ).replace("\N{NO-BREAK SPACE}", " ")
 
 
-_VERIFIED_BY: Final = {  # words of quantmint, and of the tool of the signature's own project
+_VERIFIED_BY: Final = {  # options of quantmint, and of the command `model_signing verify`
     "key": (" --key PUBLIC_KEY", "key", "--public_key PUBLIC_KEY"),
     "keyless": (" --identity WHO --issuer ISSUER", "sigstore", "--identity WHO --identity_provider ISSUER"),
     None: (" --unsigned", "", ""),
 }
-_MANY: Final = re.compile(r"\n{3,}")  # what is left of parts that have nothing to say
+_MANY: Final = re.compile(r"\n{3,}")  # empty parts of the template leave blank lines
 
 
 def render(facts: CardFacts) -> str:
-    """The whole README.md."""
-    report, launches, made = facts.report, facts.launches, facts.quantization
+    """Return the text of README.md."""
+    report, launches, quantization = facts.report, facts.launches, facts.quantization
     gate, base = GateReport.from_json(report["gate"]), facts.base
     values = {
         "facts": facts,
@@ -302,14 +302,18 @@ def render(facts: CardFacts) -> str:
         "accuracy": Markdown(markdown.accuracy(gate)),
         "throughput": Markdown(markdown.throughput(report, gate)),
         "size": Markdown(markdown.size(report)),
-        "scheme": scheme(made.section.scheme),
-        "engine": _ENGINES.get(made.section.engine, made.section.engine),
+        "scheme": scheme(quantization.section.scheme),
+        "engine": _ENGINES.get(quantization.section.engine, quantization.section.engine),
         "run": block(f"quantmint run {RECIPE}"),
         "recipe": RECIPE,
         "hub": _HUB,
         "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         "limits": [Markdown(limit) for limit in markdown.limits(gate)],
-        "planned": [one.title for one in launches if not one.refusal and one.target.partition(":")[0] != gate.hardware],
+        "planned": [
+            launch.title
+            for launch in launches
+            if not launch.refusal and launch.target.partition(":")[0] != gate.hardware
+        ],
         "verified_by": _VERIFIED_BY[facts.signed],
         "texts": [*facts.terms.files, *([NOTICE] if facts.terms.notice else [])],
     }
@@ -318,14 +322,14 @@ def render(facts: CardFacts) -> str:
 
 
 def release_title(facts: CardFacts) -> str:
-    """What it is, on one plain line: the title of a release."""
-    made = facts.quantization.section
-    cache_type = " with an FP8 KV cache" if made.kv_cache == "fp8" else ""
-    return f"{facts.base.name} in {made.scheme}{cache_type}, {made.format}"
+    """Return the title of a release, one line of plain text."""
+    section = facts.quantization.section
+    cache_type = " with an FP8 KV cache" if section.kv_cache == "fp8" else ""
+    return f"{facts.base.name} in {section.scheme}{cache_type}, {section.format}"
 
 
 def notice_text(facts: CardFacts) -> str | None:
-    """The text of the file `NOTICE` that the base's licence asks for; None where it asks for none."""
+    """Return the text of the file NOTICE, or None when the source's licence requires none."""
     if facts.terms.notice is None:
         return None
     return f"{facts.terms.notice}\n\nThe weights were changed: {release_title(facts)}.\n"
@@ -335,13 +339,19 @@ def notice_text(facts: CardFacts) -> str | None:
 def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    made = Environment(  # noqa: S701 - Markdown, escaped by `finalize`
+    environment = Environment(  # noqa: S701 - Markdown, escaped by `finalize`
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=escaped,
     )
-    made.filters |= {"code": code, "codes": codes, "cell": partial(code, cell=True), "block": block, "size": size}
-    made.globals |= {"link": link}
-    return made
+    environment.filters |= {
+        "code": code,
+        "codes": codes,
+        "cell": partial(code, cell=True),
+        "block": block,
+        "size": size,
+    }
+    environment.globals |= {"link": link}
+    return environment

@@ -1,6 +1,6 @@
-"""``quantmint/card.json``: the facts of a card that follow from no other file of its release.
+"""``quantmint/card.json``: the facts of a card that no other file of its release has.
 
-With it anyone renders the card again, from the manifest, the checkpoint's configuration, the inspection and the report.
+From it, the manifest, the checkpoint's configuration, the inspection and the report anybody can render the card again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from quantmint.pipeline.recipe.sections import Licence
 class CardRecord:
     """The content of ``quantmint/card.json``.
 
-    ``quantmint`` and ``tools`` are the versions that rendered the card, ``base`` is the name of the 16-bit model and
-    ``metadata`` the front matter of its own card, ``licence`` the recipe's section of that name, and ``texts`` are the
-    names of the files with licences.
+    ``quantmint`` and ``tools`` are the versions that rendered the card. ``base`` is the name of the 16-bit source model
+    and ``metadata`` the front matter of its own card. ``licence`` is the recipe's section of that name, and ``texts``
+    are the names of the licence files.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -48,12 +48,12 @@ class CardRecord:
 
 
 def rendering_tools() -> dict[str, str]:
-    """Versions of the libraries that shape the text of a card."""
+    """Return the versions of the libraries that shape the text of a card."""
     return versions("jinja2", "huggingface_hub")
 
 
 def encode(facts: CardFacts, licence: Licence, texts: tuple[str, ...]) -> bytes:
-    """Return the bytes of ``quantmint/card.json``, the same for the same facts and versions."""
+    """Return the bytes of ``quantmint/card.json``, equal for equal facts and versions."""
     record = CardRecord(
         quantmint=__version__,
         tools=rendering_tools(),
@@ -71,7 +71,7 @@ def encode(facts: CardFacts, licence: Licence, texts: tuple[str, ...]) -> bytes:
 
 
 def decode(raw: bytes) -> CardRecord:
-    """Read what `encode` wrote. Raises `UserError` for anything else."""
+    """Parse the bytes of `encode`. Raises `UserError` for others."""
     try:
         strict_object(raw)  # no key twice
         record: CardRecord = TypeAdapter(CardRecord).validate_json(raw)
@@ -113,7 +113,7 @@ def card_source(
     config: Mapping[str, Any],
     metadata: Mapping[str, Any],
 ) -> CardSource:
-    """The 16-bit model, with what ``config`` (the checkpoint's config.json) says of it."""
+    """Return the 16-bit source model, with its architecture from ``config``, the checkpoint's config.json."""
     architecture = str((config.get("architectures") or [""])[0])
     return CardSource(
         name, repo, commit, digest, architecture, isinstance(config.get("vision_config"), Mapping), metadata
@@ -126,13 +126,13 @@ def quantization_facts(
     inspection: Mapping[str, Any],
     calibration: CalibrationText | None,
 ) -> QuantizationFacts:
-    """How the checkpoint was made, with its modules as config.json and the ``inspection`` count them."""
-    counted = Counter(str(layer["scheme"]) for layer in inspection["layers"])
+    """Return the facts of the quantization, with the modules that config.json and the ``inspection`` list."""
+    counts = Counter(str(layer["scheme"]) for layer in inspection["layers"])
     declared = config.get("quantization_config") or {}
-    kept: list[str] = declared.get("ignore") or declared.get("exclude") or []  # compressed-tensors, Quark
+    unquantized: list[str] = declared.get("ignore") or declared.get("exclude") or []  # compressed-tensors, Quark
     return QuantizationFacts(
         section=section,
-        schemes=dict(sorted(counted.items(), key=lambda item: (item[0] != section.scheme, item[0]))),
-        kept=tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".N", name) for name in kept)),
+        schemes=dict(sorted(counts.items(), key=lambda item: (item[0] != section.scheme, item[0]))),
+        unquantized=tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".N", name) for name in unquantized)),
         calibration=calibration,
     )

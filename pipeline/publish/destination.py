@@ -32,7 +32,7 @@ from quantmint.pipeline.store.files import DamagedError, Wanted
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One thing that would be done, in words: ``verb`` "upload", ``what`` "model.safetensors", ``size`` in bytes."""
+    """A planned or finished change for people: ``verb`` "upload", ``what`` "model.safetensors", ``size`` in bytes."""
 
     verb: str
     what: str
@@ -41,7 +41,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Where a release is now. ``revision`` names its bytes for ever; ``again``: it was there, nothing was sent."""
+    """A release at one destination. ``revision`` identifies its bytes; ``again``: it was there, nothing was sent."""
 
     place: str
     tag: str
@@ -52,7 +52,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class ListedRelease:
-    """A release that a place holds. ``created`` is ISO 8601 in UTC; ``size`` in bytes, None where nobody said."""
+    """A release in a destination's list. ``created`` is ISO 8601 in UTC; ``size`` in bytes, None if unknown."""
 
     tag: str
     revision: str
@@ -65,9 +65,9 @@ class ListedRelease:
 
 @dataclass(frozen=True, slots=True)
 class DestinationState:
-    """A place as it was looked at: releases, the newest first; ``unfinished`` tags, whose publication was cut off.
+    """A snapshot of a destination: the releases, the newest first, and the ``unfinished`` tags of cut-off publications.
 
-    ``mark`` is what the place itself needs to refuse a change where somebody else made one since.
+    ``mark`` is private to the destination, which refuses a change when somebody else made one since the snapshot.
     """
 
     releases: tuple[ListedRelease, ...] = ()
@@ -76,17 +76,17 @@ class DestinationState:
 
     @property
     def current(self) -> ListedRelease | None:
-        """What readers get."""
+        """The release that readers get, None when there is none."""
         return next((release for release in self.releases if release.current), None)
 
     def find(self, tag: str) -> ListedRelease | None:
-        """The release of that tag."""
+        """Return the release with this tag, or None."""
         return next((release for release in self.releases if release.tag == tag), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How what lies under a release's tag differs from it: names to send, and names that are none of its."""
+    """Differences of the files under a release's tag from the release: files to send, and files that do not belong."""
 
     missing: Sequence[str] = field(default=())
     strays: Sequence[str] = field(default=())
@@ -96,110 +96,113 @@ class Difference:
 
 
 class Destination(ABC):
-    """A place. Errors are `StageError` (try again) and `UserError` (it will never work so); both lose nothing."""
+    """A destination. Raises `StageError` (try again) or `UserError` (another try fails the same); both lose nothing."""
 
     @classmethod
     @abstractmethod
     def of(cls, destination: Any, name: str, home: Path, *, typed: bool = False) -> Destination:
-        """Return the place of a recipe of that name, relative to ``home``; nothing is asked of it.
+        """Return the destination for releases called ``name``, without any request to it.
 
-        ``destination`` is of the class in `recipe.destinations` whose place this is.
-        ``typed``: a person named it on the command line, so no setting of it is to be changed.
+        ``destination`` is its section of the recipe; paths are relative to ``home``. ``typed`` says that a person named
+        it on the command line: its settings are then left alone.
         """
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """What it is called: ``my-org/name``, ``published/name``, ``s3://bucket/prefix/name``."""
+        """The name for people: ``my-org/name``, ``published/name``, ``s3://bucket/prefix/name``."""
 
     @abstractmethod
     def preflight(self, release: Release | None) -> None:
-        """Everything that would stop a publication (None: any), asked before the first byte: rights, names, room."""
+        """Raise before any byte is sent if the release (None: any) could not be published: rights, names, room."""
 
     @abstractmethod
     def state(self) -> DestinationState:
-        """What is there now."""
+        """Return a snapshot of the destination."""
 
     @abstractmethod
     def compare(
         self, release: Release, state: DestinationState, *, candidate: bool, progress: Progress | None
     ) -> Difference:
-        """What of a release is not there yet; without ``progress`` no file is read for that."""
+        """Return the differences from the release; without ``progress`` no file is read for that."""
 
     @abstractmethod
     def upload(
         self, release: Release, diff: Difference, state: DestinationState, *, candidate: bool, progress: Progress
     ) -> str:
-        """Send what differs and see that it arrived; returns the release's revision there."""
+        """Send the differing files, check that they arrived, and return the release's revision there."""
 
     @abstractmethod
     def set_pointer(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
-        """Make it what readers get, and a candidate no more; or (``candidate``) make it what waits.
+        """Make it the current release and no longer a candidate; with ``candidate`` make it the candidate.
 
-        In one step; refused where somebody else did so since the state was looked at.
+        This is one step. Raises `StageError` when somebody else moved the pointer since the snapshot ``state``. ``why``
+        begins the message of a commit.
         """
 
     @abstractmethod
     def withdraw(self, releases: Sequence[ListedRelease]) -> None:
-        """Make those of these releases that wait as candidates no candidates any more."""
+        """Remove the candidate pointer from those of these releases that have it."""
 
     @abstractmethod
     def finish(self, release: ListedRelease) -> None:
-        """Note that its publication is over, where that is not noted yet."""
+        """Mark the release's publication as finished; a second call changes nothing."""
 
     @abstractmethod
     def read(self, release: ListedRelease, name: str) -> bytes | None:
-        """A small file of a release; None where it has none of that name."""
+        """Return a small file of the release, None when it has no such file."""
 
     @abstractmethod
     def sizes(self, release: ListedRelease) -> dict[str, int]:
-        """Bytes of every file that lies under a release's tag, by name."""
+        """Return the size in bytes of every file under the release's tag, by name."""
 
     @abstractmethod
     def is_in_use(self, release: ListedRelease) -> bool:
-        """Return whether readers get a release now, or it waits for a promotion, also while it is hidden."""
+        """Return whether the release is current or a candidate, also while it is hidden."""
 
     @abstractmethod
     def hide(self, release: ListedRelease) -> None:
-        """Take a release out of the list: whoever looks from now on cannot choose it.
+        """Remove the release from the list, so that nobody who lists releases from now on can choose it.
 
-        Whoever looked before fails to point to it, where the place can tell; else the pointer is read again after this.
+        `set_pointer` with an older snapshot fails if the destination can detect it; else the caller reads the pointer
+        again after this.
         """
 
     @abstractmethod
     def unhide(self, release: ListedRelease) -> None:
-        """Put a release back into the list, where it is hidden."""
+        """Put a hidden release back into the list; do nothing for others."""
 
     @abstractmethod
     def drop(self, release: ListedRelease) -> None:
-        """Remove a hidden release."""
+        """Delete a hidden release."""
 
     def hidden(self) -> Sequence[ListedRelease]:
-        """Return the releases that an attempt to remove them has left hidden, where the place keeps any."""
+        """Return the releases that an interrupted `prune` left hidden."""
         return ()
 
     @abstractmethod
-    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Wanted = None) -> Path:
-        """A folder with a release's files (None: the current one): where it lies, or a copy in ``into`` or a cache.
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Wanted = None) -> Path:
+        """Return a folder with the files of the release ``tag`` (None: the current one), or a copy of it in ``into``.
 
-        ``wanted`` says of a file's name in the release whether it is needed (None: all are); a folder that lies here is
-        given as it is. What is fetched from elsewhere is not believed: names that lead out of the folder are refused.
+        Without ``into`` a remote release is copied to a cache. ``select`` tells by its name whether a file is needed
+        (None: all are). File names from a destination are not trusted: raises `UserError` for names that lead out of
+        the folder.
         """
 
     def expected_identity(self, release: ListedRelease) -> str:
-        """Return the SHA-256 of a release's manifest, in as many hex digits as the place keeps beside it."""
+        """Return the SHA-256 of the release's manifest, or its first digits, as recorded outside the release."""
         return identity_in(release.tag)
 
     def exclusive(self, progress: Progress) -> AbstractContextManager[None]:
-        """What a change is made in: alone, where the place knows locks."""
+        """Return a context for changes; it excludes other publishers if the destination has locks."""
         return nullcontext()
 
     def setup_operations(self, state: DestinationState) -> Sequence[Operation]:
-        """What `put` and `finish` would do to the place itself, in words."""
+        """Return the changes that `upload` and `finish` would make to the destination's own settings."""
         return ()
 
     def planned_operations(self, release: Release, *, candidate: bool) -> Sequence[Operation]:
-        """Exactly what `publish` would do now; asks, but changes nothing."""
+        """Return exactly the changes that `publish` would make now, without making them."""
         state = self.state()
         difference = self.compare(release, state, candidate=candidate, progress=None)
         listed = listed_release(release, release.identity)
@@ -211,36 +214,36 @@ class Destination(ABC):
         )
 
     def publish(self, release: Release, *, candidate: bool, progress: Progress) -> Publication:
-        """Make the release the current one, or a candidate. One that is there already is left as it is."""
+        """Make the release the current one, or a candidate. A finished release is left as it is."""
         with self.exclusive(progress):
             state = self.state()
-            known = state.find(release.tag) if release.tag not in state.unfinished else None
+            finished = state.find(release.tag) if release.tag not in state.unfinished else None
             difference = self.compare(release, state, candidate=candidate, progress=progress)
-            if known is None or difference:
+            if finished is None or difference:
                 revision = self.upload(release, difference, state, candidate=candidate, progress=progress)
             else:
-                revision = known.revision
+                revision = finished.revision
             listed = listed_release(release, revision)
             shown = state.current.tag if state.current else None
             if self._is_due(listed, state, candidate=candidate):
                 self._point(listed, state, "Publish", candidate=candidate)
                 shown = shown if candidate else release.tag
             self.finish(listed)
-        again = known is not None and not difference
+        again = finished is not None and not difference
         return Publication(self.address, release.tag, revision, shown == release.tag, again=again)
 
     def releases(self) -> tuple[ListedRelease, ...]:
-        """What is there, the newest first."""
+        """Return the releases, the newest first."""
         return self.state().releases
 
     def promote(self, tag: str | None, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
-        """Make a candidate the current release (None: the only one); returns what was done."""
+        """Make a candidate (None: the only one) the current release; return the changes."""
         with nullcontext() if dry_run else self.exclusive(progress):
             state = self.state()
             return self._switch(find_candidate(state.releases, tag, self.address), state, "Promote", dry_run=dry_run)
 
     def rollback(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
-        """Make an earlier release the current one again, byte by byte; returns what was done."""
+        """Make an earlier release the current one again, byte for byte; return the changes."""
         with nullcontext() if dry_run else self.exclusive(progress):
             state = self.state()
             chosen = find_release(state.releases, tag, self.address)
@@ -252,15 +255,15 @@ class Destination(ABC):
             return self._switch(chosen, state, "Roll back to", dry_run=dry_run)
 
     def prune(self, *, keep: int, dry_run: bool, progress: Progress) -> Sequence[Operation]:
-        """Remove all but the newest releases, never the current one or a candidate; returns what was done."""
+        """Remove all but the newest ``keep`` releases, the current one and candidates; return the changes."""
         with nullcontext() if dry_run else self.exclusive(progress):
-            gone = (*outdated(self.releases(), keep=keep), *self.hidden())
+            removed = (*outdated(self.releases(), keep=keep), *self.hidden())
             if not dry_run:
-                gone = tuple(release for release in gone if self._remove(release, progress))
-            return tuple(Operation("remove", release.tag, release.size) for release in gone)
+                removed = tuple(release for release in removed if self._remove(release, progress))
+            return tuple(Operation("remove", release.tag, release.size) for release in removed)
 
     def manifest_of(self, release: ListedRelease) -> bytes:
-        """The bytes of a release's manifest, for which its tag vouches; raises `DamagedError` for others."""
+        """Return the bytes of a release's manifest; `DamagedError` when they do not match the release's tag."""
         raw = self.read(release, MANIFEST)
         if raw is None or not manifest.identity(raw).startswith(self.expected_identity(release)):
             state = "missing" if raw is None else f"not that of {release.tag}"
@@ -270,18 +273,18 @@ class Destination(ABC):
         return raw
 
     def _is_due(self, release: ListedRelease, state: DestinationState, *, candidate: bool) -> bool:
-        """Whether a publication still has to point to its release.
+        """Return whether a publication still has to move the pointer to its release.
 
-        Not to one that was published to its end: another may be current because somebody went back to it.
+        It does not for a finished release: another one may be current because somebody rolled back to it.
         """
         there = state.find(release.tag)
-        known = there is not None and release.tag not in state.unfinished
-        if known and (candidate or state.current is not None):
+        finished = there is not None and release.tag not in state.unfinished
+        if finished and (candidate or state.current is not None):
             return False
         return there is None or not (there.current or (candidate and there.candidate))
 
     def _point(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
-        """What readers had is finished first: a publication that was cut off stays so then."""
+        """Move the pointer, but first finish the former current release, which would stay unfinished after that."""
         if not candidate and state.current is not None and state.current.tag in state.unfinished:
             self.finish(state.current)
         self.set_pointer(release, state, why, candidate=candidate)
@@ -289,7 +292,7 @@ class Destination(ABC):
             self.withdraw([release, *([] if state.current is None else [state.current])])
 
     def _remove(self, release: ListedRelease, progress: Progress) -> bool:
-        """Remove a release; return False where somebody has chosen it since the list was made."""
+        """Remove a release; return False if somebody promoted or rolled back to it since it was listed."""
         if not self.is_in_use(release):
             progress.say(f"removing {release.tag}")
             self.hide(release)
@@ -305,7 +308,7 @@ class Destination(ABC):
     def _switch(
         self, release: ListedRelease, state: DestinationState, why: str, *, dry_run: bool
     ) -> Sequence[Operation]:
-        """Each file's size is compared, not its digest: going back must not take the time of reading a model."""
+        """Make the release current. File sizes are checked and not digests: a rollback must not read a whole model."""
         if not release.current:
             raw = self.manifest_of(release)
             manifest.require_sizes(raw, self.sizes(release), f"{self.address}: {release.tag}")
@@ -318,13 +321,13 @@ class Destination(ABC):
 
 
 def listed_release(release: Release, revision: str) -> ListedRelease:
-    """A release as a place lists it."""
+    """Return a local release as a destination would list it."""
     title, created, _ = manifest_summary(release.files[MANIFEST].path.read_bytes())
     return ListedRelease(release.tag, revision, created or day_in(release.tag), title, False, False, release.size)
 
 
 def pointer_moved(address: str, pointer: str, now: str | None, tag: str) -> StageError:
-    """Return what is said where somebody moved a pointer after the state was looked at."""
+    """Return the error for a pointer that somebody moved after the snapshot."""
     return StageError(
         f"{address}: {pointer} names {now or 'nothing'} now: somebody else published meanwhile. "
         "Nothing was overwritten.",
@@ -333,77 +336,79 @@ def pointer_moved(address: str, pointer: str, now: str | None, tag: str) -> Stag
 
 
 def require_same(address: str, tag: str, there: str | None, identity: str) -> None:
-    """Raise `StageError` where a tag is of another release, by the SHA-256 of its manifest (None: no such tag)."""
+    """Raise `StageError` when the tag has another release: ``there`` is its manifest's SHA-256 (None: no such tag)."""
     if there not in (None, identity):
         raise StageError(f"{address}: {tag} is another release there, and a release never changes.")
 
 
 def manifest_summary(raw: bytes) -> tuple[str, str | None, int | None]:
-    """Title, creation and bytes of all files, as a ``quantmint.json`` says them; never raises.
+    """Return title, creation time and total bytes from the bytes of a ``quantmint.json``.
 
-    Of one that cannot be read nothing is known: a list must also show what is damaged.
+    Returns "", None, None for an unreadable one: a list must also show damaged releases.
     """
     try:
-        found = manifest.decode(raw)
+        parsed = manifest.decode(raw)
     except manifest.ManifestError:
         return "", None, None
-    return found.title, found.created, sum(file.size for file in found.files.values()) + len(raw)
+    return parsed.title, parsed.created, sum(file.size for file in parsed.files.values()) + len(raw)
 
 
 def newest_first(releases: Iterable[ListedRelease]) -> tuple[ListedRelease, ...]:
-    """Releases by when they were made; of those of one judgement the current one first, then by their tags."""
+    """Sort releases by creation time, the newest first; of equal times the current one first, then by tag."""
 
-    def age(one: ListedRelease) -> tuple[datetime, bool, str]:
-        return datetime.fromisoformat(one.created), one.current, one.tag
+    def age(release: ListedRelease) -> tuple[datetime, bool, str]:
+        return datetime.fromisoformat(release.created), release.current, release.tag
 
     return tuple(sorted(releases, key=age, reverse=True))
 
 
-def find_release(releases: Sequence[ListedRelease], tag: str, place: str) -> ListedRelease:
-    """The release of that tag; raises `UserError` with the nearest tag where there is none."""
-    found = next((release for release in releases if release.tag == tag), None)
-    if found is None:
+def find_release(releases: Sequence[ListedRelease], tag: str, address: str) -> ListedRelease:
+    """Return the release with this tag; raise `UserError` with the nearest tag when there is none."""
+    match = next((release for release in releases if release.tag == tag), None)
+    if match is None:
         tags = [release.tag for release in releases]
         raise UserError(
-            f"{place} has no release {tag}{did_you_mean(tag, tags)}",
-            hint=f"`quantmint release list {place}` lists them." if tags else f"Nothing is published in {place} yet.",
+            f"{address} has no release {tag}{did_you_mean(tag, tags)}",
+            hint=f"`quantmint release list {address}` lists them."
+            if tags
+            else f"Nothing is published in {address} yet.",
         )
-    return found
+    return match
 
 
-def find_candidate(releases: Sequence[ListedRelease], tag: str | None, place: str) -> ListedRelease:
-    """The candidate of that tag, or the only one; the current release where that is named: it was promoted before.
+def find_candidate(releases: Sequence[ListedRelease], tag: str | None, address: str) -> ListedRelease:
+    """Return the candidate with this tag (None: the only one), or the current release if it has the tag.
 
-    Raises `UserError` where none waits, several do, or the tag is that of an earlier release.
+    Raises `UserError` for no candidate, for several without a tag, and for the tag of an earlier release.
     """
     candidates = [release for release in releases if release.candidate]
     if tag is not None:
-        found = find_release(releases, tag, place)
-        if not (found.candidate or found.current):
+        release = find_release(releases, tag, address)
+        if not (release.candidate or release.current):
             raise UserError(
-                f"{tag} is an earlier release of {place}, expected a candidate"
+                f"{tag} is an earlier release of {address}, expected a candidate"
                 + (f" such as {candidates[0].tag}" if candidates else ""),
-                hint=f"`quantmint release rollback {place} {tag}` makes it the current one again.",
+                hint=f"`quantmint release rollback {address} {tag}` makes it the current one again.",
             )
-        return found
+        return release
     if not candidates:
         raise UserError(
-            f"{place} has no candidate to promote", hint="`quantmint publish RECIPE --to candidate` publishes one."
+            f"{address} has no candidate to promote", hint="`quantmint publish RECIPE --to candidate` publishes one."
         )
     if len(candidates) > 1:
         tags = ", ".join(release.tag for release in candidates)
-        raise UserError(f"{place} has {len(candidates)} candidates, expected the tag of one: {tags}")
+        raise UserError(f"{address} has {len(candidates)} candidates, expected the tag of one: {tags}")
     return candidates[0]
 
 
 def outdated(releases: Sequence[ListedRelease], *, keep: int) -> tuple[ListedRelease, ...]:
-    """The releases beyond the newest ``keep``, the newest first; never the current one or a candidate.
+    """Return the releases beyond the newest ``keep``, the newest first, without the current one and candidates.
 
-    A candidate is not one of those that are counted either, because nobody can go back to what readers never had.
+    Candidates do not count towards ``keep``: nobody can roll back to a release that readers never had.
     """
     return tuple(release for release in without_candidates(releases)[keep:] if not release.current)
 
 
 def without_candidates(releases: Iterable[ListedRelease]) -> tuple[ListedRelease, ...]:
-    """Return the releases that a limit on their number counts, the newest first: all but candidates."""
+    """Return all releases but the candidates, the newest first."""
     return newest_first(release for release in releases if not release.candidate)

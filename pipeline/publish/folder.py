@@ -1,18 +1,17 @@
-"""A folder as a place to publish to: a reader finds the old release or the new one and never a mixture.
+"""A folder as a destination: a reader gets the old release or the new one and never a mixture.
 
     published/llama70b-fp8kv -> .releases/llama70b-fp8kv/v20261121-3f1c0a52
     published/.releases/llama70b-fp8kv/v20261121-3f1c0a52/
     published/.releases/llama70b-fp8kv/candidate -> v20261122-90ab12cd
 
-A release is copied under a temporary name, checked against its digests on the way, put on the disk, and renamed whole.
-Then one rename of a symbolic link makes it the current one, as it does in a promotion and in a rollback. Of a release
-that was damaged, each file that differs is replaced by itself, so that readers never lose the folder.
+A release is copied under a temporary name, checked against its digests during the copy, fsynced, and renamed as a
+whole. Then one rename of a symbolic link makes it the current one; promotions and rollbacks do the same. In a damaged
+release each differing file is replaced on its own, so that readers never lose the folder.
 
-Publishers exclude each other by a lock. One that was paused for longer than the lock lasts goes on beside its
-successor: before each step that cannot be undone it looks whether the lock is still its own, and a temporary folder is
-renamed before it is emptied, so that no half of one can become a release. A crash leaves at most folders with a
-temporary name, which the next publication removes, and the link ``pending``: it names the release whose publication was
-not finished.
+A lock keeps publishers apart. A publisher that was paused for longer than the lock lasts continues beside its
+successor. So it checks before each irreversible step that it still has the lock, and a temporary folder is renamed
+before it is emptied, so that no half of it becomes a release. A crash leaves folders with a temporary name, which the
+next publication removes, and the link ``pending`` with the name of the unfinished release.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _PARTIAL: Final = ".partial"
 
 
 class FolderDestination(Destination):
-    """``folder/name``. Publishers exclude each other by a lock."""
+    """The published folder ``folder/name``. A lock keeps publishers apart."""
 
     @classmethod
     def of(cls, destination: Folder, name: str, home: Path, *, typed: bool = False) -> FolderDestination:
@@ -65,15 +64,15 @@ class FolderDestination(Destination):
         self._candidate = self._home / "candidate"
         self._pending = self._home / "pending"
         self._lock = Lock(self._home / "lock")
-        self._dangling: str | None = None  # what the link names although nothing of that name is there
+        self._dangling: str | None = None  # target of the link when no such release is there
 
     @property
     def address(self) -> str:
-        """The link that readers follow."""
+        """The path of the link that readers follow."""
         return str(self._link)
 
     def preflight(self, release: Release | None) -> None:
-        """What is in the way, whether the folder can be written, and whether the release fits on its disk."""
+        """Raise for a foreign file in the link's place, a read-only folder, and a disk without room for the release."""
         self._refuse_foreign()
         there = self._home
         while not there.exists():
@@ -89,14 +88,14 @@ class FolderDestination(Destination):
             )
 
     def state(self) -> DestinationState:
-        """What is there, also what is damaged."""
+        """Return a snapshot, including damaged releases."""
         current, candidate = self._current(), _target(self._candidate)
-        found = []
+        listed = []
         for path in self._home.iterdir() if self._home.is_dir() else ():
             if TAG.fullmatch(path.name) and path.is_dir():
                 raw = _read(path / MANIFEST)
                 title, created, size = manifest_summary(raw or b"")
-                found.append(
+                listed.append(
                     ListedRelease(
                         tag=path.name,
                         revision=path.name if raw is None else manifest.identity(raw),
@@ -107,33 +106,33 @@ class FolderDestination(Destination):
                         size=sum(_sizes(path).values()) if size is None else size,
                     )
                 )
-        self._dangling = None if any(release.current for release in found) else current
+        self._dangling = None if any(release.current for release in listed) else current
         pending = _target(self._pending)
-        return DestinationState(newest_first(found), frozenset(() if pending is None else (pending,)))
+        return DestinationState(newest_first(listed), frozenset(() if pending is None else (pending,)))
 
     def compare(
         self, release: Release, state: DestinationState, *, candidate: bool, progress: Progress | None
     ) -> Difference:
-        """By names and sizes, then by digests. The signature is not compared: it is the same whoever signed it."""
+        """Compare names and sizes, then digests. The signature is left out: another signer makes no other release."""
         self._refuse_foreign()
         raw = _read(self._home / release.tag / MANIFEST)
         there = None if raw is None else manifest.identity(raw)
-        if there is not None and there.startswith(identity_in(release.tag)):  # else it is damaged, and replaced
+        if there is not None and there.startswith(identity_in(release.tag)):  # else it is damaged and will be replaced
             require_same(self.address, release.tag, there, release.identity)
-        found = self._difference(release)
-        if progress is None or len(found.missing) == len(release.files):
-            return found
-        folder, missing = self._home / release.tag, set(found.missing)
+        difference = self._difference(release)
+        if progress is None or len(difference.missing) == len(release.files):
+            return difference
+        folder, missing = self._home / release.tag, set(difference.missing)
         with progress.bar(release.size, "B") as advance:
             for name, file in release.files.items():
                 if name != SIGNATURE and name not in missing and digest_of(folder / name, advance) != file.sha256:
                     missing.add(name)
-        return Difference(_manifest_last(missing), found.strays)
+        return Difference(_manifest_last(missing), difference.strays)
 
     def upload(
         self, release: Release, diff: Difference, state: DestinationState, *, candidate: bool, progress: Progress
     ) -> str:
-        """Copy what differs, each digest checked; then rename the whole, or each file where a release is mended."""
+        """Copy the differing files with digest checks; then rename the folder, or each file of a damaged release."""
         if not diff:
             return release.identity
         folder, partial = self._home / release.tag, self._fresh(release.tag)
@@ -157,11 +156,11 @@ class FolderDestination(Destination):
         return release.identity
 
     def set_pointer(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
-        """One rename of a link; it is undone where a pause just before it let another remove the release."""
+        """Rename a new link over the old one; undo it if another publisher removed the release just before."""
         self._lock.check()
-        shown, seen = self._current(), None if state.current is None else state.current.tag
-        if not candidate and shown != (seen or self._dangling):
-            raise pointer_moved(self.address, "the link", shown, release.tag)
+        current, expected = self._current(), None if state.current is None else state.current.tag
+        if not candidate and current != (expected or self._dangling):
+            raise pointer_moved(self.address, "the link", current, release.tag)
         link = self._candidate if candidate else self._link
         before, folder = link.readlink() if link.is_symlink() else None, self._home / release.tag
         if folder.is_dir():
@@ -186,52 +185,52 @@ class FolderDestination(Destination):
             fsync(self._home)
 
     def read(self, release: ListedRelease, name: str) -> bytes | None:
-        """From the disk."""
+        """Read the file, None when it is absent."""
         return _read(self._home / release.tag / name)
 
     def sizes(self, release: ListedRelease) -> dict[str, int]:
-        """From the disk."""
+        """Return the sizes of the files on disk."""
         return _sizes(self._home / release.tag)
 
     def is_in_use(self, release: ListedRelease) -> bool:
-        """By the links."""
+        """Return whether a link names the release."""
         return release.tag in (self._current(), _target(self._candidate))
 
     def hide(self, release: ListedRelease) -> None:
-        """Rename it to what is swept."""
+        """Rename the folder to a temporary name, which the next sweep removes."""
         self._lock.check()
         (self._home / release.tag).rename(self._hidden(release))
         fsync(self._home)
 
     def unhide(self, release: ListedRelease) -> None:
-        """Rename it back."""
+        """Rename the folder back."""
         with suppress(FileNotFoundError):
             self._hidden(release).rename(self._home / release.tag)
             fsync(self._home)
 
     def drop(self, release: ListedRelease) -> None:
-        """Off the disk."""
+        """Delete the hidden folder."""
         self._sweep()
 
-    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Wanted = None) -> Path:
-        """Where the release lies, or a copy whose digests were checked."""
-        found = tag or self._current()
-        if found is None:
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Wanted = None) -> Path:
+        """Return the release's own folder, or with ``into`` a copy whose digests were checked."""
+        chosen = tag or self._current()
+        if chosen is None:
             raise UserError(f"{self.address}: nothing is published there")
-        release = find_release(self.releases(), found, self.address)
+        release = find_release(self.releases(), chosen, self.address)
         folder = self._home / release.tag
         if into is None:
             return folder
-        sizes, digests = manifest.expected_files(self.manifest_of(release), self.sizes(release), str(folder), wanted)
+        sizes, digests = manifest.expected_files(self.manifest_of(release), self.sizes(release), str(folder), select)
 
         def pieces(name: str, start: int) -> Iterator[bytes]:
             return chunks(folder / name, start=start)
 
-        return fetch(into, sizes, digests, pieces, place=str(folder), progress=progress, wanted=wanted)
+        return fetch(into, sizes, digests, pieces, place=str(folder), progress=progress, wanted=select)
 
     @contextmanager
     def exclusive(self, progress: Progress) -> Iterator[None]:
-        """Alone here."""
+        """Hold the lock; remove leftovers of crashed publications first."""
         self._refuse_foreign()
         with disk_errors(self._folder):
             self._home.mkdir(parents=True, exist_ok=True)
@@ -250,7 +249,7 @@ class FolderDestination(Destination):
         return _target(self._link, (RELEASES, self._name))
 
     def _difference(self, release: Release) -> Difference:
-        """Return what differs by the names and sizes of files, and by the bytes of the manifest."""
+        """Compare the names and sizes of files, and the bytes of the manifest."""
         folder = self._home / release.tag
         present = _sizes(folder)
         missing = {name for name, file in release.files.items() if present.get(name) != file.size}
@@ -262,7 +261,7 @@ class FolderDestination(Destination):
         return Difference(_manifest_last(missing), sorted(present.keys() - release.files.keys() - {SIGNATURE}))
 
     def _fresh(self, name: str) -> Path:
-        """Return a name of this attempt alone, which is swept where the attempt does not come to its end."""
+        """Return a temporary path for this attempt, which a sweep removes if the attempt does not finish."""
         return self._home / f"{name}.{secrets.token_hex(4)}{_PARTIAL}"
 
     def _hidden(self, release: ListedRelease) -> Path:
@@ -275,9 +274,9 @@ class FolderDestination(Destination):
         fsync(link.parent)
 
     def _sweep(self) -> None:
-        """Remove what has a temporary name.
+        """Remove everything with a temporary name.
 
-        A folder is renamed first: whoever still writes there finds it whole or not at all, and never half.
+        A folder is renamed first: a publisher that still writes to it finds the whole folder or none, never a half.
         """
         for stale in self._home.glob(f"*{_PARTIAL}"):
             with suppress(FileNotFoundError):
@@ -288,7 +287,7 @@ class FolderDestination(Destination):
 
 
 def _target(link: Path, before: tuple[str, ...] = ()) -> str | None:
-    """The name that a link of ours ends with; None for what is not there, or is not ours."""
+    """Return the last part of the link's target; None for no link, and for a target outside the folder ``before``."""
     parts = link.readlink().parts if link.is_symlink() else ()
     return parts[-1] if parts and parts[:-1] == before else None
 
@@ -300,11 +299,11 @@ def _read(path: Path) -> bytes | None:
 
 
 def _mend(folder: Path, partial: Path, diff: Difference) -> None:
-    """Put files into a damaged release, the manifest last; every file is its old one or the right one."""
+    """Replace the differing files of a damaged release, the manifest last; each rename is atomic."""
     for name in diff.strays:
         (folder / name).unlink()
     for inner in sorted((path for path in folders(folder)[1:]), reverse=True):
-        with suppress(OSError):  # one that is not empty
+        with suppress(OSError):  # a folder that is not empty
             inner.rmdir()
     for name in diff.missing:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -318,5 +317,5 @@ def _manifest_last(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return {path.relative_to(folder).as_posix(): path.lstat().st_size for path in found}
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(folder).as_posix(): path.lstat().st_size for path in files}

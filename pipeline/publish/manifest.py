@@ -1,10 +1,10 @@
-"""``quantmint.json``: what a release is, what it was made from and how, and the digest of every file beside it.
+"""``quantmint.json``, the manifest of a release: its source model, its stages, and the digest of every file beside it.
 
-It is what everything else of a release is held against, so reading is strict: a key too many, a type that is wrong or a
-name that leads out of the folder is one error, and nothing of it is used. That it agrees with itself is a question of
-its own (`contradictions`), whose answers `quantmint release verify` names one by one.
+All checks of a release compare with the manifest, so reading is strict: an unknown key, a wrong type or a name that
+leads out of the folder is an error, and nothing of the file is used. `contradictions` checks that a manifest agrees
+with itself; `quantmint release verify` reports each of its sentences.
 
-It names no user, host or path: payloads hold content, by digest or by commit.
+It names no user, host or path: payloads name content by digest or by commit.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _Text = Annotated[str, StringConstraints(min_length=1)]
 
 
 class ManifestError(UserError):
-    """A file that is no ``quantmint.json`` of this schema, or not a safe one."""
+    """A file that is no ``quantmint.json`` of this schema, or that names unsafe paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """Bytes and SHA-256 in hex of a file."""
+    """The size in bytes and the SHA-256 in hex of a file."""
 
     __pydantic_config__ = _STRICT
     size: Annotated[int, Field(ge=0)]
@@ -49,7 +49,7 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """The 16-bit model: a repository at a commit, or a folder by its digest; ``files`` are SHA-256 by name."""
+    """The 16-bit source model: a repository at a commit, or a folder by its digest; ``files`` are SHA-256 by name."""
 
     __pydantic_config__ = _STRICT
     repo: _Text | None
@@ -60,7 +60,7 @@ class SourceRecord:
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """A stage's record: ``payload`` whole, so that its fingerprint recomputes; times are ISO 8601 in UTC."""
+    """A stage's record. ``payload`` is complete, so its fingerprint can be recomputed; times are ISO 8601 in UTC."""
 
     __pydantic_config__ = _STRICT
     fingerprint: _Sha256
@@ -73,7 +73,7 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True)
 class DatasetRecord:
-    """Data that shaped the ranges or the verdict.
+    """A data set behind the calibration ranges or the verdict.
 
     ``revision`` is a commit of the Hub; ``sha256`` the digest of a file, or of the names and digests of several.
     """
@@ -87,7 +87,7 @@ class DatasetRecord:
 
 @dataclass(frozen=True, slots=True)
 class ServingRecord:
-    """What answered: the runtime with its version, and the digest of its container (None outside one)."""
+    """The serving runtime with its version, and the digest of its container image (None outside a container)."""
 
     __pydantic_config__ = _STRICT
     engine: str
@@ -96,7 +96,7 @@ class ServingRecord:
 
 @dataclass(frozen=True, slots=True)
 class HardwareRecord:
-    """Names of devices: where the checkpoint was computed, where it was measured, what the recipe is meant for."""
+    """Names of devices: of the quantization, of the measurements, and of the recipe's target."""
 
     __pydantic_config__ = _STRICT
     quantized_on: str | None
@@ -108,10 +108,10 @@ class HardwareRecord:
 class Manifest:
     """The content of ``quantmint.json``.
 
-    ``artefact`` is the digest of the checkpoint's files as the gate recorded it; ``created`` when the gate had judged;
-    ``recipe`` the resolved recipe without where it goes, ``tools`` the versions of all stages (several of one tool,
-    where stages were made at different times, are joined by ", "); ``files`` everything but the manifest itself and
-    the signature; ``quantmint`` the version that assembled the release.
+    ``artefact`` is the digest of the checkpoint's files in the gate's record; ``created`` the time of the judgement;
+    ``recipe`` the resolved recipe without its destinations; ``tools`` the versions of all stages' tools (different
+    versions of one tool are joined by ", "); ``files`` all files but the manifest itself and the signature;
+    ``quantmint`` the version that assembled the release.
     """
 
     __pydantic_config__ = _STRICT
@@ -137,7 +137,7 @@ _ADAPTER: Final = TypeAdapter(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of ``quantmint.json``, the same for the same content. Raises `ManifestError` where `decode` would."""
+    """Return the bytes of ``quantmint.json``, equal for equal content. Raises `ManifestError` when `decode` would."""
     text = json.dumps(asdict(manifest), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     raw = f"{text}\n".encode()
     decode(raw, what="the manifest to be written")
@@ -145,7 +145,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read(path: Path) -> Manifest:
-    """Read a manifest. Raises `ManifestError`."""
+    """Read a manifest from a file. Raises `ManifestError`."""
     try:
         size = path.stat().st_size
         if size > LARGEST:
@@ -156,10 +156,10 @@ def read(path: Path) -> Manifest:
 
 
 def decode(raw: bytes, *, what: str = "quantmint.json") -> Manifest:
-    """Read a manifest from its bytes; ``what`` is what an error calls it. Raises `ManifestError`."""
+    """Parse a manifest. Raises `ManifestError`, which calls it ``what``."""
     try:
-        if (found := strict_object(raw).get("schema")) != SCHEMA:
-            raise ValueError(f"found schema {found!r}, this version of quantmint reads {SCHEMA}")
+        if (schema := strict_object(raw).get("schema")) != SCHEMA:
+            raise ValueError(f"found schema {schema!r}, this version of quantmint reads {SCHEMA}")
         manifest = _ADAPTER.validate_json(raw)
         require_safe([*manifest.files, *manifest.base.files])
         listed = [name for name in UNLISTED if name in manifest.files]
@@ -173,40 +173,40 @@ def decode(raw: bytes, *, what: str = "quantmint.json") -> Manifest:
 
 
 def identity(raw: bytes) -> str:
-    """The identity of a release: SHA-256 in hex of the bytes of its ``quantmint.json``."""
+    """Return the identity of a release: the SHA-256 in hex of the bytes of its ``quantmint.json``."""
     return hashlib.sha256(raw).hexdigest()
 
 
 def digests(files: Mapping[str, File]) -> dict[str, FileDigest]:
-    """What a manifest says of files, by their names in the release; itself and the signature are left out."""
+    """Return the manifest's entries of files by name, without the manifest itself and the signature."""
     return {name: FileDigest(file.size, file.sha256) for name, file in sorted(files.items()) if name not in UNLISTED}
 
 
 DAMAGED: Final = "What readers get stays as it is. Publish the release again, or choose another one."
-"""What to do about a release that is not what it was."""
+"""The hint for a damaged release."""
 
 
 def require_sizes(raw: bytes, sizes: Mapping[str, int], place: str) -> None:
-    """Raise `DamagedError` where what lies there, by ``sizes`` in bytes, is not what its manifest lists."""
+    """Raise `DamagedError` when the ``sizes`` in bytes of the files at a destination differ from its manifest."""
     for name, file in decode(raw, what=f"{place}/{MANIFEST}").files.items():
         if sizes.get(name) != file.size:
-            found = f"found {sizes[name]:,} bytes" if name in sizes else "it is missing"
-            raise DamagedError(f"{place} is damaged: {name}: {found}, expected {file.size:,} bytes", hint=DAMAGED)
+            actual = f"found {sizes[name]:,} bytes" if name in sizes else "it is missing"
+            raise DamagedError(f"{place} is damaged: {name}: {actual}, expected {file.size:,} bytes", hint=DAMAGED)
 
 
 def expected_files(
-    raw: bytes, present: Mapping[str, int], place: str, wanted: Wanted = None
+    raw: bytes, present: Mapping[str, int], place: str, select: Wanted = None
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Sizes and digests of the files that a release is to be fetched as, its manifest last.
+    """Return sizes and SHA-256 by name of the files to fetch for a release, the manifest last.
 
-    ``present`` are the bytes of what lies there: of the signature nobody knows a digest, and what is no file of the
-    release, but wanted, is an `OtherBytesError`, as a reader would load whatever weights lie there.
+    ``present`` are the sizes of the files at the destination. The signature has no digest. Raises `OtherBytesError` for
+    a selected file that the manifest does not list: a reader would load any weights in the folder.
     """
     files = decode(raw, what=f"{place}/{MANIFEST}").files
     sizes = {name: file.size for name, file in files.items()}
     sizes |= {name: present[name] for name in (SIGNATURE,) if name in present}
     sizes[MANIFEST] = len(raw)
-    strays = [name for name in sorted(present.keys() - sizes.keys()) if wanted is None or wanted(name)]
+    strays = [name for name in sorted(present.keys() - sizes.keys()) if select is None or select(name)]
     if strays:
         raise OtherBytesError(
             f"{place}: {strays[0]} is no file of the release", hint="Publishing the release again removes it."
@@ -215,55 +215,55 @@ def expected_files(
 
 
 def contradictions(manifest: Manifest) -> tuple[str, ...]:
-    """Where a manifest does not agree with itself, one sentence each; empty for one that does.
+    """Return a sentence for each contradiction within a manifest.
 
-    Fingerprints are recomputed, inputs followed, and what the gate's inputs say of base and recipe is compared.
+    Recomputes the fingerprints, follows the inputs of stages, and compares base, recipe and time with the stages.
     """
-    found: list[str] = []
+    sentences: list[str] = []
     if fingerprint(manifest.recipe) != manifest.recipe_fingerprint:
-        found.append("recipe_fingerprint is not the fingerprint of the recipe")
-    known = {made.fingerprint for made in manifest.stages.values()}
-    used: dict[str, set[str]] = {}
-    for key, made in manifest.stages.items():
-        if fingerprint(made.payload) != made.fingerprint:
-            found.append(f"stages.{key}.fingerprint is not the fingerprint of its payload")
-        used[key] = set(made.payload["inputs"].values())
-        if not used[key] <= known:
-            found.append(f"stages.{key} was made from a stage that is not listed")
-        if made.version != made.payload["version"]:
-            found.append(f"stages.{key}.version is not that of its payload")
+        sentences.append("recipe_fingerprint is not the fingerprint of the recipe")
+    fingerprints = {stage.fingerprint for stage in manifest.stages.values()}
+    inputs: dict[str, set[str]] = {}
+    for key, stage in manifest.stages.items():
+        if fingerprint(stage.payload) != stage.fingerprint:
+            sentences.append(f"stages.{key}.fingerprint is not the fingerprint of its payload")
+        inputs[key] = set(stage.payload["inputs"].values())
+        if not inputs[key] <= fingerprints:
+            sentences.append(f"stages.{key} was made from a stage that is not listed")
+        if stage.version != stage.payload["version"]:
+            sentences.append(f"stages.{key}.version is not that of its payload")
     for key in _NEEDED:
         if key not in manifest.stages:
-            found.append(f"stages lacks {key}")
-        elif key != "report" and manifest.stages[key].fingerprint not in used.get("report", ()):
-            found.append(f"the report does not rest on stage {key}")
+            sentences.append(f"stages lacks {key}")
+        elif key != "report" and manifest.stages[key].fingerprint not in inputs.get("report", ()):
+            sentences.append(f"the report does not rest on stage {key}")
     if "gate" in manifest.stages and manifest.stages["gate"].finished != manifest.created:
-        found.append("created is not when the gate had judged")
+        sentences.append("created is not when the gate had judged")
     if "source" in manifest.stages:
         base = manifest.base
-        named = {"sha256": base.sha256} if base.repo is None else {"repo": base.repo, "commit": base.commit}
-        if manifest.stages["source"].payload["settings"] != named:
-            found.append("base is not what the stage source was given")
+        settings = {"sha256": base.sha256} if base.repo is None else {"repo": base.repo, "commit": base.commit}
+        if manifest.stages["source"].payload["settings"] != settings:
+            sentences.append("base is not what the stage source was given")
     if manifest.recipe["name"] != manifest.name:
-        found.append("name is not that of the recipe")
-    return tuple(found)
+        sentences.append("name is not that of the recipe")
+    return tuple(sentences)
 
 
 def strict_object(raw: bytes) -> dict[str, Any]:
-    """One JSON object whose keys are all different: of two alike readers take different ones. Raises `ValueError`."""
+    """Parse one JSON object without duplicate keys, of which readers would take different ones. Raises `ValueError`."""
 
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+    def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        items = dict(pairs)
+        if len(items) < len(pairs):
             keys = [key for key, _ in pairs]
             raise ValueError(f"found the key {max(keys, key=keys.count)!r} twice in one object")
-        return found
+        return items
 
-    def no_number(text: str) -> NoReturn:
+    def refuse_constant(text: str) -> NoReturn:
         raise ValueError(f"found {text}, which JSON has no number for")
 
     try:
-        data = json.loads(raw, object_pairs_hook=once, parse_constant=no_number)
+        data = json.loads(raw, object_pairs_hook=unique_keys, parse_constant=refuse_constant)
     except RecursionError as error:
         raise ValueError(f"found too deep a nesting: {error}") from None
     if not isinstance(data, dict):
@@ -272,8 +272,8 @@ def strict_object(raw: bytes) -> dict[str, Any]:
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first thing that is wrong, with its place and what was found there, on one line."""
+    """Return the first validation error in one line, with its path and the value there."""
     fault = error.errors(include_url=False)[0]
-    place = ".".join(map(str, fault["loc"])) or "the whole"
+    path = ".".join(map(str, fault["loc"])) or "the whole"
     shown = repr(fault.get("input"))
-    return f"{place}: found {shown if len(shown) <= 60 else shown[:60] + '...'}: {fault['msg']}"
+    return f"{path}: found {shown if len(shown) <= 60 else shown[:60] + '...'}: {fault['msg']}"

@@ -1,12 +1,11 @@
-"""How a release was made, in words that others read: in-toto's statement with SLSA's predicate, and a CycloneDX bill.
+"""The provenance of a release in standard forms: an in-toto statement with SLSA's predicate, and a CycloneDX SBOM.
 
 The statement is in-toto's Statement v1 (https://in-toto.io/Statement/v1) with SLSA's provenance v1
-(https://slsa.dev/spec/v1.0/provenance); what the parameters of this build type mean is said in docs/provenance.md. It
-is what the publisher says: it claims no SLSA level, and it is worth as much as the signature over the release.
+(https://slsa.dev/spec/v1.0/provenance); docs/provenance.md explains the parameters of the build type. It is the
+publisher's own statement: it claims no SLSA level, and deserves as much trust as the signature over the release.
 
-The bill of materials lists what the stages kept of the environments that they ran in, a distribution that several
-stages ran on once; a stage that kept no environment adds the tools that its record names. Both are readings of one
-`Manifest`, so that none says what another does not.
+The bill of materials lists the distributions in the stages' recorded environments, each once; a stage without a
+recorded environment adds the tools of its record. Both documents follow from one `Manifest`, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ if TYPE_CHECKING:
     from cyclonedx.model.license import License
 
 
-ABSENT: Final = "absent"  # what `pipeline.base.machine.versions` says of a distribution that is not there
+ABSENT: Final = "absent"  # the version of an absent distribution in `pipeline.base.machine.versions`
 
 
 STATEMENT_TYPE: Final = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE: Final = "https://slsa.dev/provenance/v1"
 BUILDER: Final = "pkg:generic/quantmint"
 BUILD_TYPE: Final = f"{BUILDER}?build_type=1#docs/provenance.md"
-"""The page of the repository that says what the parameters mean; the number changes when that meaning does."""
+"""The page of the repository that explains the parameters; the number changes with their meaning."""
 
 _BYPRODUCTS = (f"{EVIDENCE}/gate.json", f"{EVIDENCE}/report.html", f"{EVIDENCE}/report.json")
 
@@ -47,9 +46,9 @@ Descriptor = dict[str, Any]
 
 
 def statement(manifest: Manifest, files: Mapping[str, File]) -> dict[str, Any]:
-    """The statement over a release's files, by their names there; those that the manifest lists are not read.
+    """Return the in-toto statement over a release's files, by their names in the release; no file is read.
 
-    The manifest and the signature come after the statement and are no subjects of it; nor is it one of itself.
+    The manifest and the signature are written later and are no subjects, nor is the statement itself.
     """
     subjects = sorted(name for name in files if name not in (*UNLISTED, PROVENANCE))
     return {
@@ -63,15 +62,15 @@ def statement(manifest: Manifest, files: Mapping[str, File]) -> dict[str, Any]:
                 "internalParameters": {
                     "artefact": manifest.artefact,
                     "stages": {
-                        key: {"fingerprint": made.fingerprint, "version": made.version}
-                        for key, made in manifest.stages.items()
+                        key: {"fingerprint": stage.fingerprint, "version": stage.version}
+                        for key, stage in manifest.stages.items()
                     },
                 },
                 "resolvedDependencies": [
                     *_model(manifest.base),
                     *(descriptor for dataset in manifest.datasets for descriptor in _data(dataset)),
                     *_serving(manifest.serving.image),
-                    # What is installed has no digest of its own; of each version that a stage had, one.
+                    # Installed distributions have no digest; one entry for each version.
                     *(
                         {"name": name, "uri": purl(name, version)}
                         for name, versions in manifest.tools.items()
@@ -83,8 +82,8 @@ def statement(manifest: Manifest, files: Mapping[str, File]) -> dict[str, Any]:
                 "builder": {"id": BUILDER, "version": {"quantmint": manifest.quantmint}},
                 "metadata": {
                     "invocationId": manifest.stages["gate"].fingerprint,
-                    "startedOn": min(made.started for made in manifest.stages.values()),
-                    "finishedOn": max(made.finished for made in manifest.stages.values()),
+                    "startedOn": min(stage.started for stage in manifest.stages.values()),
+                    "finishedOn": max(stage.finished for stage in manifest.stages.values()),
                 },
                 "byproducts": [
                     {"name": name, "digest": {"sha256": files[name].sha256}} for name in _BYPRODUCTS if name in files
@@ -95,27 +94,27 @@ def statement(manifest: Manifest, files: Mapping[str, File]) -> dict[str, Any]:
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
-    """The statement's bytes: the same for the same content."""
+    """Return the statement's bytes, equal for equal content."""
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def purl(name: str, version: str) -> str:
-    """A distribution of Python as a package URL; a local version's plus sign is escaped, as purl-spec asks."""
+    """Return the package URL of a Python distribution; purl-spec requires a local version's plus sign escaped."""
     return f"pkg:pypi/{name.lower().replace('_', '-')}@{quote(version, safe='')}"
 
 
 def _model(base: SourceRecord) -> Iterator[Descriptor]:
-    """The 16-bit model: its repository at a commit, and each file that was read."""
-    place = None if base.repo is None else f"hf://{base.repo}@{base.commit}"
-    if place is not None:
-        yield {"name": "base", "uri": place, "digest": {"gitCommit": base.commit}}
+    """Yield the source model's repository at its commit, and each of its files."""
+    repository = None if base.repo is None else f"hf://{base.repo}@{base.commit}"
+    if repository is not None:
+        yield {"name": "base", "uri": repository, "digest": {"gitCommit": base.commit}}
     for name, digest in base.files.items():
-        at = {} if place is None else {"uri": f"{place}/{quote(name)}"}
+        at = {} if repository is None else {"uri": f"{repository}/{quote(name)}"}
         yield {"name": f"base/{name}", **at, "digest": {"sha256": digest}}
 
 
 def _data(dataset: DatasetRecord) -> Iterator[Descriptor]:
-    """A data set by the digest of its file or at each commit that was fetched; where none is known, by its name."""
+    """Yield a data set by its file's digest, or at each of its commits, or without either by its name."""
     name = f"{dataset.role}/{dataset.name}"
     if dataset.sha256 is not None:
         yield {"name": name, "digest": {"sha256": dataset.sha256}}
@@ -128,7 +127,7 @@ def _data(dataset: DatasetRecord) -> Iterator[Descriptor]:
 
 
 def _serving(image: str | None) -> Iterator[Descriptor]:
-    """The container that served, where there was one; what served without one is among the tools."""
+    """Yield the serving container, if there was one; a runtime outside a container is among the tools."""
     if image is not None:
         digest = re.search(r"sha256:([0-9a-f]{64})", image)
         yield {"name": "serving", "uri": f"oci://{image}", **({"digest": {"sha256": digest[1]}} if digest else {})}
@@ -138,18 +137,18 @@ PYTHON: Final = "python"
 
 
 @dataclass(slots=True)
-class _Found:
-    """A version of a distribution, with the stages that ran on it."""
+class _Usage:
+    """The stages that used a version of a distribution, and its declared licence."""
 
     licence: str | None = None
     stages: set[str] = field(default_factory=set)
 
 
 def sbom(manifest: Manifest, environments: Mapping[str, Environment], files: Mapping[str, File]) -> bytes:
-    """The document as JSON (CycloneDX 1.6), for ``files`` of the checkpoint by their names in the release.
+    """Return the CycloneDX 1.6 document as JSON, for the checkpoint's ``files`` by their names in the release.
 
-    ``environments`` are by the keys of the stages that kept theirs. Neither clock nor chance has a part in it: the time
-    is that of the judgement, and the serial number follows from the content.
+    ``environments`` are the recorded ones by stage. The document is reproducible: its time is the time of the
+    judgement, and its serial number follows from the content.
     """
     from cyclonedx.model import HashAlgorithm, HashType, Property
     from cyclonedx.model.bom import Bom, BomMetaData
@@ -157,8 +156,8 @@ def sbom(manifest: Manifest, environments: Mapping[str, Environment], files: Map
     from cyclonedx.model.tool import ToolRepository
     from cyclonedx.output.json import JsonV1Dot6
 
-    used = _used(manifest, environments)
-    components = [_component(name, release, found) for (name, release), found in sorted(used.items())]
+    usages = _usages(manifest, environments)
+    components = [_component(name, release, usage) for (name, release), usage in sorted(usages.items())]
     model = Component(
         name=manifest.name,
         type=ComponentType.MACHINE_LEARNING_MODEL,
@@ -179,7 +178,7 @@ def sbom(manifest: Manifest, environments: Mapping[str, Environment], files: Map
     content = {
         "model": [manifest.name, manifest.artefact, manifest.created, manifest.title, manifest.quantmint],
         "files": {name: file.sha256 for name, file in files.items()},
-        "used": [[*key, found.licence, sorted(found.stages)] for key, found in sorted(used.items())],
+        "used": [[*key, usage.licence, sorted(usage.stages)] for key, usage in sorted(usages.items())],
     }
     author = Component(name=OURS, type=ComponentType.APPLICATION, bom_ref=f"author/{OURS}", version=manifest.quantmint)
     bom = Bom(
@@ -196,27 +195,27 @@ def sbom(manifest: Manifest, environments: Mapping[str, Environment], files: Map
     return f"{text}\n".encode()
 
 
-def _used(manifest: Manifest, environments: Mapping[str, Environment]) -> dict[tuple[str, str], _Found]:
-    """Name and version of all that stages ran on: what they kept of their environments, and the tools they name."""
-    found: dict[tuple[str, str], _Found] = {}
+def _usages(manifest: Manifest, environments: Mapping[str, Environment]) -> dict[tuple[str, str], _Usage]:
+    """Return the uses by name and version, from the stages' recorded environments and the tools of their records."""
+    usages: dict[tuple[str, str], _Usage] = {}
 
     def add(name: str, version: str, stage: str, licence: str | None = None) -> None:
-        one = found.setdefault((name.lower().replace("_", "-"), version), _Found())
-        one.licence = one.licence or licence
-        one.stages.add(stage)
+        usage = usages.setdefault((name.lower().replace("_", "-"), version), _Usage())
+        usage.licence = usage.licence or licence
+        usage.stages.add(stage)
 
     for stage, environment in environments.items():
         add(PYTHON, environment.python, stage, "PSF-2.0")
         for name, distribution in environment.distributions.items():
             add(name, distribution.version, stage, distribution.licence)
-    for stage, made in manifest.stages.items():
-        for name, version in made.tools.items():
+    for stage, record in manifest.stages.items():
+        for name, version in record.tools.items():
             if version != ABSENT:
                 add(name, version, stage)
-    return found
+    return usages
 
 
-def _component(name: str, version: str, found: _Found) -> Component:
+def _component(name: str, version: str, usage: _Usage) -> Component:
     from cyclonedx.model import Property
     from cyclonedx.model.component import Component, ComponentType
     from packageurl import PackageURL
@@ -229,21 +228,21 @@ def _component(name: str, version: str, found: _Found) -> Component:
         bom_ref=str(purl),
         version=version,
         purl=purl,
-        licenses=_licences(found.licence),
-        properties=[Property(name="quantmint:stages", value=" ".join(sorted(found.stages)))],
+        licenses=_licences(usage.licence),
+        properties=[Property(name="quantmint:stages", value=" ".join(sorted(usage.stages)))],
     )
 
 
-def _licences(said: str | None) -> list[License]:
-    """What a distribution declares: an identifier or an expression of SPDX, or a name that is neither."""
+def _licences(declared_licence: str | None) -> list[License]:
+    """Return a declared licence as an SPDX identifier, an SPDX expression, or a name."""
     from cyclonedx.model.license import DisjunctiveLicense, LicenseAcknowledgement, LicenseExpression
     from cyclonedx.spdx import fixup_id, is_expression
 
-    if said is None:
+    if declared_licence is None:
         return []
-    known, declared = fixup_id(said), LicenseAcknowledgement.DECLARED
-    if known is not None:
-        return [DisjunctiveLicense(id=known, acknowledgement=declared)]
-    if is_expression(said):
-        return [LicenseExpression(said, acknowledgement=declared)]
-    return [DisjunctiveLicense(name=said, acknowledgement=declared)]
+    identifier, declared = fixup_id(declared_licence), LicenseAcknowledgement.DECLARED
+    if identifier is not None:
+        return [DisjunctiveLicense(id=identifier, acknowledgement=declared)]
+    if is_expression(declared_licence):
+        return [LicenseExpression(declared_licence, acknowledgement=declared)]
+    return [DisjunctiveLicense(name=declared_licence, acknowledgement=declared)]

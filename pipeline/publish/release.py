@@ -1,14 +1,14 @@
-"""A release: the files that go out together, each with its digest, and the name that they get.
+"""A release: the files that are published together, each with its digest, and their tag.
 
     README.md                            the card
-    quantmint.json                       what it is and how it was made, with the digest of every file below and above
+    quantmint.json                       the manifest: how it was made, and the digest of every other file
     config.json, *.safetensors, ...      the checkpoint
-    .eval_results/*.yaml                 scores as the Hub reads them
+    .eval_results/*.yaml                 scores in the Hub's form
     quantmint/                           evidence: gate.json, samples/, report.html, recipe.yaml, provenance, SBOM
-    model.sig                            signature over all of them, where the recipe asks for one
+    model.sig                            signature over all of them, if the recipe asks for one
 
-``quantmint.json`` lists every file but itself and the signature, so its SHA-256 is the identity of the release: two
-releases of one identity are the same bytes, whoever signed them.
+``quantmint.json`` lists every file but itself and the signature. Its SHA-256 is the identity of the release: two
+releases with the same identity have the same bytes, whoever signed them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final
 from quantmint.pipeline.store.files import File
 
 EVIDENCE: Final = "quantmint"
-"""Folder of a release that holds the gate's record, the report and the recipe."""
+"""Folder of a release with the gate's record, the report and the recipe."""
 MANIFEST: Final = "quantmint.json"
 SIGNATURE: Final = "model.sig"
 CARD: Final = "README.md"
@@ -30,18 +30,18 @@ PROVENANCE: Final = f"{EVIDENCE}/provenance.intoto.json"
 SBOM: Final = f"{EVIDENCE}/sbom.cdx.json"
 RECIPE: Final = f"{EVIDENCE}/recipe.yaml"
 CARD_FACTS: Final = f"{EVIDENCE}/card.json"
-"""What the card says beside the facts of the other files; with it the card is rendered again."""
+"""The facts of the card that no other file has; `verify` renders the card again from all of them."""
 NOTICE: Final = f"{EVIDENCE}/NOTICE"
-"""What the licence of the base asks to go with the files, where it asks for it."""
+"""The notice that the base model's licence requires, if it requires one."""
 UNLISTED: Final = (MANIFEST, SIGNATURE)
-"""What the manifest cannot list: itself, and the signature that covers it."""
+"""The files that the manifest cannot list: itself, and the signature that covers it."""
 TAG: Final = re.compile(r"v\d{8}-[0-9a-f]{8}")
-"""What `tag_of` makes."""
+"""The form of the tags of `tag_of`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What is published: ``files`` by their names in the release (posix), ``title`` one line that says what it is."""
+    """The ``files`` of a release by their posix names in it; ``title`` describes it in one line."""
 
     name: str
     tag: str
@@ -56,15 +56,15 @@ class Release:
 
 
 def tag_of(judged: datetime, identity: str) -> str:
-    """``v20261121-3f1c0a52``: the day (UTC) of the judgement and the start of the identity; no clock is asked."""
+    """Return a tag such as ``v20261121-3f1c0a52``: the day (UTC) of the judgement and the start of the identity."""
     return f"v{judged:%Y%m%d}-{identity[:8]}"
 
 
 def day_in(tag: str) -> str:
-    """Midnight (UTC) of the day that a tag carries, in ISO 8601, which sorts as days do."""
+    """Return midnight (UTC) of the day in a tag, in ISO 8601."""
     return f"{tag[1:5]}-{tag[5:7]}-{tag[7:9]}T00:00:00Z"
 
 
 def identity_in(tag: str) -> str:
-    """The start of the identity that a tag carries; "" for a name that is no tag."""
+    """Return the start of the identity in a tag, "" for a name that is no tag."""
     return tag.rpartition("-")[2] if TAG.fullmatch(tag) else ""

@@ -1,15 +1,14 @@
-"""What may be in a release: by its name, by what is really in it, and without tokens, keys and passwords.
+"""Screening of a release's files: allowed names, contents that match the names, and no tokens, keys or passwords.
 
->>> refused(["config.json", "model.safetensors", "optimizer.pt", "quantmint/gate.json"])
+>>> refused_names(["config.json", "model.safetensors", "optimizer.pt", "quantmint/gate.json"])
 ('optimizer.pt: a pickle, or may hold one, which runs code when it is loaded',)
 
-A list of what may go out, not of what may not: a file that nobody thought of stays here. Names that are refused for a
-reason which people should know come with that reason.
+The names are an allow list: an unforeseen file is not published. Known dangerous names are refused with their reason.
 
-A finding of a credential says where and of which kind, never what. The forms are those of detect-secrets, read from its
-detectors and never verified, as its verification sends what it found to whoever would accept it; ours for what it does
-not know; and the values of this process's own credentials. Left out are its detectors of high entropy, of a word beside
-a digest and of capital letters, because a release is full of digests and words.
+A found credential is reported with its place and kind, never with its value. The patterns are those of detect-secrets,
+our own for kinds that it does not know, and the values of this process's own credentials. Its online verification is
+never used: it sends a credential to the service. Its detectors of high entropy, of a word beside a digest and of
+capital letters are left out, because a release is full of digests and words.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from quantmint.pipeline.recipe.load import PROVEN_SUITE
 from quantmint.pipeline.store.files import require_safe
 
 SCORES: Final = ".eval_results"
-"""Folder of a release that the Hub reads scores from."""
+"""Folder of a release from which the Hub reads scores."""
 ATTRIBUTES: Final = ".gitattributes"
-"""What the Hub itself adds to a repository: it says which files it keeps outside git."""
+"""The Hub's own file in a repository, with the patterns of the files outside git."""
 
-# The first that fits any part of a name gives the reason; what fits none must still be of a kind that is allowed.
+# The first match with any part of a name gives the reason; a name without a match must still match _ALLOWED.
 _REASONS: Final = tuple(
     (re.compile(pattern), reason)
     for pattern, reason in (
@@ -70,7 +69,7 @@ _ALLOWED: Final = re.compile(
         )
     )
 )
-_CODE: Final = re.compile(r"[^/]+\.py")  # as the Hub's clients look for it: at the top, nowhere else
+_CODE: Final = re.compile(r"[^/]+\.py")  # the Hub's clients look for code at the top alone
 _MAGIC: Final = (
     (re.compile(rb"\x80[\x02-\x05]"), "a pickle"),
     (re.compile(rb"PK(\x03\x04|\x05\x06)"), "a zip archive, which is how `torch.save` writes a pickle"),
@@ -79,18 +78,18 @@ _MAGIC: Final = (
     (re.compile(rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd"), "a compressed file"),
     (re.compile(rb"\x7fELF|MZ.\x00|#!"), "a program"),
 )
-_HEAD = 512  # bytes; as far as the last of them looks
+_HEAD = 512  # bytes; enough for the tar magic
 
 
 def refused_names(names: Iterable[str], *, with_code: bool = False) -> tuple[str, ...]:
-    """A line for each name that must not go out: the name, and why. ``with_code`` lets Python files at the top pass."""
+    """Return a line with name and reason for each refused name; ``with_code`` allows Python files at the top."""
     names = list(names)
     try:
         require_safe(names)
     except ValueError as error:
         return (f"{error}",)
-    found = ((name, _reason(name, with_code)) for name in names)
-    return tuple(f"{name}: {reason}" for name, reason in found if reason is not None)
+    reasons = ((name, _reason(name, with_code)) for name in names)
+    return tuple(f"{name}: {reason}" for name, reason in reasons if reason is not None)
 
 
 def _reason(name: str, with_code: bool) -> str | None:
@@ -105,18 +104,18 @@ def _reason(name: str, with_code: bool) -> str | None:
 
 
 def misnamed_files(files: Mapping[str, Path]) -> tuple[str, ...]:
-    """A line for each file that is not what its name says; ``files`` are paths by their names in the release.
+    """Return a line with name and reason for each file whose content does not match its name.
 
-    Weights are read as far as their header, JSON and text whole. A symbolic link is none of them.
+    ``files`` are paths by their names in the release. Of weights only the header is read. Symbolic links are refused.
     """
-    found: dict[str, str | None] = {}
+    faults: dict[str, str | None] = {}
     for name, path in files.items():
         try:
             regular = not path.is_symlink() and stat.S_ISREG(path.stat().st_mode)
-            found[name] = _content(name, path) if regular else "not a file"
+            faults[name] = _content(name, path) if regular else "not a file"
         except (OSError, EOFError, zlib.error) as error:
-            found[name] = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    return tuple(f"{name}: {fault}" for name, fault in found.items() if fault is not None)
+            faults[name] = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    return tuple(f"{name}: {fault}" for name, fault in faults.items() if fault is not None)
 
 
 def _content(name: str, path: Path) -> str | None:
@@ -124,7 +123,7 @@ def _content(name: str, path: Path) -> str | None:
         head = file.read(_HEAD)
     magic = next((kind for pattern, kind in _MAGIC if pattern.match(head)), None)
     if name.endswith(".safetensors"):
-        # Its first bytes are a length, which may look like anything: 640 is how a pickle begins.
+        # The first bytes are a length, which may look like any magic: 640 looks like a pickle.
         try:
             read_header(path)
         except UserError as error:
@@ -146,12 +145,14 @@ def _content(name: str, path: Path) -> str | None:
 
 
 Scope = Literal["everything", "texts", "prose"]
-"""Where a form is looked for. A vocabulary holds any word, so there only what cannot be one; a word such as "password:"
-before a value proves something only in what is written for people."""
+"""The files that a detector searches. A vocabulary has any word, so only unmistakable patterns are searched there; a
+keyword such as "password:" before a value means something only in prose."""
 
-_SHORTEST = 8  # characters; a shorter value of a variable is a word that stands anywhere
+_SHORTEST = 8  # characters; a shorter value of a variable may occur anywhere
 _NAMES = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|KEY|CREDENTIALS|PAT)(_|$)")
-_WORD = re.compile(r"[A-Z]?[a-z]{0,15}|[A-Z]{0,16}|\d{0,11}")  # which no text can be kept free of
+_WORD = re.compile(
+    r"[A-Z]?[a-z]{0,15}|[A-Z]{0,16}|\d{0,11}"
+)  # ordinary words and short numbers, which occur in any text
 _EXAMPLES = re.compile(
     r"[<{$%*].*|(.)\1*|your[-_ ].*|(my|some|an?|the)[-_ ](api[-_ ]?)?(token|password|key|secret)"
     r"|.*(example|placeholder|redacted|changeme).*"
@@ -162,7 +163,7 @@ _EXAMPLES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Detector:
-    """A kind of credential; ``places`` gives the start of each that a text holds."""
+    """A kind of credential; ``places`` yields the start of each occurrence in a text."""
 
     kind: str
     scope: Scope
@@ -186,7 +187,7 @@ _KNOWN: Final[Mapping[str, str]] = {
     "Telegram token": "telegram_token.TelegramBotTokenDetector",
     "Twilio key": "twilio.TwilioKeyDetector",
 }
-# kind -> (scope, form); a group is a value that must not be an example's
+# kind -> (scope, pattern); a group matches the value, which must not be an example
 _OWN: Final[Mapping[str, tuple[Scope, str]]] = {
     "Hugging Face token": ("everything", r"(?:hf|api_org)_[A-Za-z0-9]{30,}|hf_(?:oauth|jwt)_[A-Za-z0-9._-]{20,900}"),
     "private key": ("everything", r"-----BEGIN (?:[A-Z0-9]{1,20} ){0,3}PRIVATE KEY"),
@@ -219,7 +220,7 @@ _VALUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z]{2})\S{8,}")
 
 
 def detectors(environment: Mapping[str, str] | None = None) -> tuple[Detector, ...]:
-    """Every detector; the values of ``environment`` (None: this process's) that are credentials are some of them."""
+    """Return all detectors, also for credentials in ``environment`` (None: this process's)."""
     from detect_secrets.plugins.jwt import JwtTokenDetector
     from detect_secrets.plugins.keyword import KeywordDetector
 
@@ -227,15 +228,15 @@ def detectors(environment: Mapping[str, str] | None = None) -> tuple[Detector, .
     for kind, (module, _, cls) in ((kind, name.partition(".")) for kind, name in _KNOWN.items()):
         forms = getattr(import_module(f"detect_secrets.plugins.{module}"), cls).denylist
         library.append(Detector(kind, "everything", _matching(*forms, example=False)))
-    own = (Detector(kind, scope, _matching(re.compile(form))) for kind, (scope, form) in _OWN.items())
+    ours = (Detector(kind, scope, _matching(re.compile(form))) for kind, (scope, form) in _OWN.items())
     token = Detector("JSON web token", "texts", _matching(_TOKEN, valid=JwtTokenDetector.is_formally_valid))
     word = Detector("password or key by its name", "prose", _by_keyword(KeywordDetector()))
-    return (*library, *own, token, word, *_own_values(environment))
+    return (*library, *ours, token, word, *_own_values(environment))
 
 
 def _exactly(kind: str, value: str) -> Detector:
-    """A detector of one value, as it stands or as JSON or HTML writes it."""
-    # A text is read byte by byte: see `_text`.
+    """Return a detector of one value, plain or escaped for JSON or HTML."""
+    # `_text` decodes each byte as a character.
     forms = {text.encode().decode("latin-1") for text in (value, json.dumps(value)[1:-1], html.escape(value))}
     pattern = re.compile("|".join(map(re.escape, sorted(forms))))
     return Detector(kind, "everything", lambda text: (match.start() for match in pattern.finditer(text)))
@@ -244,13 +245,13 @@ def _exactly(kind: str, value: str) -> Detector:
 def _own_values(environment: Mapping[str, str] | None) -> Iterator[Detector]:
     from huggingface_hub import get_token
 
-    found = dict(os.environ if environment is None else environment)
+    variables = dict(os.environ if environment is None else environment)
     stored = get_token() if environment is None else None
-    values = {value: f"the value of {name}" for name, value in sorted(found.items()) if _NAMES.search(name.upper())}
+    values = {value: f"the value of {name}" for name, value in sorted(variables.items()) if _NAMES.search(name.upper())}
     if stored is not None:
         values.setdefault(stored, "the Hub's token of this machine")
     for value, kind in values.items():
-        # What names a file that holds the secret is none itself.
+        # The path of a file with a secret is no secret.
         is_path = "/" in value and os.path.exists(value)  # noqa: PTH110 - a value may be too long for a path
         if len(value) >= _SHORTEST and not is_path and not _WORD.fullmatch(value):
             yield _exactly(kind, value)
@@ -259,7 +260,7 @@ def _own_values(environment: Mapping[str, str] | None) -> Iterator[Detector]:
 def _matching(
     *forms: re.Pattern[str], valid: Callable[[str], bool] = lambda _: True, example: bool = True
 ) -> Callable[[str], Iterator[int]]:
-    """Where a form stands by itself, not in the middle of a digest or a picture, and is no example (``example``)."""
+    """Return a function that yields the starts of matches outside longer words; ``example`` leaves out examples."""
 
     def places(text: str) -> Iterator[int]:
         for match in (match for form in forms for match in form.finditer(text)):
@@ -282,7 +283,7 @@ def _is_word(character: str) -> bool:
 
 
 def _by_keyword(detector: object) -> Callable[[str], Iterator[int]]:
-    """Where a line gives a password or a key by its name; what is short, a number or an example is none."""
+    """Return a function that yields the starts of lines with a named password or key, but no example or number."""
     analyze = detector.analyze_string  # type: ignore[attr-defined]
 
     def places(text: str) -> Iterator[int]:
@@ -299,7 +300,7 @@ def _by_keyword(detector: object) -> Callable[[str], Iterator[int]]:
     return places
 
 
-_HEADER = 100_000_000  # bytes of the longest header that safetensors reads
+_HEADER = 100_000_000  # bytes; safetensors reads no longer header
 _VOCABULARY = re.compile(
     r"(tokenizer|vocab|added_tokens|special_tokens_map|merges).*\.(json|txt)|.*\.(model|tiktoken|safetensors)"
 )
@@ -308,7 +309,7 @@ _PROSE = re.compile(r".*\.(ya?ml|md)")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Secret:
-    """Where something stands that others must not read, and of which kind it is; never what."""
+    """The place and kind of a credential in a file, without its value."""
 
     file: str
     line: int
@@ -319,30 +320,30 @@ class Secret:
 
 
 def find_secrets(files: Mapping[str, Path], environment: Mapping[str, str] | None = None) -> tuple[Secret, ...]:
-    """The credentials in these files, by their names in the release; each line and kind once.
+    """Return the credentials in the files, given by their names in the release; each line and kind once.
 
-    Of weights the header is read, which has room for any text; what is compressed is searched as it would be unpacked.
-    ``environment`` has variables whose values are looked for too (None: this process's, and the Hub's stored token).
-    Raises `StageError` for a file that cannot be read.
+    Of weights only the header is searched, which may have any text; compressed files are unpacked. The values of
+    credentials in ``environment`` are searched too (None: this process's, and the Hub's stored token). Raises
+    `StageError` for a file that cannot be read.
     """
-    known = detectors(environment)
-    found: set[Secret] = set()
+    all_detectors = detectors(environment)
+    secrets: set[Secret] = set()
     for name, path in files.items():
         try:
             text = _text(name, path)
         except (OSError, EOFError, zlib.error) as error:
             raise StageError(f"{path} cannot be searched for secrets: {error}") from error
-        base, wanted = name.rpartition("/")[2], ["everything"]
+        base, scopes = name.rpartition("/")[2], ["everything"]
         if base == "tokenizer_config.json" or not _VOCABULARY.fullmatch(base):
-            wanted += ["texts", "prose"] if _PROSE.fullmatch(base) else ["texts"]
-        for detector in known:
-            if detector.scope in wanted:
-                found |= {Secret(name, text.count("\n", 0, at) + 1, detector.kind) for at in detector.places(text)}
-    return tuple(sorted(found))
+            scopes += ["texts", "prose"] if _PROSE.fullmatch(base) else ["texts"]
+        for detector in all_detectors:
+            if detector.scope in scopes:
+                secrets |= {Secret(name, text.count("\n", 0, at) + 1, detector.kind) for at in detector.places(text)}
+    return tuple(sorted(secrets))
 
 
 def _text(name: str, path: Path) -> str:
-    """What a file says, a character a byte, so that no bytes are refused: of weights the header."""
+    """Return a file's text (of weights the header) in Latin-1, which decodes any byte to one character."""
     if name.endswith(".gz"):
         raw = gzip.decompress(path.read_bytes())
     elif name.endswith(".safetensors"):

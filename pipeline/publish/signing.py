@@ -1,9 +1,11 @@
-"""Signatures over the files of a release, in the form of OpenSSF's model-signing; the keys, and what a signature says.
+"""Signatures over the files of a release in the form of OpenSSF's model-signing, and the keys.
 
-Anybody can check one without us: ``python -m model_signing verify key FOLDER --signature FOLDER/model.sig
---public_key signing.pub``. The library makes and proves signatures; the files are hashed here, several at once, and
-only once. A public key is known by the SHA-256 of its PEM text, which is what a signature holds as its hint and what
-``sha256sum signing.pub`` prints. It lies beside the private key, so that a run can be planned where nobody can sign.
+    python -m model_signing verify key FOLDER --signature FOLDER/model.sig --public_key signing.pub
+
+That command verifies a signature without quantmint. The library signs and verifies; this module hashes the files,
+several at once and each only once. The fingerprint of a public key is the SHA-256 of its PEM text, which is the hint
+in a signature and the output of ``sha256sum signing.pub``. The public key lies beside the private one, so that a
+machine without the passphrase can plan a run.
 """
 
 from __future__ import annotations
@@ -33,25 +35,25 @@ if TYPE_CHECKING:
 
 _PREDICATE: Final = "https://model_signing/signature/v1.0"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_ISSUER: Final = "1.3.6.1.4.1.57264.1.8"  # object identifier of the issuer in a certificate of Fulcio
+_ISSUER: Final = "1.3.6.1.4.1.57264.1.8"  # object identifier of the issuer in Fulcio's certificates
 
 
 class SignatureError(UserError):
-    """A signature that vouches for nothing here."""
+    """A signature that is unreadable, of another signer, or over other files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signer:
-    """Who signed, by what the signature says: the SHA-256 of a public key, or an identity and who issued it."""
+    """The signer that a signature names: the SHA-256 of a public key, or an identity with its issuer."""
 
     key_sha256: str | None = None
     identity: str | None = None
     issuer: str | None = None
 
     def to_json(self) -> dict[str, str]:
-        """The kind, ``key`` or ``identity``, and what there is of the rest."""
-        known = {name: value for name, value in asdict(self).items() if value is not None}
-        return {"kind": "key" if self.identity is None else "identity", **known}
+        """Return ``kind``, "key" or "identity", and the fields that are set."""
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        return {"kind": "key" if self.identity is None else "identity", **fields}
 
     def __str__(self) -> str:
         if self.identity is not None:
@@ -61,7 +63,7 @@ class Signer:
 
 @dataclass(frozen=True, slots=True)
 class SignedStatement:
-    """A statement: what was signed by its name, SHA-256 of each file by its own, and the paths that were left out."""
+    """The signed statement: the release's name, the SHA-256 of each file by name, and the paths it leaves out."""
 
     name: str
     signer: Signer
@@ -70,7 +72,7 @@ class SignedStatement:
 
 
 def read_signature(path: Path) -> SignedStatement:
-    """Read who signed what. Raises `SignatureError` for a file that is no signature of files by SHA-256."""
+    """Read a signature without verifying it. Raises `SignatureError` unless it is one of files by SHA-256."""
     try:
         return _signed(json.loads(path.read_bytes()))
     except OSError as error:
@@ -114,12 +116,12 @@ def _signer(material: Mapping[str, Any]) -> Signer:
 def _identity(der: bytes) -> Signer:
     from cryptography import x509
 
-    found = x509.load_der_x509_certificate(der).extensions
-    names = found.get_extension_for_class(x509.SubjectAlternativeName).value
+    extensions = x509.load_der_x509_certificate(der).extensions
+    names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     plain = [str(name.value) for name in names if isinstance(name, x509.RFC822Name | x509.UniformResourceIdentifier)]
     if not plain:
         raise ValueError("its certificate names nobody")
-    values = [one.value for one in found if one.oid.dotted_string == _ISSUER]
+    values = [extension.value for extension in extensions if extension.oid.dotted_string == _ISSUER]
     # A DER string: its tag, its length in one byte, its text.
     issuers = [value.value[2:].decode() for value in values if isinstance(value, x509.UnrecognizedExtension)]
     return Signer(identity=plain[0], issuer=issuers[0] if issuers else "")
@@ -132,13 +134,13 @@ _HOW_TO = "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -aes-2
 
 
 def passphrase() -> str | None:
-    """The passphrase of the private key, from the environment; None where there is none."""
+    """Return the private key's passphrase from the environment, or None."""
     return os.environ.get(PASSPHRASE) or None
 
 
 def expected_fingerprint(private: Path) -> str | None:
-    """SHA-256 of the public key that will sign, without the passphrase where it lies in the open; else None."""
-    # `require_private` says what is wrong with a key, where that matters.
+    """Return the SHA-256 of the future signer's public key, from signing.pub or the private key; None without both."""
+    # `check_private_key` reports a wrong key.
     with suppress(UserError):
         return public_fingerprint(private.with_suffix(".pub"))
     with suppress(UserError):
@@ -146,53 +148,53 @@ def expected_fingerprint(private: Path) -> str | None:
     return None
 
 
-def check_private_key(private: Path, word: str | None) -> str:
-    """SHA-256 of the public key, after everything that would stop a signature was looked at.
+def check_private_key(private: Path, secret: str | None) -> str:
+    """Return the SHA-256 of the public key after checking that the private key can sign.
 
-    Raises `UserError` for a key or passphrase that cannot be used, and for another one's public key beside it.
+    Raises `UserError` for a key or passphrase that does not work, and for a ``.pub`` file of another key beside it.
     """
-    fingerprint = private_fingerprint(private, word)
-    beside = private.with_suffix(".pub")
-    if beside.exists() and public_fingerprint(beside) != fingerprint:
+    fingerprint = private_fingerprint(private, secret)
+    public = private.with_suffix(".pub")
+    if public.exists() and public_fingerprint(public) != fingerprint:
         raise UserError(
-            f"{beside} is not the public key of {private}.",
-            hint=f"openssl pkey -in {private.name} -pubout -out {beside.name}",
+            f"{public} is not the public key of {private}.",
+            hint=f"openssl pkey -in {private.name} -pubout -out {public.name}",
         )
     return fingerprint
 
 
-def private_fingerprint(private: Path, word: str | None) -> str:
-    """SHA-256 of the public key that belongs to a private one. Raises `UserError` that never has the passphrase."""
+def private_fingerprint(private: Path, secret: str | None) -> str:
+    """Return the SHA-256 of a private key's public key. Raises `UserError`, whose message never has the passphrase."""
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     data = _read(private, "private")
     encrypted = is_encrypted(data)
-    if encrypted and word is None:
+    if encrypted and secret is None:
         raise UserError(f"{private} has a passphrase, but {PASSPHRASE} is not set.", hint=f"Set {PASSPHRASE}.")
     try:
-        # Its own message may quote what it was given, so none of it is passed on.
-        key = load_pem_private_key(data, word.encode() if encrypted and word is not None else None)
-    except Exception:  # of whichever class it says that an algorithm is unknown
+        # The library's message may quote the passphrase, so none of it is passed on.
+        key = load_pem_private_key(data, secret.encode() if encrypted and secret is not None else None)
+    except Exception:  # the class for an unknown algorithm is not documented
         if encrypted:
             raise UserError(f"{private}: the passphrase in {PASSPHRASE} is wrong, or the file is damaged.") from None
-        raise _no_key(private, "private", "something else") from None
+        raise _wrong_key(private, "private", "something else") from None
     return _fingerprint(private, "private", key.public_key())
 
 
 def public_fingerprint(public: Path) -> str:
-    """SHA-256 of a public key's PEM text. Raises `UserError` for what is no public key on a curve that is allowed."""
+    """Return the SHA-256 of a public key's PEM text. Raises `UserError` unless it is a key on an allowed curve."""
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     data = _read(public, "public")
     try:
         key = load_pem_public_key(data)
     except Exception:  # as above
-        raise _no_key(public, "public", "a private one" if b"PRIVATE KEY" in data else "something else") from None
+        raise _wrong_key(public, "public", "a private one" if b"PRIVATE KEY" in data else "something else") from None
     return _fingerprint(public, "public", key)
 
 
 def is_encrypted(pem: bytes) -> bool:
-    """Whether a private key's PEM text asks for a passphrase (PKCS #8, or OpenSSL's older form)."""
+    """Return whether a private key's PEM text needs a passphrase (PKCS #8, or OpenSSL's older form)."""
     return b"BEGIN ENCRYPTED PRIVATE KEY" in pem or b"Proc-Type: 4,ENCRYPTED" in pem
 
 
@@ -208,22 +210,22 @@ def _fingerprint(path: Path, kind: str, key: Any) -> str:
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     if not isinstance(key, EllipticCurvePublicKey):
-        raise _no_key(path, kind, type(key).__name__.lstrip("_").removesuffix("PublicKey"))
+        raise _wrong_key(path, kind, type(key).__name__.lstrip("_").removesuffix("PublicKey"))
     if key.curve.name not in CURVES:
-        raise _no_key(path, kind, f"one on the curve {key.curve.name}")
+        raise _wrong_key(path, kind, f"one on the curve {key.curve.name}")
     return hashlib.sha256(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 
 
-def _no_key(path: Path, kind: str, found: str) -> UserError:
+def _wrong_key(path: Path, kind: str, actual: str) -> UserError:
     return UserError(
-        f"{path}: expected a {kind} key as PEM on one of the curves {', '.join(CURVES)}, found {found}.",
+        f"{path}: expected a {kind} key as PEM on one of the curves {', '.join(CURVES)}, found {actual}.",
         hint=f"Make one: {_HOW_TO}",
     )
 
 
 IGNORED: Final = (".cache/huggingface", ".git", ".gitattributes", ".github", ".gitignore", SIGNATURE)
-"""Paths that no signature covers: itself, git's, what the Hub adds to a repository and its client to a download."""
-_READERS = 8  # files at once; beyond that a disk is what limits
+"""Paths that no signature covers: the signature, git's files, and those of the Hub and its client."""
+_READERS = 8  # files at once; more are limited by the disk
 
 
 def sign(
@@ -235,11 +237,10 @@ def sign(
     passphrase: str | None = None,
     advance: Advance = lambda _: None,
 ) -> SignedStatement:
-    """Hash the files, by their names in the release, sign that, and write ``signature``; returns what it says.
+    """Hash the files, by their names in the release, sign the digests, write ``signature``, and return the statement.
 
     ``key`` is a private key as PEM; None signs with the identity of this workload, or of the person at the terminal.
-    Raises `UserError` for a key that cannot sign and where there is no identity, `StageError` where Sigstore cannot be
-    reached.
+    Raises `UserError` for a key that cannot sign and without an identity, `StageError` when Sigstore is unreachable.
     """
     from model_signing import signing
 
@@ -248,9 +249,9 @@ def sign(
         with _sigstore():
             _by_identity(config)
     else:
-        word = passphrase.encode() if passphrase is not None and is_encrypted(key.read_bytes()) else None
-        # The library asks for a string and passes it on to where only bytes are taken.
-        config.use_elliptic_key_signer(private_key=key, password=word)
+        password = passphrase.encode() if passphrase is not None and is_encrypted(key.read_bytes()) else None
+        # The library's annotation says str; it passes the value on to a function that takes only bytes.
+        config.use_elliptic_key_signer(private_key=key, password=password)
     config.set_hashing_config(_hashing(hash_files(files, advance)))
     with _sigstore() if key is None else nullcontext():
         config.sign(Path(name), signature)
@@ -260,23 +261,25 @@ def sign(
 def verify_signature(
     signature: Path, *, key: Path | None = None, identity: str | None = None, issuer: str | None = None
 ) -> SignedStatement:
-    """Prove who signed, by ``key``, a public key as PEM, or by ``identity`` and ``issuer``; returns what was signed.
+    """Verify the signer by ``key``, a public key as PEM, or by ``identity`` and ``issuer``; return the statement.
 
-    No file but the signature is read: whether they are those that were signed is for the caller to compare. Raises
-    `SignatureError`, also where it leaves out more than it may, `UserError` for a key that is none, and `StageError`
-    where Sigstore's roots cannot be fetched.
+    Only the signature is read; the caller compares its digests with the files. Raises `SignatureError` for another
+    signer, a changed signature, and one that leaves out other paths than `IGNORED`; `UserError` for a file that is no
+    public key; `StageError` when Sigstore's roots cannot be fetched.
     """
     from cryptography.exceptions import InvalidSignature
     from model_signing import verifying
     from sigstore.errors import Error
 
     signed = read_signature(signature)
-    # The library compares what it proved with this, so that no other reading of the statement gets through.
+    # The library compares the verified statement with these digests, so that no other parse of it gets through.
     config = verifying.Config().set_hashing_config(_hashing(signed.digests))
     if key is not None:
-        found = public_fingerprint(key)
-        if signed.signer.key_sha256 != found:
-            raise SignatureError(f"{signature} is signed by {signed.signer}, expected the key {found[:16]} ({key}).")
+        fingerprint = public_fingerprint(key)
+        if signed.signer.key_sha256 != fingerprint:
+            raise SignatureError(
+                f"{signature} is signed by {signed.signer}, expected the key {fingerprint[:16]} ({key})."
+            )
         config.use_elliptic_key_verifier(public_key=key)
     elif identity is not None and issuer is not None:
         if (signed.signer.identity, signed.signer.issuer) != (identity, issuer):
@@ -297,7 +300,7 @@ def verify_signature(
 
 
 def require_identity() -> None:
-    """Raise where nobody could sign without a key: no identity of this workload, no person, or no way to Sigstore."""
+    """Raise if keyless signing would fail: `UserError` without an identity, `StageError` without Sigstore."""
     from model_signing import signing
 
     with _sigstore():
@@ -317,7 +320,7 @@ def _by_identity(config: Signing) -> None:
 
 @contextmanager
 def _sigstore() -> Iterator[None]:
-    """Turn what goes wrong between here and Sigstore into an error that says so."""
+    """Raise errors of the connection to Sigstore as `StageError`."""
     import requests
     from id import IdentityError
     from sigstore.errors import Error
@@ -336,7 +339,7 @@ def _sigstore() -> Iterator[None]:
 def _hashing(digests: Mapping[str, str]) -> Any:
     from model_signing import hashing, manifest
 
-    class Known(hashing.Config):  # type: ignore[misc]
+    class KnownDigests(hashing.Config):  # type: ignore[misc]
         def hash(self, model_path: hashing.PathLike, *, files_to_hash: Any = None) -> manifest.Manifest:
             form = manifest.SerializationType.from_args(
                 {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": list(IGNORED)}
@@ -349,16 +352,16 @@ def _hashing(digests: Mapping[str, str]) -> Any:
             ]
             return manifest.Manifest(Path(os.fsdecode(model_path)).name, items, form)
 
-    return Known()
+    return KnownDigests()
 
 
 def hash_files(files: Mapping[str, Path], advance: Advance) -> dict[str, str]:
-    """SHA-256 of files by their names, several at once; ``advance`` is told of the bytes."""
+    """Return the SHA-256 of files by name, hashing several at once; ``advance`` gets the numbers of bytes."""
     lock = Lock()
 
-    def told(count: int) -> None:
+    def report(count: int) -> None:
         with lock:
             advance(count)
 
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
-        return dict(zip(files, readers.map(lambda path: digest_of(path, told), files.values()), strict=True))
+        return dict(zip(files, readers.map(lambda path: digest_of(path, report), files.values()), strict=True))

@@ -138,7 +138,7 @@ def test_fetch_into_the_cache_what_is_wanted(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     publish(bucket.place(), make_release("one"))
-    found = bucket.place().fetch(None, tag=None, progress=TOLD, wanted=lambda name: name.startswith("quantmint"))
+    found = bucket.place().fetch(None, tag=None, progress=TOLD, select=lambda name: name.startswith("quantmint"))
     assert found.is_relative_to(tmp_path / "cache" / "quantmint")
     assert sorted(path.name for path in found.rglob("*") if path.is_file()) == ["a.json", "quantmint.json"]
     assert (bucket.place().fetch(None, tag=None, progress=TOLD) / "config.json").is_file()

@@ -89,7 +89,7 @@ class RaySpread:
         here = nodes.local_facts(folders)
         with nodes.probe_files([folder.resolve() for folder in written]) as probes:
             resources = TaskResources("cpu", 0, 0)
-            for node, there in answers(_ask(new, resources, nodes.local_facts, folders, probes)):
+            for node, there in answers(_ask_nodes(new, resources, nodes.local_facts, folders, probes)):
                 nodes.require_same(node.name, there, here)
                 new.remove(node)
                 self._facts[node.id] = there
@@ -132,7 +132,7 @@ class RaySpread:
         host_memory = min(free.values(), default=0)
         if resources.gpus:
             gpu_nodes = [node for node in self.nodes if node.gpus]
-            questions = _ask(gpu_nodes, resources, free_bytes, resources.device)
+            questions = _ask_nodes(gpu_nodes, resources, free_bytes, resources.device)
             free = {node.id: memory for node, memory in answers(questions)}
         slots = {node: resources.slots(node) for node in self.nodes if node.id in free}
         workers = {
@@ -215,7 +215,7 @@ def _remote(
     return partial(ray.remote(**options, **resources.options())(tasks.run).remote, function, versions)
 
 
-def _ask(
+def _ask_nodes(
     on: Sequence[Node], resources: TaskResources, function: Callable[..., Any], *arguments: Any
 ) -> dict[Any, Node]:
     """Start ``function`` on each node; return the nodes by Ray's references."""

@@ -112,11 +112,11 @@ def answers(questions: Mapping[Any, Node]) -> Iterator[tuple[Node, Any]]:
     """
     import ray
 
-    gone = (ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
+    lost_node = (ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
     with _cluster_errors():
         for reference, node in questions.items():
             _require_connection()
-            with suppress(*gone):
+            with suppress(*lost_node):
                 try:
                     answer = ray.get(reference)
                 except ray.exceptions.RayTaskError as error:

@@ -1,5 +1,6 @@
 """A run as a job: the request, the schedulers' protocol, and how a job is followed to its end.
 
+    >>> from quantmint.pipeline.recipe.load import load_recipe
     >>> request = request_job(load_recipe("llama405b-fp8kv").recipe, "llama405b-fp8kv", store="store")
     >>> request.command("quantmint")
     ('quantmint', 'run', 'llama405b-fp8kv', '--json', '--store', 'store')

@@ -1,1 +1,1 @@
-"""A repository of the Hugging Face Hub as a place to publish to."""
+"""A repository of the Hugging Face Hub as a destination."""

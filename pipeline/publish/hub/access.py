@@ -1,6 +1,6 @@
-"""Whether a release may go to the Hub, asked before the first byte; and who sees a repository, as the recipe says.
+"""The right to publish to a repository, checked before the first byte; and the repository's visibility and gating.
 
-What closes a repository comes before the first byte, what opens it after the last one was verified.
+A change that restricts readers is made before the upload, a change that admits readers after its verification.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from quantmint.pipeline.recipe.destinations import Hub
 
 _WRITERS: Final = frozenset({"admin", "write", "contributor"})
 """Roles of an organisation's members that may create repositories (https://huggingface.co/docs/hub/organizations-security);
-a contributor writes to what it created."""
+a contributor may write to repositories that it created."""
 _TOKENS: Final = "https://huggingface.co/settings/tokens"
 PUBLIC: Final = "public"
 _SLUG: Final = re.compile(r"[^/\s]+/\S+-[0-9a-f]{24}")
 
 
 def preflight(client: HubClient, section: Hub | None) -> Repository | None:
-    """The repository, None where it would be created.
+    """Return the repository, or None if it would be created.
 
-    Raises `UserError` for the first thing that would stop a release, and the client's errors.
+    Raises `UserError` for the first obstacle to a release, and the client's errors.
     """
-    who = client.call("ask whose token it is", client.api.whoami)
+    account = client.call("ask whose token it is", client.api.whoami)
     repository = look(client)
     slug = None if section is None else section.collection
     namespace, exists = client.repo.split("/")[0], repository is not None
-    reason = _of_member(who, namespace) or _of_token(
-        who, namespace, client.repo, exists=exists, collection=slug is not None
+    reason = _of_member(account, namespace) or _of_token(
+        account, namespace, client.repo, exists=exists, collection=slug is not None
     )
     if reason is not None:
         raise UserError(f"{client.repo}: {reason}")
@@ -41,8 +41,8 @@ def preflight(client: HubClient, section: Hub | None) -> Repository | None:
     if repository is not None:
         if repository.name != client.repo:
             raise UserError(f"{client.repo} is called {repository.name} now", hint="Write its new name in the recipe.")
-        there = tree(client, repository.head)
-        if MANIFEST not in there and any(name.endswith((".safetensors", ".bin", ".gguf")) for name in there):
+        files = tree(client, repository.head)
+        if MANIFEST not in files and any(name.endswith((".safetensors", ".bin", ".gguf")) for name in files):
             raise UserError(
                 f"{client.repo} holds a model that quantmint did not publish: it has weights, and no {MANIFEST}",
                 hint="A release replaces all files. Name another repository, or remove the files that are there first.",
@@ -52,11 +52,11 @@ def preflight(client: HubClient, section: Hub | None) -> Repository | None:
     return repository
 
 
-def _of_member(who: Mapping[str, Any], namespace: str) -> str | None:
-    name = str(who.get("name"))
+def _of_member(account: Mapping[str, Any], namespace: str) -> str | None:
+    name = str(account.get("name"))
     if name == namespace:
         return None
-    roles = {str(found["name"]): str(found.get("roleInOrg", "")) for found in who.get("orgs", ())}
+    roles = {str(membership["name"]): str(membership.get("roleInOrg", "")) for membership in account.get("orgs", ())}
     if namespace not in roles:
         return f"{name} is no member of {namespace}{did_you_mean(namespace, [name, *roles])}"
     if roles[namespace] and roles[namespace] not in _WRITERS:
@@ -64,8 +64,8 @@ def _of_member(who: Mapping[str, Any], namespace: str) -> str | None:
     return None
 
 
-def _of_token(who: Mapping[str, Any], namespace: str, repo: str, *, exists: bool, collection: bool) -> str | None:
-    token = (who.get("auth") or {}).get("accessToken") or {}
+def _of_token(account: Mapping[str, Any], namespace: str, repo: str, *, exists: bool, collection: bool) -> str | None:
+    token = (account.get("auth") or {}).get("accessToken") or {}
     label = f"the token {token['displayName']!r}" if token.get("displayName") else "the token"
     if token.get("role") == "read":
         return f"{label} may only read; a token that may write is made at {_TOKENS}"
@@ -89,9 +89,9 @@ def _granted(scoped: Any, names: set[str]) -> Iterator[str]:
 
 
 def changes(repository: Repository | None, section: Hub | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What would be changed before the release is sent, and after it; nothing where there is no recipe.
+    """Return the settings to change before the upload and after it; none without a recipe's ``section``.
 
-    Raises `UserError` where the recipe says private of a repository that everybody sees.
+    Raises `UserError` when the recipe says ``private: true`` and the repository is public.
     """
     if section is None:
         return (), ()
@@ -108,7 +108,7 @@ def changes(repository: Repository | None, section: Hub | None) -> tuple[tuple[s
 
 
 def restrict(client: HubClient, repository: Repository, section: Hub | None) -> None:
-    """Let nobody in whom the recipe keeps out."""
+    """Gate the repository if the recipe says so."""
     before, _ = changes(repository, section)
     if section is not None and before:
         gated = section.gated
@@ -116,7 +116,7 @@ def restrict(client: HubClient, repository: Repository, section: Hub | None) -> 
 
 
 def settle(client: HubClient, repository: Repository, section: Hub | None) -> None:
-    """Open it where the recipe does, and have its collection list it."""
+    """Make the repository public if the recipe says so, and add it to the recipe's collection."""
     if section is None:
         return
     _, after = changes(repository, section)
@@ -126,13 +126,13 @@ def settle(client: HubClient, repository: Repository, section: Hub | None) -> No
         return
     slug, namespace = section.collection, section.repo.split("/")[0]
     if not _SLUG.fullmatch(slug):
-        made = client.call(
+        created = client.call(
             f"create the collection {slug!r}",
             lambda: client.api.create_collection(
                 section.collection, namespace=namespace, private=section.private, exists_ok=True
             ),
         )
-        slug = str(made.slug)
+        slug = str(created.slug)
     client.call(
         f"add it to the collection {slug}",
         lambda: client.api.add_collection_item(slug, item_id=client.repo, item_type="model", exists_ok=True),

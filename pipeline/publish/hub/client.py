@@ -1,7 +1,7 @@
-"""One way to ask the Hub: what is worth a second try gets it, and what goes wrong is said without secrets.
+"""Requests to the Hub, with retries, and with error messages that contain no secrets.
 
-The token is the client library's own matter: it reads HF_TOKEN or the file of ``hf auth login`` at each request. Here
-it is looked up for one reason only, to cut it out of messages.
+The client library reads the token itself at each request, from HF_TOKEN or the file of ``hf auth login``. This module
+reads it only to cut it out of messages.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _T = TypeVar("_T")
 TRIES: Final = 6
 _HUB: Final = "https://huggingface.co"
 _LONGEST_WAIT: Final = 60.0  # seconds, where the server does not say
-_PATIENCE: Final = 600.0  # seconds that a server may ask for: the Hub's windows of rate limits are 300
+_LONGEST_DELAY: Final = 600.0  # seconds that a server may ask for; the Hub's rate limits have windows of 300
 _TOKENS: Final = (
     "https://huggingface.co/settings/tokens says what a token may do; HF_TOKEN goes before what `hf auth login` stored."
 )
-_KEPT: Final = "What was sent is kept: the same command goes on."
-_SAID: Final = 4  # lines of a server's answer
+_RESUME: Final = "What was sent is kept: the same command goes on."
+_ANSWER_LINES: Final = 4
 _SECONDS: Final = re.compile(r"\s*(\d+)\s*")
 _RESET: Final = re.compile(r"\bt\s*=\s*(\d+)")  # of the header `ratelimit: "api";r=0;t=55`
 
 
 class MovedError(StageError):
-    """412: the branch is no longer where it was read; nothing was changed."""
+    """Status 412: the branch moved since it was read; nothing was changed."""
 
 
 class RefusedError(UserError):
-    """The Hub said no, or the client library by itself, and would again."""
+    """A refusal of the Hub or of the client library, which another try would repeat."""
 
 
 class MissingError(RefusedError):
-    """404: no such repository, revision or file, or none that this token may see."""
+    """Status 404: no such repository, revision or file, or none that this token may see."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubClient:
-    """The client library for one repository; ``tries`` is how often it is asked at most."""
+    """The client library for one repository; ``tries`` limits the attempts of a call."""
 
     repo: str
     api: Any
@@ -58,19 +58,18 @@ class HubClient:
     tries: int = TRIES
 
     def call(self, what: str, action: Callable[[], _T]) -> _T:
-        """The value of ``action``, tried up to ``tries`` times; ``what`` completes "cannot ...".
+        """Return the value of ``action``, tried up to ``tries`` times; ``what`` completes the message "cannot ...".
 
-        Tried again: faults of the connection, 5xx, and 429 after the time that the server names. Never another 4xx.
-        An action that changes something must bear to be repeated after its answer was lost. Raises the errors of this
-        module.
+        Connection errors, 5xx, and 429 after the server's delay are tried again, another 4xx never. An action must be
+        safe to repeat after its answer was lost. Raises the errors of this module.
         """
         from tenacity import Retrying, retry_if_exception, stop_after_attempt
 
         retrying = Retrying(
             stop=stop_after_attempt(self.tries),
             wait=_wait,
-            retry=retry_if_exception(_is_passing),
-            before_sleep=lambda state: self._tell(what, state),
+            retry=retry_if_exception(_is_retryable),
+            before_sleep=lambda state: self._warn(what, state),
             reraise=True,
         )
         try:
@@ -80,13 +79,13 @@ class HubClient:
         except Exception as error:
             raise self._translate(what, error) from None  # the library's errors quote requests
 
-    def _tell(self, what: str, state: RetryCallState) -> None:
+    def _warn(self, what: str, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
         seconds = state.next_action.sleep if state.next_action is not None else 0
         reason = _reason(error) if error is not None else "no answer"
-        told = f"{self.repo}: {what}: {reason}; try {state.attempt_number + 1} of {self.tries} in {seconds:.0f} s"
-        # On stderr where no progress is shown: who waits for a minute must know for what.
-        (self.progress or reporter_for(json=False)).warn(redact(told))
+        message = f"{self.repo}: {what}: {reason}; try {state.attempt_number + 1} of {self.tries} in {seconds:.0f} s"
+        # On stderr without a progress display: a person who waits for a minute must know why.
+        (self.progress or reporter_for(json=False)).warn(redact(message))
 
     def _translate(self, what: str, error: Exception) -> StageError | UserError:
         from huggingface_hub.errors import (
@@ -105,20 +104,20 @@ class HubClient:
                 f"{self.repo}: there is no token of the Hub: HF_TOKEN is not set, and nobody has logged in",
                 hint="Run `hf auth login`, or set HF_TOKEN to a token that may write.",
             )
-        if _is_passing(error) or (status is not None and is_transient_status(status)):
+        if _is_retryable(error) or (status is not None and is_transient_status(status)):
             where = "" if status else f"Check that {redact(os.environ.get('HF_ENDPOINT') or _HUB)} can be reached. "
-            return StageError(text, hint=f"{where}{_KEPT}", transient=True)
+            return StageError(text, hint=f"{where}{_RESUME}", transient=True)
         if status == 412:
             return MovedError(text, hint="Nothing was changed. Run the same command again.")
         if status == 404 or isinstance(error, EntryNotFoundError | RepositoryNotFoundError):
             return MissingError(text)
         if status is not None or isinstance(error, ValueError):
             return RefusedError(text, hint=_TOKENS if status in (401, 403) else None)
-        return StageError(text, hint=_KEPT)
+        return StageError(text, hint=_RESUME)
 
 
 def connect(repo: str, progress: Progress | None = None, *, tries: int = TRIES) -> HubClient:
-    """A client of the Hub, or of the server in HF_ENDPOINT; raises `UserError` where the library is not installed."""
+    """Return a client of the Hub or of the server in HF_ENDPOINT; raise `UserError` without the library."""
     try:
         import tenacity  # noqa: F401
         from huggingface_hub import HfApi
@@ -128,29 +127,29 @@ def connect(repo: str, progress: Progress | None = None, *, tries: int = TRIES) 
             f"publishing to the Hub needs {error.name}, which is not installed",
             hint="Install it: pip install 'quantmint[publish]'",
         ) from None
-    logging.getLogger(get_session.__module__).addFilter(_redacted)  # once, however often it is added
+    logging.getLogger(get_session.__module__).addFilter(_redact_record)  # once, however often it is added
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="quantmint")
     return HubClient(repo, api, progress, tries)
 
 
 def _status_of(error: BaseException) -> int | None:
-    """HTTP's status behind an error, also where the library wrapped it; None where there was no answer."""
+    """Return the HTTP status behind an error, also a wrapped one; None when there was no answer."""
     response = _response(error)
     return None if response is None else int(response.status_code)
 
 
 def redact(text: str) -> str:
-    """Without the token, without the signatures of addresses, without passwords in them."""
+    """Return the text without the token, URL signatures and passwords in URLs."""
     from huggingface_hub import get_token
 
     return errors.redact(text, os.environ, get_token())
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def _response(error: BaseException) -> Any:
@@ -158,49 +157,49 @@ def _response(error: BaseException) -> Any:
     return next((answer for answer in answers if answer is not None), None)
 
 
-def _is_passing(error: BaseException) -> bool:
-    """Whether the next try may go better: no answer at all, 5xx or 429."""
+def _is_retryable(error: BaseException) -> bool:
+    """Return whether another try may succeed: after no answer, 5xx, or 429 with an acceptable delay."""
     if type(error) is RuntimeError and error.__cause__ is None:
-        return True  # how hf_xet tells of a transfer that broke off
-    return is_transient(error) and (_asked_for(error) or 0) <= _PATIENCE
+        return True  # hf_xet's error for a broken transfer
+    return is_transient(error) and (_server_delay(error) or 0) <= _LONGEST_DELAY
 
 
 def _wait(state: RetryCallState) -> float:
-    """Seconds until the next try: what the server asks for, else 2, 4, 8, ... and up to a second of chance."""
+    """Return the seconds until the next try: the server's delay, else 2, 4, 8, ... plus up to a random second."""
     from tenacity import wait_exponential, wait_random
 
     error = state.outcome.exception() if state.outcome is not None else None
-    asked = _asked_for(error) if error is not None else None
-    if asked is not None:
-        return asked + 1
+    delay = _server_delay(error) if error is not None else None
+    if delay is not None:
+        return delay + 1
     backoff = wait_exponential(multiplier=2, min=2, max=_LONGEST_WAIT) + wait_random(0, 1)
     return float(backoff(state))
 
 
-def _asked_for(error: BaseException) -> float | None:
-    """Seconds of ``Retry-After`` or of ``ratelimit``."""
+def _server_delay(error: BaseException) -> float | None:
+    """Return the seconds of the header ``Retry-After``, for 429 also of ``ratelimit``; None without them."""
     response = _response(error)
     if response is None:
         return None
-    found = _SECONDS.fullmatch(response.headers.get("Retry-After", "")) or (
+    match = _SECONDS.fullmatch(response.headers.get("Retry-After", "")) or (
         _RESET.search(response.headers.get("ratelimit", "")) if response.status_code == 429 else None
     )
-    return float(found[1]) if found else None
+    return float(match[1]) if match else None
 
 
-def _redacted(record: logging.LogRecord) -> bool:
-    """What the library itself tries again it says in its log, which quotes signed addresses."""
+def _redact_record(record: logging.LogRecord) -> bool:
+    """Redact a record of the library's log, which quotes signed URLs when the library itself tries again."""
     record.msg, record.args = redact(record.getMessage()), ()
     return True
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong in one line: the first few of what the server said, where it said anything."""
+    """Return an error in one line: the first lines of the server's message, else of the error behind it."""
     causes = list(_causes(error))
-    said = next((str(text) for cause in causes if (text := getattr(cause, "server_message", None))), "")
+    answer = next((str(text) for cause in causes if (text := getattr(cause, "server_message", None))), "")
     status = _status_of(error)
-    if said.strip() and status is not None:
-        lines = [line for line in map(str.strip, said.splitlines()) if line]
-        return f"{status}: {'; '.join(lines[:_SAID])}"
-    told = next((cause for cause in causes if hasattr(cause, "server_message")), causes[-1])
-    return next((line for line in map(str.strip, str(told).splitlines()) if line), type(told).__name__)
+    if answer.strip() and status is not None:
+        lines = [line for line in map(str.strip, answer.splitlines()) if line]
+        return f"{status}: {'; '.join(lines[:_ANSWER_LINES])}"
+    innermost = next((cause for cause in causes if hasattr(cause, "server_message")), causes[-1])
+    return next((line for line in map(str.strip, str(innermost).splitlines()) if line), type(innermost).__name__)

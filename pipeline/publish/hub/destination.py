@@ -1,12 +1,12 @@
-"""A repository of the Hugging Face Hub as a place to publish to.
+"""A repository of the Hugging Face Hub as a destination.
 
-`main` is what readers get, and a release is a tag that never moves. Bytes go up first, where nobody sees them; then
-everything becomes visible in one commit on top of the one that was looked at: on `main`, or for a candidate on the
-branch `candidate`, or on a pull request, which is verified and merged. Its files are compared, and last comes the tag.
-Going from one release to another is one commit that gives `main` the tag's files: large ones are named again by their
-SHA-256 and sent by nobody.
+Readers get `main`, and a release is a tag that never moves. The upload comes first and is invisible. Then one commit on
+top of the commit of the snapshot shows everything: on `main`, for a candidate on the branch `candidate`, or on a pull
+request, which is verified and merged. The commit's files are compared with the release, and the tag comes last.
+A switch to another release is one commit that gives `main` the tag's files; large files are copied on the server by
+their SHA-256.
 
-Nothing is lost by any of it: what `main` was stays in its history, and the tags keep what they name.
+Nothing is lost: former states of `main` stay in its history, and the tags keep their files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from quantmint.pipeline.store.files import Wanted
 
 
 class HubDestination(Destination):
-    """``section`` is what the recipe says of it; None where a person named it, and then no setting is touched."""
+    """A repository. ``section`` is the recipe's; None if a person named the repository: its settings stay then."""
 
     @classmethod
     def of(cls, destination: Hub, name: str, home: Path, *, typed: bool = False) -> HubDestination:
@@ -52,17 +52,17 @@ class HubDestination(Destination):
 
     @property
     def address(self) -> str:
-        """organisation/name."""
+        """The repository's name, organisation/name."""
         return self.repo
 
     def preflight(self, release: Release | None) -> None:
-        """Token, rights and visibility; see `pipeline.publish.hub.access`."""
+        """Check token, rights and visibility, see `pipeline.publish.hub.access`, and the release's tag."""
         repository = access.preflight(self._client(), self.section)
         if release is not None and repository is not None:
             self._require_own(release, repository)
 
     def state(self) -> DestinationState:
-        """Refs and files of every tag; nothing where there is no repository yet."""
+        """Return the releases of all tags; an empty snapshot when there is no repository yet."""
         client = self._client()
         repository = hub.look(client)
         return (
@@ -73,7 +73,7 @@ class HubDestination(Destination):
 
     @contextmanager
     def exclusive(self, progress: Progress) -> Iterator[None]:
-        """Nobody is kept out; the client tells this progress what it waits for."""
+        """Let the client report its waits to ``progress``; the Hub has no locks."""
         self._progress = progress
         try:
             yield
@@ -81,14 +81,14 @@ class HubDestination(Destination):
             self._progress = None
 
     def releases(self) -> tuple[ListedRelease, ...]:
-        """The tagged releases, the newest first; raises `MissingError` where there is no repository."""
+        """Return the tagged releases, the newest first; raise `MissingError` when there is no repository."""
         client = self._client()
         return hub.releases(client, self._require_repository(client))
 
     def compare(
         self, release: Release, state: DestinationState, *, candidate: bool, progress: Progress | None
     ) -> Difference:
-        """With what the commit would go on top of, unless the release is tagged, or a pull request holds it."""
+        """Compare with the future commit's parent; no difference for a tagged release or one on a pull request."""
         repository: Repository | None = state.mark
         if repository is None:
             return Difference(sorted(release.files))
@@ -96,21 +96,21 @@ class HubDestination(Destination):
         if self._require_own(release, repository) or (opened and self._starts_from(opened, repository.head)):
             return Difference()
         there = hub.tree(self._client(), self._base(repository, candidate)[1])
-        other = hub.differing(there, release.files) if hub.differences(there, release) else []
-        missing = [name for name in other if name in release.files]
-        return Difference(missing, [name for name in other if name not in release.files])
+        names = hub.differing(there, release.files) if hub.differences(there, release) else []
+        missing = [name for name in names if name in release.files]
+        return Difference(missing, [name for name in names if name not in release.files])
 
     def upload(
         self, release: Release, diff: Difference, state: DestinationState, *, candidate: bool, progress: Progress
     ) -> str:
-        """Make the repository where there is none, send, commit, and compare; returns the commit."""
+        """Create the repository if needed, upload, commit, compare the commit with the release, and return its id."""
         client = self._client()
         repository = state.mark or self._create(client)
         access.restrict(client, repository, self.section)
         branch, parent = self._base(repository, candidate)
         opened = self._opened(release, repository)
         if not diff:
-            made = opened or parent
+            commit = opened or parent
         else:
             if opened is not None:
                 self._close(client, repository, opened, f"`{MAIN}` has moved since: another one takes its place.")
@@ -120,25 +120,25 @@ class HubDestination(Destination):
                     lambda: client.api.create_branch(self.repo, branch=CANDIDATE, revision=parent, exist_ok=True),
                 )
             target = CANDIDATE if candidate and not self._by_request else MAIN
-            made = self._commit(client, release, target, parent)
-        hub.require_release(client, made, release, "the commit")
-        return made
+            commit = self._commit(client, release, target, parent)
+        hub.require_release(client, commit, release, "the commit")
+        return commit
 
     def set_pointer(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
-        """Nothing where `main` holds it; else its pull request is merged, or `main` is given its files by a commit.
+        """Merge the release's pull request, or commit its files to `main`, unless `main` has them already.
 
-        A candidate waits on the branch or the pull request that it was committed to.
+        A candidate stays on the branch or the pull request that it was committed to.
         """
         if candidate:
             return
         client = self._client()
         repository = self._require_repository(client)
-        wanted = hub.tree(client, release.revision)
-        if hub.differing(hub.tree(client, repository.head), wanted):
-            self._give(client, repository, release, state, wanted, why)
+        files = hub.tree(client, release.revision)
+        if hub.differing(hub.tree(client, repository.head), files):
+            self._switch_main(client, repository, release, state, files, why)
 
     def withdraw(self, releases: Sequence[ListedRelease]) -> None:
-        """Close their open pull requests, and delete the branch ``candidate`` where it is at one of them."""
+        """Close the releases' open pull requests, and delete the branch ``candidate`` if it is at one of them."""
         client = self._client()
         repository = self._require_repository(client)
         for release in releases:
@@ -152,30 +152,30 @@ class HubDestination(Destination):
                 )
 
     def setup_operations(self, state: DestinationState) -> Sequence[Operation]:
-        """Make it, gate it, open it."""
+        """Return the creation, gating and opening of the repository that the recipe asks for."""
         before, after = access.changes(state.mark, self.section)
         kind = "private" if self.section is None or self.section.private else "public"
         created = () if state.mark is not None else (Operation("create", f"{kind} repository {self.repo}"),)
         return (*created, *(Operation("set", change) for change in (*before, *after)))
 
-    def _give(
+    def _switch_main(
         self,
         client: HubClient,
         repository: Repository,
         release: ListedRelease,
         state: DestinationState,
-        wanted: Tree,
+        files: Tree,
         why: str,
     ) -> None:
         parent = state.mark.head if state.mark is not None else repository.head
         number = repository.request_of(release.revision)
         if number is not None and self._starts_from(release.revision, repository.head):
-            self._merge(client, number, release.revision, wanted)
+            self._merge(client, number, release.revision, files)
         elif number is not None and release.tag not in repository.tags:
             raise hub.moved(self.repo, MAIN)
         else:
-            self._copy(client, release, parent, wanted, f"{why} {release.tag}")
-        names = hub.differing(hub.tree(client, MAIN), wanted)
+            self._copy(client, release, parent, files, f"{why} {release.tag}")
+        names = hub.differing(hub.tree(client, MAIN), files)
         if names:
             raise StageError(
                 f"{self.repo}: {MAIN} has not become {release.tag}: {hub.some(names)} differs",
@@ -183,7 +183,7 @@ class HubDestination(Destination):
             )
 
     def finish(self, release: ListedRelease) -> None:
-        """Tag it, where it is not tagged; open the repository and have its collection list it, as the recipe says."""
+        """Tag the commit, and apply the recipe's gating, visibility and collection."""
         client = self._client()
         repository = self._require_repository(client)
         if release.tag not in repository.tags:
@@ -192,27 +192,27 @@ class HubDestination(Destination):
         access.settle(client, repository, self.section)
 
     def read(self, release: ListedRelease, name: str) -> bytes | None:
-        """A file at the release's commit, by way of the Hub's cache."""
+        """Read a file at the release's commit through the Hub's cache, None when it is absent."""
         client = self._client()
         with suppress(MissingError):
-            found = partial(client.api.hf_hub_download, self.repo, name, revision=release.revision)
-            return Path(client.call(f"read {name} of {release.revision[:12]}", found)).read_bytes()
+            download = partial(client.api.hf_hub_download, self.repo, name, revision=release.revision)
+            return Path(client.call(f"read {name} of {release.revision[:12]}", download)).read_bytes()
         return None
 
     def sizes(self, release: ListedRelease) -> dict[str, int]:
-        """By the Hub's list."""
+        """Return the sizes in the Hub's list."""
         return {name: remote.size for name, remote in hub.tree(self._client(), release.revision).items()}
 
     def is_in_use(self, release: ListedRelease) -> bool:
-        """By the manifest on `main`, the branch ``candidate`` and the open pull requests."""
+        """Return whether `main` has its manifest, or it is at ``candidate`` or the head of an open pull request."""
         client = self._client()
         repository = self._require_repository(client)
         heads = {head for head, _ in repository.requests.values()} | {repository.branches.get(CANDIDATE)}
-        shown, tagged = (hub.tree(client, commit).get(MANIFEST) for commit in (repository.head, release.revision))
-        return release.revision in heads or (shown is not None and tagged is not None and shown == tagged)
+        current, tagged = (hub.tree(client, commit).get(MANIFEST) for commit in (repository.head, release.revision))
+        return release.revision in heads or (current is not None and tagged is not None and current == tagged)
 
     def unhide(self, release: ListedRelease) -> None:
-        """Tag its commit."""
+        """Tag the release's commit."""
         client = self._client()
         client.call(
             f"tag {release.tag}",
@@ -220,21 +220,21 @@ class HubDestination(Destination):
         )
 
     def drop(self, release: ListedRelease) -> None:
-        """Do nothing: files stay as long as the history refers to them, which only its owner can rewrite."""
+        """Do nothing: the Hub keeps files to which the history refers, and only the owner can rewrite that."""
 
     def hide(self, release: ListedRelease) -> None:
-        """Delete the tag."""
+        """Delete the release's tag."""
         client = self._client()
         with suppress(MissingError):  # the answer to an earlier try got lost
             client.call(f"delete the tag {release.tag}", lambda: client.api.delete_tag(self.repo, tag=release.tag))
 
-    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Wanted = None) -> Path:
-        """The files in ``into`` (with `.cache/huggingface/`, the client's books) or in the Hub's cache; none twice."""
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Wanted = None) -> Path:
+        """Download the files to ``into`` (with the client's `.cache/huggingface/`) or to the Hub's cache."""
         with self.exclusive(progress):
-            return hub.download(self._client(), self.revision_of(tag), into, wanted)
+            return hub.download(self._client(), self.revision_of(tag), into, select)
 
     def revision_of(self, tag: str | None) -> str:
-        """The commit of a release (None: the current one); raises `UserError` where there is none."""
+        """Return the commit of a release (None: the current one); raise `UserError` for an unknown tag."""
         client = self._client()
         repository = self._require_repository(client)
         return (
@@ -249,13 +249,13 @@ class HubDestination(Destination):
         return branch, repository.branches[branch]
 
     def _create(self, client: HubClient) -> Repository:
-        """Make the repository; another publisher may do so at the same time."""
+        """Create the repository, or take the one that another publisher created at the same time."""
         private = self.section is None or self.section.private
         client.call("create the repository", lambda: client.api.create_repo(self.repo, private=private, exist_ok=True))
         return self._require_repository(client)
 
     def _require_repository(self, client: HubClient) -> Repository:
-        """The repository; raises `MissingError`: the Hub says the same of one that a token may not see."""
+        """Return the repository; raise `MissingError`, also for one that the token may not see."""
         if (repository := hub.look(client)) is None:
             raise MissingError(
                 f"{self.repo}: there is no such repository, or this token may not see it",
@@ -264,12 +264,12 @@ class HubDestination(Destination):
         return repository
 
     def _require_own(self, release: Release, repository: Repository) -> bool:
-        """Whether the release is tagged; raises where its tag does not hold it."""
+        """Return whether the release is tagged; raise when its tag has other files."""
         tagged = repository.tags.get(release.tag)
         if tagged is None:
             return False
-        found = hub.tree(self._client(), tagged)
-        wrong = hub.differences(found, release)
+        files = hub.tree(self._client(), tagged)
+        wrong = hub.differences(files, release)
         if MANIFEST in wrong:
             raise UserError(
                 f"{self.repo}: the tag {release.tag} is there, and the {MANIFEST} that it holds is another one",
@@ -280,55 +280,61 @@ class HubDestination(Destination):
         return True
 
     def _opened(self, release: Release, repository: Repository) -> str | None:
-        """The head of the open pull request that an earlier attempt left, where it holds the release."""
+        """Return the head of the open pull request with the release that an earlier attempt left, or None."""
         titled = (head for head, title in repository.requests.values() if title == hub.title_of(release))
         return self._holding(titled, release) if self._by_request else None
 
     def _holding(self, commits: Iterable[str], release: Release) -> str | None:
-        """The first of these commits that has the release's files."""
+        """Return the first of these commits that has the release's files, or None."""
         client = self._client()
-        return next((one for one in commits if not hub.differences(hub.tree(client, one), release)), None)
+        return next((commit for commit in commits if not hub.differences(hub.tree(client, commit), release)), None)
 
     def _starts_from(self, commit: str, parent: str) -> bool:
-        """Whether a commit is the next one after ``parent``, so that merging it gives exactly its files."""
-        return [str(one.commit_id) for one in hub.history(self._client(), commit)[1:2]] == [parent]
+        """Return whether ``parent`` is the commit's parent, so that a merge gives exactly the commit's files."""
+        return [str(entry.commit_id) for entry in hub.history(self._client(), commit)[1:2]] == [parent]
 
     def _commit(self, client: HubClient, release: Release, branch: str, parent: str) -> str:
-        """The operations that make the parent's files those of the release, in one commit."""
+        """Upload the release and make its files those of the branch in one commit; return its id."""
         from huggingface_hub import CommitOperationDelete
 
-        def found() -> str | None:
+        def existing() -> str | None:
             now = self._require_repository(client)
             heads = [now.branches[branch]] if branch in now.branches else []
             return self._opened(release, now) if self._by_request else self._holding(heads, release)
 
-        gone = sorted(hub.tree(client, parent).keys() - release.files.keys())
+        removed = sorted(hub.tree(client, parent).keys() - release.files.keys())
         planned_operations = [
             *hub.upload(client, release, branch, by_request=self._by_request),
-            *(CommitOperationDelete(name, is_folder=False) for name in gone),
+            *(CommitOperationDelete(name, is_folder=False) for name in removed),
         ]
         return hub.commit(
-            client, planned_operations, hub.title_of(release), branch, parent, found=found, by_request=self._by_request
+            client,
+            planned_operations,
+            hub.title_of(release),
+            branch,
+            parent,
+            find_existing=existing,
+            by_request=self._by_request,
         )
 
-    def _copy(self, client: HubClient, release: ListedRelease, parent: str, wanted: Tree, message: str) -> None:
-        """One commit; large files are named by their SHA-256 and not sent, small ones the client sends again."""
+    def _copy(self, client: HubClient, release: ListedRelease, parent: str, files: Tree, message: str) -> None:
+        """Give `main` the release's files in one commit: large ones are copied on the server, small ones sent again."""
         from huggingface_hub import CommitOperationCopy, CommitOperationDelete
 
-        names = hub.differing(hub.tree(client, parent), wanted)
+        names = hub.differing(hub.tree(client, parent), files)
         planned_operations: list[Any] = [
             CommitOperationCopy(name, name, src_revision=release.revision)
-            if name in wanted
+            if name in files
             else CommitOperationDelete(name, is_folder=False)
             for name in names
         ]
 
-        def found() -> str | None:
-            return None if hub.differing(hub.tree(client, MAIN), wanted) else MAIN
+        def existing() -> str | None:
+            return None if hub.differing(hub.tree(client, MAIN), files) else MAIN
 
-        hub.commit(client, planned_operations, message, MAIN, parent, found=found)
+        hub.commit(client, planned_operations, message, MAIN, parent, find_existing=existing)
 
-    def _merge(self, client: HubClient, number: int, commit: str, wanted: Tree) -> None:
+    def _merge(self, client: HubClient, number: int, commit: str, files: Tree) -> None:
         def attempt() -> None:
             status = client.api.get_discussion_details(self.repo, number).status
             if status == "draft":
@@ -339,7 +345,7 @@ class HubDestination(Destination):
         try:
             client.call(f"merge pull request {number}", attempt)
         except RefusedError:
-            if hub.differing(hub.tree(client, MAIN), wanted):  # else it was merged, and the answer got lost
+            if hub.differing(hub.tree(client, MAIN), files):  # else it was merged, and the answer got lost
                 if not self._starts_from(commit, self._require_repository(client).head):
                     raise hub.moved(self.repo, MAIN) from None
                 raise

@@ -1,11 +1,11 @@
-"""A repository of the Hub: its refs, files and history as they are now, what is sent to it, and what is fetched.
+"""A repository of the Hub: its refs, files and history, uploads, commits and downloads.
 
-No byte is fetched to know whether files are a release's: the Hub tells the SHA-256 of each large file, and for the
-others the hash that git gives them, which follows from the bytes that are here.
+Files are compared without a download: the Hub reports the SHA-256 of each large file, and git's blob hash of the
+others, which is computed here from the local bytes.
 
-An object that is there is not sent again: through Xet (``hf_xet``, what huggingface.co speaks) a shard goes on in its
-middle, by LFS over HTTP an interruption costs at most the shard that was under way. Either way the client's SHA-256 is
-held against the manifest's before a commit: what changed after the gate is refused.
+The Hub does not receive an object twice. Through Xet (``hf_xet``, huggingface.co's protocol) an interrupted shard
+resumes in its middle, through LFS over HTTP from its beginning. Before a commit the client's SHA-256 is compared with
+the manifest's, so a file that changed after the gate is refused.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
 from quantmint.pipeline.store.files import File, Wanted, require_digest, require_safe
 
 MAIN: Final = "main"
-"""The branch that readers get."""
+"""The branch with the current release."""
 CANDIDATE: Final = "candidate"
-"""The branch of a release that waits to be promoted."""
-_ATTRIBUTES: Final = ".gitattributes"  # the Hub's own file: which names are large files
+"""The branch of a candidate."""
+_ATTRIBUTES: Final = ".gitattributes"  # the Hub's own file, with the patterns of large files
 
 
 _TITLE: Final = 200  # characters that the Hub takes as the title of a pull request (`HfApi.create_discussion`)
@@ -50,7 +50,7 @@ class Remote:
 
     @property
     def content(self) -> str:
-        """What names its bytes."""
+        """An identifier of the file's bytes."""
         return self.blob if self.sha256 is None else f"sha256:{self.sha256}"
 
 
@@ -59,9 +59,9 @@ Tree = Mapping[str, Remote]
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """``name`` differs from the name that was asked for where it was renamed; commits are 40 hex digits.
+    """A snapshot of a repository; after a renaming ``name`` is the new one. Commits are 40 hex digits.
 
-    ``requests`` are the head and the title of each open pull request by its number.
+    ``requests`` are head and title of the open pull requests by their numbers.
     """
 
     name: str
@@ -73,16 +73,16 @@ class Repository:
 
     @property
     def head(self) -> str:
-        """The commit of ``main``."""
+        """The commit at ``main``."""
         return self.branches[MAIN]
 
     def request_of(self, commit: str) -> int | None:
-        """The open pull request whose head is this commit."""
+        """Return the number of the open pull request with this head, or None."""
         return next((number for number, (head, _) in self.requests.items() if head == commit), None)
 
 
 def look(client: HubClient) -> Repository | None:
-    """The repository; None where there is none, or none that this token may see."""
+    """Return a snapshot of the repository; None when it does not exist or the token may not see it."""
     api, repo = client.api, client.repo
     try:
         info = client.call("read the repository", lambda: api.model_info(repo))
@@ -91,12 +91,12 @@ def look(client: HubClient) -> Repository | None:
         return None
     heads = {int(ref.ref.rpartition("/")[2]): str(ref.target_commit) for ref in refs.pull_requests or ()}
     opened: dict[int, str] = {}
-    if heads:  # a merged or closed one keeps its ref
+    if heads:  # merged and closed requests keep their refs
         opened = client.call(
             "list its pull requests",
             lambda: {
-                int(one.num): str(one.title)
-                for one in api.get_repo_discussions(repo, discussion_type="pull_request", discussion_status="open")
+                int(request.num): str(request.title)
+                for request in api.get_repo_discussions(repo, discussion_type="pull_request", discussion_status="open")
             },
         )
     return Repository(
@@ -110,22 +110,24 @@ def look(client: HubClient) -> Repository | None:
 
 
 def releases(client: HubClient, repository: Repository) -> tuple[ListedRelease, ...]:
-    """The tagged releases, the newest first.
+    """Return the tagged releases, the newest first.
 
-    One is current where `main` has its manifest: a promotion or a rollback brings that there by another commit.
+    A release is current if `main` has its manifest; after a promotion or rollback the commits differ.
     """
     tags = {name: commit for name, commit in repository.tags.items() if TAG.fullmatch(name)}
     waits = {head for head, _ in repository.requests.values()} | {repository.branches.get(CANDIDATE)}
-    shown = tree(client, repository.head).get(MANIFEST) if tags else None
+    current_manifest = tree(client, repository.head).get(MANIFEST) if tags else None
     commits: dict[str, Any] = {}
     for revision in (repository.head, *tags.values()):  # most are in the history of `main`
         if tags and revision not in commits:
             commits |= {str(commit.commit_id): commit for commit in history(client, revision)}
-    found = []
+    listed = []
     for tag, commit in tags.items():
         files = tree(client, commit)
-        current = shown is not None and MANIFEST in files and files[MANIFEST].content == shown.content
-        found.append(
+        current = (
+            current_manifest is not None and MANIFEST in files and files[MANIFEST].content == current_manifest.content
+        )
+        listed.append(
             ListedRelease(
                 tag=tag,
                 revision=commit,
@@ -136,11 +138,11 @@ def releases(client: HubClient, repository: Repository) -> tuple[ListedRelease, 
                 size=sum(file.size for file in files.values()),
             )
         )
-    return newest_first(found)
+    return newest_first(listed)
 
 
 def history(client: HubClient, revision: str) -> list[Any]:
-    """The commits that led to a revision, the newest first."""
+    """Return a revision and its ancestors, the newest first."""
     return client.call(
         f"read the history of {revision[:12]}",
         lambda: list(client.api.list_repo_commits(client.repo, revision=revision)),
@@ -148,81 +150,81 @@ def history(client: HubClient, revision: str) -> list[Any]:
 
 
 def tree(client: HubClient, revision: str) -> dict[str, Remote]:
-    """Every file at a revision by its name, without the Hub's own."""
+    """Return every file at a revision by name, without the Hub's .gitattributes."""
     from huggingface_hub.hf_api import RepoFile
 
     def listed() -> dict[str, Remote]:
-        found = {}
+        files = {}
         for entry in client.api.list_repo_tree(client.repo, revision=revision, recursive=True):
             if isinstance(entry, RepoFile):
-                found[entry.path] = Remote(entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else None)
-        found.pop(_ATTRIBUTES, None)
-        return found
+                files[entry.path] = Remote(entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else None)
+        files.pop(_ATTRIBUTES, None)
+        return files
 
     return client.call(f"read the files at {revision[:12]}", listed)
 
 
-def differing(there: Tree, wanted: Mapping[str, File | Remote]) -> list[str]:
-    """Names of the files that the two do not share, sorted."""
-    return sorted(name for name in there.keys() | wanted.keys() if not _is_same(there.get(name), wanted.get(name)))
+def differing(there: Tree, expected: Mapping[str, File | Remote]) -> list[str]:
+    """Return the sorted names of files that differ or that only one side has."""
+    return sorted(name for name in there.keys() | expected.keys() if not _is_same(there.get(name), expected.get(name)))
 
 
-def _is_same(one: Remote | None, other: File | Remote | None) -> bool:
-    """Whether two files have the same bytes; None is one that is not there."""
-    if one is None or other is None or one.size != other.size:
+def _is_same(remote: Remote | None, expected: File | Remote | None) -> bool:
+    """Return whether two files have the same bytes; False if either is absent."""
+    if remote is None or expected is None or remote.size != expected.size:
         return False
-    if isinstance(other, Remote):
-        return one.content == other.content
-    if one.sha256 is not None:
-        return one.sha256 == other.sha256
-    found = content(other)  # git's own hash, as git-hash-object(1) has it
-    return one.blob == hashlib.sha1(b"blob %d\0" % len(found) + found, usedforsecurity=False).hexdigest()
+    if isinstance(expected, Remote):
+        return remote.content == expected.content
+    if remote.sha256 is not None:
+        return remote.sha256 == expected.sha256
+    data = content(expected)  # see git-hash-object(1)
+    return remote.blob == hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 def differences(there: Tree, release: Release) -> list[str]:
-    """Names that are missing, other or too much on the Hub; whoever signed it, it is the same release."""
+    """Return the names of differing files but the signature: another signer makes no other release."""
     return [name for name in differing(there, release.files) if name != SIGNATURE]
 
 
 def require_release(client: HubClient, revision: str, release: Release, what: str) -> None:
-    """Raise `StageError` where the Hub does not hold exactly a release's files, by SHA-256 or git's hash."""
-    if other := differences(tree(client, revision), release):
+    """Raise `StageError` unless the revision has exactly the release's files; ``what`` names it in the message."""
+    if names := differences(tree(client, revision), release):
         raise StageError(
-            f"{client.repo}: {what} {revision[:20]} does not hold what was sent: {some(other)} differs",
+            f"{client.repo}: {what} {revision[:20]} does not hold what was sent: {some(names)} differs",
             hint="Look at the files there, then run the same command again.",
         )
 
 
 def some(names: Sequence[str], shown: int = 3) -> str:
-    """The first few of many."""
-    more = len(names) - shown
-    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
+    """Join the first names, with the number of the others."""
+    hidden = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def content(file: File) -> bytes:
-    """The bytes of a small file; raises `StageError` where they are not those that were judged."""
-    found = file.path.read_bytes()
-    require_digest(file, hashlib.sha256(found).hexdigest())
-    return found
+    """Return the bytes of a small file; raise `StageError` when they changed since the gate."""
+    data = file.path.read_bytes()
+    require_digest(file, hashlib.sha256(data).hexdigest())
+    return data
 
 
-def download(client: HubClient, revision: str, into: Path | None, wanted: Wanted) -> Path:
-    """The folder that holds the files of a commit; raises `UserError` for names that lead out of it."""
+def download(client: HubClient, revision: str, into: Path | None, select: Wanted) -> Path:
+    """Download a commit's files and return their folder; raise `UserError` for names that lead out of it."""
     from huggingface_hub.utils import disable_progress_bars
 
-    found = tree(client, revision)
-    if MANIFEST not in found:
+    files = tree(client, revision)
+    if MANIFEST not in files:
         raise UserError(f"{client.repo} holds no release at {revision[:12]}: it has no {MANIFEST}")
     try:
-        require_safe(found)
+        require_safe(files)
     except ValueError as error:
         raise UserError(f"{client.repo}: {error}") from None
-    names = [name for name in found if wanted is None or wanted(name)]
+    names = [name for name in files if select is None or select(name)]
     if client.progress is not None:
-        size = sum(found[name].size for name in names)
+        size = sum(files[name].size for name in names)
         client.progress.say(f"fetching {len(names)} files, {size:,} bytes, of {client.repo}@{revision[:12]}")
     if not sys.stderr.isatty():
-        disable_progress_bars()  # they are drawn over and over, which a log keeps
+        disable_progress_bars()  # a log would keep every redrawn bar
     return Path(
         client.call(
             "fetch its files",
@@ -234,10 +236,10 @@ def download(client: HubClient, revision: str, into: Path | None, wanted: Wanted
 
 
 def upload(client: HubClient, release: Release, branch: str, *, by_request: bool) -> list[Any]:
-    """Send what the Hub stores as large files; returns the operations of the commit, one for each file.
+    """Upload the large files; return the operations of the commit, one for each file.
 
-    One file at a time, each tried again by itself; small files together, and those that the Hub keeps in git itself go
-    with the commit. Raises `StageError` for a file that is not what was judged.
+    Large files are sent one at a time, each with its own retries, and small ones together; files that the Hub stores in
+    git itself go with the commit. Raises `StageError` for a file that changed since the gate.
     """
     from huggingface_hub import CommitOperationAdd
     from huggingface_hub.utils import disable_progress_bars
@@ -277,7 +279,7 @@ def upload(client: HubClient, release: Release, branch: str, *, by_request: bool
 
 
 def title_of(release: Release) -> str:
-    """The first line of the commit, and of a pull request; the listing of releases reads the title from it."""
+    """Return the title of the release's commit and pull request, from which `releases` reads the release's title."""
     return f"{release.tag}: {release.title}"[:_TITLE]
 
 
@@ -288,24 +290,24 @@ def commit(
     branch: str,
     parent: str,
     *,
-    found: Callable[[], str | None],
+    find_existing: Callable[[], str | None],
     by_request: bool = False,
 ) -> str:
-    """Make one commit on top of ``parent`` (``by_request``: on a new pull request against the branch); returns its id.
+    """Make one commit on top of ``parent`` and return its id; ``by_request``: on a new pull request to the branch.
 
-    ``found`` looks for the commit where it may be there already: its answer got lost, or another publisher made it of
-    the same release at the same time. Raises `MovedError` where the branch moved meanwhile: nothing was overwritten.
+    ``find_existing`` looks for the same commit: the answer to the request may be lost, or another publisher of the
+    release was faster. Raises `MovedError` when the branch moved meanwhile; nothing is overwritten then.
     """
     tries = 0
 
     def attempt() -> str:
         nonlocal tries
         tries += 1
-        if tries > 1 and (earlier := found()) is not None:
+        if tries > 1 and (earlier := find_existing()) is not None:
             return earlier
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # remarks on the card's metadata, which preflight has made
-            made = client.api.create_commit(
+            created = client.api.create_commit(
                 client.repo,
                 list(operations),
                 commit_message=title,
@@ -313,19 +315,19 @@ def commit(
                 parent_commit=parent,
                 create_pr=by_request,
             )
-        return str(made.oid)
+        return str(created.oid)
 
     try:
         return client.call(f"commit to {branch}", attempt)
     except MovedError:
-        earlier = found()
+        earlier = find_existing()
         if earlier is not None:
             return earlier
         raise moved(client.repo, branch) from None
 
 
 def moved(repo: str, branch: str) -> MovedError:
-    """What is said where somebody else wrote to the branch."""
+    """Return the error for a branch to which somebody else wrote."""
     return MovedError(
         f"{repo}: {branch} has moved since it was looked at: somebody else wrote to it meanwhile",
         hint="Nothing was overwritten, and what was sent is kept. Look at what is there, then run the same command "

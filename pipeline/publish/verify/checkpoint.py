@@ -1,9 +1,4 @@
-"""Whether the recipe is the manifest's and the checkpoint sound, whether the verdict follows from the numbers, and
-whether the report and the card show those: data against the evidence, tables against the record.
-
-The page of the report is drawn from its data by whoever made the release: its bytes are in the manifest, and it is
-never opened here.
-"""
+"""Checks of the recipe against the manifest, of the checkpoint's structure, and of the verdict against the numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ from quantmint.pipeline.base.canonical import difference
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.publish.release import RECIPE
 from quantmint.pipeline.publish.verify import limits
-from quantmint.pipeline.publish.verify.subject import CheckResult, ReleaseUnderTest, conclude, failure, not_checked
+from quantmint.pipeline.publish.verify.subject import ReleaseCheck, ReleaseUnderTest, conclude, failure, not_checked
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import layout_of
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
@@ -33,8 +28,8 @@ from quantmint.pipeline.recipe.schema import Quantization, Recipe
 from quantmint.pipeline.recipe.yaml_positions import parse
 
 
-def check_recipe(subject: ReleaseUnderTest) -> CheckResult:
-    """Read the recipe as a run would, and compare it with the manifest, the stage quantize and config.json."""
+def check_recipe(subject: ReleaseUnderTest) -> ReleaseCheck:
+    """Read the recipe like a run, and compare it with the manifest, the stage quantize and config.json."""
     document = parse(subject.text(RECIPE), RECIPE)
     faults = [
         f"{RECIPE}: {change.path[2:]} is {change.new!r}, quantmint.json says {change.old!r}"
@@ -47,15 +42,15 @@ def check_recipe(subject: ReleaseUnderTest) -> CheckResult:
         if faults or subject.manifest.quantmint == __version__:
             return failure("recipe", *reasons, *faults)
         return not_checked("recipe", f"quantmint {subject.manifest.quantmint} wrote it, and here {reasons[0]}")
-    asked = recipe.quantization
-    faults += [*_given(subject), *_declared(subject, asked)]
+    section = recipe.quantization
+    faults += [*_other_settings(subject), *_declared(subject, section)]
     return conclude(
-        "recipe", faults, f"{asked.scheme}, KV cache {asked.kv_cache}, {asked.format}: what quantmint.json says"
+        "recipe", faults, f"{section.scheme}, KV cache {section.kv_cache}, {section.format}: what quantmint.json says"
     )
 
 
-def _given(subject: ReleaseUnderTest) -> Iterator[str]:
-    """Settings of the recipe's section that are not those which the manifest says the stage quantize was given."""
+def _other_settings(subject: ReleaseUnderTest) -> Iterator[str]:
+    """Yield settings of the recipe's section that differ from those of the stage quantize in the manifest."""
     settings: Any = subject.manifest.stages["quantize"].payload["settings"]
     section: Any = subject.manifest.recipe["quantization"]
     if "scheme" not in settings:
@@ -65,25 +60,25 @@ def _given(subject: ReleaseUnderTest) -> Iterator[str]:
             yield f"quantization.{name} is {section[name]!r}, the stage quantize was given {settings[name]!r:.60}"
 
 
-def _declared(subject: ReleaseUnderTest, asked: Quantization) -> Iterator[str]:
-    """Promises of the checkpoint's own config.json that are not the recipe's."""
+def _declared(subject: ReleaseUnderTest, section: Quantization) -> Iterator[str]:
+    """Yield declarations of the checkpoint's config.json that differ from the recipe."""
     subject.object("config.json")
     checkpoint = open_checkpoint(subject.folder)
     layout = layout_of(checkpoint.config)
-    if layout.name != asked.format:
-        yield f"the recipe asks for the layout {asked.format}, config.json has {layout.name}"
+    if layout.name != section.format:
+        yield f"the recipe asks for the layout {section.format}, config.json has {layout.name}"
     modules = {name.rpartition(".")[0] for name in checkpoint.tensors if name.endswith((".weight_scale", "_packed"))}
     claims = layout.claims(checkpoint.config["quantization_config"], sorted(modules))
     schemes = {scheme for scheme in claims.schemes.values() if scheme is not None}
-    for scheme in sorted(schemes - asked.schemes):
-        yield f"the recipe asks for {', '.join(sorted(asked.schemes))}, config.json declares {scheme}"
-    if claims.kv_cache != (asked.kv_cache == "fp8"):
+    for scheme in sorted(schemes - section.schemes):
+        yield f"the recipe asks for {', '.join(sorted(section.schemes))}, config.json declares {scheme}"
+    if claims.kv_cache != (section.kv_cache == "fp8"):
         declared = "an FP8 KV cache" if claims.kv_cache else "a KV cache in 16 bit"
-        yield f"the recipe asks for the KV cache {asked.kv_cache}, config.json declares {declared}"
+        yield f"the recipe asks for the KV cache {section.kv_cache}, config.json declares {declared}"
 
 
-def check_structure(subject: ReleaseUnderTest) -> CheckResult:
-    """Inspect the checkpoint as `quantmint inspect` does; code of the repository is never run."""
+def check_structure(subject: ReleaseUnderTest) -> ReleaseCheck:
+    """Inspect the checkpoint like `quantmint inspect`; the release's own code is never run."""
     subject.object("config.json")
     checkpoint = open_checkpoint(subject.folder)
     try:
@@ -91,7 +86,7 @@ def check_structure(subject: ReleaseUnderTest) -> CheckResult:
     except UserError:
         try:
             meta_model(subject.folder)
-        except UserError as error:  # nothing is said of the checkpoint where the model cannot be built here
+        except UserError as error:  # a model that cannot be built here proves nothing about the checkpoint
             return not_checked("structure", error.message)
         raise
     with subject.progress.bar(checkpoint.nbytes, "B") as advance:
@@ -100,34 +95,34 @@ def check_structure(subject: ReleaseUnderTest) -> CheckResult:
     return conclude("structure", faults, f"{layout_of(checkpoint.config).name}: {inspection.summary()}")
 
 
-def check_gate(subject: ReleaseUnderTest) -> CheckResult:
-    """Judge again from the samples and launches, by limits that are the recipe's in every version of quantmint.
+def check_gate(subject: ReleaseUnderTest) -> ReleaseCheck:
+    """Judge again from the samples and launches, and compare with the record and with the recipe's limits.
 
-    Verdict, limits and figures are compared, never sentences. Where the record is of another version of the judgement
-    and this one's comes to something else, the check is NOT CHECKED.
+    Verdict, limits and figures are compared, never sentences. If another version of the judgement made the record and
+    this version's judgement differs, the result is NOT CHECKED.
     """
-    measurements, recorded, found = subject.record
-    edited = changes(recorded, found)
+    measurements, recorded, judged = subject.record
+    edited = changes(recorded, judged)
     faults: list[str] = []
     unknown: list[str] = []
     if recorded.verdict is not Verdict.PASS:
         faults.append(f"gate.json says {recorded.verdict.value}, only a PASS is published")
-    if recorded.judgement == found.judgement:
-        if found.verdict is not Verdict.PASS:
-            reason = found.reasons[0]
-            faults.append(f"the numbers lead to {found.verdict.value}, only a PASS is published: {reason}")
+    if recorded.judgement == judged.judgement:
+        if judged.verdict is not Verdict.PASS:
+            reason = judged.reasons[0]
+            faults.append(f"the numbers lead to {judged.verdict.value}, only a PASS is published: {reason}")
         faults += [f"gate.json does not follow from its own numbers: {sentence}" for sentence in edited]
     elif edited:
         unknown.append(
-            f"version {recorded.judgement} of the judgement made this record, and version {found.judgement} here "
+            f"version {recorded.judgement} of the judgement made this record, and version {judged.judgement} here "
             f"comes to something else: {edited[0]}"
         )
-    for who, artefact in (
+    for source, artefact in (
         ("quantmint.json says", subject.manifest.artefact),
         ("the checkpoint here is", subject.artefact),
     ):
         if artefact != recorded.artefact:
-            faults.append(f"gate.json judged {recorded.artefact[:16]}…, {who} {artefact[:16]}…")
+            faults.append(f"gate.json judged {recorded.artefact[:16]}…, {source} {artefact[:16]}…")
     faults += [
         f"gate.json has the headline {row.name}, which nothing claims of this checkpoint"
         for row in recorded.headlines
@@ -139,9 +134,11 @@ def check_gate(subject: ReleaseUnderTest) -> CheckResult:
     if unknown and not faults:
         return not_checked("gate", *unknown)
     items = sum(len(candidate.samples) for _, candidate in measurements.samples.values())
-    said = f"PASS again, from {items:,} items of {len(measurements.samples)} tasks"
+    summary = f"PASS again, from {items:,} items of {len(measurements.samples)} tasks"
     launches = f" and {len(measurements.launches)} launches" if measurements.launches else ""
-    check = conclude("gate", faults, f"{said}{launches}, for this checkpoint")
+    check = conclude("gate", faults, f"{summary}{launches}, for this checkpoint")
     return (
-        check if faults else replace(check, details=tuple(note.replace(NO_BREAK, " ") for note in history_notes(found)))
+        check
+        if faults
+        else replace(check, details=tuple(note.replace(NO_BREAK, " ") for note in history_notes(judged)))
     )

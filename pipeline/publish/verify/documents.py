@@ -1,6 +1,6 @@
-"""Whether the report and the card show what the evidence says: their figures, and their whole text rendered again.
+"""Checks of the report and the card against the evidence: their figures, and their whole text rendered again.
 
-Text is only comparable where the same version of quantmint and of its libraries renders it; elsewhere the figures are
+Texts are compared only if the same versions of quantmint and its libraries rendered them; otherwise the figures are
 compared and the rest is NOT CHECKED. A page that could run a script or load something fails in every version.
 """
 
@@ -31,7 +31,7 @@ from quantmint.pipeline.publish.card_record import CardRecord, card_facts, decod
 from quantmint.pipeline.publish.licences import TEXTS
 from quantmint.pipeline.publish.release import CARD, CARD_FACTS, EVIDENCE, NOTICE, RECIPE
 from quantmint.pipeline.publish.screening import SCORES
-from quantmint.pipeline.publish.verify.subject import CheckResult, ReleaseUnderTest, conclude, first_five, not_checked
+from quantmint.pipeline.publish.verify.subject import ReleaseCheck, ReleaseUnderTest, conclude, first_five, not_checked
 from quantmint.pipeline.publish.verify.tables import cells_of, differences
 from quantmint.pipeline.publish.verify.tables import plain as plain_text
 from quantmint.pipeline.quantize.inspection.findings import INSPECTION
@@ -39,14 +39,14 @@ from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.recipe.yaml_positions import parse, plain_value
 
 Relaunch = Callable[[Path, Recipe, CardFacts], tuple[ServingCommand, ...]]
-"""Plans the launches that a card shows, from the checkpoint's folder, its recipe and the card's other facts."""
+"""Plans the serving commands of a card, from the checkpoint's folder, its recipe and the card's other facts."""
 
-_LARGEST: Final = 1 << 27  # bytes of a report, which quotes answers, and models that reason write long ones
+_LARGEST: Final = 1 << 27  # bytes of a report, which quotes answers; reasoning models write long ones
 _ESCAPED = re.compile(r"\\(.)")
 
 
-def check_report(subject: ReleaseUnderTest) -> CheckResult:
-    """Compare the report's data with the evidence, number by number, and its files with those rendered again."""
+def check_report(subject: ReleaseUnderTest) -> ReleaseCheck:
+    """Compare the report's data with the evidence, and its files with the same files rendered again."""
     measurements, gate, _ = subject.record
     data = subject.object(f"{EVIDENCE}/{DATA}", largest=_LARGEST)
     texts = {name: subject.text(f"{EVIDENCE}/{name}", largest=_LARGEST) for name in (PAGE, REPORT_CARD, JUNIT)}
@@ -63,22 +63,22 @@ def check_report(subject: ReleaseUnderTest) -> CheckResult:
         return not_checked("report", _elsewhere("the report", quantmint), *shown.unknown)
     report = cast(Report, data)
     rendered = {PAGE: page.render(report), REPORT_CARD: markdown.render(report), JUNIT: junit.render(report)}
-    other = [name for name, text in rendered.items() if text != texts[name]]
-    if other and (changed := _changed(recorded)):
-        return not_checked("report", f"{', '.join(other)} cannot be compared: {changed}")
-    faults = [f"{EVIDENCE}/{name} is not what {DATA} is rendered as" for name in other]
+    differing = [name for name, text in rendered.items() if text != texts[name]]
+    if differing and (changed := _changed(recorded)):
+        return not_checked("report", f"{', '.join(differing)} cannot be compared: {changed}")
+    faults = [f"{EVIDENCE}/{name} is not what {DATA} is rendered as" for name in differing]
     return conclude("report", faults, "its figures are the gate's, and its files are rendered from them")
 
 
-def check_card(subject: ReleaseUnderTest, relaunch: Relaunch | None) -> CheckResult:
-    """Compare the card's figures, metadata and scores with the evidence, and its text with one rendered again."""
+def check_card(subject: ReleaseUnderTest, relaunch: Relaunch | None) -> ReleaseCheck:
+    """Compare the card's figures, metadata and scores with the evidence, and its text with a new rendering."""
     _, gate, _ = subject.record
     text = subject.text(CARD)
     faults = [*_tables(CARD, text, gate), *_metadata(subject), *_scores(subject, gate)]
     manifest = subject.manifest
-    for what, wanted in (("checkpoint", manifest.artefact), ("commit of the base", manifest.base.commit)):
-        if wanted is not None and wanted not in text:
-            faults.append(f"{CARD} does not name the {what}, {wanted[:16]}…")
+    for what, digest in (("checkpoint", manifest.artefact), ("commit of the base", manifest.base.commit)):
+        if digest is not None and digest not in text:
+            faults.append(f"{CARD} does not name the {what}, {digest[:16]}…")
     report = cast(Report, subject.object(f"{EVIDENCE}/{DATA}", largest=_LARGEST))
     shown = differences(CARD, text, {**_expected(report, gate), "Measures": _measures(report, gate)})
     faults += shown.faults
@@ -91,10 +91,10 @@ def check_card(subject: ReleaseUnderTest, relaunch: Relaunch | None) -> CheckRes
         return not_checked("card", _elsewhere("the card", record.quantmint), *shown.unknown)
     facts = _facts(subject, record)
     faults = list(_contradictions(subject, record, facts, relaunch))
-    other = [name for name, expected in _rendered(facts).items() if _text_of(subject, name) != expected]
-    if other and not faults and (changed := _changed(record.tools)):
-        return not_checked("card", f"{', '.join(other)} cannot be compared: {changed}")
-    faults += [f"{name} is not what {CARD_FACTS} and the evidence are rendered as" for name in other]
+    differing = [name for name, expected in _rendered(facts).items() if _text_of(subject, name) != expected]
+    if differing and not faults and (changed := _changed(record.tools)):
+        return not_checked("card", f"{', '.join(differing)} cannot be compared: {changed}")
+    faults += [f"{name} is not what {CARD_FACTS} and the evidence are rendered as" for name in differing]
     return conclude(
         "card", faults, f"its figures are the gate's, for {len(gate.accuracy)} tasks, and all else its facts"
     )
@@ -122,7 +122,7 @@ def _measures(report: Report, gate: GateReport) -> str:
 
 
 def _changed(tools: Mapping[str, str]) -> str:
-    """Libraries that have other versions here than when a text was rendered; "" where all are the same."""
+    """Return the libraries with other versions than at the rendering, as a sentence; "" if all are the same."""
     here = versions(*tools) if tools else {}
     return ", ".join(f"{name} was {tools[name]}, here {here[name]}" for name in tools if here[name] != tools[name])
 
@@ -144,7 +144,7 @@ def _text_of(subject: ReleaseUnderTest, name: str) -> str | None:
 def _contradictions(
     subject: ReleaseUnderTest, record: CardRecord, facts: CardFacts, relaunch: Relaunch | None
 ) -> Iterator[str]:
-    """Facts of the card that the rest of the release says otherwise."""
+    """Yield facts of the card that contradict the rest of the release."""
     manifest = subject.manifest
     recipe = Recipe.model_validate(dict(manifest.recipe))
     if manifest.base.repo is not None and record.base != manifest.base.repo:
@@ -154,11 +154,11 @@ def _contradictions(
         yield f"{CARD_FACTS} names other licence texts than there are"
     calibrated = facts.quantization.calibration
     if calibrated is not None and recipe.calibration is not None:
-        asked = (recipe.calibration.samples, recipe.calibration.sequence_length)
-        if (calibrated.samples, calibrated.sequence_length) != asked:
+        requested = (recipe.calibration.samples, recipe.calibration.sequence_length)
+        if (calibrated.samples, calibrated.sequence_length) != requested:
             yield f"{CARD_FACTS}: calibrated on other samples than the recipe asks for"
-    known = {(data.revision, data.sha256) for data in manifest.datasets if data.role == "calibration"}
-    if calibrated is not None and known and (calibrated.revision, calibrated.sha256) not in known:
+    datasets = {(data.revision, data.sha256) for data in manifest.datasets if data.role == "calibration"}
+    if calibrated is not None and datasets and (calibrated.revision, calibrated.sha256) not in datasets:
         yield f"{CARD_FACTS}: calibrated on other texts than quantmint.json says"
     settings: Any = manifest.stages["report"].payload["settings"]
     if record.repo is not None and settings.get("published", record.repo) != record.repo:
@@ -171,12 +171,12 @@ def _contradictions(
 _ACTIVE: Final = frozenset(
     ("script", "iframe", "frame", "object", "embed", "applet", "link", "base", "form", "portal", "animate", "set")
 )
-"""Elements that run something, load something, or change where links lead."""
+"""Elements that run or load something, or change the targets of links."""
 _ADDRESSES: Final = frozenset(("src", "srcset", "href", "xlink:href", "data", "action", "formaction", "poster"))
 
 
-class _Active(HTMLParser):
-    """Collects what a page could run or load."""
+class _ActiveContent(HTMLParser):
+    """Collects the active content of a page: everything that could run or load something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class _Active(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "link" and dict(attrs) == {"rel": "icon", "href": "data:,"}:
-            return  # no icon: a browser asks for none
+            return  # an empty icon keeps a browser from requesting one
         if tag in _ACTIVE:
             self.faults.append(f"{PAGE} has an element {tag}")
         for name, value in attrs:
@@ -202,8 +202,8 @@ class _Active(HTMLParser):
 
 
 def _harmless(text: str) -> Iterator[str]:
-    """What the page could run or load: it is meant to be opened, by people who trust a check of it."""
-    parser = _Active()
+    """Yield active content of the page: people open it because they trust this check."""
+    parser = _ActiveContent()
     parser.feed(text)
     parser.close()
     yield from first_five(parser.faults, "such places")
@@ -212,7 +212,7 @@ def _harmless(text: str) -> Iterator[str]:
 
 
 def _figures(texts: Mapping[str, str], gate: GateReport) -> Iterator[str]:
-    """Figures of the gate that a file of the report does not have, whichever version rendered it."""
+    """Yield figures of the gate that are absent from the report's files, for any version's rendering."""
     yield from _tables(f"{EVIDENCE}/{REPORT_CARD}", texts[REPORT_CARD], gate)
     for result in gate.accuracy:
         for value in (result.baseline, result.candidate):
@@ -234,11 +234,11 @@ def _figures(texts: Mapping[str, str], gate: GateReport) -> Iterator[str]:
 def _data(
     subject: ReleaseUnderTest, data: Mapping[str, Any], measurements: Measurements, gate: GateReport
 ) -> Iterator[str]:
-    """Where report.json says otherwise than what it was made from."""
-    # By way of the same readers: a number that JSON writes as 0 or 0.0 is one number.
-    yield from _other("the gate's report", gate.to_json(), GateReport.from_json(data["gate"]).to_json())
+    """Yield differences of report.json from the evidence that it was made from."""
+    # Both sides pass the same parser, so that 0 and 0.0 are equal.
+    yield from _data_differences("the gate's report", gate.to_json(), GateReport.from_json(data["gate"]).to_json())
     launches = [MeasuredLaunch.from_json(launch).to_json() for launch in data["launches"]]
-    yield from _other("the launches", [launch.to_json() for launch in measurements.launches], launches)
+    yield from _data_differences("the launches", [launch.to_json() for launch in measurements.launches], launches)
     if data["recipe"] != subject.text(RECIPE):
         yield f"{DATA} shows another recipe than {RECIPE}"
     for side, count in zip(("baseline", "candidate"), measurements.weights, strict=True):
@@ -246,35 +246,35 @@ def _data(
             yield f"{DATA} says that the {side} takes {data['size'][f'{side}_bytes']} bytes, gate.json says {count}"
 
 
-def _other(what: str, expected: object, found: object) -> Iterator[str]:
-    other = [
+def _data_differences(what: str, expected: object, actual: object) -> Iterator[str]:
+    sentences = [
         f"{DATA}: {what}: {change.path[2:]} is {change.new!r:.60}, the evidence says {change.old!r:.60}"
-        for change in difference(plain(expected), plain(found))
+        for change in difference(plain(expected), plain(actual))
     ]
-    yield from first_five(other, f"differences of {what}")
+    yield from first_five(sentences, f"differences of {what}")
 
 
 def _tables(name_of_file: str, text: str, gate: GateReport) -> Iterator[str]:
-    """Tasks whose scores a Markdown file does not give, or gives otherwise in any row of any table."""
+    """Yield tasks whose scores are absent from a Markdown file, or different in any row of any table."""
     rows = [cells_of(line) for line in text.splitlines() if line.startswith("|")]
     if f"**{gate.verdict.value}**" not in text:
         yield f"{name_of_file} does not show the verdict {gate.verdict.value}"
     for result in gate.accuracy:
         name = plain_text(f"{result.task} ({result.metric})")
         about = [row for row in rows if row and row[0] == name]
-        wanted = [plain_text(level(result, value)) for value in (result.baseline, result.candidate)]
+        levels = [plain_text(level(result, value)) for value in (result.baseline, result.candidate)]
         if not about:
             yield f"{name_of_file}: the card has no scores of {result.task}, which the gate judged"
         for row in about:
-            if list(row[1:3]) != wanted:
-                found, expected = " and ".join(row[1:3]), " and ".join(wanted)
-                wrong = f"{result.task} {found}, the gate says {expected}"
+            if list(row[1:3]) != levels:
+                shown, expected = " and ".join(row[1:3]), " and ".join(levels)
+                wrong = f"{result.task} {shown}, the gate says {expected}"
                 yield f"{name_of_file}: the card's numbers are not the gate's: {wrong}"
 
 
 def _metadata(subject: ReleaseUnderTest) -> Iterator[str]:
-    found = re.match(r"---\n(.*?\n)---\n", subject.text(CARD), re.DOTALL)
-    data = parse(found[1], CARD).data if found else {}
+    front_matter = re.match(r"---\n(.*?\n)---\n", subject.text(CARD), re.DOTALL)
+    data = parse(front_matter[1], CARD).data if front_matter else {}
     repo = subject.manifest.base.repo
     base = data.get("base_model")
     if ([base] if isinstance(base, str) else base) != ([repo] if repo else None):
@@ -284,16 +284,16 @@ def _metadata(subject: ReleaseUnderTest) -> Iterator[str]:
 
 
 def _scores(subject: ReleaseUnderTest, gate: GateReport) -> Iterator[str]:
-    known = {result.task: result for result in gate.accuracy}
+    results = {result.task: result for result in gate.accuracy}
     for name in subject.listing.files:
         if not name.startswith(f"{SCORES}/"):
             continue
         task = name.removeprefix(f"{SCORES}/").rpartition(".")[0]
-        if task not in known:
+        if task not in results:
             yield f"{name} is about a task that the gate did not judge"
             continue
         entries: Any = plain_value(subject.text(name), name)
-        expected = round(100 * known[task].candidate, 2)
+        expected = round(100 * results[task].candidate, 2)
         for entry in entries if isinstance(entries, list) else [entries]:
             value = entry.get("value") if isinstance(entry, dict) else None
             if value != expected:

@@ -1,4 +1,4 @@
-"""Whether quantmint.json agrees with itself, with every file and with the provenance; and who signed."""
+"""Checks of quantmint.json against itself, every file and the provenance; and of the signature."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quantmint.pipeline.publish.screening import misnamed_files, refused_names
 from quantmint.pipeline.publish.signing import SignatureError, SignedStatement, read_signature
 from quantmint.pipeline.publish.verify.subject import (
     CheckOutcome,
-    CheckResult,
+    ReleaseCheck,
     ReleaseUnderTest,
     UnreadableError,
     conclude,
@@ -39,49 +39,49 @@ from quantmint.pipeline.publish.verify.subject import (
 from quantmint.pipeline.store.files import File
 
 
-def check_manifest(subject: ReleaseUnderTest) -> CheckResult:
-    """Recompute every fingerprint from what it was made of, and follow the inputs back to the source."""
+def check_manifest(subject: ReleaseUnderTest) -> ReleaseCheck:
+    """Recompute every fingerprint from its payload, and follow the inputs back to the source."""
     manifest = subject.manifest
     faults = [f"quantmint.json: {sentence}" for sentence in contradictions(manifest)]
     if subject.tag is not None and not subject.digests[MANIFEST].startswith(identity_in(subject.tag)):
         faults.append(f"another release lies under {subject.tag}: its identity is {subject.digests[MANIFEST][:16]}…")
     faults += _misplaced(subject)
     tag = tag_of(datetime.fromisoformat(manifest.created), subject.digests[MANIFEST])
-    said = f"{manifest.title or manifest.name}; {tag}; {len(manifest.stages)} stages, every fingerprint recomputes"
-    return conclude("manifest", faults, said)
+    summary = f"{manifest.title or manifest.name}; {tag}; {len(manifest.stages)} stages, every fingerprint recomputes"
+    return conclude("manifest", faults, summary)
 
 
 def _misplaced(subject: ReleaseUnderTest) -> Iterator[str]:
-    """That the release is not the one that was asked for by its name, though the same signer may vouch for both.
+    """Yield a fault for a release with another name than the reader expects; one signer may sign many releases.
 
-    A repository of the Hub has another name than its recipe: the stage report records what readers call the release.
+    A repository of the Hub has another name than its recipe; the stage report records the published name.
     """
-    manifest, wanted = subject.manifest, subject.wanted
-    if wanted is None:
+    manifest, expected = subject.manifest, subject.expected
+    if expected is None:
         return
     name = manifest.name
-    if wanted.repository:
+    if expected.repository:
         settings: Any = manifest.stages["report"].payload["settings"]
-        name = settings.get("published", wanted.name)
-    if name != wanted.name:
-        yield f"this is the release {name}, not {wanted.name}, which was asked for (--name says which is expected)"
+        name = settings.get("published", expected.name)
+    if name != expected.name:
+        yield f"this is the release {name}, not {expected.name}, which was asked for (--name says which is expected)"
 
 
-_LARGEST = 1 << 26  # bytes of a file that is read whole; large tokenizers have half of that
+_LARGEST = 1 << 26  # bytes of a file that is read whole; large tokenizers have half as many
 
 
-def check_files(subject: ReleaseUnderTest) -> CheckResult:
-    """Hold the names in the folder against those in the manifest, both ways."""
+def check_files(subject: ReleaseUnderTest) -> ReleaseCheck:
+    """Compare the names in the folder with those in the manifest, both ways, and screen the files."""
     there, listed = subject.listing.files, subject.manifest.files
     code = subject.manifest.recipe.get("trust_remote_code") is True
     faults = [f"{name} is missing" for name in listed if name not in there]
     faults += subject.listing.strange
     faults += [f"{name} is there, but not in quantmint.json" for name in there if name not in {*listed, *UNLISTED}]
     faults += refused_names(there, with_code=code)
-    # What can be looked into: bytes that were fetched, and of text no more than a tokenizer has.
+    # Weights are read as far as their header, so their size does not matter.
     faults += misnamed_files(
         {
-            name: (subject.folder / name).resolve()  # a link was followed to see that it stays inside
+            name: (subject.folder / name).resolve()  # `listing` checked that a link stays inside
             for name, size in there.items()
             if size <= _LARGEST or name.endswith(".safetensors")
         }
@@ -89,19 +89,19 @@ def check_files(subject: ReleaseUnderTest) -> CheckResult:
     return conclude("files", faults, f"{len(listed)} files, as quantmint.json lists them")
 
 
-def check_digests(subject: ReleaseUnderTest) -> CheckResult:
-    """Hold sizes and digests against the manifest."""
+def check_digests(subject: ReleaseUnderTest) -> ReleaseCheck:
+    """Compare sizes and digests with the manifest."""
     faults: list[str] = []
-    for name, said in subject.manifest.files.items():
+    for name, entry in subject.manifest.files.items():
         size = subject.listing.files.get(name)
         if size is None:
-            continue  # that it is missing is said by the check of the files
-        found = subject.digests[name]
-        if size != said.size:
-            faults.append(f"{name} was changed: it has {size:,} bytes, published were {said.size:,}")
-        elif found != said.sha256:
-            faults.append(f"{name} was changed: its SHA-256 is {found[:16]}…, published was {said.sha256[:16]}…")
-    total = sum(said.size for said in subject.manifest.files.values())
+            continue  # `check_files` reports it
+        sha256 = subject.digests[name]
+        if size != entry.size:
+            faults.append(f"{name} was changed: it has {size:,} bytes, published were {entry.size:,}")
+        elif sha256 != entry.sha256:
+            faults.append(f"{name} was changed: its SHA-256 is {sha256[:16]}…, published was {entry.sha256[:16]}…")
+    total = sum(entry.size for entry in subject.manifest.files.values())
     return conclude("digests", faults, f"{len(subject.manifest.files)} files, {total:,} bytes, each with its SHA-256")
 
 
@@ -110,12 +110,12 @@ _UNSIGNED = (
     "anew, scores of items included: only a signature says who vouches for it"
 )
 _SAYS_SIGNED = re.compile(r"model_signing verify|quantmint (release )?verify \S+ --(key|identity) ")
-"""Commands on the card of a signed release, in every version."""
+"""Verification commands on a signed release's card, of every version of quantmint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whom a reader trusts: a public key (PEM), or an identity with its issuer; ``unsigned``: a release without any."""
+    """The signer whom the reader trusts: a public key (PEM), or an identity with issuer; ``unsigned`` accepts none."""
 
     key: Path | None = None
     identity: str | None = None
@@ -123,11 +123,11 @@ class Trust:
     unsigned: bool = False
 
 
-def check_signature(subject: ReleaseUnderTest, trust: Trust) -> CheckResult:
-    """Verify the signature by the trusted key or identity, and compare what it covers with every file.
+def check_signature(subject: ReleaseUnderTest, trust: Trust) -> ReleaseCheck:
+    """Verify the signature by the trusted key or identity, and compare its digests with every file.
 
-    ``unsigned`` accepts a release that never was signed: neither one that lost its signature nor one that somebody
-    signed whom the reader does not name.
+    ``unsigned`` accepts a release that never was signed. It accepts no release that lost its signature, and none with
+    the signature of a signer whom the reader does not name.
     """
     path, trusted = subject.folder / SIGNATURE, trust.key is not None or trust.identity is not None
     if SIGNATURE not in subject.listing.files:
@@ -137,8 +137,8 @@ def check_signature(subject: ReleaseUnderTest, trust: Trust) -> CheckResult:
         if trusted:
             return failure("signature", lost, _UNSIGNED)
         if trust.unsigned:
-            said = "nobody signed it (--unsigned accepts that)"
-            return CheckResult("signature", CheckOutcome.OK, said, (_UNSIGNED,), vouched=False)
+            summary = "nobody signed it (--unsigned accepts that)"
+            return ReleaseCheck("signature", CheckOutcome.OK, summary, (_UNSIGNED,), vouched=False)
         return not_checked("signature", "nobody signed it (--unsigned accepts that)", _UNSIGNED)
     faults: list[str] = []
     try:
@@ -150,42 +150,42 @@ def check_signature(subject: ReleaseUnderTest, trust: Trust) -> CheckResult:
         return failure("signature", error.message.replace(f"{subject.folder}/", "").rstrip("."), *faults)
     except StageError as error:
         return not_checked("signature", error.message)
-    said = f"signed by {signed.signer}, over {len(signed.digests)} files"
+    summary = f"signed by {signed.signer}, over {len(signed.digests)} files"
     if trusted or faults:
-        return conclude("signature", faults, said)
+        return conclude("signature", faults, summary)
     accepted = "; --unsigned accepts no signature, it is for releases without one" if trust.unsigned else ""
-    return not_checked("signature", f"{said}; no --key or --identity says who it should be{accepted}", _UNSIGNED)
+    return not_checked("signature", f"{summary}; no --key or --identity says who it should be{accepted}", _UNSIGNED)
 
 
 def _says_signed(subject: ReleaseUnderTest) -> bool:
     try:
         return _SAYS_SIGNED.search(subject.text(CARD)) is not None
     except UnreadableError:
-        return False  # the check of the card says so
+        return False  # `check_card` reports it
 
 
 def _differences(subject: ReleaseUnderTest, signed: SignedStatement) -> list[str]:
     covered = signed.digests
     here = {name: subject.digests[name] for name in subject.listing.files if name != SIGNATURE}
     shared = covered.keys() & here.keys()
-    other = sorted(name for name in shared if covered[name] != here[name])
+    changed = sorted(name for name in shared if covered[name] != here[name])
     lost, added = sorted(covered.keys() - here.keys()), sorted(here.keys() - covered.keys())
-    faults = [f"{name} is not what was signed: it was changed since" for name in other]
+    faults = [f"{name} is not what was signed: it was changed since" for name in changed]
     faults += [f"{name} was signed, and is not here" for name in lost]
     faults += [f"{name} is not covered by the signature" for name in added]
     return first_five(faults, "files")
 
 
-def check_provenance(subject: ReleaseUnderTest) -> CheckResult:
-    """Hold it against the statement that the manifest stands for."""
+def check_provenance(subject: ReleaseUnderTest) -> ReleaseCheck:
+    """Compare the provenance statement and the bill of materials with those that follow from the manifest."""
     manifest = subject.manifest
-    found = subject.object(PROVENANCE)
+    recorded = subject.object(PROVENANCE)
     files = {name: File(subject.folder / name, file.size, file.sha256) for name, file in manifest.files.items()}
-    other = [
+    sentences = [
         f"{PROVENANCE}: {change.path[2:]} is {change.new!r:.60}, quantmint.json says {change.old!r:.60}"
-        for change in difference(statement(manifest, files), found)
+        for change in difference(statement(manifest, files), recorded)
     ]
-    faults = first_five(other, f"differences of {PROVENANCE} from quantmint.json")
+    faults = first_five(sentences, f"differences of {PROVENANCE} from quantmint.json")
     faults += first_five(list(_bill(subject)), f"differences of {SBOM} from quantmint.json")
     base = manifest.base
     origin = f"{base.repo}@{base.commit}" if base.repo else f"a folder ({str(base.sha256)[:16]}…)"
@@ -193,7 +193,7 @@ def check_provenance(subject: ReleaseUnderTest) -> CheckResult:
 
 
 def _bill(subject: ReleaseUnderTest) -> Iterator[str]:
-    """Where the bill of materials does not name the model, its files and the tools as the manifest does."""
+    """Yield differences of the bill of materials from the manifest's model, files and tools."""
     manifest = subject.manifest
     bill = subject.object(SBOM)
     model = bill["metadata"]["component"]
@@ -201,9 +201,9 @@ def _bill(subject: ReleaseUnderTest) -> Iterator[str]:
     if bill.get("bomFormat") != "CycloneDX" or (model["name"], model["version"]) != expected:
         yield f"{SBOM} is not about this checkpoint"
     hashes = {file["name"]: [digest["content"] for digest in file["hashes"]] for file in model["components"]}
-    # What the package adds at the top is not there yet when the bill is written.
-    made = {name: said.sha256 for name, said in manifest.files.items() if "/" not in name and name != CARD}
-    for name in sorted(made.keys() | hashes.keys() - {CARD}):
+    # The bill is written before the package stage adds the card.
+    digests = {name: entry.sha256 for name, entry in manifest.files.items() if "/" not in name and name != CARD}
+    for name in sorted(digests.keys() | hashes.keys() - {CARD}):
         listed = hashes.get(name, [])
         if name not in manifest.files or listed != [manifest.files[name].sha256]:
             yield f"{SBOM} has another digest of {name} than quantmint.json"

@@ -1,8 +1,8 @@
-"""The limits and item counts of a judgement against those that the recipe and its suite ask for.
+"""Compare the limits and item counts of a judgement with those of the recipe and its suite.
 
-Shipped suites keep the limits that releases were judged by (a test pins them), so they hold in every
-version of quantmint. Of the limits only the defaults of the canary follow from a table that another version may have
-had otherwise: where a recipe leaves them open, a release of another version cannot be held against them.
+Shipped suites never change the limits of former releases (a test pins them), so they are compared in every version of
+quantmint. Only the canary's default limits come from a table that may differ between versions: if a recipe leaves them
+open, a release of another version cannot be compared with them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class LimitsComparison:
 def compare_with_recipe(
     subject: ReleaseUnderTest, measurements: Measurements, recorded: GateReport
 ) -> LimitsComparison:
-    """Compare limits, tasks and item counts with the recipe, whichever version of quantmint made the release.
+    """Compare limits, tasks and item counts with the recipe, for a release of any version of quantmint.
 
-    Raises `UnreadableError` where the release's own suite is not a plain file of the release.
+    Raises `UnreadableError` if the release's own suite is not a plain file of the release.
     """
     recipe = Recipe.model_validate(dict(subject.manifest.recipe))
-    faults = list(_given(subject, recorded))
+    faults = list(_other_settings(subject, recorded))
     try:
         suite = _suite(subject, recipe.evaluation.suite)
     except DefinitionError as error:
@@ -73,8 +73,8 @@ def _suite(subject: ReleaseUnderTest, named: str) -> Suite:
     return suites.load(str(subject.folder / name))
 
 
-def _given(subject: ReleaseUnderTest, recorded: GateReport) -> Iterator[str]:
-    """Limits that are not those which the manifest says the gate's stage was given."""
+def _other_settings(subject: ReleaseUnderTest, recorded: GateReport) -> Iterator[str]:
+    """Yield limits that differ from the settings of the stage gate in the manifest."""
     settings: Any = subject.manifest.stages["gate"].payload["settings"]
     if "policy" not in settings:
         yield "quantmint.json does not say by which limits the stage gate judged"
@@ -84,7 +84,7 @@ def _given(subject: ReleaseUnderTest, recorded: GateReport) -> Iterator[str]:
 
 
 def _stated(recipe: Recipe, recorded: GateReport) -> Iterator[str]:
-    """Limits that the recipe states itself and that were not judged by, where its suite is unknown here."""
+    """Yield limits stated in the recipe itself that differ from the judgement's, for a suite unknown here."""
     gate, policy = recipe.gate, recorded.policy
     stated = {
         "confidence": (gate.accuracy.confidence, policy.confidence),
@@ -93,13 +93,13 @@ def _stated(recipe: Recipe, recorded: GateReport) -> Iterator[str]:
         "hardware": (recipe.target.hardware, policy.hardware),
         "canary": (gate.canary is None, policy.canary is None),
     } | {f"margins.{task}": (margin, policy.margins.get(task)) for task, margin in gate.accuracy.margins.items()}
-    for name, (expected, found) in stated.items():
-        if expected != found:
-            yield f"gate.json was judged by other limits than the recipe's: {name} is {found}, not {expected}"
+    for name, (expected, actual) in stated.items():
+        if expected != actual:
+            yield f"gate.json was judged by other limits than the recipe's: {name} is {actual}, not {expected}"
 
 
 def _is_default(change: Change, recipe: Recipe) -> bool:
-    """Whether a limit of the canary differs that the recipe leaves to the table."""
+    """Return whether the difference is a canary limit that the recipe leaves to the table."""
     canary = recipe.gate.canary
     if canary is None or not change.path.startswith("$.canary."):
         return False
@@ -108,22 +108,22 @@ def _is_default(change: Change, recipe: Recipe) -> bool:
 
 
 def _counts(recipe: Recipe, suite: Suite, measurements: Measurements) -> Iterator[str]:
-    """Tasks that the suite lacks, and tasks of the suite that were asked otherwise than it says."""
-    known = {task.task: task for task in suite.tasks}
+    """Yield tasks outside the suite, and tasks of the suite that were absent or measured differently."""
+    tasks = {task.task: task for task in suite.tasks}
     for name in measurements.samples:
-        if name not in known:
+        if name not in tasks:
             yield f"{name} was measured, and the suite {suite.name} has no such task"
-    for name, task in known.items():
+    for name, task in tasks.items():
         if name in measurements.samples:
             for side, samples in zip(("baseline", "candidate"), measurements.samples[name], strict=True):
-                yield from _asked(recipe, task, side, samples)
+                yield from _task_faults(recipe, task, side, samples)
         elif measurements.stopped is None:
             yield f"{name} is a task of the suite {suite.name}, and was not measured"
 
 
-def _asked(recipe: Recipe, task: SuiteTask, side: str, samples: SampleSet) -> Iterator[str]:
+def _task_faults(recipe: Recipe, task: SuiteTask, side: str, samples: SampleSet) -> Iterator[str]:
     limit = recipe.evaluation.limit
-    # A task that is shown only may lack items; a task may have more than its suite counts, but not with a limit.
+    # An ungated task may have fewer items; without a limit a task may have more than the suite counts.
     least = min(task.items, limit or task.items) if task.gated else 1
     if samples.planned < least or (limit is not None and samples.planned > limit):
         expected = f"{least:,}" if limit is None or task.gated else f"at most {limit:,}"
@@ -137,6 +137,6 @@ def _asked(recipe: Recipe, task: SuiteTask, side: str, samples: SampleSet) -> It
         yield f"{task.task}: judged in {samples.looks} looks, the recipe asks for at most {recipe.evaluation.looks}"
 
 
-def _differing(expected: Mapping[str, Any], found: Policy) -> tuple[Change, ...]:
-    """Differences of limits. Both come from one reader: a number that JSON writes as 0 or 0.0 is one number."""
-    return tuple(difference(plain(Policy.from_json(expected).to_json()), plain(found.to_json())))
+def _differing(expected: Mapping[str, Any], actual: Policy) -> tuple[Change, ...]:
+    """Return the differences of limits; both sides pass the same parser, so that 0 and 0.0 are equal."""
+    return tuple(difference(plain(Policy.from_json(expected).to_json()), plain(actual.to_json())))

@@ -1,4 +1,4 @@
-"""All checks of a release, one after the other; what one finds keeps no other from being made."""
+"""All checks of a release; a failed check does not prevent the next."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from quantmint.pipeline.publish.verify.documents import Relaunch
 from quantmint.pipeline.publish.verify.files import Trust
 from quantmint.pipeline.publish.verify.subject import (
     CheckOutcome,
-    CheckResult,
     ExpectedName,
+    ReleaseCheck,
     ReleaseUnderTest,
     failure,
     listing,
@@ -34,22 +34,22 @@ def verify(
     progress: Progress,
     *,
     tag: str | None = None,
-    wanted: ExpectedName | None = None,
+    expected: ExpectedName | None = None,
     relaunch: Relaunch | None = None,
-) -> tuple[CheckResult, ...]:
-    """Check a release that lies in ``folder``; nothing is written, no code of it is run, nothing of it is shown.
+) -> tuple[ReleaseCheck, ...]:
+    """Check the release in ``folder``; nothing is written, none of its code is run, none of its pages is opened.
 
-    ``tag`` and ``wanted`` say which release should be there. ``relaunch`` plans the launches that its card shows; None
-    leaves them unchecked. Raises `UserError` where there is no release.
+    ``tag`` and ``expected`` tell which release should be there. ``relaunch`` plans the serving commands of its card;
+    None leaves them unchecked. Raises `UserError` when the folder has no release.
     """
     root = folder.resolve()
-    there = listing(root)
-    if MANIFEST not in there.files:
+    content = listing(root)
+    if MANIFEST not in content.files:
         raise UserError(
             f"{folder}: found no {MANIFEST}, so this is no release of quantmint",
             hint="`quantmint inspect` proves any checkpoint's structure.",
         )
-    steps: dict[str, Callable[[ReleaseUnderTest], CheckResult]] = {
+    steps: dict[str, Callable[[ReleaseUnderTest], ReleaseCheck]] = {
         "manifest": files.check_manifest,
         "files": files.check_files,
         "digests": files.check_digests,
@@ -64,38 +64,35 @@ def verify(
     try:
         manifest = manifests.read(root / MANIFEST)
     except manifests.ManifestError as error:
-        told = failure("manifest", error.message.replace(f"{root}/", ""))
-        return (told, *(not_checked(name, f"{MANIFEST} cannot be read") for name in list(steps)[1:]))
+        unreadable = failure("manifest", error.message.replace(f"{root}/", ""))
+        return (unreadable, *(not_checked(name, f"{MANIFEST} cannot be read") for name in list(steps)[1:]))
     progress.say("hashing every file, then inspecting the tensors")
     try:
-        with progress.bar(sum(there.files.values()), "B") as advance:
-            found = hash_files({name: root / name for name in there.files}, advance)
+        with progress.bar(sum(content.files.values()), "B") as advance:
+            digests = hash_files({name: root / name for name in content.files}, advance)
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    subject = ReleaseUnderTest(root, there, found, manifest, progress, tag, wanted)
-    return tuple(_made(name, check, subject) for name, check in steps.items())
+    subject = ReleaseUnderTest(root, content, digests, manifest, progress, tag, expected)
+    return tuple(_run_check(name, check, subject) for name, check in steps.items())
 
 
-def _made(name: str, check: Callable[[ReleaseUnderTest], CheckResult], subject: ReleaseUnderTest) -> CheckResult:
-    """A check, however it ends: what a stranger wrote may break any reader, and that is a finding too."""
+def _run_check(name: str, check: Callable[[ReleaseUnderTest], ReleaseCheck], subject: ReleaseUnderTest) -> ReleaseCheck:
+    """Run a check and return its result; an exception is a result too, because untrusted files may break any reader."""
     try:
         return check(subject)
     except ModuleNotFoundError as error:
         return not_checked(name, f"this needs {error.name}, which is not installed", "pip install 'quantmint[all]'")
     except QuantmintError as error:
         return failure(name, error.message.replace(f"{subject.folder}/", ""))
-    except Exception as error:  # the files are anybody's: whatever they break is named with its check
-        return CheckResult(name, CheckOutcome.FAILS, f"it cannot be read: {type(error).__name__}: {str(error)[:200]}")
-
-
-# From what a person names to a folder with a release's files: one that lies here, or what was fetched.
+    except Exception as error:  # untrusted files: any exception is reported with its check
+        return ReleaseCheck(name, CheckOutcome.FAILS, f"it cannot be read: {type(error).__name__}: {str(error)[:200]}")
 
 
 def fetch_release(subject: str, progress: Progress) -> tuple[Path, str | None, ExpectedName | None]:
-    """Fetch what a person named: a folder, or PLACE or PLACE@TAG of releases, which may be a repository or a bucket.
+    """Fetch the release at an address: a folder, or DESTINATION or DESTINATION@TAG with a repository or a bucket.
 
-    Returns the release's folder, the tag that was asked for, and the place's own name, which the release must have
-    (None: a folder that is no place of releases may have any). Raises `UserError` for a place that does not exist.
+    Returns the release's folder, the tag in the address, and the name that the release must have (None: any, in a
+    folder that is no destination). Raises `UserError` for a destination that does not exist.
     """
     named = classify(subject)
     if named.kind == "folder" and named.revision is None:
@@ -104,17 +101,19 @@ def fetch_release(subject: str, progress: Progress) -> tuple[Path, str | None, E
         return path, None, ExpectedName(path.absolute().name) if published else None
     place = open_destination(named.place)
     name = named.place.removeprefix(HUB_SCHEME).rstrip("/")
-    wanted = ExpectedName(name, True) if named.kind == "repository" else ExpectedName(name.rpartition("/")[2])
-    return place.fetch(None, tag=named.revision, progress=progress), named.revision, wanted
+    expected = ExpectedName(name, True) if named.kind == "repository" else ExpectedName(name.rpartition("/")[2])
+    return place.fetch(None, tag=named.revision, progress=progress), named.revision, expected
 
 
 def fetch_evidence(subject: str, progress: Progress) -> Path | None:
-    """The folder with the evidence of a release that lies elsewhere, fetched without its weights, or None."""
+    """Fetch the evidence of a release in a repository or bucket, without weights; None for other addresses."""
     named = classify(subject)
     if named.kind not in ("repository", "bucket"):
         return None
 
-    def wanted(name: str) -> bool:
+    def is_evidence(name: str) -> bool:
         return name == MANIFEST or name.startswith(f"{EVIDENCE}/")
 
-    return open_destination(named.place).fetch(None, tag=named.revision, progress=progress, wanted=wanted) / EVIDENCE
+    return (
+        open_destination(named.place).fetch(None, tag=named.revision, progress=progress, select=is_evidence) / EVIDENCE
+    )

@@ -1,6 +1,7 @@
-"""The release under test, read as what a stranger wrote, and the answer to a question about it.
+"""The release under test, and the result of a check.
 
-No key twice, nothing that lies elsewhere, no code that is run; and what several checks need is worked out once.
+The files of a release are untrusted: duplicate JSON keys and links out of the folder are faults, and no code is run.
+Values that several checks need are computed once.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
 
 
 LARGEST: Final = 1 << 25
-"""Bytes of a text that is read whole. Parsed, they take about twenty times as much memory."""
+"""Largest text in bytes that is read; parsed it takes about twenty times as much memory."""
 UNSIGNED: Final = "CONSISTENT, UNSIGNED"
-"""Conclusion about a release that agrees with itself and that nobody signed."""
+"""Conclusion about an unsigned release without contradictions."""
 _ASIDE = (".git/", ".cache/huggingface/")
-"""What the Hub and its clients put beside a release: no part of it, and read by nothing that serves it."""
+"""Files of git and the Hub's client, which are no part of a release and which no server reads."""
 
 
 class CheckOutcome(Enum):
-    """How a check ended. What could not be looked at is never OK."""
+    """The outcome of a check. A check that could not be made is never OK."""
 
     OK = "OK"
     FAILS = "FAILS"
@@ -44,10 +45,10 @@ class CheckOutcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult:
-    """One check: ``reason`` is a sentence, ``details`` are further ones; both may quote what a stranger wrote.
+class ReleaseCheck:
+    """The result of one check: a sentence as ``reason``, further ones as ``details``; both may quote untrusted text.
 
-    ``vouched`` is False for the check of a signature that is OK because the reader accepts that there is none.
+    ``vouched`` is False when the signature's check is OK only because the reader accepts an unsigned release.
     """
 
     name: str
@@ -57,41 +58,41 @@ class CheckResult:
     vouched: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
+        """Return the fields as plain values."""
         return {**asdict(self), "outcome": self.outcome.value, "details": list(self.details)}
 
 
-def conclude(name: str, faults: Sequence[str], holds: str) -> CheckResult:
-    """FAILS with every fault, the first as its reason; OK where there is none, with ``holds``."""
+def conclude(name: str, faults: Sequence[str], holds: str) -> ReleaseCheck:
+    """Return FAILS with the first fault as reason and the others as details, or OK with ``holds`` as reason."""
     if faults:
-        return CheckResult(name, CheckOutcome.FAILS, faults[0], tuple(faults[1:]))
-    return CheckResult(name, CheckOutcome.OK, holds)
+        return ReleaseCheck(name, CheckOutcome.FAILS, faults[0], tuple(faults[1:]))
+    return ReleaseCheck(name, CheckOutcome.OK, holds)
 
 
-def failure(name: str, reason: str, *details: str) -> CheckResult:
-    """A check that found a contradiction."""
-    return CheckResult(name, CheckOutcome.FAILS, reason, details)
+def failure(name: str, reason: str, *details: str) -> ReleaseCheck:
+    """Return FAILS with a reason."""
+    return ReleaseCheck(name, CheckOutcome.FAILS, reason, details)
 
 
-def not_checked(name: str, reason: str, *details: str) -> CheckResult:
-    """A check that could not be made, and why."""
-    return CheckResult(name, CheckOutcome.NOT_CHECKED, reason, details)
+def not_checked(name: str, reason: str, *details: str) -> ReleaseCheck:
+    """Return NOT CHECKED with a reason."""
+    return ReleaseCheck(name, CheckOutcome.NOT_CHECKED, reason, details)
 
 
 def first_five(faults: Sequence[str], what: str) -> list[str]:
-    """The first five of many, and how many more ``what`` there are."""
-    more = [f"{len(faults) - 5} more {what}"] if len(faults) > 5 else []
-    return [*faults[:5], *more]
+    """Return the first five faults, and a line with the number of the others."""
+    suffix = [f"{len(faults) - 5} more {what}"] if len(faults) > 5 else []
+    return [*faults[:5], *suffix]
 
 
-def exit_code(checks: Sequence[CheckResult]) -> int:
-    """1 where something fails, 3 where nothing does but something could not be checked, else 0."""
+def exit_code(checks: Sequence[ReleaseCheck]) -> int:
+    """Return 1 if a check fails, else 3 if a check could not be made, else 0."""
     outcomes = {check.outcome for check in checks}
     return 1 if CheckOutcome.FAILS in outcomes else 3 if CheckOutcome.NOT_CHECKED in outcomes else 0
 
 
-def conclusion(checks: Sequence[CheckResult]) -> str:
-    """VERIFIED, FAILS or NOT ALL CHECKED; CONSISTENT, UNSIGNED where all holds and nobody vouches for it."""
+def conclusion(checks: Sequence[ReleaseCheck]) -> str:
+    """Return VERIFIED, FAILS or NOT ALL CHECKED; CONSISTENT, UNSIGNED if all is OK but an unsigned release."""
     code = exit_code(checks)
     if code == 0 and not all(check.vouched for check in checks):
         return UNSIGNED
@@ -99,22 +100,22 @@ def conclusion(checks: Sequence[CheckResult]) -> str:
 
 
 class UnreadableError(UserError):
-    """A file is not there, too large, or not what its name says; the message names it."""
+    """A file that is absent, too large, or not of its name's kind; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What lies in a folder: sizes in bytes of regular files by name, and in words what else there is."""
+    """The content of a folder: sizes in bytes of regular files by name, and a sentence for anything else."""
 
     files: dict[str, int]
     strange: tuple[str, ...]
 
 
 def listing(folder: Path) -> Listing:
-    """Look at every name below a folder without opening one.
+    """List everything below a folder without opening a file.
 
-    A symbolic link counts as the file that it leads to where that lies in the folder, or among the blobs of the Hub's
-    own cache; any other link, and whatever is neither a file nor a folder, is strange.
+    A symbolic link counts as its target if that is a file in the folder or among the blobs of the Hub's cache. Other
+    links, and everything else that is neither file nor folder, are ``strange``.
     """
     root = folder.resolve()
     roots = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
@@ -140,20 +141,20 @@ def listing(folder: Path) -> Listing:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Everything below a folder but the folders themselves; links to folders are not followed."""
+    """Yield everything below a folder but the folders; links to folders are yielded, not followed."""
     for at, folders, names in os.walk(root, followlinks=False, onerror=_unread):
         for name in (*names, *(name for name in folders if (Path(at) / name).is_symlink())):
             yield Path(at) / name
 
 
 def _unread(error: OSError) -> NoReturn:
-    """A folder that cannot be listed may hold anything."""
+    """Raise `UnreadableError` for a folder that cannot be listed and so may hold anything."""
     raise UnreadableError(f"{error.filename} cannot be listed: {error.strerror}")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedName:
-    """The name of the release that a person asked for: a recipe's, or with ``repository`` the Hub's org/name."""
+    """The name of the release that the reader expects: a recipe's, or with ``repository`` the Hub's org/name."""
 
     name: str
     repository: bool = False
@@ -161,10 +162,10 @@ class ExpectedName:
 
 @dataclass(frozen=True)
 class ReleaseUnderTest:
-    """What the checks look at.
+    """A release with its files, as the checks read it.
 
-    ``digests`` are the SHA-256 of all files by name. ``tag`` and ``wanted`` are tag and name of the release that a
-    person asked for.
+    ``digests`` are the SHA-256 of all files by name. ``tag`` and ``expected`` are the tag and name that the reader
+    expects.
     """
 
     folder: Path
@@ -173,17 +174,17 @@ class ReleaseUnderTest:
     manifest: Manifest
     progress: Progress
     tag: str | None = None
-    wanted: ExpectedName | None = None
+    expected: ExpectedName | None = None
 
     def text(self, name: str, *, largest: int = LARGEST) -> str:
-        """A file as UTF-8 text; `UnreadableError` where it is none, is not there, or is too large."""
+        """Return a file as UTF-8 text; raise `UnreadableError` if it is none, absent, or too large."""
         try:
             return self._bytes(name, largest).decode()
         except UnicodeDecodeError as error:
             raise UnreadableError(f"{name} is not UTF-8 at byte {error.start}") from None
 
     def object(self, name: str, *, largest: int = LARGEST) -> dict[str, Any]:
-        """A file as one JSON object."""
+        """Return a file as one JSON object; raise `UnreadableError` if it is none, absent, or too large."""
         raw = self._bytes(name, largest)
         try:
             return strict_object(raw)
@@ -199,9 +200,9 @@ class ReleaseUnderTest:
 
     @property
     def artefact(self) -> str:
-        """The digest of the checkpoint as it lies here: what the verdict is about.
+        """The digest of the checkpoint's files in this folder, for comparison with the gate's.
 
-        The checkpoint is what lies at the top, and named chat templates, but for card, manifest and signature.
+        The checkpoint is all files at the top but card, manifest and signature, and the named chat templates.
         """
         files = {
             name: (size, self.digests[name])
@@ -212,7 +213,7 @@ class ReleaseUnderTest:
 
     @cached_property
     def record(self) -> tuple[Measurements, GateReport, GateReport]:
-        """The gate's measurements, its recorded judgement, and that of the numbers now. Raises `UnreadableError`."""
+        """The gate's measurements, its recorded judgement, and a new judgement. Raises `UnreadableError`."""
         name = f"{EVIDENCE}/{gate_record.NAME}"
         self.object(name)  # no key twice
         try:

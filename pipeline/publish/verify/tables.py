@@ -1,9 +1,9 @@
-"""Compare the figures of Markdown tables with those that this version of quantmint writes of the same evidence.
+"""Compare the figures of Markdown tables with those that this version of quantmint renders of the same evidence.
 
     differences("README.md", text, {"Accuracy": markdown.accuracy(gate)})
 
-Every figure of a row counts, not its words, which another version may choose otherwise. Where a table has another head,
-its figures cannot be told apart: that is unknown, and not a difference.
+All figures of a row are compared, and no words, which may differ between versions. Figures of a table with another head
+cannot be matched: they are reported as unknown and not as a difference.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Figures that differ, and tables or rows that cannot be compared, a sentence each."""
+    """Sentences for figures that differ, and for tables or rows that cannot be compared."""
 
     faults: tuple[str, ...]
     unknown: tuple[str, ...]
 
 
 def differences(file: str, text: str, expected: Mapping[str, str]) -> Differences:
-    """Compare each table of ``expected``, Markdown by a name for people ("" where it has no rows), with a file's."""
+    """Compare each table of ``expected`` (Markdown by the table's name, "" for no table) with the file's tables."""
     tables = list(tables_of(text))
     faults: list[str] = []
     unknown: list[str] = []
@@ -40,9 +40,9 @@ def differences(file: str, text: str, expected: Mapping[str, str]) -> Difference
             if not same:
                 unknown.append(f"{file} has no table {name} with the columns {', '.join(head)}")
             for _, *there in same:
-                found = _rows(file, name, head, rows, there)
-                faults += found.faults
-                unknown += found.unknown
+                result = _rows(file, name, head, rows, there)
+                faults += result.faults
+                unknown += result.unknown
     return Differences(tuple(faults), tuple(unknown))
 
 
@@ -66,37 +66,39 @@ def cells_of(line: str) -> Row:
 
 
 def plain(text: str) -> str:
-    """Return text whose blanks are all the same: a figure keeps its unit by one that does not break."""
+    """Return text with single plain blanks, also for the no-break blanks before units."""
     return " ".join(text.split())
 
 
 def _rows(file: str, name: str, head: Row, expected: list[Row], there: list[Row]) -> Differences:
-    """Compare rows by their first cells; one that only a side has may be a matter of versions, and is unknown."""
-    wanted = {row[0]: row for row in expected}
+    """Compare rows with the same first cell; a row of one side alone is unknown, because versions differ in rows."""
+    by_name = {row[0]: row for row in expected}
     faults = [
-        f"{file}: the table {name} says {found} of {row[0]} ({column}), the evidence says {right}"
+        f"{file}: the table {name} says {cell} of {row[0]} ({column}), the evidence says {right}"
         for row in there
-        if row[0] in wanted
-        for column, found, right in zip(head[1:], row[1:], wanted[row[0]][1:], strict=False)
-        if not _same(found, right)
+        if row[0] in by_name
+        for column, cell, right in zip(head[1:], row[1:], by_name[row[0]][1:], strict=False)
+        if not _same(cell, right)
     ]
     names = {row[0] for row in there}
-    unknown = [f"{file}: the table {name} has {row}, which this version does not know" for row in names - wanted.keys()]
-    unknown += [f"{file}: the table {name} lacks {row}" for row in wanted.keys() - names]
+    unknown = [
+        f"{file}: the table {name} has {row}, which this version does not know" for row in names - by_name.keys()
+    ]
+    unknown += [f"{file}: the table {name} lacks {row}" for row in by_name.keys() - names]
     return Differences(tuple(faults), tuple(sorted(unknown)))
 
 
-def _same(found: str, right: str) -> bool:
-    """Return whether two cells have the same numbers, to the digits that both write, and name the same verdicts."""
-    pairs = zip(_NUMBER.findall(found), _NUMBER.findall(right), strict=False)
+def _same(cell: str, right: str) -> bool:
+    """Return whether two cells have the same verdicts, and the same numbers to the digits that both show."""
+    pairs = zip(_NUMBER.findall(cell), _NUMBER.findall(right), strict=False)
     return (
-        len(_NUMBER.findall(found)) == len(_NUMBER.findall(right))
-        and all(_equal(number, other) for number, other in pairs)
-        and _WORD.findall(found) == _WORD.findall(right)
+        len(_NUMBER.findall(cell)) == len(_NUMBER.findall(right))
+        and all(_equal(number, second) for number, second in pairs)
+        and _WORD.findall(cell) == _WORD.findall(right)
     )
 
 
-def _equal(number: str, other: str) -> bool:
-    texts = [text.replace(",", "").replace("\N{MINUS SIGN}", "-") for text in (number, other)]
+def _equal(number: str, second: str) -> bool:
+    texts = [text.replace(",", "").replace("\N{MINUS SIGN}", "-") for text in (number, second)]
     digits = min(len(text.partition(".")[2]) for text in texts)
     return abs(float(texts[0]) - float(texts[1])) <= 0.500001 * 10.0**-digits * (texts[0] != texts[1])

@@ -55,7 +55,7 @@ def llama(name: str = "llama70b-fp8kv", **changes: Any) -> CardFacts:
         quantization=QuantizationFacts(
             quantization,
             schemes={quantization.scheme: 560},
-            kept=("lm_head",),
+            unquantized=("lm_head",),
             calibration=calibrated if quantization.kv_cache == "fp8" else None,
         ),
         terms=terms(LLAMA, ("LICENSE", "USE_POLICY.md"), Licence(accepted=True)),
@@ -97,7 +97,7 @@ def hostile() -> CardFacts:
     facts = llama()
     section = {"exclude": [r"re:.*(q|k)_proj`", "a|b", bad], "algorithm": "gptq"}
     made = replace(
-        facts.quantization, kept=(bad,), schemes={"fp8": 3, bad: 1},
+        facts.quantization, unquantized=(bad,), schemes={"fp8": 3, bad: 1},
         section=facts.quantization.section.model_copy(update=section),
         calibration=CalibrationText(name=bad, samples=1, sequence_length=1, dataset="a/b) <script>", revision=bad),
     )  # fmt: skip

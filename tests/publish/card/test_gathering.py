@@ -92,7 +92,7 @@ def test_every_stage_has_its_say(job: Callable[..., Job]) -> None:
     assert (facts.name, facts.repo, facts.judged) == ("tiny-ptpc-fp8kv", None, "2026-11-21T12:00:00.000Z")
     assert (facts.base.name, facts.base.repo, facts.base.architecture) == ("tiny/model", None, "LlamaForCausalLM")
     assert facts.quantization.schemes == {"ptpc_fp8": 14}
-    assert facts.quantization.kept == ("lm_head",)
+    assert facts.quantization.unquantized == ("lm_head",)
     assert facts.quantization.calibration is not None
     assert asdict(facts.quantization.calibration) == {
         "name": "tiny", "samples": 64, "sequence_length": 256, "dataset": "org/texts", "revision": "b" * 40,

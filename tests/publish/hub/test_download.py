@@ -41,7 +41,7 @@ def test_a_part_of_one(publisher: Publisher, make_release: MakeRelease, tmp_path
     release = make_release("one")
     publisher.publish(release)
     target = publisher.target()
-    found = target.fetch(tmp_path / "a", tag=None, progress=publisher.told, wanted=lambda name: "/" in name)
+    found = target.fetch(tmp_path / "a", tag=None, progress=publisher.told, select=lambda name: "/" in name)
     assert held(found) == {name: data for name, data in contents(release).items() if "/" in name}
 
 

@@ -15,7 +15,7 @@ from quantmint.pipeline.publish.release import SIGNATURE
 from quantmint.pipeline.publish.signing import sign
 from quantmint.pipeline.publish.verify.files import Trust
 from quantmint.pipeline.publish.verify.run import verify
-from quantmint.pipeline.publish.verify.subject import CheckResult
+from quantmint.pipeline.publish.verify.subject import ReleaseCheck
 from tests.conftest import Models, Quantize
 from tests.publish.conftest import bucket, s3_server
 from tests.publish.verify import honest
@@ -23,7 +23,7 @@ from tests.stages.conftest import Ended
 
 __all__ = ["bucket", "s3_server"]  # fixtures of the tests of publishing
 
-Verify = Callable[..., Mapping[str, CheckResult]]
+Verify = Callable[..., Mapping[str, ReleaseCheck]]
 Quantmint = Callable[..., Ended]
 
 
@@ -97,7 +97,7 @@ def signed_by(folder: Path, private: Path, signature: Path) -> Path:
 def check() -> Verify:
     """``check(folder, Trust(...))``: all checks by their names."""
 
-    def run(folder: Path, trust: Trust | None = None) -> Mapping[str, CheckResult]:
+    def run(folder: Path, trust: Trust | None = None) -> Mapping[str, ReleaseCheck]:
         return {check.name: check for check in verify(folder, trust or Trust(unsigned=True), PlainReporter())}
 
     return run

@@ -16,7 +16,7 @@ from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.publish import manifest as manifests
 from quantmint.pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE, SIGNATURE
 from quantmint.pipeline.publish.verify.files import Trust
-from quantmint.pipeline.publish.verify.subject import CheckOutcome, CheckResult
+from quantmint.pipeline.publish.verify.subject import CheckOutcome, ReleaseCheck
 from tests.conftest import Models, Quantize
 from tests.publish.verify import honest
 from tests.publish.verify.conftest import Quantmint, Verify, signed_by
@@ -136,7 +136,7 @@ TAMPERINGS = [
 ]
 
 
-def said(check: CheckResult) -> str:
+def said(check: ReleaseCheck) -> str:
     return "\n".join((check.reason, *check.details))
 
 
