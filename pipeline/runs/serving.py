@@ -48,7 +48,8 @@ from quantmint.pipeline.serving.plan import LaunchPlan, Process, processes
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import Profile, ServingTarget, parse_target, profile, profiles
-from quantmint.pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
+from quantmint.pipeline.serving.running.endpoint import EndpointLauncher
+from quantmint.pipeline.serving.running.launchers import DockerLauncher, LocalLauncher
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.serve import facts_made, held_to
 from quantmint.pipeline.stages.setting import Setting, SourceIdentity

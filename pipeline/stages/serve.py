@@ -28,9 +28,7 @@ from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import ServingTarget, parse_target, profile
-from quantmint.pipeline.serving.running.launchers import (
-    reference_plan,
-)
+from quantmint.pipeline.serving.reference.launch import reference_plan
 from quantmint.pipeline.serving.running.log import LogScan, checkpoint_quantization, plan_deviations, scan_log
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.estimate import Estimate

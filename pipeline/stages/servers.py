@@ -21,12 +21,8 @@ from quantmint.pipeline.base.progress import Progress
 from quantmint.pipeline.quantize.device import give_back_memory
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.plan import LaunchPlan
-from quantmint.pipeline.serving.running.launchers import (
-    ClusterLauncher,
-    LocalLauncher,
-    reference_command,
-    reference_environment,
-)
+from quantmint.pipeline.serving.reference.launch import reference_command, reference_environment
+from quantmint.pipeline.serving.running.launchers import ClusterLauncher, LocalLauncher
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.setting import Setting
 

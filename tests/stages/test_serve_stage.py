@@ -15,7 +15,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.machine import Device
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.runs.planner import build_plan
-from quantmint.pipeline.runs.runner import _Run
+from quantmint.pipeline.runs.runner import _StageRunner
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout
 from quantmint.pipeline.serving.running.launchers import ClusterLauncher
@@ -62,7 +62,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         events.append(f"stop {argv[3]} {which}")
 
-    monkeypatch.setattr("quantmint.pipeline.serving.running.launchers.LocalLauncher.starting", starting)
+    monkeypatch.setattr("quantmint.pipeline.serving.running.launchers.LocalLauncher.launch_in_background", starting)
     monkeypatch.setattr("quantmint.pipeline.stages.servers.conversation", talking)
     return events
 
@@ -116,7 +116,7 @@ def test_the_server_that_comes_next_is_expected_as_soon_as_there_is_what_it_serv
     plan = build_plan(setting)
     after = [planned.key for planned in plan].index("serve-baseline") + 1
     for entries in ({"source": "the source"}, {"source": "the source", "quantize": "the checkpoint"}):
-        _Run(setting, PlainReporter(), servers, (), entries).expect(plan[after:])  # type: ignore[arg-type]
+        _StageRunner(setting, PlainReporter(), servers, (), entries).expect(plan[after:])  # type: ignore[arg-type]
     assert said == [("candidate", "the checkpoint")]
 
 
@@ -165,7 +165,7 @@ def test_vllm_ran_where_its_log_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
         asked.append(kind)
         return Device("mi300x", "AMD Instinct MI300X")
 
-    monkeypatch.setattr("quantmint.pipeline.stages.serve.device_here", here)
+    monkeypatch.setattr("quantmint.pipeline.stages.serve.local_device", here)
     monkeypatch.setattr(RunningServer, "version", lambda self: "0.32.0")
     log = LOGS / "rocm-0.32.log"
     server = RunningServer("model", "http://127.0.0.1:1", log, 1.0)
@@ -211,7 +211,7 @@ def test_a_launch_over_nodes_is_the_clusters(setting: Setting, monkeypatch: pyte
         events.append(f"launched on {self.cluster}")
         yield lambda: RunningServer("m", "http://127.0.0.1:1", log_path, 0.0)
 
-    monkeypatch.setattr(ClusterLauncher, "starting", starting)
+    monkeypatch.setattr(ClusterLauncher, "launch_in_background", starting)
     plan = replace(launch_plan(setting, "baseline", Path("m")), layout=ParallelLayout(tensor=8, pipeline=2, nodes=2))
     with Servers(setting, PlainReporter()) as servers, pytest.raises(UserError, match=r"(?s)over 2 nodes.*--on ray"):
         servers.get("baseline", plan)

@@ -1,4 +1,4 @@
-"""Launchers: start a plan's servers on this machine, in containers or on a Ray cluster, or attach to a running server.
+"""Launchers: start a plan's servers on this machine, in containers, or on a Ray cluster.
 
 Started servers listen on 127.0.0.1 only, and none survives the launcher. Ports and devices of replicas come with the
 plan's processes. A container is no child of the docker client, whose output is the server's log: the supervisor stops
@@ -7,20 +7,16 @@ and removes it by its name, even after this process was killed.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from quantmint.pipeline.base.errors import ServingError, UserError
+from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.processes import OFFLINE, Child, child_environment
-from quantmint.pipeline.serving.environment import parse_version
 from quantmint.pipeline.serving.plan import LaunchPlan, Process
 from quantmint.pipeline.serving.render.docker import docker_run
 from quantmint.pipeline.serving.render.invocation import image_of
@@ -109,44 +105,6 @@ class LocalLauncher(Launcher):
         return environment
 
 
-# Part of fingerprints, and never executed: it keeps the module's old path, or everything would be measured again.
-_COMMAND = ("python", "-mquantmint.pipeline.reference")
-_ROOT = Path(__file__).parents[4]  # the folder to import `quantmint` from
-
-
-def reference_plan(
-    model: Path, *, served_model_name: str, max_model_len: int, kv_cache_dtype: str, trust_remote_code: bool = False
-) -> LaunchPlan:
-    """Return the plan of a checkpoint on the reference runtime; its device is chosen at the start."""
-    return LaunchPlan(
-        env={"TOKENIZERS_PARALLELISM": "false"},
-        argv=(
-            *_COMMAND,
-            str(model),
-            *("--served-model-name", served_model_name),
-            *("--max-model-len", str(max_model_len)),
-            *(() if kv_cache_dtype == "auto" else ("--kv-cache-dtype", kv_cache_dtype)),
-            *(("--trust-remote-code",) if trust_remote_code else ()),
-        ),
-        served_model_name=served_model_name,
-        tensor_parallel_size=1,
-        reasons=(),
-        profile="reference",
-    )
-
-
-def reference_command(plan: LaunchPlan, device: str) -> list[str]:
-    """Return the command line of a `reference_plan`, without the socket; ``device`` is PyTorch's name, or "auto"."""
-    # -P: a folder called `quantmint` in the current folder must not shadow ours.
-    return [sys.executable, "-P", "-m", "quantmint.pipeline.serving.reference", *plan.argv[2:], "--device", device]
-
-
-def reference_environment(plan: LaunchPlan) -> dict[str, str]:
-    """Return the variables of a `reference_plan`, with PYTHONPATH for importing `quantmint`."""
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    return {**plan.env, "PYTHONPATH": path, "TQDM_DISABLE": "1"}
-
-
 #: Variables by which the docker client finds its engine and the files with its credentials.
 _CLIENT = re.compile(r"DOCKER_(HOST|CONTEXT|CONFIG|CERT_PATH|TLS_VERIFY|API_VERSION)|XDG_RUNTIME_DIR|SSH_AUTH_SOCK")
 
@@ -218,78 +176,3 @@ class ClusterLauncher(LocalLauncher):
         ray = {"RAY_ADDRESS": self.cluster.address, "VLLM_HOST_IP": self.cluster.node_address}
         environment = child_environment(os.environ, {**_QUIET, **copied, **plan.env, **ray}) | authentication
         return {name: value for name, value in environment.items() if name not in _VISIBLE}
-
-
-class EndpointLauncher:
-    """Attaches to a running server: checks that it serves the plan's model, and never stops it.
-
-    Over HTTP a server reports a name, a folder and a version, but not its weights. On this machine the folder proves
-    the model; a remote server can only be shown to serve a different model, and a warning says so.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.url = endpoint_url(url)
-
-    @contextmanager
-    def deploy(self, plan: LaunchPlan, *_: object, notify: Notify = print, **__: object) -> Iterator[Deployment]:
-        """Yield the server; the plan's processes, logs and timeout are ignored.
-
-        ServingError when no server answers, or it serves another model.
-        """
-        server = RunningServer(plan.served_model_name, self.url, None, 0.0)
-        server.get("/health")
-        yield _Attached([replace(server, model_name=_model_name(server, plan, notify))], [])
-
-
-class _Attached(Deployment):
-    """A server that quantmint did not start: it has no process to check, so `check` asks it."""
-
-    poll_s = 5.0
-
-    def check(self) -> None:
-        """Raise ServingError if the server does not answer for half a minute."""
-        self.servers[0].get("/health")
-
-
-def endpoint_url(text: str) -> str:
-    """Return an address without its API path: "http://gpu7:8000" for "http://gpu7:8000/v1/".
-
-    UserError for a text that is no address, or contains credentials.
-    """
-    try:
-        parts = urlsplit(text)
-        valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        valid = False
-    if not valid or parts.query or parts.fragment:
-        raise UserError("--endpoint is not the address of a server: expected something like http://gpu7:8000")
-    if parts.username is not None or parts.password is not None:
-        raise UserError("the address contains a user name or password, which the process list would show")
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-
-
-def _model_name(server: RunningServer, plan: LaunchPlan, notify: Notify) -> str:
-    """Return the server's name for the plan's model, found by name, else by folder; warn about what is not proven.
-
-    ServingError when it serves another model.
-    """
-    try:
-        models = [dict(model) for model in json.loads(server.get("/v1/models"))["data"]]
-        ours = [model for model in models if model["id"] == server.model_name]
-        ours += [model for model in models if model.get("root") == plan.model]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ServingError(f"{server.base_url} does not list its models as vLLM does: {error}") from error
-    mismatch = f"{server.base_url} is not the server of this plan"
-    if not ours:
-        names = ", ".join(str(model["id"]) for model in models) or "nothing"
-        raise ServingError(f"{mismatch}: it serves {names}, expected {plan.served_model_name}")
-    root, version = ours[0].get("root"), server.version()
-    local = urlsplit(server.base_url).hostname in {"127.0.0.1", "localhost", "::1"}
-    if root is None or not local or not Path(root).is_dir():
-        folder = root or "a folder that it does not name"
-        notify(f"warning: {server.base_url}: it serves {folder}, whose files cannot be checked from this machine")
-    elif not (Path(plan.model).is_dir() and Path(root).samefile(plan.model)):
-        raise ServingError(f"{mismatch}: it serves {root}, expected {plan.model}")
-    if plan.vllm_version and parse_version(version) != parse_version(plan.vllm_version):
-        notify(f"warning: {server.base_url}: it runs vLLM {version}, but the plan was made for {plan.vllm_version}")
-    return str(ours[0]["id"])

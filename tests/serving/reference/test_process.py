@@ -17,7 +17,7 @@ from quantmint.eval.harness import read_asked
 from quantmint.eval.suites import TASKS_FOLDER, SuiteTask
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.base.processes import Conversation, conversation
-from quantmint.pipeline.serving.running.launchers import reference_command, reference_environment, reference_plan
+from quantmint.pipeline.serving.reference.launch import reference_command, reference_environment, reference_plan
 from tests.processes import processes_naming
 from tests.serving.served.cases import MODEL
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 OWNER = """
 import sys
 from pathlib import Path
-from quantmint.pipeline.serving.running.launchers import reference_command, reference_environment, reference_plan
+from quantmint.pipeline.serving.reference.launch import reference_command, reference_environment, reference_plan
 from quantmint.pipeline.base.processes import conversation
 plan = reference_plan(Path(sys.argv[1]), served_model_name="m", max_model_len=64, kv_cache_dtype="auto")
 command = reference_command(plan, "cpu")

@@ -13,7 +13,7 @@ import pytest
 
 from quantmint.pipeline.base.errors import ServingError, UserError
 from quantmint.pipeline.serving.plan import LaunchPlan
-from quantmint.pipeline.serving.running.launchers import EndpointLauncher, endpoint_url
+from quantmint.pipeline.serving.running.endpoint import EndpointLauncher, endpoint_url
 from quantmint.pipeline.serving.running.server import RunningServer
 
 
