@@ -1,8 +1,8 @@
-"""What may help after a FAIL: which layers cost most in few bits, what to paste, how to ask the tasks all the same.
+"""Advise after a FAIL: which layers cost most in few bits, a block to paste, how to ask the tasks all the same.
 
-What layers cost is only known where it was measured, by `scheme: auto` or `quantmint search`: the errors of weights,
-which every run records, order layers no better than chance (docs/four-bits.md). Else the command that measures is told.
-The block to paste stands in a recipe as it is, in the place of the sections of its names.
+The cost of layers is only known where it was measured, by `scheme: auto` or `quantmint search`: the errors of weights,
+which every run records, order layers no better than chance (docs/four-bits.md). Else the advice names the command that
+measures. The block stands in a recipe as it is, in the place of its sections of the same names.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WIDEST = r"re:.*\.down_proj$"
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """``lines`` of prose, and a block to ``paste`` into the recipe, which is empty where nothing was measured."""
+    """``lines`` of prose, and a block to ``paste`` into the recipe, empty where there is none."""
 
     lines: tuple[str, ...] = ()
     paste: str = ""
@@ -59,9 +59,9 @@ def advise(
     verdict: Verdict | None = Verdict.FAIL,
     stopped: str | None = None,
 ) -> Advice:
-    """What to do about a verdict; ``groups`` as far as they were measured, ``stopped`` by which stage, if by one.
+    """Return the advice on a verdict; ``groups`` are the measured costs, ``stopped`` the stage that stopped the run.
 
-    Nothing after a PASS, nor where the tasks were asked and could not tell.
+    Empty after a PASS, and where the tasks were asked and could not tell.
     """
     if verdict is not Verdict.FAIL and stopped is None:
         return Advice()
@@ -73,7 +73,7 @@ def advise(
 
 
 def choices(recipe: Recipe) -> tuple[str, ...]:
-    """The schemes that `scheme: auto` could have in the place of this recipe's: its own, and those that fit beside."""
+    """Return the schemes that `scheme: auto` could choose from here: the recipe's own, and those beside them."""
     made, target = recipe.quantization, recipe.target.hardware
     served = recipe.evaluation.runtime != "reference" or hardware(target).kind != "cpu"
     return tuple(
@@ -103,7 +103,7 @@ def _precision(setting: Setting, groups: Sequence[Group] | None) -> Advice:
 
 
 def _of_few_bits(setting: Setting) -> Advice:
-    """What to do where nothing was measured and few bits lost too much."""
+    """Advise where nothing was measured and few bits lost too much: GPTQ, a search, a choice by layer."""
     recipe, made = setting.recipe, setting.recipe.quantization
     lines: list[str] = []
     by_gptq = _takes_gptq(made, made.schemes)
@@ -124,7 +124,7 @@ def _of_few_bits(setting: Setting) -> Advice:
 
 
 def _of_eight_bits(setting: Setting) -> Advice:
-    """What is known to lose less where all is in eight bits: scales by channel and token, no 8-bit cache, 16 bits."""
+    """Advise where everything is in 8 bit: scales by channel and token, cache or `down_proj` in 16 bit."""
     made, changes = setting.recipe.quantization, dict[str, Any]()
     if made.scheme == "fp8" and scheme(_EIGHT).refusal(made.engine, made.format) is None:
         changes["scheme"] = _EIGHT
@@ -294,7 +294,7 @@ def in_sixteen(
 
 
 def in_eight(quantization: Quantization, groups: Sequence[Group]) -> Advice:
-    """The predicted KL with one group at a time in 8 bit, and the overrides that take half of it away, or the most."""
+    """Return the predicted KL with one group at a time in 8 bit, and the overrides that halve it, or all of them."""
     left: list[Group] = []
     for group in groups:
         options = {option.scheme: option for option in group.options}

@@ -1,11 +1,11 @@
-"""Answers to the items of a task, kept across runs under what asked them.
+"""Keep the answers to the items of a task across runs, under everything that shaped them.
 
-A new margin, another limit, one more look or a run that was interrupted asks only the items that nobody has asked yet:
+A new margin, another limit, one more look or a run that was interrupted asks only the items that have no answer yet:
 
     store/answers/<SHA-256 of server, model, task, lm-eval>/<task>/documents.json
     store/answers/<SHA-256 of server, model, task, lm-eval>/<task>/<SHA-256 of the items>.jsonl.gz
 
-What is read from the Hub at no fixed commit may change unseen: such answers serve the run that is going on alone.
+Data read from the Hub at no fixed commit may change unseen: answers to it serve the current run alone.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _LEAST: Final = 100
 
 
 def chunks(items: Sequence[Item], planned: int) -> Iterator[Sequence[Item]]:
-    """Part items into batches that are kept one by one: a twentieth of what is planned of the task, 100 at least.
+    """Split items into batches that are kept one by one: a twentieth of the task's ``planned`` items, 100 at least.
 
-    An interruption costs at most one of them, and each costs lm-eval a fraction of a second. They depend on no clock,
-    for which items share a batch can change a last bit.
+    An interruption loses at most one batch, and each batch costs lm-eval a fraction of a second. The split depends on
+    no clock, because items that share a batch can change the last bit of an answer.
     """
     size = max(_LEAST, -(-planned // _SHARES))
     for start in range(0, len(items), size):
@@ -51,7 +51,7 @@ class KnownAnswers:
     folder: Path
 
     def documents(self) -> Mapping[str, Any] | None:
-        """Return what `Harness.load` answered when the task was loaded, or None."""
+        """Return what `Harness.load` returned for the task, None where it was never loaded."""
         try:
             loaded: Mapping[str, Any] = json.loads((self.folder / _DOCUMENTS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -65,45 +65,45 @@ class KnownAnswers:
         write_json(self.folder / _DOCUMENTS, dict(loaded))
 
     def find(self, items: Sequence[Item]) -> tuple[Asked, ...]:
-        """Return the answers that are known to some of the items, by batch; no item comes twice.
+        """Return the known answers to some of the items, by batch; no item comes twice.
 
-        Batches that were asked in another way than the newest are left out, and so is a damaged one.
+        Batches that were asked with other settings than the newest are left out, and so are damaged ones.
         """
-        wanted = set(items)
-        found: list[Asked] = []
+        missing = set(items)
+        batches: list[Asked] = []
         for path in sorted(self.folder.glob("*.jsonl.gz"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
             try:
                 batch = read_asked(path)
             except MeasurementError:  # a disk that was full, or lost its power
                 continue
-            if found and batch.settings != found[0].settings:
+            if batches and batch.settings != batches[0].settings:
                 continue
-            part = batch.on(wanted)
+            part = batch.on(missing)
             if part.samples:
-                found.append(part)
-                wanted -= {(sample.task, sample.doc_id) for sample in part.samples}
-            if not wanted:
+                batches.append(part)
+                missing -= {(sample.task, sample.doc_id) for sample in part.samples}
+            if not missing:
                 break
-        return tuple(found)
+        return tuple(batches)
 
     def keep(self, batch: Path, items: Sequence[Item], faults: Sequence[str]) -> None:
-        """Take a file of answers, and before it the faults of the server that gave them."""
+        """Move a file of answers here, after writing the faults of the server that gave them."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if new := [fault for fault in faults if fault not in self.faults()]:
             write_json(self.folder / _FAULTS, [*self.faults(), *new])
         batch.replace(self.folder / f"{items_digest(items)}.jsonl.gz")
 
     def faults(self) -> list[str]:
-        """Return what the logs of the servers that answered say that voids a measurement."""
+        """Return the log lines of the answering servers that void a measurement."""
         with suppress(OSError, ValueError):
             return list(json.loads((self.folder / _FAULTS).read_text(encoding="utf-8")))
         return []
 
 
 def known_answers(job: Job, stage: Stage, task: SuiteTask) -> KnownAnswers:
-    """Return the answers that runs of this store share, under what asks a task in a stage.
+    """Return the answers to a task that all runs of this store share, under everything that shapes them.
 
-    Those of a stage that is made anew by wish are forgotten.
+    Those of a stage that is made again on purpose (`--redo`) are deleted.
     """
     asking = {
         "inputs": {name: job.inputs[name].fingerprint for name in ("serve", "model")},

@@ -1,7 +1,7 @@
-"""quantize by a library: the job is written, run in a process of its own, and its result read back and proven.
+"""quantize by a library: write the job, run it in a process of its own, read its result back and prove it.
 
-The process gets no token and no network, its output goes to ``engine.log``, and it ends when we do. What it made is
-moved to its place by one rename after it was held against the job.
+The process gets no token and no network, its output goes to ``engine.log``, and it ends with this one. Its checkpoint
+is compared with the job, then moved to its place by one rename.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ _TOOLS = {
 
 
 def calibrated(quantization: Quantization) -> bool:
-    """Whether the library looks at calibration data."""
+    """Return whether the library reads calibration data."""
     return has_static_scales(quantization) or algorithm(quantization.algorithm).calibrated
 
 
 def settings(setting: Setting) -> Mapping[str, object]:
-    """What shapes the result beside the section itself: the tokens, which no stage before this one has read."""
+    """Return what shapes the result beside the recipe's section: the calibration tokens, which no earlier stage has
+    read.
+    """
     section = setting.recipe.calibration
     parameters = {"parameters": setting.recipe.quantization.parameters}
     if section is None or not calibrated(setting.recipe.quantization):
@@ -58,12 +60,14 @@ def settings(setting: Setting) -> Mapping[str, object]:
 
 
 def tools(setting: Setting) -> Mapping[str, str]:
-    """The library's own versions; of our engine, what makes the tokens."""
+    """Return the library's versions; for our own engine, that of the tokenizers."""
     return versions(*_TOOLS[setting.recipe.quantization.engine])
 
 
 def run(job: Job) -> Output:
-    """Make the checkpoint; `UserError` before any work, `StageError` where the library breaks or makes another one."""
+    """Make the checkpoint. Raises `UserError` before any work, `StageError` where the library fails or makes another
+    one.
+    """
     quantization = job.setting.recipe.quantization
     job.progress.say("asking the model which of its modules are linear")
     source, structure = read_source(job)
@@ -80,8 +84,8 @@ def run(job: Job) -> Output:
     final = job.path / CHECKPOINT
     if not final.is_dir():  # it is there where a run was stopped between the rename and the record
         _make(job, source, structure, choice, device, final)
-    made = open_checkpoint(final)
-    size = sum((final / shard).stat().st_size for shard in made.shards)
+    checkpoint = open_checkpoint(final)
+    size = sum((final / shard).stat().st_size for shard in checkpoint.shards)
     return Output(
         result={
             "bytes": size,
@@ -103,14 +107,14 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
     if work.exists():
         shutil.rmtree(work)  # a library does not go on where it was stopped
     work.mkdir(parents=True)
-    made, adopted = work / "made", work / CHECKPOINT
+    written, adopted = work / "made", work / CHECKPOINT
     section, samples = job.setting.recipe.calibration, work / "samples.safetensors"
     if section is not None and calibrated(quantization):
         job.progress.say("reading the calibration texts")
         save_samples(read_tokens(section, source.folder, trust_remote_code=trust), samples)
     library_job = LibraryJob(
         source=str(source.folder),
-        output=str(made),
+        output=str(written),
         schemes={structure.modules[module]: scheme for module, scheme in choice.schemes.items()},
         kv_cache=choice.kv_cache,
         algorithm=quantization.algorithm,
@@ -134,7 +138,7 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
     job.progress.say(f"reading back what {engine} wrote")
     names = names_on_disk(source, structure, trust_remote_code=trust)
     try:
-        adopt(made, adopted, names, source, choice, quantization.format)
+        adopt(written, adopted, names, source, choice, quantization.format)
         wrong = differences(
             open_checkpoint(adopted),
             source,
@@ -147,9 +151,9 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
     except UserError as error:
         raise StageError(f"engine {engine} left no checkpoint that can be read: {error.message}") from error
     if first:
-        more = "; …" if len(first) > _SHOWN else ""
+        ellipsis = "; …" if len(first) > _SHOWN else ""
         raise StageError(
-            f"engine {engine} did not make what was asked for: {'; '.join(first[:_SHOWN])}{more}",
+            f"engine {engine} did not make what was asked for: {'; '.join(first[:_SHOWN])}{ellipsis}",
             hint=f"What it wrote is kept in {adopted}, its log is {log}.",
         )
     for copy, path in companions(source.folder, adopted, with_code=trust).items():
@@ -159,7 +163,7 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
 
 
 def _command(engine: str, job: Path) -> list[str]:
-    """The program that imports the library, and nobody else's."""
+    """Return the command of the only program that imports the library."""
     return [sys.executable, "-P", "-m", f"quantmint.pipeline.quantize.engines.libraries.with_{engine}", str(job)]
 
 

@@ -1,4 +1,4 @@
-"""calibrate: the 16-bit model's ranges on a calibration set, for every scheme and format of the model."""
+"""calibrate: measure the 16-bit model's ranges on a calibration set, for every scheme and layout of the model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""canary: held-out prompts read by both sides, and whether the candidate still says what its baseline says.
+"""canary: both sides read held-out prompts, and the candidate's next-token distributions are compared with its
+baseline's.
 
-One request at a time: nothing that happens to be in the same batch changes an answer, and the prompts are few. The
-baseline, whose answers all recipes share, reads all of them; a candidate that is clearly sound or broken reads fewer.
+Requests are sent one at a time: no other request in the batch can change an answer, and the prompts are few. The
+baseline, whose answers all recipes share, reads all prompts; a candidate that is clearly sound or broken reads fewer.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ _TIMEOUT_S = 600.0  # the first request may compile kernels
 
 
 class CanaryStage(SideStage):
-    """The baseline's answers concern the model alone, so that all recipes of it share them.
+    """Compare next-token distributions on held-out prompts; the candidate's stage stops the run where it is broken.
 
-    The candidate, given the same token ids, is judged in its own stage: the run ends there if it is broken.
+    The baseline's answers depend on the model alone, so all recipes of it share them. The candidate reads the same
+    token ids.
     """
 
     family = "canary"
@@ -96,12 +98,12 @@ class CanaryStage(SideStage):
         return self.side == "candidate" and entry.record.result.get("verdict") in _STOPPING
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """The server, which stands for the model and the launch; the model; for the candidate what to compare with."""
+        """Return the server's entry, which stands for the model and its launch; the model; the candidate's baseline."""
         compared = {"baseline": "canary-baseline"} if self.side == "candidate" else {}
         return {"serve": f"serve-{self.side}", "model": model_key(self.side), **compared}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The prompts by content and length; for the candidate what it is judged by."""
+        """Return the prompts by content and length; for the candidate the limits that it is judged by."""
         if self.side == "candidate":
             limits = policy_of(setting).to_json()
             return {"side": self.side, "policy": {name: limit for name, limit in limits.items() if limit is not None}}
@@ -113,7 +115,7 @@ class CanaryStage(SideStage):
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """What tokenizes and what answers."""
+        """Return the versions of the tokenizer and of the runtime."""
         tokenizes = versions("transformers", "tokenizers") if self.side == "baseline" else {}
         return {**tokenizes, **runtime_tools(setting)}
 
@@ -158,24 +160,24 @@ def _is_clear(setting: Setting, baseline: CanaryAnswers, by_name: Mapping[str, A
 
 
 def policy_of(setting: Setting) -> CanaryPolicy:
-    """What the recipe calls broken, or unlikely to pass, in the schemes that it has."""
+    """Return the recipe's limits of a broken candidate, and of one that is unlikely to pass, for its schemes."""
     canary = setting.recipe.gate.canary
     assert canary is not None  # noqa: S101 - else there is no such stage
     return canary.policy(setting.recipe.quantization.schemes)
 
 
 def read_answers(folder: Path) -> CanaryAnswers:
-    """The answers that a stage has kept."""
+    """Return the answers that a stage recorded in ``folder``."""
     return CanaryAnswers.from_json(json.loads(gzip.decompress((folder / ANSWERS).read_bytes())))
 
 
 def read_comparison(folder: Path) -> Canary:
-    """What the stage of the candidate found."""
+    """Return the comparison that the candidate's stage recorded in ``folder``."""
     return Canary.from_json(json.loads((folder / COMPARISON).read_text(encoding="utf-8")))
 
 
 def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Name and token ids of each prompt, as the model's own tokenizer opens a text, cut to what the server takes."""
+    """Return name and token ids of each prompt, by the model's own tokenizer, cut to the server's context length."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(
@@ -189,7 +191,7 @@ def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...
 
 
 def _ask(server: RunningServer, name: str, ids: Sequence[int]) -> Answer:
-    """One prompt's answer, an empty one where a server that is well has no finite number to give."""
+    """Return the answer to one prompt; an empty one where a healthy server has no finite log probability."""
     if isinstance(server, ReferenceServer):
         return _parsed(name, ids, server.ask("prompt_logprobs", ids=list(ids), likeliest=LIKELIEST))
     body = {
@@ -210,12 +212,15 @@ def _ask(server: RunningServer, name: str, ids: Sequence[int]) -> Answer:
 
 
 def _parsed(name: str, ids: Sequence[int], positions: Sequence[Mapping[str, Mapping[str, Any]]]) -> Answer:
-    """``positions`` [n]: of each token, the first has none, the log probabilities by id; its own is among them."""
+    """Return an answer from log probabilities by token id, one mapping a position; the first position has none.
+
+    Each mapping holds the log probability of the position's own token.
+    """
     actual: list[float] = []
     tokens: list[tuple[int, ...]] = []
     logprobs: list[tuple[float, ...]] = []
     for token, position in zip(ids[1:], positions[1:], strict=True):
-        listed = {int(number): said["logprob"] for number, said in position.items()}
+        listed = {int(number): entry["logprob"] for number, entry in position.items()}
         if not all(value is not None and math.isfinite(value) for value in listed.values()):
             return Answer(name, tuple(ids), (), (), ())
         rounded = {number: round(float(value), DIGITS) for number, value in listed.items()}
@@ -227,7 +232,7 @@ def _parsed(name: str, ids: Sequence[int], positions: Sequence[Mapping[str, Mapp
 
 
 def _told(answers: CanaryAnswers) -> Output:
-    """The baseline's own summary; it is no baseline where it has no numbers."""
+    """Return the baseline's result. Raises `InvalidMeasurementError` where it has no finite log probabilities."""
     silent = [answer.prompt for answer in answers.answers if not answer.actual]
     if silent:
         raise InvalidMeasurementError(

@@ -1,4 +1,4 @@
-"""The facts of a card, from the entries of a run: what was made, its base's own card, how it is served where."""
+"""Gather the facts of a model card from the entries of a run: checkpoint, its base's card, how to serve it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ from quantmint.pipeline.store.entries import Entry
 
 
 def base_metadata(identity: SourceIdentity, folder: Path, *, warn: Callable[[str], None]) -> Mapping[str, Any]:
-    """The front matter of the card in the source's ``folder``, or of its repository at the same commit.
+    """Return the front matter of the card in the source's ``folder``, or of its repository at the same commit.
 
-    Empty where there is none; ``warn`` is told where the Hub could not be asked, because then terms are unknown.
+    Empty where there is no card; ``warn`` is called where the Hub could not be asked, because then the terms are
+    unknown.
     """
     if (folder / CARD).is_file() or identity.repo is None:
         return front_matter(folder)
@@ -60,7 +61,7 @@ def base_metadata(identity: SourceIdentity, folder: Path, *, warn: Callable[[str
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """The YAML at the top of a folder's README.md as a mapping; empty where there is none, or it is none."""
+    """Return the YAML at the top of a folder's README.md as a mapping; empty where there is none."""
     from huggingface_hub import metadata_load
 
     try:
@@ -76,7 +77,7 @@ SHOWN: Final = ("mi300x", "mi355x")
 def launches(
     recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, *, vllm: str
 ) -> tuple[ServingCommand, ...]:
-    """A launch of the checkpoint for the recipe's target and each of `SHOWN`; a command calls it ``model``."""
+    """Return a launch of the checkpoint for the recipe's target and each of `SHOWN`; commands call it ``model``."""
     targets = [parse_target(f"{name}:{recipe.target.gpus}") for name in dict.fromkeys((recipe.target.hardware, *SHOWN))]
     return tuple(_launch(target, recipe, workload, facts, model, vllm) for target in targets)
 
@@ -111,7 +112,7 @@ def _launch(
 
 
 def _left_out(recipe: Recipe) -> Iterator[str]:
-    """What the recipe's own launch has, and a reader does not."""
+    """Yield what the recipe's own launch uses and a reader of the card does not have."""
     if recipe.serve.tunableop is not None:
         yield "the recipe serves with matrix kernels that TunableOp found, whose file is not here"
     if recipe.serve.speculative is not None and recipe.serve.speculative.model is not None:
@@ -119,7 +120,10 @@ def _left_out(recipe: Recipe) -> Iterator[str]:
 
 
 def _command(plan: LaunchPlan, running: Sequence[Process], *, cpu: bool) -> str:
-    """The variables and one server's command, a CPU's threads the reader's; the whole script over several machines."""
+    """Return the variables and the command of one server; over several machines the whole script.
+
+    On a CPU the number of threads is the reader's own.
+    """
     if plan.layout.nodes > 1:
         return script(plan, running)
     lines = [
@@ -130,7 +134,7 @@ def _command(plan: LaunchPlan, running: Sequence[Process], *, cpu: bool) -> str:
 
 
 def settings(setting: Setting) -> Mapping[str, object]:
-    """What a card depends on beside the entries; a repository's own card belongs to its commit."""
+    """Return what a card depends on beside the entries; a repository's own card belongs to its commit."""
     section, folder = setting.recipe.publish, setting.source.folder
     return {
         "repo": _repo(setting.recipe),
@@ -141,7 +145,7 @@ def settings(setting: Setting) -> Mapping[str, object]:
 
 
 def gather(job: Job) -> CardFacts:
-    """Everything that the card says, from a run's entries from ``source`` to ``report``."""
+    """Return everything that the card states, from a run's entries from ``source`` to ``report``."""
     setting, inputs, recipe = job.setting, job.inputs, job.setting.recipe
     checkpoint = model_folder(inputs["quantize"])
     report = cast(Report, read_json(inputs["report"].file(DATA)))
@@ -174,7 +178,7 @@ def _signed(recipe: Recipe) -> Literal["key", "keyless"] | None:
 
 
 def texts_beside(checkpoint: Path) -> tuple[str, ...]:
-    """Names of the files of a checkpoint's folder that hold a licence, sorted."""
+    """Return the names of the licence files in a checkpoint's folder, sorted."""
     return tuple(sorted({path.name for pattern in TEXTS for path in checkpoint.glob(pattern) if path.is_file()}))
 
 
@@ -202,9 +206,9 @@ def _calibrated(recipe: Recipe, inputs: Mapping[str, Entry]) -> CalibrationText 
 
 
 def vllm_of(report: Report) -> str:
-    """The version that was measured, where it was vLLM; else the newest that the plan's tables know."""
+    """Return the version of vLLM that was measured, else the newest that the plan's tables know."""
     for server in report["servers"]:
-        found = re.search(r"\d+\.\d+(\.\d+)?", server["version"])
-        if server["side"] == "candidate" and server["runtime"].startswith("vllm") and found:
-            return found[0]
+        version = re.search(r"\d+\.\d+(\.\d+)?", server["version"])
+        if server["side"] == "candidate" and server["runtime"].startswith("vllm") and version:
+            return version[0]
     return NEWEST_READ

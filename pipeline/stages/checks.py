@@ -1,8 +1,6 @@
-"""What a recipe asks for that no one could make, serve or prove: found before any work.
+"""Find what a recipe asks for that cannot be made, served or proven, before any work.
 
-    refuse(check(load_recipe("llama70b-fp8kv"), config=config))
-
-Everything here follows from tables and small files.
+refuse(check(load_recipe("llama70b-fp8kv"), config=config))
 """
 
 from __future__ import annotations
@@ -48,12 +46,12 @@ def check(
     cpu_flags: Collection[str] | None = None,
     judged: bool = True,
 ) -> list[Fault]:
-    """Every fault of a recipe that its fields, the model and the definitions that it names lead to.
+    """Return every fault of a recipe that follows from its fields, the model and the definitions that it names.
 
-    `config` is the model's config.json and `linear` its linear modules with [out_features, in_features], as far as
-    they are known; without them, what depends on the model is not looked at. `cpu_flags` are those of the CPU that
-    will serve, where the target is one (`pipeline.base.hardware.local_cpu_flags`). What is not `judged` has no margins
-    that its suite must be able to test.
+    `config` is the model's config.json and `linear` its linear modules with [out_features, in_features], as far as they
+    are known; checks that need them are skipped without them. `cpu_flags` are those of the CPU that will serve, where
+    the target is one (`pipeline.base.hardware.local_cpu_flags`). A recipe that is not `judged` has no margins that its
+    suite must be able to test.
     """
     faults = [
         *_source(loaded),
@@ -68,12 +66,14 @@ def check(
 
 
 def _used(loaded: LoadedRecipe) -> list[tuple[YamlPath, str]]:
-    """Every scheme that a recipe names, by where it does."""
+    """Return every scheme that a recipe names, with its place."""
     quantization = loaded.recipe.quantization
-    found: dict[YamlPath, str] = {("from", index): name for index, name in enumerate(quantization.from_ or ())}
-    found = found or {("scheme",): quantization.scheme}
-    found |= {("overrides", index, "scheme"): each.scheme for index, each in enumerate(quantization.overrides)}
-    return [(("quantization", *path), name) for path, name in found.items()]
+    schemes: dict[YamlPath, str] = {("from", index): name for index, name in enumerate(quantization.from_ or ())}
+    schemes = schemes or {("scheme",): quantization.scheme}
+    schemes |= {
+        ("overrides", index, "scheme"): override.scheme for index, override in enumerate(quantization.overrides)
+    }
+    return [(("quantization", *path), name) for path, name in schemes.items()]
 
 
 def _source(loaded: LoadedRecipe) -> Iterator[Fault]:
@@ -311,7 +311,7 @@ def _fused(loaded: LoadedRecipe, names: Iterable[str], config: Mapping[str, Any]
 
 
 def _model(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
-    """What the model's configuration does not allow: lengths, a latent cache in FP8, groups of a scheme."""
+    """Yield the faults against the model's configuration: lengths, a latent cache in FP8, groups of a scheme."""
     recipe = loaded.recipe
     quantization, longest = recipe.quantization, config.get("max_position_embeddings")
     lengths: list[tuple[YamlPath, int]] = [(("target", "max_model_len"), recipe.target.max_model_len)]
@@ -434,7 +434,7 @@ def throughput_faults(loaded: LoadedRecipe, workload: Workload | None) -> Iterat
 
 
 def as_asked(suite: Suite, evaluation: Evaluation, gate: Gate) -> Suite:
-    """A suite as a recipe has it asked: no more items than its limit, and as many flips as it expects."""
+    """Return a suite as the recipe asks it: no more items than its limit, and with its expected flips."""
     tasks = tuple(
         replace(
             task,

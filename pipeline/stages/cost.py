@@ -1,6 +1,6 @@
-"""What the stages of a recipe that work on weights will take on this machine: seconds, memory and disk.
+"""Forecast the stages that work on weights: seconds, memory and disk on a machine.
 
-What shares a resource adds up, and resources work at the same time: the cores (copying from and to the page cache,
+Loads of one resource add up, and resources work at the same time: the cores (copying from and to the page cache,
 hashing, and the kernels where no GPU computes), the device, the link to it, and the disk. The busiest decides.
 """
 
@@ -58,7 +58,7 @@ _CPU_PIECES, _PINNED_PIECES, _DEVICE_PIECES = 6, 2, 6
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How fast, and how large: memory in bytes, of the host and of each of the ``devices`` that compute."""
+    """A machine's rates, cores and memory in bytes, of the host and of each of the ``devices`` that compute."""
 
     rates: Rates
     cores: int
@@ -69,7 +69,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one stage takes: seconds until everything is on the disk, bytes of memory, device memory and disk.
+    """The cost of one stage: seconds until everything is on the disk, bytes of memory, device memory and disk.
 
     ``written`` is when the last byte was handed to the system. ``parts`` are the seconds that each part would take by
     itself, ``bound`` names the resource that decides. ``mode`` says how the stage works, where it has a choice.

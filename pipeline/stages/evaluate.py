@@ -1,11 +1,8 @@
-"""evaluate: the tasks of a suite against one side, look by look; control: the baseline asked some items again.
+"""evaluate: one side answers the tasks of a suite, look by look; control: the baseline answers some items again.
 
-The baseline is asked everything. Of the candidate, a task that decides the verdict is held against the baseline after
-each look and is over as soon as the boundary says PASS or FAIL (`eval.statistics.sequential`, which the gate reads the
-same samples by). The baseline is evaluated without regard to a candidate, for all recipes of its model.
-
-At temperature 0 a server is not deterministic: which requests share a batch decides how sums are rounded. The second
-time fewer requests are in flight, in other groups. What flips then is the floor that a flip of the candidate stands on.
+The baseline answers all items. The candidate's answers to a gated task are compared with the baseline's after each
+look, and the task ends as soon as the sequential boundary (`eval.statistics.sequential`, which the gate uses too) says
+PASS or FAIL.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ _HARNESS_S = 5.0
 
 
 class EvaluateStage(SideStage):
-    """Ask a side the items of the suite; those that were asked before in the same way are taken from the store."""
+    """Ask a side the items of the suite; answers that the store has, asked in the same way, are reused."""
 
     family = "evaluate"
     version = 2
@@ -70,7 +67,7 @@ class EvaluateStage(SideStage):
     measures = True
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield what asks, and what the suite's own tasks import."""
+        """Yield the harness's modules, and those that tasks of the suite import."""
         yield from (*HARNESS_MODULES, *runtime_modules(setting))
         for task in setting.suite.tasks:
             for part, names in _TASK_MODULES.items():
@@ -81,40 +78,44 @@ class EvaluateStage(SideStage):
         return (require_server,)
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the time of all items for the baseline, of those that a lossless candidate is asked for the candidate.
+        """Return the time of the baseline's items, or of the items that a lossless candidate is asked.
 
         lm-eval is imported once in a run.
         """
-        items, each = planned_items(estimate.setting), estimate.item_seconds
+        items, item_seconds = planned_items(estimate.setting), estimate.item_seconds
         if self.side == "baseline":
-            return estimate.restart + _HARNESS_S + sum(items[name] * seconds for name, seconds in each.items())
-        asked = {name: min(items[name], estimate.expected.get(name) or items[name]) for name in each}
-        return estimate.restart + sum(asked[name] * seconds for name, seconds in each.items())
+            return estimate.restart + _HARNESS_S + sum(items[name] * seconds for name, seconds in item_seconds.items())
+        candidate_items = {name: min(items[name], estimate.expected.get(name) or items[name]) for name in item_seconds}
+        return estimate.restart + sum(candidate_items[name] * seconds for name, seconds in item_seconds.items())
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """The server, for the model and its launch; the model for its tokenizer; what the candidate is held against."""
+        """Return the server's entry, for the model and its launch; the model, for its tokenizer; the candidate's
+        baseline.
+        """
         against = {"baseline": "evaluate-baseline"} if self.side == "candidate" else {}
         return {"serve": f"serve-{self.side}", "model": model_key(self.side), **against}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The tasks by content, how they are asked, and by which limits asking stops."""
+        """Return the tasks by content, how they are asked, and the limits that end a task early."""
         evaluation, accuracy = setting.recipe.evaluation, setting.recipe.gate.accuracy
-        found = {
+        slice_ = {
             **lm_eval.task_settings(setting, *setting.suite.tasks),
             "limit": evaluation.limit,
             "looks": evaluation.looks,
         }
         if self.side == "candidate" and evaluation.looks > 1:
             margins = {task.task: task.margin or accuracy.margin for task in setting.suite.tasks if task.gated}
-            found["policy"] = {"margins": margins, "confidence": accuracy.confidence}
-        return found
+            slice_["policy"] = {"margins": margins, "confidence": accuracy.confidence}
+        return slice_
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """What asks, tokenizes and answers."""
+        """Return the versions of the harness, the tokenizer and the runtime."""
         return {**versions("lm-eval", "transformers", "datasets"), **runtime_tools(setting)}
 
     def run(self, job: Job) -> Output:
-        """Ask one task after the other, by one lm-eval process; neither it nor a server starts where all is known."""
+        """Ask one task after the other, by one lm-eval process; neither it nor a server starts where all answers are
+        known.
+        """
         setting = job.setting
         for folder in (lm_eval.SAMPLES, ANSWERS, DATASETS):
             (job.path / folder).mkdir(exist_ok=True)
@@ -123,10 +124,10 @@ class EvaluateStage(SideStage):
             for task in setting.suite.tasks:
                 _require_whole(task, questions.load(task))
             for task in setting.suite.tasks:
-                held = self.side == "candidate" and task.gated and setting.recipe.evaluation.looks > 1
-                baseline = read_samples(job.inputs["baseline"].path, task) if held else None
+                compared = self.side == "candidate" and task.gated and setting.recipe.evaluation.looks > 1
+                baseline = read_samples(job.inputs["baseline"].path, task) if compared else None
                 _evaluate(job, task, questions, baseline)
-            found = questions.faults()
+            void = questions.faults()
         sets = {task.task: read_samples(job.path, task) for task in setting.suite.tasks}
         scores = {name: samples.mean for name, samples in sets.items()}
         lm_eval.tidy(job.path)
@@ -137,7 +138,7 @@ class EvaluateStage(SideStage):
                 "items": {name: [len(samples.samples), samples.planned] for name, samples in sets.items()},
                 "asked": questions.asked,
                 "datasets": {name: json.loads((job.path / DATASETS / f"{name}.json").read_text()) for name in sets},
-                "faults": found,
+                "faults": void,
             },
             summary=", ".join(
                 _summary(samples, read_samples(job.inputs["baseline"].path, task) if "baseline" in job.inputs else None)
@@ -147,9 +148,9 @@ class EvaluateStage(SideStage):
 
 
 class _Questions:
-    """Answers to the items of a suite's tasks: those that are known from the store, the others from the server.
+    """Answers to the items of a suite's tasks: known ones from the store, the others from the server.
 
-    The server and lm-eval start with the first item that nobody has asked yet. ``asked`` counts such items by task.
+    The server and lm-eval start with the first item that has no answer. ``asked`` counts such items by task.
     """
 
     def __init__(self, job: Job, stage: EvaluateStage) -> None:
@@ -179,17 +180,17 @@ class _Questions:
         return self._stack.enter_context(opened)
 
     def load(self, task: SuiteTask) -> Mapping[str, Sequence[str]]:
-        """Load a task, and return what `documents` does."""
-        known = known_answers(self._job, self._stage, task)
-        loaded = known.documents()
+        """Load a task, and return the clusters of its documents: see `documents`."""
+        stored = known_answers(self._job, self._stage, task)
+        loaded = stored.documents()
         if loaded is None:
             loaded = self._ready(task)
             commits = lm_eval.data_commits(self._job.setting, task)
             if all(data["path"] in commits for data in loaded["datasets"]):
-                known.keep_documents(loaded)
+                stored.keep_documents(loaded)
             else:
-                known = KnownAnswers(lm_eval.batches(self._job.path) / task.task)
-        self._loaded[task.task], self._known[task.task] = loaded, known
+                stored = KnownAnswers(lm_eval.batches(self._job.path) / task.task)
+        self._loaded[task.task], self._known[task.task] = loaded, stored
         return self.documents(task)
 
     def documents(self, task: SuiteTask) -> Mapping[str, Sequence[str]]:
@@ -202,28 +203,28 @@ class _Questions:
         return self._loaded[task.task]["datasets"]
 
     def answers(self, task: SuiteTask, items: Sequence[Item], planned: int, advance: Callable[[int], None]) -> Asked:
-        """Return the answers to items of a task of which so many are ``planned``; ``advance`` hears of them."""
-        known = self._known[task.task]
-        found = known.find(items)
-        missing = _missing(items, found)
+        """Return the answers to items of a task with ``planned`` items; ``advance`` is called with counts."""
+        stored = self._known[task.task]
+        batches = stored.find(items)
+        missing = _missing(items, batches)
         advance(len(items) - len(missing))
         while missing:
             if task.task not in self._in_harness:
                 self._ready(task)
             for chunk in chunks(missing, planned):
                 batch = self._lm.ask(task, chunk, advance)
-                known.keep(batch, chunk, self._server_faults())
+                stored.keep(batch, chunk, self._server_faults())
                 self.asked[task.task] = self.asked.get(task.task, 0) + len(chunk)
-            found, before = known.find(items), missing
-            missing = _missing(items, found)  # those that were asked in another way than the newest
+            batches, before = stored.find(items), missing
+            missing = _missing(items, batches)  # those that were asked in another way than the newest
             if missing == before:
                 raise MeasurementError(f"{task.task}: no two batches of items were asked in the same way")
-        return joined(found)
+        return joined(batches)
 
     def faults(self) -> list[str]:
-        """Return what the logs of the servers that gave these answers say that voids a measurement."""
-        told = [fault for known in self._known.values() for fault in known.faults()]
-        return list(dict.fromkeys([*told, *self._server_faults()]))
+        """Return the log lines of the servers that gave these answers which void a measurement."""
+        recorded = [fault for stored in self._known.values() for fault in stored.faults()]
+        return list(dict.fromkeys([*recorded, *self._server_faults()]))
 
     def _ready(self, task: SuiteTask) -> Mapping[str, Any]:
         self._in_harness.add(task.task)
@@ -235,75 +236,75 @@ class _Questions:
         return faults(keep_log(self._server, self._job.path / SERVER_LOG))
 
 
-def _missing(items: Sequence[Item], found: Sequence[Asked]) -> list[Item]:
-    there = {(sample.task, sample.doc_id) for batch in found for sample in batch.samples}
-    return [item for item in items if item not in there]
+def _missing(items: Sequence[Item], batches: Sequence[Asked]) -> list[Item]:
+    answered = {(sample.task, sample.doc_id) for batch in batches for sample in batch.samples}
+    return [item for item in items if item not in answered]
 
 
 def read_samples(folder: Path, task: SuiteTask) -> SampleSet:
-    """The samples of a task that a stage has kept."""
+    """Return the samples of a task that a stage recorded in ``folder``."""
     return SampleSet.from_json(read_json(lm_eval.samples_file(folder, task)))
 
 
 def guessing(folder: Path, task: SuiteTask) -> float | None:
-    """The score that guessing reaches on a task's items, by the choices that each has; None where one has none."""
+    """Return the score of guessing on a task's items, by the number of their choices; None where an item has none."""
     path = folder / ANSWERS / f"{task.task}.jsonl.gz"
     if not path.is_file():
         return None
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         choices = [json.loads(line).get("choices") for line in lines]
-    return math.fsum(1 / len(each) for each in choices) / len(choices) if choices and all(choices) else None
+    return math.fsum(1 / len(options) for options in choices) / len(choices) if choices and all(choices) else None
 
 
 def _require_whole(task: SuiteTask, documents: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a task that lacks items which the suite counts, such as a group without one of its leaf tasks.
+    """Raise `MeasurementError` where a task has fewer items than the suite counts, such as a group without a leaf task.
 
-    Which loss the items can show was read from the suite. A task that is shown only must not be empty.
+    The loss that the items can show was computed from the suite's count. A task that is only shown must not be empty.
     """
-    found = sum(map(len, documents.values()))
-    if found < (task.items if task.gated else 1):
+    count = sum(map(len, documents.values()))
+    if count < (task.items if task.gated else 1):
         raise MeasurementError(
-            f"{task.task}: found {found:,} items, the suite counts {task.items:,}; "
+            f"{task.task}: found {count:,} items, the suite counts {task.items:,}; "
             "another version of lm-eval or of the data has others"
         )
 
 
 def _evaluate(job: Job, task: SuiteTask, questions: _Questions, baseline: SampleSet | None) -> None:
-    """Ask a task until it is decided or over, and keep its samples and answers."""
+    """Ask a task until it is decided or all items are answered, and record its samples and answers."""
     evaluation = job.setting.recipe.evaluation
     documents = questions.documents(task)
     looks = draw.draw(documents, looks=evaluation.looks, seed=evaluation.seed, limit=evaluation.limit)
     planned = sum(map(len, looks))
     in_looks = f" in {len(looks)} looks" if len(looks) > 1 else ""
     job.progress.say(f"{task.task}: {planned:,} items{in_looks}")
-    asked: list[Asked] = []
+    parts: list[Asked] = []
     decision: str | None = None
     with job.progress.bar(planned, f"{task.task} items") as advance:
         for number, items in enumerate(looks):
-            found = questions.answers(task, items, planned, advance)
-            asked.append(replace(found, samples=tuple(replace(sample, look=number) for sample in found.samples)))
-            samples = _together(job.setting, task, asked, planned, len(looks))
+            answered = questions.answers(task, items, planned, advance)
+            parts.append(replace(answered, samples=tuple(replace(sample, look=number) for sample in answered.samples)))
+            samples = _together(job.setting, task, parts, planned, len(looks))
             decision = None if baseline is None else _decision(job, task, baseline, samples)
             if decision is not None:
                 break
-    known = len(samples.samples) - questions.asked.get(task.task, 0)
-    if known:
-        job.progress.say(f"{task.task}: {known:,} of {len(samples.samples):,} answers were known from earlier runs")
+    reused = len(samples.samples) - questions.asked.get(task.task, 0)
+    if reused:
+        job.progress.say(f"{task.task}: {reused:,} of {len(samples.samples):,} answers were known from earlier runs")
     if decision is not None:
         job.progress.say(f"{task.task}: {decision} after {len(samples.samples):,} of {planned:,} items")
     write_json(job.path / DATASETS / f"{task.task}.json", questions.datasets(task))
-    answers = [answer for part in asked for answer in part.answers]
+    answers = [answer for part in parts for answer in part.answers]
     if answers:
         (job.path / ANSWERS / f"{task.task}.jsonl.gz").write_bytes(compressed(answers))
     write_json(lm_eval.samples_file(job.path, task), samples.to_json())
 
 
-def _together(setting: Setting, task: SuiteTask, asked: list[Asked], planned: int, looks: int) -> SampleSet:
-    settings = common_settings(asked, f"{task.task}: looks")
+def _together(setting: Setting, task: SuiteTask, parts: list[Asked], planned: int, looks: int) -> SampleSet:
+    settings = common_settings(parts, f"{task.task}: looks")
     return SampleSet(
         task.task,
         task.metric,
-        tuple(sample for part in asked for sample in part.samples),
+        tuple(sample for part in parts for sample in part.samples),
         task.kind,
         planned,
         looks,
@@ -312,9 +313,9 @@ def _together(setting: Setting, task: SuiteTask, asked: list[Asked], planned: in
 
 
 def _decision(job: Job, task: SuiteTask, baseline: SampleSet, samples: SampleSet) -> str | None:
-    """What ends a task early, in one word or one sentence; None where asking goes on.
+    """Return the word or sentence that ends a task early, None where asking goes on.
 
-    Sides that cannot be compared are the gate's to judge: more of the same answers would not change that.
+    Sides that cannot be compared are left to the gate: more of the same answers would not change that.
     """
     accuracy = job.setting.recipe.gate.accuracy
     margin = margin_in_units(task.kind, task.margin or accuracy.margin)
@@ -327,12 +328,12 @@ def _decision(job: Job, task: SuiteTask, baseline: SampleSet, samples: SampleSet
 
 
 def _summary(samples: SampleSet, baseline: SampleSet | None) -> str:
-    """A side's score, of the candidate beside the baseline's on the same items: it may have been asked fewer."""
+    """Word a side's score; the candidate's beside the baseline's on the same items, which may be fewer."""
     shown = "{:.2%}" if samples.kind == "score" else "{:.3f}"
-    asked = len(samples.samples)
-    early = f" after {asked:,} of {samples.planned:,} items" if asked < samples.planned else ""
-    beside = f" (baseline {shown.format(baseline.on(samples).mean)} on these)" if baseline else ""
-    return f"{samples.task} {shown.format(samples.mean)}{early}{beside}"
+    count = len(samples.samples)
+    early = f" after {count:,} of {samples.planned:,} items" if count < samples.planned else ""
+    comparison = f" (baseline {shown.format(baseline.on(samples).mean)} on these)" if baseline else ""
+    return f"{samples.task} {shown.format(samples.mean)}{early}{comparison}"
 
 
 # Prompts in one HTTP request: unlike the evaluation's, so that requests meet in other groups.
@@ -340,7 +341,7 @@ _BATCH_SIZE = 20
 
 
 class ControlStage(Stage):
-    """Shared by all recipes of a model, like the baseline's evaluation."""
+    """Ask the baseline some items a second time: how many answers flip by chance. All recipes of a model share it."""
 
     family = "control"
     version = 1
@@ -352,7 +353,7 @@ class ControlStage(Stage):
         return super().is_planned(setting) and setting.recipe.evaluation.control is not None
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield what asks."""
+        """Yield the modules of the harness and of the runtime."""
         return (*HARNESS_MODULES, *runtime_modules(setting))
 
     def checks(self, setting: Setting) -> Sequence[Check]:
@@ -365,15 +366,15 @@ class ControlStage(Stage):
         return sum(count * estimate.item_seconds[name] for name, count in items.items())
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """The baseline's server, its answers, the model for its tokenizer."""
+        """Return the baseline's server, its answers, and the model for its tokenizer."""
         return {"serve": "serve-baseline", "baseline": "evaluate-baseline", "model": "source"}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """What is asked, and how many of it."""
+        """Return the tasks by content, and the number of items."""
         return {**lm_eval.task_settings(setting, *_scored(setting)), "control": setting.recipe.evaluation.control}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """What asks, tokenizes and answers."""
+        """Return the versions of the harness, the tokenizer and the runtime."""
         return {**versions("lm-eval", "transformers", "datasets"), **runtime_tools(setting)}
 
     def run(self, job: Job) -> Output:

@@ -60,7 +60,7 @@ class GateStage(Stage):
         return Verdict(str(entry.record.result["verdict"]))
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """What the recipe promises, task by task, and what the guides promise of such a checkpoint."""
+        """Return the recipe's promises, task by task, and the guides' claims for such a checkpoint."""
         return {
             "policy": policy_of(setting).to_json(),
             "claims": _claims(setting),
@@ -68,7 +68,7 @@ class GateStage(Stage):
         }
 
     def run(self, job: Job) -> Output:
-        """Judge."""
+        """Judge the measurements, and record them with the verdict."""
         samples: dict[str, Both] = {}
         control: dict[str, SampleSet] = {}
         chance: dict[str, float] = {}
@@ -122,13 +122,13 @@ class GateStage(Stage):
 
 
 def policy_of(setting: Setting) -> Policy:
-    """The recipe's promises on its suite."""
+    """Return the recipe's promises on its suite."""
     recipe = setting.recipe
     return recipe.gate.policy(setting.suite, recipe.target.hardware, recipe.quantization.schemes)
 
 
 def checkpoint_digest(entry: Entry) -> str:
-    """The digest of the checkpoint's files, the same wherever they lie."""
+    """Return the digest of the checkpoint's files, the same wherever they lie."""
     return folder_digest({name: (fact.size, fact.sha256) for name, fact in checkpoint_files(entry).items()})
 
 
@@ -138,11 +138,11 @@ def _claims(setting: Setting) -> dict[str, float]:
 
 
 def _server(job: Job, side: Side) -> Server:
-    """What the launch recorded, with every line of the log that voids what was asked since."""
+    """Return the served side as its launch recorded it, with every later line of its log that voids a measurement."""
     launch = read_json(job.inputs[f"serve-{side}"].file(LAUNCH))
-    asked = [job.inputs[key] for key in (f"serve-{side}", f"evaluate-{side}") if key in job.inputs]
-    found = [entry.record.result["faults"] for entry in asked]
-    faults = dict.fromkeys(str(line) for lines in found if isinstance(lines, list) for line in lines)
+    entries = [job.inputs[key] for key in (f"serve-{side}", f"evaluate-{side}") if key in job.inputs]
+    recorded = [entry.record.result["faults"] for entry in entries]
+    faults = dict.fromkeys(str(line) for lines in recorded if isinstance(lines, list) for line in lines)
     plan = launch["plan"]
     return Server(
         version=launch["version"],

@@ -30,7 +30,7 @@ RELEASES: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The checkpoint to be judged: digest, fingerprint of the stage `source`, schemes; `kinds` are those of tasks."""
+    """The checkpoint to be judged: digest, fingerprint of the stage `source`, schemes; `kinds` of its tasks."""
 
     artefact: str
     source: str
@@ -45,15 +45,15 @@ class Model:
 def earlier_verdicts(job: Job, model: Model) -> tuple[EarlierVerdict, ...]:
     """Return the verdicts on a model that the store and the destinations know, by their times.
 
-    A destination that cannot be read is warned of.
+    A destination that cannot be read is a warning.
     """
-    known = list(_in_store(job.setting.store, model))
-    for place in recipe_destinations(job.setting.recipe, job.setting.home):
+    verdicts = list(_in_store(job.setting.store, model))
+    for destination in recipe_destinations(job.setting.recipe, job.setting.home):
         try:
-            known += _released(place, model)
+            verdicts += _released(destination, model)
         except (QuantmintError, MeasurementError, ValueError, KeyError) as error:
-            job.progress.warn(f"{place.address}: earlier verdicts of its releases cannot be read: {error}")
-    return newest(known)
+            job.progress.warn(f"{destination.address}: earlier verdicts of its releases cannot be read: {error}")
+    return newest(verdicts)
 
 
 def _in_store(store: Store, model: Model) -> Iterator[EarlierVerdict]:
@@ -64,9 +64,9 @@ def _in_store(store: Store, model: Model) -> Iterator[EarlierVerdict]:
         if entry is None:
             continue
         result: Any = entry.record.result
-        made = entry.record.inputs
-        schemes = result.get("schemes") or _schemes_in(store, made.get("quantize", ""))
-        if not model.is_subject(str(result["artefact"]), made.get("source", ""), schemes):
+        inputs = entry.record.inputs
+        schemes = result.get("schemes") or _schemes_in(store, inputs.get("quantize", ""))
+        if not model.is_subject(str(result["artefact"]), inputs.get("source", ""), schemes):
             continue
         try:
             report = record.read_report(entry.path / record.NAME)
@@ -88,19 +88,19 @@ def _schemes_of(section: Mapping[str, Any]) -> list[str]:
     return sorted({str(name) for name in (section.get("scheme"), *overridden) if name is not None} - {AUTO})
 
 
-def _released(place: Destination, model: Model) -> Iterator[EarlierVerdict]:
-    for listed in place.releases()[:RELEASES]:
-        manifest = manifests.decode(place.manifest_of(listed))
+def _released(destination: Destination, model: Model) -> Iterator[EarlierVerdict]:
+    for release in destination.releases()[:RELEASES]:
+        manifest = manifests.decode(destination.manifest_of(release))
         schemes = _schemes_of(manifest.recipe["quantization"])
         if not model.is_subject(manifest.artefact, manifest.stages["source"].fingerprint, schemes):
             continue
-        raw = place.read(listed, f"{EVIDENCE}/{record.NAME}")
+        raw = destination.read(release, f"{EVIDENCE}/{record.NAME}")
         if raw is None:
             continue
         report = record.report_of(json.loads(raw))
         yield from report.history
         earlier = _earlier(report, manifest.stages["gate"].finished, schemes, model.kinds)
-        yield replace(earlier, release=listed.tag)
+        yield replace(earlier, release=release.tag)
 
 
 def _earlier(report: GateReport, judged: str, schemes: Collection[str], kinds: Mapping[str, str]) -> EarlierVerdict:

@@ -1,11 +1,11 @@
-"""package and sign: everything of a release that is not there yet, made from what the other stages recorded.
+"""package and sign: put a release together from what the other stages recorded.
 
-The card, the scores that the Hub reads, the recipe, the bill of materials, the statement of how it was made, and last
-the manifest with the digest of every file, which is the release's identity. No clock is asked and nothing of the
-machine gets in, so that the same entries give the same release: what was published is found again, not sent again.
+The card, the scores that the Hub reads, the recipe, the bill of materials, the provenance, and last the manifest with
+the digest of every file, which is the release's identity. No clock is read and nothing of the machine gets in, so that
+the same entries give the same release: a release that was published before is found, and not sent again.
 
-A signature is a stage of its own, because two over the same files are different bytes: the one that was made is kept,
-and goes to every place that the release is published to.
+A signature is a stage of its own, because two signatures over the same files differ: the first one is kept, and goes to
+every destination.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class PackageStage(Stage):
         return _read_again(estimate)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The recipe, what the card says of where it goes, and what it is called where others read it."""
+        """Return the recipe, the card's own settings, and the names that readers know the release by."""
         return {
             "recipe": setting.loaded.text_proven,
             "card": card.settings(setting),
@@ -106,20 +106,20 @@ class PackageStage(Stage):
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """What writes the card and the documents."""
+        """Return the versions of what writes the card and the documents."""
         return {**versions("jinja2", "huggingface_hub", "cyclonedx-python-lib"), "quantmint": __version__}
 
     def run(self, job: Job) -> Output:
-        """Prove that nothing changed since the judgement, write what is missing, and look through all of it."""
+        """Prove that nothing changed since the verdict, write the missing files, and look through all of them."""
         setting, entries = job.setting, job.inputs
         _require_unchanged(entries, job.progress)
         files = _given(entries["quantize"], _evidence(entries))
         title = _write_texts(job, files)
         manifest = manifest_of(entries, setting.loaded.text_proven, title)
-        found = {key: recorded_environment(entry) for key, entry in sorted(entries.items())}
-        environments = {key: environment for key, environment in found.items() if environment is not None}
-        made = {name: file for name, file in files.items() if not name.startswith(f"{EVIDENCE}/")}
-        _write(job.path, files, SBOM, sbom(manifest, environments, made))
+        recorded = {key: recorded_environment(entry) for key, entry in sorted(entries.items())}
+        environments = {key: environment for key, environment in recorded.items() if environment is not None}
+        checkpoint = {name: file for name, file in files.items() if not name.startswith(f"{EVIDENCE}/")}
+        _write(job.path, files, SBOM, sbom(manifest, environments, checkpoint))
         _write(job.path, files, PROVENANCE, encode(statement(manifest, files)))
         manifest = replace(manifest, files=manifests.digests(files))
         _write(job.path, files, MANIFEST, manifests.encode(manifest))
@@ -134,7 +134,7 @@ class PackageStage(Stage):
 
 
 class SignStage(Stage):
-    """Planned only where the recipe asks for a signature; leaves `model.sig` and nothing else."""
+    """Sign the release where the recipe asks for it; the stage leaves `model.sig` alone."""
 
     family = "sign"
     version = 1
@@ -163,12 +163,12 @@ class SignStage(Stage):
         return _read_again(estimate)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """Who signs: the public key, which lies beside the private one, so that no passphrase is asked for to plan."""
+        """Return the signer's public key, which lies beside the private one: planning asks for no passphrase."""
         key = setting.loaded.signing_key
         return {"signer": "keyless" if key is None else {"key_sha256": expected_fingerprint(key)}}
 
     def run(self, job: Job) -> Output:
-        """Read every file once more, sign what was read, and hold that against what was judged and packaged."""
+        """Read every file once more, sign what was read, and compare it with what was judged and packaged."""
         signing = release(job.inputs)
         paths = {name: file.path for name, file in signing.files.items()}
         key, word = job.setting.loaded.signing_key, passphrase()
@@ -193,7 +193,7 @@ class SignStage(Stage):
 
 
 def require_signer(setting: Setting) -> None:
-    """Raise `UserError` or `StageError` where a run would end, hours later, at a signature that nobody can give."""
+    """Raise `UserError` or `StageError` where no release could be signed: key, passphrase or identity."""
     key = setting.loaded.signing_key
     if key is None:
         require_identity()
@@ -238,7 +238,7 @@ def _read_again(estimate: Estimate) -> float:
 
 
 def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None:
-    """Every byte that is to go out, read once more: it must be what the gate judged, and a PASS."""
+    """Read every byte that will be released once more: it must be what the gate judged, and the verdict a PASS."""
     quantize, gate = entries["quantize"], entries["gate"]
     if gate.record.result["verdict"] != Verdict.PASS.value:
         raise StageError(f"the gate's verdict is {gate.record.result['verdict']}, only a PASS is packaged.")
@@ -259,10 +259,10 @@ def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None
 
 
 def _given(quantize: Entry, evidence: Mapping[str, Entry]) -> dict[str, File]:
-    """The files that are there before the package: the checkpoint at the top, the evidence in its folder."""
+    """Return the files that exist before the package: the checkpoint at the top, the evidence in its folder."""
     folder = quantize.path / CHECKPOINT
-    made = checkpoint_files(quantize).items()
-    files = {name: File(folder / name, fact.size, fact.sha256) for name, fact in made}
+    checkpoint = checkpoint_files(quantize).items()
+    files = {name: File(folder / name, fact.size, fact.sha256) for name, fact in checkpoint}
     for entry in evidence.values():
         _add(files, {f"{EVIDENCE}/{name}": file for name, file in _files(entry).items()})
     return files
@@ -272,11 +272,11 @@ def _files(entry: Entry) -> dict[str, File]:
     return {name: File(entry.path / name, fact.size, fact.sha256) for name, fact in entry.record.files.items()}
 
 
-def _add(files: dict[str, File], more: Mapping[str, File]) -> None:
-    twice = files.keys() & more.keys()
+def _add(files: dict[str, File], others: Mapping[str, File]) -> None:
+    twice = files.keys() & others.keys()
     if twice:
         raise StageError(f"two files of the release would be called {min(twice)}.")
-    files.update(more)
+    files.update(others)
 
 
 def _write(folder: Path, files: dict[str, File], name: str, content: bytes) -> None:
@@ -287,7 +287,7 @@ def _write(folder: Path, files: dict[str, File], name: str, content: bytes) -> N
 
 
 def _write_texts(job: Job, files: dict[str, File]) -> str:
-    """The card, the scores and the recipe; returns the title. Raises `UserError` where the licence forbids them."""
+    """Write card, scores and recipe; return the title. Raises `UserError` where the licence forbids them."""
     facts = card.gather(job)
     public = public_names(job.setting.recipe)
     for name in public or (facts.name,):
@@ -331,7 +331,7 @@ def _require_clean(files: Mapping[str, File], setting: Setting) -> None:
 
 
 def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manifest:
-    """Where a checkpoint comes from, by the records of a run's stages; ``recipe`` is `LoadedRecipe.text_proven`."""
+    """Return a checkpoint's manifest from the records of a run's stages; ``recipe`` is `LoadedRecipe.text_proven`."""
     resolved = yaml.safe_load(recipe)
     server = record.read(entries["gate"].file(GATE))[0].candidate
     stages = {key: _made(entry) for key, entry in sorted(entries.items())}
@@ -363,19 +363,19 @@ def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manife
 
 
 def _made(entry: Entry) -> StageRecord:
-    found = entry.record
+    record_ = entry.record
     return StageRecord(
         fingerprint=entry.fingerprint,
-        version=int(str(found.payload["version"])),
-        started=found.started,
-        finished=found.finished,
-        tools=found.tools,
-        payload=found.payload,
+        version=int(str(record_.payload["version"])),
+        started=record_.started,
+        finished=record_.finished,
+        tools=record_.tools,
+        payload=record_.payload,
     )
 
 
 def _base(source: Entry) -> SourceRecord:
-    """What the stage `source` was given; of where it lies only the files' names and digests are taken."""
+    """Return the identity of the source; of its place only the files' names and digests are taken."""
     named = _settings(source)
     files = read_json(source.file(LOCATION))["files"]
     return SourceRecord(
@@ -391,7 +391,7 @@ def _settings(entry: Entry) -> Any:
 
 
 def _evaluated(entries: Mapping[str, Entry]) -> Iterator[DatasetRecord]:
-    """The tasks' data: of the Hub at the commits that were fetched, or files of ours; and the canary's prompts."""
+    """Yield the tasks' data: of the Hub at the commits that were fetched, or local files; and the canary's prompts."""
     for key in ("evaluate-baseline", "evaluate-candidate"):
         if key not in entries:
             continue
@@ -409,13 +409,13 @@ def _evaluated(entries: Mapping[str, Entry]) -> Iterator[DatasetRecord]:
 
 
 def _tools(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Versions by tool; those of stages that were made at different times stand side by side."""
-    found: dict[str, set[str]] = {}
+    """Return versions by tool; several, of stages that were made at different times, stand side by side."""
+    by_tool: dict[str, set[str]] = {}
     for entry in entries.values():
         for name, version in entry.record.tools.items():
             if version != ABSENT:
-                found.setdefault(name, set()).add(version)
-    return {name: ", ".join(sorted(versions)) for name, versions in sorted(found.items())}
+                by_tool.setdefault(name, set()).add(version)
+    return {name: ", ".join(sorted(versions)) for name, versions in sorted(by_tool.items())}
 
 
 def _text(value: object) -> str | None:

@@ -1,4 +1,4 @@
-"""publish: a checkpoint that passed, with the evidence, to where others find it."""
+"""publish: send a checkpoint that passed, with its evidence, to its destinations."""
 
 from __future__ import annotations
 
@@ -57,41 +57,45 @@ class PublishStage(Stage):
         return float(1.0 + estimate.size.checkpoint / estimate.rates.sync)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The places. Who signs is a matter of the signature's own stage."""
+        """Return the destinations. The signer belongs to the stage `sign`."""
         section = setting.recipe.publish.model_dump(mode="json", exclude={"sign", "licence", "folder"})
         folder = published_folder(setting.recipe, setting.home)
         return {**section, "folder": None if folder is None else str(folder.parent), "name": setting.recipe.name}
 
     def run(self, job: Job) -> Output:
-        """Judge once more from the record, ask every place whether it can, publish to one after the other."""
+        """Judge once more from the record, ask every destination whether it can take it, then publish to each."""
         section, progress = job.setting.recipe.publish, job.progress
         require_proof(job.inputs["quantize"], job.inputs["gate"])
         release = package.release(job.inputs)
-        places = recipe_destinations(job.setting.recipe, job.setting.home)
-        for place in places:
-            place.preflight(release)
+        destinations = recipe_destinations(job.setting.recipe, job.setting.home)
+        for destination in destinations:
+            destination.preflight(release)
         published: list[Publication] = []
-        for place in places:
-            progress.say(f"{shown_path(place.address)}: {release.tag}")
-            published.append(place.publish(release, candidate=section.to == "candidate", progress=progress))
-        for place, one in zip(places, published, strict=True):
-            where = shown_path(place.address)
+        for destination in destinations:
+            progress.say(f"{shown_path(destination.address)}: {release.tag}")
+            published.append(destination.publish(release, candidate=section.to == "candidate", progress=progress))
+        for destination, publication in zip(destinations, published, strict=True):
+            where = shown_path(destination.address)
             if section.keep is not None:
-                _retain(place, section.keep, progress)
-            if section.to == "release" and not one.current:
+                _retain(destination, section.keep, progress)
+            if section.to == "release" and not publication.current:
                 progress.warn(
                     f"{where}: {release.tag} is there, but readers get another release, which stays so; "
                     f"`quantmint release rollback {where} {release.tag}` gives them this one"
                 )
         return Output(
-            result={"tag": release.tag, "identity": release.identity, "targets": [asdict(one) for one in published]},
-            summary=f"{release.tag} in {', '.join(shown_path(place.address) for place in places)}",
+            result={
+                "tag": release.tag,
+                "identity": release.identity,
+                "targets": [asdict(publication) for publication in published],
+            },
+            summary=f"{release.tag} in {', '.join(shown_path(destination.address) for destination in destinations)}",
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Whether the folder still holds this release; what lies elsewhere is not asked, for a run needs no network.
+        """Return whether the folder still holds this release; other destinations are not asked: a run needs no network.
 
-        Another release may be the current one: somebody went back to it. But one must be, unless this is a candidate.
+        Another release may be the current one, after a rollback. But one must be, unless this is a candidate.
         """
         link = published_folder(setting.recipe, setting.home)
         if link is None:
@@ -109,13 +113,13 @@ class PublishStage(Stage):
 
 
 def published_in(entry: Entry) -> Sequence[Publication]:
-    """Where a finished publication put its release, as it was then."""
+    """Return the publications that a finished stage recorded, a destination each."""
     recorded: Any = entry.record.result["targets"]
-    return [Publication(**one) for one in recorded]
+    return [Publication(**target) for target in recorded]
 
 
 def require_proof(quantize: Entry, gate: Entry) -> None:
-    """The verdict must be PASS when judged again from the record, over exactly these bytes; raises `StageError`."""
+    """Raise `StageError` unless the verdict is PASS when judged again from the record, over exactly these bytes."""
     try:
         recorded = record.read(gate.file(GATE))[1]
         report = record.rejudge(gate.file(GATE))
@@ -134,12 +138,12 @@ def require_proof(quantize: Entry, gate: Entry) -> None:
 
 
 def require_admission(setting: Setting) -> None:
-    """Ask before hours of work what the publication asks again: rights and terms, as far as they are known by then.
+    """Raise `UserError` where a destination would refuse the release, or the source's licence forbids it.
 
-    Raise `UserError` where a place of the recipe takes nothing, or the source's licence lets nothing go there.
+    What the publication checks again is asked here before hours of work, as far as it is known by then.
     """
-    for place in recipe_destinations(setting.recipe, setting.home):
-        place.preflight(None)
+    for destination in recipe_destinations(setting.recipe, setting.home):
+        destination.preflight(None)
     public = public_names(setting.recipe)
     if not public:
         return
@@ -150,15 +154,15 @@ def require_admission(setting: Setting) -> None:
     if unknown or names is None:
         return
     texts = [name for name in names if any(fnmatchcase(name, pattern) for pattern in TEXTS)]
-    found = terms(metadata, texts, setting.recipe.publish.licence)
+    known_terms = terms(metadata, texts, setting.recipe.publish.licence)
     for name in public:
-        refused = refusal(found, name)
+        refused = refusal(known_terms, name)
         if refused is not None:
             raise UserError(f"{name} could not be published: {refused}")
 
 
 def _names(source: SourceIdentity) -> list[str] | None:
-    """Names at the top of the source; None where the Hub cannot be asked."""
+    """Return the names of the files at the top of the source; None where the Hub cannot be asked."""
     if source.folder is not None:
         return [path.name for path in source.folder.iterdir()]
     from huggingface_hub import HfApi
@@ -169,13 +173,13 @@ def _names(source: SourceIdentity) -> list[str] | None:
         return None
 
 
-def _retain(place: Destination, keep: int, progress: Progress) -> None:
-    """Remove what is beyond the newest releases; the new one is out, and a failure here must not hide that."""
+def _retain(destination: Destination, keep: int, progress: Progress) -> None:
+    """Remove releases beyond the newest ``keep``; a failure is a warning, because the new release is out."""
     try:
-        for one in place.prune(keep=keep, dry_run=False, progress=progress):
-            progress.say(f"{shown_path(place.address)}: {one.verb} {one.what}")
+        for operation in destination.prune(keep=keep, dry_run=False, progress=progress):
+            progress.say(f"{shown_path(destination.address)}: {operation.verb} {operation.what}")
     except QuantmintError as error:
         progress.warn(
-            f"{shown_path(place.address)}: published, but older releases were not removed: {error.message}; "
-            f"`quantmint release prune {shown_path(place.address)} --keep {keep}` tries again"
+            f"{shown_path(destination.address)}: published, but older releases were not removed: {error.message}; "
+            f"`quantmint release prune {shown_path(destination.address)} --keep {keep}` tries again"
         )

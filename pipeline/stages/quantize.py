@@ -1,4 +1,4 @@
-"""quantize: the 16-bit shards and the ranges, made into a checkpoint; inspect: the structural proof of it."""
+"""quantize: write the checkpoint from the 16-bit shards and the ranges; inspect: prove its structure and numbers."""
 
 from __future__ import annotations
 
@@ -64,28 +64,28 @@ class QuantizeStage(Stage):
     by_content = True
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """The model, and its ranges where a scale is static."""
+        """Return the model, and its ranges where a scale is static."""
         calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
         return {"source": "source", **calibrated}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The whole section, and the calibration data where a library reads it itself."""
+        """Return the whole section, and the calibration data where a library reads it itself."""
         quantization = setting.recipe.quantization
-        own = {} if _is_plain(quantization) else by_library.settings(setting)
+        library = {} if _is_plain(quantization) else by_library.settings(setting)
         section = quantization.model_dump(mode="json")
         if quantization.engine == "stream" and quantization.gptq is not None:
             section["gptq"]["block_size"] = Gptq().block_size  # only libraries' results depend on it
         return {
             **section,
             "trust_remote_code": setting.recipe.trust_remote_code,
-            **own,
+            **library,
             **_revisions(quantization, setting.config),
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """PyTorch rounds; transformers says what is linear, and runs the layers of an algorithm."""
-        own = {} if _is_plain(setting.recipe.quantization) else by_library.tools(setting)
-        return {**versions("torch", "transformers"), **own}
+        """Return the versions of PyTorch, which rounds, and transformers, which knows the linear modules."""
+        library = {} if _is_plain(setting.recipe.quantization) else by_library.tools(setting)
+        return {**versions("torch", "transformers"), **library}
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
         """Yield what the engine imports, a library's own modules included."""
@@ -360,7 +360,7 @@ class InspectStage(Stage):
             )
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """The checkpoint, what it was made from, and the ranges where there are any."""
+        """Return the checkpoint, its source, and the ranges where there are any."""
         calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
         return {"quantize": "quantize", "source": "source", **calibrated}
 

@@ -1,4 +1,4 @@
-"""report: one page over everything that a run found, and the same for model cards, CI systems and programs."""
+"""report: write one page over everything that a run measured, and the same for model cards, CI systems and programs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FILES = {"html": PAGE, "markdown": CARD, "junit": JUNIT, "json": DATA}
 
 @dataclass(frozen=True)
 class ReportStage(Stage):
-    """Written for every verdict, not only for a PASS; ``stopped``: of a run that ended with the canary."""
+    """Write the report of every verdict, not only of a PASS; ``stopped``: of a run that the canary stopped."""
 
     stopped: bool = False
     family = "report"
@@ -67,12 +67,12 @@ class ReportStage(Stage):
         return 2.0
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The recipe and the name that readers will know it by, which are printed."""
+        """Return the recipe, and the name that readers will know it by, which are printed."""
         published = serving_name(setting.recipe)
         return {"recipe": setting.loaded.text_proven, "name": setting.recipe.name, "published": published}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """What draws the page, and what it says of versions."""
+        """Return the versions of what draws the page, and of quantmint."""
         return {**versions("matplotlib", "jinja2"), "quantmint": __version__}
 
     def run(self, job: Job) -> Output:
@@ -84,7 +84,7 @@ class ReportStage(Stage):
 
 
 def gather(job: Job) -> Report:
-    """Collect what the page shows."""
+    """Return the data of the page from the entries of a run."""
     setting, inputs, recipe = job.setting, job.inputs, job.setting.recipe
     measured, gate = record.read(inputs["gate"].file(GATE))
     inspection = read_json(inputs["inspect"].file(INSPECTION))
@@ -123,25 +123,25 @@ def gather(job: Job) -> Report:
 
 
 def _notes(server: Server) -> list[str]:
-    """Where the figures come from, as far as that limits what they say."""
-    known = hardware.table().get(server.hardware)
+    """Return notes on the runtime and the machine of the measurements, where they limit what the figures show."""
+    row = hardware.table().get(server.hardware)
     if not server.engine.startswith("vllm"):
         return [
             f"Both sides were answered by the reference runtime ({server.runtime}), not by vLLM: the checkpoint's "
             "numbers are proven, the kernels that will serve it are not, and its speed was not measured."
         ]
-    if known is not None and known.kind == "cpu":
+    if row is not None and row.kind == "cpu":
         return [
             "Both sides were served on a CPU. Accuracy carries over to other hardware as far as the kernels round "
             "alike; throughput and latency say nothing of AMD Instinct."
         ]
-    if known is not None and known.kind == "cuda":
+    if row is not None and row.kind == "cuda":
         return ["Both sides were served on an NVIDIA GPU: the format and the gate are proven, AMD's kernels are not."]
     return []
 
 
 def _choice(job: Job, gate: GateReport, stopped: str | None) -> list[str]:
-    """What schemes were chosen by, and after a FAIL what would help."""
+    """Return what the schemes were chosen by, and after a FAIL the advice."""
     chosen = job.setting.chosen
     told = [] if chosen is None or chosen.point is None else [f"{chosen.line}."]
     if (search := job.setting.written.search) is not None:
@@ -156,7 +156,7 @@ def _choice(job: Job, gate: GateReport, stopped: str | None) -> list[str]:
 
 
 def _scheme(job: Job) -> str:
-    """The scheme; of a mixed checkpoint each with its share of the quantized weights, the largest first."""
+    """Return the scheme; of a mixed checkpoint each with its share of the quantized weights, the largest first."""
     quantization = job.setting.recipe.quantization
     if len(quantization.schemes) == 1:
         return quantization.scheme
@@ -168,22 +168,22 @@ def _scheme(job: Job) -> str:
 
 
 def _kv_tokens(measured: Measurements, inputs: Mapping[str, Entry]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    tokens_by_side: dict[str, int] = {}
     for side in SIDES:
         log = read_json(inputs[f"serve-{side}"].file(LAUNCH)).get("log") or {}
         if tokens := measured.kv_tokens.get(side) or log.get("kv_tokens"):
-            found[side] = round(tokens)
-    return found
+            tokens_by_side[side] = round(tokens)
+    return tokens_by_side
 
 
 def _flips(setting: Setting, measured: Measurements, inputs: Mapping[str, Entry]) -> list[TaskFlips]:
-    found: list[TaskFlips] = []
+    flips_by_task: list[TaskFlips] = []
     for task in setting.suite.tasks:
         if task.task in measured.samples:
             before, after = (_answers(inputs[f"evaluate-{side}"], task.task) for side in SIDES)
             baseline, candidate = measured.samples[task.task]
-            found.append(flips.flips(baseline, candidate, before, after))
-    return found
+            flips_by_task.append(flips.flips(baseline, candidate, before, after))
+    return flips_by_task
 
 
 def _answers(entry: Entry, task: str) -> flips.Answers:
@@ -202,10 +202,10 @@ def _prompts(setting: Setting, gate: GateReport) -> dict[str, str]:
 
 
 def _stages(setting: Setting, inputs: Mapping[str, Entry]) -> list[ShownStage]:
-    """The stages by the time at which they began; the run that goes on says which of them it found in the store."""
+    """Return the stages by the time at which they began, marking those that this run found in the store."""
     runs = [run for run in list_runs(setting.store.root) if run.recipe == setting.recipe.name and run.finished is None]
     began = runs[0].started if runs else ""
-    found = [
+    shown = [
         ShownStage(
             name=name,
             started=entry.record.started,
@@ -215,7 +215,7 @@ def _stages(setting: Setting, inputs: Mapping[str, Entry]) -> list[ShownStage]:
         )
         for name, entry in inputs.items()
     ]
-    return sorted(found, key=lambda stage: stage["started"])
+    return sorted(shown, key=lambda stage: stage["started"])
 
 
 def _server(side: str, server: Server, model: str) -> ServedSide:

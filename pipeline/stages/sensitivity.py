@@ -1,9 +1,7 @@
-"""sensitivity: what each group of linear modules costs in each scheme, measured once for all budgets and formats.
+"""sensitivity: measure what each group of linear modules costs in each scheme, once for all budgets and layouts.
 
 A group is what a server loads with one scheme: q, k, v; gate, up; all experts of a layer; else a module of its own. Its
-cost is that of rounding it, and its inputs as they are served, all else in 16 bit, in nats of KL
-(`calibration.sensitivity`): to the nearest, or where the recipe has it by GPTQ for the same texts, without scaling and
-compensation. No budget or layout is in its fingerprint.
+cost is the KL in nats of rounding it and its inputs as they are served, with everything else in 16 bit.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here, en
 
 
 def keep_log(server: RunningServer, destination: Path) -> LogScan:
-    """Copy what the server has logged so far; returns what it says."""
+    """Copy the server's log so far; return its scan."""
     assert server.log_path is not None  # noqa: S101 - a run starts its servers itself
     text = server.log_path.read_text(encoding="utf-8", errors="replace")
     destination.write_text(text, encoding="utf-8")
@@ -48,7 +48,9 @@ def keep_log(server: RunningServer, destination: Path) -> LogScan:
 
 
 def held_to(plan: LaunchPlan, scan: LogScan, model: Path) -> LogScan:
-    """What a log says, with what the plan promised for the checkpoint in ``model`` and the server does not keep."""
+    """Return the scan of a log with the promises of the plan that the server does not keep for the checkpoint in
+    ``model``.
+    """
     broken = plan_deviations(plan, scan, quantization=checkpoint_quantization(model))
     return replace(scan, findings=(*scan.findings, *broken))
 
@@ -82,11 +84,11 @@ class ServeStage(SideStage):
         return estimate.start if self.side == "baseline" else estimate.restart
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """The candidate comes from `quantize`, the baseline from `source`."""
+        """Return the model: the candidate's comes from `quantize`, the baseline's from `source`."""
         return {"model": model_key(self.side)}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The launch, without where the model lies, and the container."""
+        """Return the launch, without the place of the model, and the container."""
         launch = launch_plan(setting, self.side, Path("MODEL")).canonical()
         kernels = setting.loaded.tunableop
         if kernels is not None:  # what TunableOp found, and not where that lies

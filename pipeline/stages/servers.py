@@ -33,10 +33,10 @@ _PROGRAM = 2 << 30
 
 
 class Servers:
-    """Starts a server when a stage first needs it and stops it when another is needed or the run ends.
+    """Start a server when a stage first needs it; stop it when another is needed or the run ends.
 
-    Two models side by side may not fit. Where they do, which is on a CPU with memory to spare, both sides start beside
-    each other, most of which each does on one core, and stay. What measures the machine has a `fresh` one to itself.
+    Two models side by side may not fit. Where they do, on a CPU with memory to spare, both sides start at once, each
+    mostly on one core, and stay. A stage that measures the machine has a `fresh` server to itself.
     """
 
     def __init__(self, setting: Setting, progress: Progress) -> None:
@@ -134,7 +134,7 @@ class Servers:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceServer(RunningServer):
-    """The reference runtime in its process, which is talked to and speaks no HTTP."""
+    """The reference runtime in its process; messages go over its pipe, not over HTTP."""
 
     talk: Conversation | None = None
 
@@ -146,11 +146,11 @@ class ReferenceServer(RunningServer):
 
 @contextmanager
 def _started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterator[Callable[[], RunningServer]]:
-    """The reference runtime with the checkpoint of a `reference_plan`, loaded; it has ended at the exit.
+    """Start the reference runtime with the checkpoint of a `reference_plan`; it has ended at the exit.
 
-    lm-eval runs in it. So it has the Hub, and its token, where a task's data is there, but never together with code of
-    the model's folder or templates of a suite of somebody's own. Raises `StageError` with the end of its log where it
-    does not come about.
+    lm-eval runs in it. It has the Hub, and its token, where a task's data is there, but never together with code of the
+    model's folder or templates of a suite that is not ours. Raises `StageError` with the end of its log where it does
+    not start.
     """
     local = all(setting.suite.files(task) for task in setting.suite.tasks)
     env = {**reference_environment(plan), **({"HF_HUB_OFFLINE": "1"} if local else {})}
@@ -166,7 +166,9 @@ def _started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterato
 
 
 def over_nodes(setting: Setting, vllm: VllmEnvironment, plan: LaunchPlan) -> ClusterLauncher:
-    """What starts a launch over several nodes: on the cluster that the run is spread over. `UserError` without one."""
+    """Return the launcher for several nodes, on the cluster that the run is spread over. Raises `UserError` without
+    one.
+    """
     if setting.spread is None:
         raise UserError(
             f"the launch is over {plan.layout.nodes} nodes, and this run is on one.",

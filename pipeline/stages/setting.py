@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
 
 class Commits:
-    """Commits that branches of the Hub's data sets stand for: a plan names them, and what it names is what is read.
+    """Resolve branches of the Hub's data sets to commits, each once, so that planning and execution see the same
+    commit.
 
-    Each is asked once, by what gives the commit of a repository and a revision: the answer stays, and so does that
-    there was none. Else a plan that was made while the Hub was away would be run under a fingerprint that is not what
-    is read.
+    Results and failures are cached: a plan that was made while the Hub was away is not run under another fingerprint.
     """
 
     def __init__(self, ask: Callable[[str, str], str] = dataset_commit) -> None:
@@ -38,7 +37,7 @@ class Commits:
         self._found: dict[tuple[str, str], str | CalibrationError | QuantmintError] = {}
 
     def dataset(self, repo: str, revision: str) -> str:
-        """The commit of a data set's revision. Raises what the Hub's client was told, each time the same."""
+        """Return the commit of a data set's revision. Raises the Hub client's error, each time the same."""
         if COMMIT.fullmatch(revision):
             return revision
         if (key := (repo, revision)) not in self._found:
@@ -46,16 +45,16 @@ class Commits:
                 self._found[key] = self._ask(repo, revision)
             except (CalibrationError, QuantmintError) as error:
                 self._found[key] = error
-        if isinstance(found := self._found[key], str):
-            return found
-        raise found
+        if isinstance(resolved := self._found[key], str):
+            return resolved
+        raise resolved
 
 
 @dataclass(frozen=True, slots=True)
 class SourceIdentity:
-    """Which 16-bit model: a folder with the digest of its files, or a repository at a commit.
+    """The identity of a 16-bit model: a folder with the digest of its files, or a repository at a commit.
 
-    ``marks``: the files are not hashed; what stands for those of a folder, by name.
+    ``marks`` are there where the files are not hashed: by name, what stands for those of a folder.
     """
 
     folder: Path | None
@@ -64,51 +63,51 @@ class SourceIdentity:
     marks: Mapping[str, str] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """What goes into a fingerprint: the content, and never where it lies."""
+        """Return the content for a fingerprint, and never its place."""
         if self.repo is not None:
             return {"repo": self.repo, "commit": self.digest}
         return {"sha256": self.digest} if self.marks is None else {"files": dict(self.marks)}
 
 
 class Spread(Protocol):
-    """Other machines, which see our files, that parts of a stage are given to; no bit depends on them."""
+    """Other machines, which see our files, that do parts of a stage; no bit of a result depends on them."""
 
     @property
     def hardware(self) -> str:
-        """What computes there, for people."""
+        """Return a title of the machines."""
 
     @property
     def write_shards(self) -> WriteShards:
-        """Makes the files of a checkpoint."""
+        """Return the function that writes the files of a checkpoint there."""
 
     def places(self, folder: Path) -> Places:
-        """Where shares of the calibration batches are measured, for a model in ``folder``."""
+        """Return where shares of the calibration batches are measured, for a model in ``folder``."""
 
     def release(self) -> None:
-        """End what still holds memory and GPUs there; whoever comes next begins anew."""
+        """End what still holds memory and GPUs there; later work starts anew."""
 
     def cluster(self) -> Cluster:
-        """How a server on this machine gets at the GPUs there, for a launch over several nodes."""
+        """Return how a server on this machine reaches the GPUs there, for a launch over several nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a setting's recipe was chosen by: the recipe as it was ``written``, with `scheme: auto`, and the ``point``.
+    """The choice behind a setting's recipe: the recipe as it was ``written``, with `scheme: auto`, and the ``point``.
 
-    The point is None where nothing was measured yet, and the largest scheme stands in for what will be chosen.
+    The point is None where nothing was measured yet, and the largest scheme stands in for the choice.
     """
 
     written: LoadedRecipe
     point: Point | None
 
     def to_json(self) -> dict[str, Any]:
-        """Bits of a weight, predicted cost in nats, and groups by scheme; nothing for what stands in."""
+        """Return bits of a weight, predicted cost in nats, and groups by scheme; empty without a measured choice."""
         point = self.point
         return {} if point is None else point.to_json()
 
     @property
     def line(self) -> str:
-        """The same for people."""
+        """Word the choice for a person."""
         if self.point is None:
             return "auto: nothing is measured yet; what follows is of all in the largest scheme"
         counts = ", ".join(f"{count} groups in {name}" for name, count in self.point.counts.items())
@@ -120,11 +119,11 @@ class Setting:
     """Everything that a run is given.
 
     ``config`` is the model's config.json; ``vllm`` is None where no serving environment was found; ``device`` is
-    PyTorch's name of where calibration and quantization compute; ``home`` is what a publish folder is relative to;
-    ``remote`` is a tier of the store that several sites share (None: there is none); ``commits`` says which commits
-    branches of data sets stand for; ``image`` is the container that serves, as name@sha256:DIGEST (None: none);
-    ``spread`` is what parts of a stage are given to (None: to this process); ``chosen`` is there where ``loaded`` has
-    what was chosen in the place of `scheme: auto`.
+    PyTorch's name of where calibration and quantization compute; ``home`` is the folder that publish folders are
+    relative to; ``remote`` is a tier of the store that several sites share (None: there is none); ``commits`` resolves
+    branches of data sets; ``image`` is the container that serves, as name@sha256:DIGEST (None: none); ``spread`` are
+    other machines for parts of a stage (None: this process alone); ``chosen`` is there where ``loaded`` has a choice in
+    the place of `scheme: auto`.
     """
 
     loaded: LoadedRecipe

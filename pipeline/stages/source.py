@@ -1,4 +1,4 @@
-"""source: a repository at a commit, or a folder, made into a checked local snapshot."""
+"""source: turn a repository at a commit, or a folder, into a checked local snapshot."""
 
 from __future__ import annotations
 

@@ -33,13 +33,15 @@ class Servers(Protocol):
     """The servers of a run: one at a time."""
 
     def get(self, side: str, plan: LaunchPlan) -> RunningServer:
-        """The running server of a side, started if need be. Raises `ServingError` where it does not start."""
+        """Return the running server of a side, started if need be. Raises `ServingError` where it does not start."""
 
     def fresh(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[RunningServer]:
-        """A server that is started for this block and ends with it, its log in ``log``; what ran before is stopped."""
+        """Start a server for this block, with its log in ``log``; it ends with the block, and other servers end before
+        it.
+        """
 
     def lm_eval(self, env: Mapping[str, str], secrets: Collection[str]) -> tuple[Conversation, Path]:
-        """lm-eval with these variables, and with the named ones of ours that hold secrets; its log. Ends with the run.
+        """Return lm-eval with these variables and secrets of ours, and its log; it ends with the run.
 
         Raises `StageError` where it does not start.
         """
@@ -47,9 +49,9 @@ class Servers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One execution: where to work, what it starts from, whom to tell.
+    """One execution of a stage: its folder, the entries that it starts from, and where it reports progress.
 
-    ``again``: somebody wants it made anew (`--redo`), so nothing that earlier runs kept is taken.
+    ``again``: the stage is made again on purpose (`--redo`), so nothing that earlier runs kept is reused.
     """
 
     setting: Setting
@@ -62,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a stage leaves beside its files: small facts for later stages, and one line for people.
+    """The result of a stage beside its files: small facts for later stages, and one line for people.
 
     ``known`` gives size and SHA-256 of files that were hashed while they were written.
     """
@@ -177,7 +179,7 @@ class SideStage(Stage):
 
     @property
     def key(self) -> str:
-        """One for each side."""
+        """Return the family's name with the side."""
         return f"{self.family}-{self.side}"
 
 
@@ -201,7 +203,7 @@ class Planned:
         return self.stage.family
 
     def among(self, names: Collection[str]) -> bool:
-        """Whether it is named, by its key or its family."""
+        """Return whether the stage is named, by its key or its family."""
         return self.key in names or self.family in names
 
 
