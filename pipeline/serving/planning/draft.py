@@ -35,9 +35,7 @@ _QUICK_REDUCE = "VLLM_ROCM_QUICK_REDUCE_"
 
 @dataclass(frozen=True, slots=True)
 class KnobSettings:
-    """The knobs of one layout by kind, in the order of the table; the value of a flag or option that takes none is
-    None.
-    """
+    """The knobs of one layout by kind, in the order of the table; None for a flag or option without a value."""
 
     flags: Mapping[str, str | None]
     env: Mapping[str, str]

@@ -129,8 +129,9 @@ def with_tunableop(plan: LaunchPlan, folder: Path, *, search: bool) -> LaunchPla
 
 
 def planner(request: ServingRequest) -> Planner:
-    """Return a function that plans the request with changed knobs; it keeps the base plan's layout unless the changes
-    set another one.
+    """Return a function that plans the request with changed knobs.
+
+    It keeps the base plan's layout unless the changes set another one.
     """
     base_plan = cache(partial(plan_serving, request))
 

@@ -163,7 +163,7 @@ def test_no_text_is_read_by_a_shell() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpus": 12}, "no whole number of nodes"),
+        ({"gpus": 12}, "do not fill a whole number of nodes"),
         ({"arguments": ("--until", "in\nspect")}, "printable text on one line"),
         ({"store": ""}, "printable text on one line"),
     ],
