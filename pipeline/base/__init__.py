@@ -1,1 +1,1 @@
-"""What every room may use: errors, progress, canonical JSON, child processes, the tables of schemes and hardware."""
+"""The ground floor: errors, progress, canonical JSON, child processes, the tables of schemes and hardware."""

@@ -1,10 +1,11 @@
-"""What a person names on a command line, told apart by how it is written and by what is here.
+"""Classify what a person names on a command line, by its spelling and by the files that are here.
 
     classify("published/llama8b")                        a folder, where there is one
-    classify("s3://bucket/models/r@v20261121-3f1c0a52")  a bucket, and a tag of what is in it
+    classify("s3://bucket/models/r@v20261121-3f1c0a52")  a bucket, and a tag in it
     classify("org/name@main")                            a repository of the Hub at a revision
 
-What is here goes before a repository of its name; hf://org/name always means the Hub. Nothing is opened or asked.
+A local folder takes precedence over a repository of its name; hf://org/name always means the Hub. Nothing is opened or
+fetched.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _REVISED: Final = re.compile(r"(.+)@([^@/]+)", re.DOTALL)
 
 
 class Argument(NamedTuple):
-    """``place`` is what was typed, without the ``revision`` behind an @. A recipe is a file; a name is all else."""
+    """A classified argument: ``place`` without the ``revision`` behind an @. A recipe is a YAML file; a name is any
+    other text.
+    """
 
     kind: Literal["folder", "recipe", "file", "repository", "bucket", "name"]
     place: str
@@ -27,7 +30,7 @@ class Argument(NamedTuple):
 
 
 def classify(text: str) -> Argument:
-    """What a person means; any text is something."""
+    """Return the kind, place and revision of a text; every text is of some kind."""
     revised = _REVISED.fullmatch(text)
     place, revision = revised.groups() if revised else (text, None)
     if "://" not in text:
@@ -38,6 +41,6 @@ def classify(text: str) -> Argument:
             return Argument("recipe", text)
         if Path(text).is_file():
             return Argument("file", text)
-    if found := _REPOSITORY.fullmatch(text):
-        return Argument("repository", *found.groups())
+    if repository := _REPOSITORY.fullmatch(text):
+        return Argument("repository", *repository.groups())
     return Argument("bucket", place, revision) if "://" in text else Argument("name", text)

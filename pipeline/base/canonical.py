@@ -30,7 +30,7 @@ class UnstableValueError(StageError):
 
 
 class _Absent:
-    """What stands on the side where a path does not exist."""
+    """The value of a side that lacks a path."""
 
     def __repr__(self) -> str:
         return "absent"
@@ -70,7 +70,7 @@ def canonical_json(value: object) -> bytes:
 
 
 def fingerprint(value: object) -> str:
-    """Full SHA-256 (64 hex digits) of `canonical_json`."""
+    """Return the full SHA-256 (64 hex digits) of `canonical_json`."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
@@ -101,8 +101,8 @@ def _plain(value: object, path: str) -> Json:
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        found = {str(_plain(key, path)): item for key, item in value.items()}
-        return {key: _plain(item, _below(path, key)) for key, item in found.items()}
+        keys = {str(_plain(key, path)): item for key, item in value.items()}
+        return {key: _plain(item, _below(path, key)) for key, item in keys.items()}
     shown = f" ({value!r})" if isinstance(value, str | float) else ""
     raise UnstableValueError(f"{path} is a {type(value).__qualname__}{shown}, which has no stable form")
 

@@ -1,4 +1,4 @@
-"""Tables that lie as YAML beside the code that reads them.
+"""Read the YAML tables that lie beside the code.
 
 >>> list(beside(__file__, "schemes.yaml"))[:2]
 ['ptpc_fp8', 'fp8']
@@ -19,17 +19,18 @@ T = TypeVar("T")
 
 @cache
 def beside(module: str, name: str) -> Any:
-    """What stands in file ``name`` in the folder of ``module``, a ``__file__``; read once, and not to be changed."""
+    """Return the content of the YAML file ``name`` beside ``module``, a ``__file__``; read once, and shared."""
     return yaml.safe_load(Path(module).with_name(name).read_text(encoding="utf-8"))
 
 
-def rows(kind: type[T], found: Mapping[str, Mapping[str, Any]], *pairs: str) -> Mapping[str, T]:
-    """A table's rows by name as dataclasses with a field ``name``, in its order; pydantic's `ValidationError`.
+def rows(kind: type[T], table: Mapping[str, Mapping[str, Any]], *pairs: str) -> Mapping[str, T]:
+    """Return a table's rows by name as dataclasses with a field ``name``, in its order. Raises pydantic's
+    `ValidationError`.
 
     ``pairs`` are fields that the table has as mappings, and a row, which can be hashed, as pairs.
     """
     from pydantic import TypeAdapter
 
     read = TypeAdapter(kind).validate_python
-    paired = {name: {key: tuple(row.get(key, {}).items()) for key in pairs} for name, row in found.items()}
-    return MappingProxyType({name: read({"name": name, **row, **paired[name]}) for name, row in found.items()})
+    paired = {name: {key: tuple(row.get(key, {}).items()) for key in pairs} for name, row in table.items()}
+    return MappingProxyType({name: read({"name": name, **row, **paired[name]}) for name, row in table.items()})

@@ -102,13 +102,13 @@ class InvalidMeasurementError(QuantmintError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says first, or last where the first only announces it; its type where it is mute."""
-    said = _said(error)
-    return said[-1].strip() if said[0].endswith(":") else said[0]
+    """Return the first line of another library's error, the last where the first only announces it, or its type."""
+    lines = _said(error)
+    return lines[-1].strip() if lines[0].endswith(":") else lines[0]
 
 
 def last_line(error: BaseException) -> str:
-    """What another library's error says last, which of a traceback is the reason; its type where it says nothing."""
+    """Return the last line of another library's error, which of a traceback is the reason, or its type."""
     return _said(error)[-1]
 
 
@@ -117,7 +117,7 @@ def _said(error: BaseException) -> list[str]:
 
 
 def redact(text: str, environment: Mapping[str, str], *secrets: str | None) -> str:
-    """A text that may be logged: without secrets of the environment and those named, tokens, and keys in addresses."""
+    """Return a text for logs: without secrets of the environment, ``secrets``, tokens, and keys in addresses."""
     values = [value for name, value in environment.items() if SECRET.search(name) and len(value) >= 6]
     for value in sorted({*values, *filter(None, secrets)}, key=len, reverse=True):
         text = text.replace(value, "[secret]")
@@ -125,7 +125,7 @@ def redact(text: str, environment: Mapping[str, str], *secrets: str | None) -> s
 
 
 def shown_path(path: Path | str) -> str:
-    """A path as the user would type it from here; an address, which is text and no absolute path, as it is."""
+    """Return a path as the user would type it from here; an address as it is."""
     if isinstance(path, str) and not Path(path).is_absolute():
         return path
     try:
@@ -135,7 +135,7 @@ def shown_path(path: Path | str) -> str:
 
 
 def nearest(word: object, valid: Iterable[str]) -> str | None:
-    """The valid spelling that a misspelt word most likely stands for; None where nothing is near."""
+    """Return the valid spelling nearest to a misspelt word; None where none is near."""
     if not isinstance(word, str):
         return None
     folded = {name.lower().replace("-", "_"): name for name in valid}
@@ -144,6 +144,6 @@ def nearest(word: object, valid: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: object, valid: Iterable[str]) -> str:
-    """The hint ` (did you mean "..."?)`, or nothing where no valid spelling is near."""
+    """Return the hint ` (did you mean "..."?)`, empty where no valid spelling is near."""
     near = nearest(word, valid)
     return f' (did you mean "{near}"?)' if near else ""

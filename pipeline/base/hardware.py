@@ -41,7 +41,7 @@ class Hardware:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of its memory; `TypeError` where that is not known."""
+        """Return the bandwidth of its memory. Raises `TypeError` where it is not known."""
         return float(self.bandwidth) * 1e12  # type: ignore[arg-type]
 
     def flops(self, dtype: str) -> float:

@@ -1,11 +1,4 @@
-"""What can be asked of a machine: its files, variables, devices, file systems and commands.
-
-    >>> Machine(root=tmp).text("proc/sys/kernel/numa_balancing")
-    '1'
-
-Everything that looks at a host takes one of these, so that a test hands it a folder that looks like another machine.
-Nothing here changes anything.
-"""
+"""Read the facts of a machine: its files, variables, devices, file systems and commands."""
 
 from __future__ import annotations
 
@@ -76,9 +69,9 @@ def run_command(argv: Sequence[str]) -> str | None:
 
 
 def open_device(path: Path) -> str | None:
-    """Why a device cannot be opened for reading and writing; None where it can.
+    """Return why a device cannot be opened for reading and writing; None where it can.
 
-    It is opened, not asked with access(2): a container's device rules are seen by open(2) only.
+    It is opened, not asked with access(2): a container's device rules apply to open(2) only.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
@@ -88,7 +81,7 @@ def open_device(path: Path) -> str | None:
 
 
 def file_system(path: Path) -> Space | None:
-    """The file system that holds a path, or will hold it once it is made; None where none can be asked."""
+    """Return the file system that holds a path, or will hold it once it is made; None where none can be asked."""
     for place in (path, *path.parents):
         try:
             usage = shutil.disk_usage(place)
@@ -145,7 +138,7 @@ class Device:
 
 
 def cpu_name(machine: Machine) -> str:
-    """The CPU's model as the kernel has it; the architecture where it has none."""
+    """Return the CPU's model as the kernel has it; the architecture where it has none."""
     for line in (machine.text("proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -159,7 +152,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """Installed versions by distribution, "absent" for one that is not there; nothing is imported."""
+    """Return installed versions by distribution, "absent" for a missing one; nothing is imported."""
     return {name: _version(name) for name in distributions}
 
 

@@ -1,12 +1,12 @@
-"""Programs that end when we do: children below `supervisor.py`, their output in a file.
+"""Run programs that end when this process does: children below `supervisor.py`, with their output in a file.
 
-The supervisor ends the whole process group when this process lets go of a pipe, which the kernel does for it even after
-SIGKILL. What a child gets of our environment holds no secret.
+The supervisor ends the whole process group when this process closes a pipe, which the kernel does for it even after
+SIGKILL. The environment that a child gets holds no secret.
 
-A program that is asked things while it runs (`conversation`) is handed the name of a Unix socket on which it finds us.
-JSON lines go both ways; its last words, should it end in between, are in its log. The name is an abstract one of Linux:
-nothing lies on a disk, so nothing is left there when we are killed. Anybody on this machine could connect to it, so
-only our own user is listened to.
+A program that is asked questions while it runs (`conversation`) connects to a Unix socket of ours, whose name it is
+given. JSON lines go both ways; its last words, should it end in between, are in its log. The name is an abstract one of
+Linux: nothing lies on a disk, so nothing is left there after a kill. Anybody on this machine could connect to it, so
+only our own user is accepted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LOG_TAIL = 4 << 20
 
 
 def child_environment(ours: Mapping[str, str], planned: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a server's process: those of ``ours`` that locate things, then ``planned``; no secret.
+    """Return the variables of a server's process: those of ``ours`` that locate things, then ``planned``; no secret.
 
     A variable that leaks in from a shell (``VLLM_...``, ``OMP_NUM_THREADS``) would change a measurement without
     changing its fingerprint. The model is a local folder: the server needs no token.
@@ -60,11 +60,11 @@ def child_environment(ours: Mapping[str, str], planned: Mapping[str, str]) -> di
 
 
 class Child:
-    """Starts at once; as a context, all of it has ended at the exit.
+    """A program that starts at once; as a context manager, it and all that it started have ended at the exit.
 
-    ``grace`` is how many seconds it gets between SIGTERM and SIGKILL, ``after`` are commands that the supervisor runs
-    when all is over, whoever ended it. Standard output goes to the log too, or to the file ``output``. A log is begun
-    anew, or gone on with where it is to be ``append``-ed to.
+    ``grace`` are the seconds between SIGTERM and SIGKILL, ``after`` are commands that the supervisor runs when all has
+    ended, whatever ended it. Standard output goes to the log too, or to the file ``output``. The log is begun anew
+    unless ``append``.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The command's process, not its supervisor's; None where it could not be started."""
+        """Return the command's process id, not its supervisor's; None where it could not be started."""
         if self._pid is None and self._supervisor.stdout is not None:
             line = self._supervisor.stdout.readline()
             self._pid = int(line) if line else None
@@ -104,22 +104,22 @@ class Child:
 
     @property
     def supervisor_pid(self) -> int:
-        """The process that the command, and all that it starts, is below."""
+        """Return the id of the process that the command, and all that it starts, is below."""
         return self._supervisor.pid
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; 128 + N after signal N."""
+        """Return the exit code, None while it runs; 128 + N after signal N."""
         return self._supervisor.poll()
 
     def log(self, most: int = _LOG_TAIL) -> str:
-        """The last bytes of what it wrote, 4 MiB at most."""
+        """Return the last bytes of the log, 4 MiB at most."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - most))
             return log.read().decode("utf-8", errors="replace")
 
     def let_go(self, *, hurry: bool = False) -> None:
-        """Order it to stop, without waiting for it."""
+        """Order the command to stop, without waiting for it."""
         if hurry:
             self._supervisor.send_signal(signal.SIGINT)
         if self._supervisor.stdin is not None:
@@ -140,7 +140,7 @@ class Child:
 
 
 def stop(children: Iterable[Child]) -> None:
-    """End them all, at the same time; in a hurry where Ctrl-C is the reason."""
+    """End all children at the same time; at once where Ctrl-C is the reason."""
     ending = list(children)
     for child in ending:
         child.let_go(hurry=isinstance(sys.exception(), KeyboardInterrupt))
@@ -149,7 +149,7 @@ def stop(children: Iterable[Child]) -> None:
 
 
 def measuring_child(argv: Sequence[str], log: Path, *, env: Mapping[str, str], secrets: Collection[str] = ()) -> Child:
-    """A program with our environment but for its secrets, of which it gets those named in ``secrets``."""
+    """Start a program with our environment without secrets, except those named in ``secrets``."""
     ours = {name: value for name, value in os.environ.items() if name in secrets or not SECRET.search(name)}
     return Child(argv, {**ours, **env}, log, grace=_GRACE_S, append=True)
 
@@ -164,10 +164,10 @@ def run_logged(
     started: Callable[[int], None] = lambda _: None,
     secrets: Collection[str] = (),
 ) -> None:
-    """Run a `measuring_child` to its end; it ends, and all that it started, whenever we leave early, however we leave.
+    """Run a `measuring_child` to its end; it ends, with all that it started, whenever this function is left early.
 
-    ``watch`` is shown the end of the log twice a second, ``started`` once the process that the program is a child of.
-    Raises `StageError` with the last lines of the log when the program fails.
+    ``watch`` is called with the end of the log twice a second, ``started`` once with the process that the program is a
+    child of. Raises `StageError` with the last lines of the log when the program fails.
     """
     with measuring_child(argv, log, env=env, secrets=secrets) as child:
         started(child.supervisor_pid)
@@ -182,7 +182,7 @@ def run_logged(
 
 
 def failed(what: str, code: int, log: Path) -> StageError:
-    """The error of a program that ended with an exit code, with the last lines of its log."""
+    """Return the error of a program that ended with an exit code, with the last lines of its log."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return StageError(
         f"{what} ended with exit code {code}: {' | '.join(lines[-_QUOTED:]) or 'it printed nothing'}",
@@ -191,7 +191,7 @@ def failed(what: str, code: int, log: Path) -> StageError:
 
 
 class Conversation:
-    """One question at a time. `StageError` where the program ends before it answers."""
+    """A dialogue with a running program, one question at a time."""
 
     def __init__(self, lines: BufferedRWPair, process: Child, what: str, log: Path) -> None:
         self._lines = lines
@@ -202,21 +202,22 @@ class Conversation:
     def ask(
         self, message: Mapping[str, Any], news: Callable[[Mapping[str, Any]], None] = lambda _: None
     ) -> Mapping[str, Any]:
-        """The reply to a message; ``news`` is shown every line that comes before it.
+        """Return the reply to a message; ``news`` is called with every line that comes before it.
 
-        Raises `InvalidMeasurementError` with the program's reason where it refuses.
+        Raises `InvalidMeasurementError` with the program's reason where it refuses, `StageError` where it ends before
+        it answers.
         """
         try:
             self._lines.write(json.dumps(message).encode() + b"\n")
             self._lines.flush()
             while line := self._lines.readline():
-                told: Mapping[str, Any] = json.loads(line)
-                if "refused" in told:
-                    raise InvalidMeasurementError(str(told["refused"]))
-                if "reply" in told:
-                    reply: Mapping[str, Any] = told["reply"]
+                answer: Mapping[str, Any] = json.loads(line)
+                if "refused" in answer:
+                    raise InvalidMeasurementError(str(answer["refused"]))
+                if "reply" in answer:
+                    reply: Mapping[str, Any] = answer["reply"]
                     return reply
-                news(told)
+                news(answer)
         except OSError:
             pass  # it has ended, and its log says more than a broken pipe
         raise failed(self._what, self._process.wait(), self._log)
@@ -264,7 +265,7 @@ def _user_of(connection: socket.socket) -> int:
 
 @contextmanager
 def stop_signals(order: Callable[[int], None]) -> Iterator[None]:
-    """Give ``order`` each Ctrl-C, SIGTERM and SIGHUP of the block by its number, and nobody else."""
+    """Within the block, route SIGINT, SIGTERM and SIGHUP to `order(signum)`, and to nothing else."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, lambda number, _frame: order(number)) for number in numbers}
     try:

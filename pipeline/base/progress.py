@@ -1,8 +1,4 @@
-"""What a person, a log and a program see of a run.
-
-On a terminal: bars and marks. In a log: a line when something begins and ends, and one a minute. With
-``--json``: the same lines on standard error, and one JSON object on standard output when the run is over.
-"""
+"""Report the progress of a run to a person, a log or a program."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ _HEARTBEAT_S = 60.0
 
 
 class Progress(Protocol):
-    """How a stage tells what it is doing."""
+    """The protocol by which a stage reports its progress."""
 
     def bar(self, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
         """A bar over ``total`` units ("B", "samples", ...); its value is called with each advance."""
@@ -37,7 +33,7 @@ class Progress(Protocol):
 
 
 class Reporter(Progress, Protocol):
-    """How the runner tells of the stages."""
+    """The protocol by which the runner reports stages."""
 
     def started(self, key: str, number: int, total: int) -> None:
         """A stage begins."""
@@ -74,14 +70,14 @@ class PlainReporter:
     @contextmanager
     def bar(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
         """See `Reporter`. Writes a line a minute, and one at the end."""
-        done, told = 0, time.monotonic()
+        done, reported = 0, time.monotonic()
 
         def advance(count: int) -> None:
-            nonlocal done, told
+            nonlocal done, reported
             now = time.monotonic()
             done += count
-            if told < math.inf and (done >= total or now - told >= _HEARTBEAT_S):
-                told = math.inf if done >= total else now
+            if reported < math.inf and (done >= total or now - reported >= _HEARTBEAT_S):
+                reported = math.inf if done >= total else now
                 self._line(f"    {100 * done // total if total else 100} % of {total:,} {unit}")
 
         yield advance

@@ -37,10 +37,10 @@ SCALE_BITS: Mapping[str, int] = MappingProxyType({"e8m0": 8, "bf16": 16})
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """What a weight of shape [out_features, in_features] becomes.
+    """The stored format of a weight of shape [out_features, in_features].
 
-    `bits` counts the elements only. `group` is the (rows, columns) that share a scale, where the granularity is
-    `group` or `block`. `scale` is the type of a scale; bf16 stands for the model's own 16-bit type.
+    `bits` counts the elements only. `group` is the (rows, columns) that share a scale, where the granularity is `group`
+    or `block`. `scale` is the type of a scale; bf16 stands for the model's own 16-bit type.
     """
 
     dtype: Literal["e4m3", "e2m1", "e2m3", "e3m2", "int8", "int4"]
@@ -52,7 +52,7 @@ class WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormat:
-    """What the inputs of a quantized layer become: nothing, or a type with static or run-time scales."""
+    """The format of a quantized layer's inputs: unchanged, or a type with static or run-time scales."""
 
     kind: Literal["none", "static", "dynamic"]
     granularity: Literal["per_tensor", "per_token", "group"] | None = None

@@ -1,1 +1,1 @@
-"""What a recipe says, read strictly: schema, reading, faults with their place."""
+"""Recipes: schema, strict reading, and faults with their place."""

@@ -1,4 +1,4 @@
-"""Where a release can go: how a recipe and a command line name each kind of place, and what speaks to it.
+"""Define the kinds of destination: how a recipe and a command line name each, and which client serves it.
 
     >>> [kind.key for kind in KINDS]
     ['folder', 'storage', 'hub']
@@ -84,22 +84,22 @@ class Folder(DestinationSection):
 
     @classmethod
     def parse(cls, text: str) -> tuple[Self, str] | None:
-        """A folder that something was published to."""
+        """Return the folder that something was published to."""
         path = Path(text).absolute()
         there = path.name and (path.parent / RELEASES / path.name).is_dir()
         return (cls(path=str(path.parent)), path.name) if there else None
 
     @classmethod
     def means(cls, text: str) -> str | None:
-        """Any text that is nothing else."""
+        """Return the text: any text that is of no other kind is a folder."""
         return text
 
     def public_name(self, name: str) -> str | None:
-        """None: a folder is one's own."""
+        """Return None: a folder is private."""
         return None
 
     def served_name(self, name: str) -> str:
-        """The recipe's name: a release is the same one in whatever folder it lies."""
+        """Return the recipe's name: a release is the same one in whatever folder it lies."""
         return name
 
 
@@ -131,21 +131,21 @@ class Storage(DestinationSection):
 
     @classmethod
     def parse(cls, text: str) -> tuple[Self, str] | None:
-        """A URL; its last part is the name."""
+        """Return the bucket of a URL, and its last part as the name."""
         url = _URL.fullmatch(text)
         return None if url is None else (cls(url=url["base"]), url["name"])
 
     @classmethod
     def means(cls, text: str) -> str | None:
-        """A URL."""
+        """Return a URL as it is."""
         return text if classify(text).kind == "bucket" else None
 
     def public_name(self, name: str) -> str | None:
-        """The recipe's name, which is the subfolder's."""
+        """Return the recipe's name, which is the subfolder's."""
         return name
 
     def served_name(self, name: str) -> str:
-        """The URL of the subfolder."""
+        """Return the URL of the subfolder."""
         return f"{self.url.rstrip('/')}/{name}"
 
 
@@ -173,27 +173,27 @@ class Hub(DestinationSection):
 
     @classmethod
     def parse(cls, text: str) -> tuple[Self, str] | None:
-        """A repository, unless it reads as a path below folders that something was published to."""
-        found = classify(text)
-        if found.kind != "repository" or found.revision is not None:
+        """Return a repository, unless the text is a path below folders that something was published to."""
+        argument = classify(text)
+        if argument.kind != "repository" or argument.revision is not None:
             return None
         if not text.startswith(HUB_SCHEME) and (Path(text).absolute().parent / RELEASES).is_dir():
             return None
-        repo = found.place.removeprefix(HUB_SCHEME)
+        repo = argument.place.removeprefix(HUB_SCHEME)
         return cls(repo=repo), repo.partition("/")[2]
 
     @classmethod
     def means(cls, text: str) -> str | None:
-        """A repository."""
-        found = classify(text)
-        return found.place.removeprefix(HUB_SCHEME) if found.kind == "repository" else None
+        """Return the repository that the text names."""
+        argument = classify(text)
+        return argument.place.removeprefix(HUB_SCHEME) if argument.kind == "repository" else None
 
     def public_name(self, name: str) -> str | None:
-        """The repository."""
+        """Return the repository."""
         return self.repo
 
     def served_name(self, name: str) -> str:
-        """The repository."""
+        """Return the repository."""
         return self.repo
 
     def needs_approval(self) -> bool:
@@ -205,7 +205,7 @@ KINDS: tuple[type[DestinationSection], ...] = (Folder, Storage, Hub)
 
 
 class Destinations(Section):
-    """Where a checkpoint that passed goes."""
+    """The destinations of a checkpoint that passed."""
 
     folder: str | None = Field(default="published", min_length=1, pattern=PRINTABLE)
     """Folder that receives a subfolder with the recipe's name; relative to where the run starts (null: no folder)."""

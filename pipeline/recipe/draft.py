@@ -1,4 +1,4 @@
-"""A first recipe for a model of one's own: what `quantmint recipe init` writes.
+"""Draft a first recipe for a user's own model: `quantmint recipe init`.
 
 A text is cut into passages; some of them, evenly spread, are held out for a task that asks for their perplexity, and
 the others calibrate. No passage is in both.
@@ -40,7 +40,7 @@ _SPREAD: Final = 0.02  # nats a word, between documents: what shipped suites exp
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a person asked for: ``model`` a folder or org/name, ``publish`` a place (None: ./published)."""
+    """The options of a draft: ``model`` is a folder or org/name, ``publish`` a destination (None: ./published)."""
 
     model: str
     name: str
@@ -52,33 +52,33 @@ class Wish:
 
 
 def default_name(model: str, scheme: str) -> str:
-    """Of a recipe: the model's own name and the scheme's, in lower case."""
+    """Return a recipe's name: the model's own name and the scheme's, in lower case."""
     last = re.sub(r"[^a-z0-9.]+", "-", _own_name(model).lower()).strip("-")
     return f"{last}-{scheme.replace('_', '-')}"
 
 
 def default_scheme(target: str) -> str:
-    """Four bits where the machine multiplies them, else eight without calibration."""
+    """Return four bits where the machine multiplies them, else eight bits without calibration."""
     return "mxfp4" if hardware(target).arch == "gfx950" else "ptpc_fp8"
 
 
 def draft(wish: Wish, folder: Path) -> Mapping[Path, str]:
-    """The files of a recipe in ``folder``, their text by path; the recipe comes last. Raises `UserError`.
+    """Return the text of each file of a recipe in ``folder``, by path; the recipe comes last.
 
-    Refused are a model that is neither a folder nor a repository, and a text of too few passages.
+    Raises `UserError` for a model that is neither a folder nor a repository, and for a text of too few passages.
     """
     files: dict[Path, str] = {}
     samples = 0
     if wish.text is not None:
-        held, kept = split(passages(wish.text))
-        samples = min(512, max(1, sum(len(text.split()) for text in kept) // 512))  # a word has a token or more
-        files |= _evaluation(wish.name, folder / f"{wish.name}-eval", wish.text.name, held, kept)
+        held_out, calibrating = split(passages(wish.text))
+        samples = min(512, max(1, sum(len(text.split()) for text in calibrating) // 512))  # a word has a token or more
+        files |= _evaluation(wish.name, folder / f"{wish.name}-eval", wish.text.name, held_out, calibrating)
     files[folder / f"{wish.name}.yaml"] = _recipe(wish, folder, samples)
     return files
 
 
 def write(files: Mapping[Path, str], prove: Callable[[Path], object] = load_recipe) -> Sequence[Path]:
-    """Write what was drafted and prove the recipe, which comes last; all of it, or none. Raises `UserError`."""
+    """Write the drafted files and prove the recipe, which comes last; all of it, or none. Raises `UserError`."""
     there = [path for path in files if path.exists()]
     if there:
         raise UserError(
@@ -101,9 +101,9 @@ def write(files: Mapping[Path, str], prove: Callable[[Path], object] = load_reci
 
 
 def passages(path: Path) -> list[str]:
-    """The passages of a text file, or of the key ``text`` of a file of JSON lines; none of them twice.
+    """Return the distinct passages of a text file, or of the key ``text`` of a file of JSON lines.
 
-    Paragraphs are put together until a passage has `_WORDS` words. Raises `UserError` for what cannot be read.
+    Paragraphs are joined until a passage has `_WORDS` words. Raises `UserError` for a file that cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -115,13 +115,13 @@ def passages(path: Path) -> list[str]:
         raise UserError(
             f"--text: {path} cannot be read: expected prose, or JSON lines with the key text ({error!r})"
         ) from None
-    found, grown = [], ""
+    passages_, passage = [], ""
     for paragraph in re.split(r"\n\s*\n", text):
-        grown = f"{grown}\n\n{paragraph.strip()}".strip()
-        if len(grown.split()) >= _WORDS:
-            found.append(grown)
-            grown = ""
-    if len(distinct := list(dict.fromkeys(found))) < _FEWEST:
+        passage = f"{passage}\n\n{paragraph.strip()}".strip()
+        if len(passage.split()) >= _WORDS:
+            passages_.append(passage)
+            passage = ""
+    if len(distinct := list(dict.fromkeys(passages_))) < _FEWEST:
         raise UserError(
             f"--text: found {len(distinct)} passages of {_WORDS} words in {path}, expected at least {_FEWEST}: "
             "some calibrate, others are held out"
@@ -129,25 +129,28 @@ def passages(path: Path) -> list[str]:
     return distinct
 
 
-def split(found: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """What is held out, evenly spread, and what calibrates: one of four, `_MOST` of them at most."""
-    step = max(4, -(-len(found) // _MOST))
-    return found[::step], [one for number, one in enumerate(found) if number % step]
+def split(texts: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return held-out passages, evenly spread, and calibrating ones: one of four is held out, `_MOST` at most."""
+    step = max(4, -(-len(texts) // _MOST))
+    return texts[::step], [text for number, text in enumerate(texts) if number % step]
 
 
-def _evaluation(name: str, folder: Path, origin: str, held: Sequence[str], kept: Sequence[str]) -> Mapping[Path, str]:
+def _evaluation(
+    name: str, folder: Path, origin: str, held_out: Sequence[str], calibrating: Sequence[str]
+) -> Mapping[Path, str]:
     task, texts = f"{name}-prose", f"{name}-texts"
-    asked = SuiteTask(task, "word_perplexity", len(held), expected_flip_rate=0.03, expected_spread=_SPREAD)
-    margin = max(0.02, math.ceil(100 * asked.detectable(looks=4)) / 100)
+    suite_task = SuiteTask(task, "word_perplexity", len(held_out), expected_flip_rate=0.03, expected_spread=_SPREAD)
+    count = len(held_out)
+    margin = max(0.02, math.ceil(100 * suite_task.detectable(looks=4)) / 100)
     return {
-        folder / f"{texts}.jsonl": _lines(kept),
+        folder / f"{texts}.jsonl": _lines(calibrating),
         folder / f"{texts}.yaml": (
-            f"# Calibrates: {len(kept)} passages of {origin}; none of them is asked for by {name}-suite.\n"
+            f"# Calibrates: {len(calibrating)} passages of {origin}; none of them is asked for by {name}-suite.\n"
             f"name: {texts}\ndescription: Passages of {origin}.\nfile: {texts}.jsonl\ntext: text\n"
         ),
-        folder / f"{task}.jsonl": _lines(held),
+        folder / f"{task}.jsonl": _lines(held_out),
         folder / f"{task}.yaml": (
-            f"# A task as lm-eval defines it: the perplexity of {len(held)} passages that calibrate nothing.\n"
+            f"# A task as lm-eval defines it: the perplexity of {len(held_out)} passages that calibrate nothing.\n"
             f"task: {task}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {task}.jsonl}}}}\n"
             'test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: text\n'
             "metric_list: [{metric: word_perplexity}]\n"
@@ -156,24 +159,24 @@ def _evaluation(name: str, folder: Path, origin: str, held: Sequence[str], kept:
             "# What decides. Add tasks of lm-eval, such as {task: gsm8k, metric: exact_match, filter: strict-match,\n"
             "# items: 1319, data: [openai/gsm8k]}, or your own beside this file: docs/own-evaluation.md.\n"
             f"name: {name}-suite\ndescription: Prose of {origin}.\nexpected_flip_rate: 0.03\ntasks:\n"
-            f"  # A perplexity's margin is relative, and this the least of whole per cents that {len(held)} passages\n"
+            f"  # A perplexity's margin is relative, and this the least of whole per cents that {count} passages\n"
             "  # can show: the checkpoint may be so much more perplexed than the 16-bit model. Large models rise by\n"
             "  # less than 1 % in eight bits; one of 135M parameters rose by 2.7 % in FP8, and by far more in four\n"
             "  # bits: a small one may FAIL by its format alone. Accept that price before the first run, for a\n"
             "  # margin that is widened after a verdict is told to every reader.\n"
-            f"  - {{task: {task}, metric: word_perplexity, items: {len(held)}, expected_spread: {_SPREAD}, "
+            f"  - {{task: {task}, metric: word_perplexity, items: {len(held_out)}, expected_spread: {_SPREAD}, "
             f"margin: {margin:.2f}}}\n"
         ),
     }
 
 
-def _lines(found: Sequence[str]) -> str:
-    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in found)
+def _lines(texts: Sequence[str]) -> str:
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
 
 
 def _recipe(wish: Wish, folder: Path, samples: int) -> str:
-    """``samples`` of 512 tokens are what the text that calibrates has; 0 for none."""
-    cpu, own = wish.target == "cpu", f"{wish.name}-eval"
+    """Return the recipe's text; ``samples`` are the calibration text's samples of 512 tokens, 0 without a text."""
+    cpu, evaluation = wish.target == "cpu", f"{wish.name}-eval"
     base = _BASES.get(wish.scheme, "_base")
     lines = [
         f"# quantmint plan {wish.name}: what this makes, and what it takes. Keys: quantmint recipe schema.",
@@ -185,20 +188,24 @@ def _recipe(wish: Wish, folder: Path, samples: int) -> str:
         f"quantization: {_quantization(wish.scheme, base, cpu=cpu)}",
     ]
     if samples and wish.scheme != "ptpc_fp8":
-        lines.append(f"calibration: {{set: {own}/{wish.name}-texts.yaml, samples: {samples}, sequence_length: 512}}")
+        lines.append(
+            f"calibration: {{set: {evaluation}/{wish.name}-texts.yaml, samples: {samples}, sequence_length: 512}}"
+        )
     length, loads = (2048, ["tiny"]) if cpu else (8192, ["throughput", "latency", "tiny"])
     with suppress(OSError, ValueError, KeyError):  # a model of the Hub is held against its configuration by the plan
         length = min(length, json.loads((Path(wish.model) / "config.json").read_bytes())["max_position_embeddings"])
-    load = next((one for one in loads if max(cell.longest for cell in workloads.load(one).cells) <= length), "tiny")
+    load = next((name for name in loads if max(cell.longest for cell in workloads.load(name).cells) <= length), "tiny")
     lines.append(f"target: {{hardware: {wish.target}, gpus: {wish.gpus}, workload: {load}, max_model_len: {length}}}")
-    asked = [] if wish.text is None else [f"suite: {own}/{wish.name}-suite.yaml", f"concurrency: {8 if cpu else 64}"]
+    evaluation_keys = (
+        [] if wish.text is None else [f"suite: {evaluation}/{wish.name}-suite.yaml", f"concurrency: {8 if cpu else 64}"]
+    )
     if _needs_reference(wish, base):
         lines.append(
             f"# vLLM for a CPU has no kernels for {wish.scheme}: transformers computes what the checkpoint means."
         )
-        asked.append("runtime: reference")
-    if asked:
-        lines.append(f"evaluation: {{{', '.join(asked)}}}")
+        evaluation_keys.append("runtime: reference")
+    if evaluation_keys:
+        lines.append(f"evaluation: {{{', '.join(evaluation_keys)}}}")
     if cpu:
         lines.append("gate: {throughput: {min_ratio: null}}  # a CPU shows no speed of a GPU: none is promised")
         if "avx512f" not in (local_cpu_flags() or ()):
@@ -222,12 +229,12 @@ def _own_name(model: str) -> str:
 
 
 def _source(model: str, folder: Path) -> str:
-    found = classify(model)
-    if found.kind == "folder":
+    argument = classify(model)
+    if argument.kind == "folder":
         typed = Path(model)
         return f"{{folder: {json.dumps(model if typed.is_absolute() else os.path.relpath(typed, folder))}}}"
-    if found.kind == "repository":
-        return f"{{repo: {found.place.removeprefix('hf://')}, revision: {found.revision or 'main'}}}"
+    if argument.kind == "repository":
+        return f"{{repo: {argument.place.removeprefix('hf://')}, revision: {argument.revision or 'main'}}}"
     raise UserError(f"MODEL: found {model!r}, expected a folder with a model, or org/name[@revision] of the Hub")
 
 

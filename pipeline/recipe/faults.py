@@ -1,8 +1,4 @@
-"""What is wrong in a recipe, at its place.
-
->>> print(Fault(Place("r.yaml", 3, 7), ("gate", "margin"), "found 2, expected less"))
-r.yaml:3:7: gate.margin: found 2, expected less
-"""
+"""Faults of a recipe, each at its place in a file."""
 
 from __future__ import annotations
 

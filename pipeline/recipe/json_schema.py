@@ -1,9 +1,4 @@
-"""What the schema of recipes says: in JSON for editors, and in words for messages.
-
-Every "expected ..." comes from the JSON Schema of the models, so that a message cannot disagree with what editors
-complete. Errors of pydantic become faults here: at file:line:column, with what was found, what was expected and the
-nearest spelling.
-"""
+"""Give the schema of recipes as JSON for editors, and in words for messages."""
 
 from __future__ import annotations
 
@@ -74,7 +69,7 @@ def resolve(fragment: dict[str, Any]) -> dict[str, Any]:
 
 
 def at(path: YamlPath) -> dict[str, Any] | None:
-    """The schema of the value at a path; None where the schema has no such place."""
+    """Return the schema of the value at a path; None where the schema has no such place."""
     fragment: dict[str, Any] | None = _root()
     for part in path:
         if fragment is None:
@@ -88,18 +83,18 @@ def at(path: YamlPath) -> dict[str, Any] | None:
 
 
 def keys(path: YamlPath) -> list[str]:
-    """Keys that the mapping at a path may have."""
+    """Return the keys that the mapping at a path may have."""
     names = list((at(path) or {}).get("properties", ()))
     return names if path else [*names, "extends"]
 
 
 def places_of(key: str) -> list[str]:
-    """Dotted names of the fields with this key, anywhere in a recipe."""
+    """Return the dotted names of the fields with this key, anywhere in a recipe."""
     return [name for name in _fields(_root(), "") if name.rpartition(".")[2] == key]
 
 
 def phrase(path: YamlPath) -> str:
-    """What may stand at a path: "one of fp8, mxfp4", "a whole number of at least 1"."""
+    """Word the values that a path may have: "one of fp8, mxfp4", "a whole number of at least 1"."""
     fragment = at(path) or {}
     if "enum" in fragment:
         return f"one of {', '.join(fragment['enum'])}"
@@ -126,8 +121,8 @@ def phrase(path: YamlPath) -> str:
 
 def _limits(fragment: dict[str, Any]) -> str:
     words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "up to", "exclusiveMaximum": "below"}
-    found = [f"{word} {fragment[key]:g}" for key, word in words.items() if key in fragment]
-    return f" {', '.join(found)}" if found else ""
+    limits = [f"{word} {fragment[key]:g}" for key, word in words.items() if key in fragment]
+    return f" {', '.join(limits)}" if limits else ""
 
 
 def _fields(fragment: dict[str, Any], prefix: str) -> Iterator[str]:
@@ -137,7 +132,7 @@ def _fields(fragment: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 def faults_of(error: ValidationError, document: Document) -> list[Fault]:
-    """One fault for each error; `document` is the merged recipe that was validated."""
+    """Return a fault for each error of pydantic's; `document` is the merged recipe that was validated."""
     details = error.errors(include_url=False)
     unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
     # A misspelt key is one fault, not an unknown key with a missing one.
@@ -150,7 +145,7 @@ def faults_of(error: ValidationError, document: Document) -> list[Fault]:
 
 
 def place_of(path: YamlPath, document: Document, *, key: bool = False) -> Place:
-    """Where a path stands: its value, or its key; for what is absent, the nearest mapping that should hold it."""
+    """Return the place of a path's value, or of its key; for an absent path, that of the nearest mapping to hold it."""
     first, second = (document.keys, document.values) if key else (document.values, document.keys)
     if path in first or path in second:
         return first.get(path) or second[path]
@@ -185,10 +180,10 @@ def _rule(path: YamlPath, context: Mapping[str, Any], value: Any, document: Docu
     if context["at"]:
         path = (*path, context["at"])
         value = value[context["at"]]
-    found, expected = context["found"] or shown(value), context["expected"]
-    known = (at(path) or {}).get("enum", ())
-    hint = "" if value in known else did_you_mean(value, known)
-    return Fault(place_of(path, document), path, f"found {found}, expected {expected}{hint}")
+    value_text, expected = context["found"] or shown(value), context["expected"]
+    choices = (at(path) or {}).get("enum", ())
+    hint = "" if value in choices else did_you_mean(value, choices)
+    return Fault(place_of(path, document), path, f"found {value_text}, expected {expected}{hint}")
 
 
 def _mismatch(path: YamlPath, value: Any) -> str:

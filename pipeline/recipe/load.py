@@ -1,11 +1,11 @@
-"""From a name or a path to a recipe that is whole and valid, or to one message with everything that is wrong.
+"""Load a recipe by its name or path: complete and valid, or one message with every fault.
 
     >>> loaded = load_recipe("tiny-ptpc-fp8kv")
     >>> loaded.recipe.quantization.scheme
     'ptpc_fp8'
 
-`extends` is resolved here: mappings merge deeply, lists and scalars replace. A value keeps the place where it really
-stands, so that a fault in a shared file is reported there. `name` and `description` say what one file is, so they are
+`extends` is resolved here: mappings merge deeply, lists and scalars replace. A value keeps the place where it is
+written, so that a fault in a shared file is reported there. `name` and `description` describe one file, so they are
 never inherited.
 """
 
@@ -41,11 +41,11 @@ PROVEN_SUITE = "quantmint/suite"
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A valid recipe, with where it came from.
+    """A valid recipe, with its file.
 
     `path` is the file that was named, `positions` the place of every value that is written in it or in what it extends.
-    `source_folder` is absolute and follows from the file that names it, which may be an extended one; None where the
-    source is a repo.
+    `source_folder` is absolute, relative paths being resolved beside the file that states them; None where the source
+    is a repository.
     """
 
     recipe: Recipe
@@ -55,15 +55,15 @@ class LoadedRecipe:
 
     @property
     def text_resolved(self) -> str:
-        """The recipe as YAML with everything inherited and every default written out."""
+        """Return the recipe as YAML with everything inherited and every default written out."""
         return _yaml(self.recipe.model_dump(mode="json"))
 
     @cached_property
     def text_proven(self) -> str:
-        """`text_resolved` without where figures and files go and come from, and when: that shapes no result.
+        """Return `text_resolved` without places, destinations, tracking and schedules, which shape no result.
 
-        Others read it. A file that lies beside the recipe keeps its relative path; of one that lies elsewhere the name
-        is kept, as its place says nothing of the content and much of a machine and its user.
+        It is published. A file beside the recipe keeps its relative path; of a file elsewhere only the name is kept,
+        because its path tells much of a machine and its user and nothing of the content.
         """
         data = self.recipe.model_dump(mode="json", exclude={"tracking", "publish", "refresh"})
         for section, name in _PLACES:
@@ -75,13 +75,13 @@ class LoadedRecipe:
 
     @property
     def source_name(self) -> str:
-        """The 16-bit model as others may read it: its repository, or its folder without where that lies."""
+        """Return the source's public name: its repository, or its folder without the path to it."""
         source = self.recipe.source
         return source.repo or without_place(str(source.folder))
 
     @property
     def signing_key(self) -> Path | None:
-        """The absolute path of the private key, beside the file that names it; None where there is none."""
+        """Return the absolute path of the private key, resolved beside the file that names it; None without one."""
         signing = self.recipe.publish.sign
         if signing is None or signing.key is None:
             return None
@@ -89,16 +89,16 @@ class LoadedRecipe:
 
     @property
     def tunableop(self) -> Path | None:
-        """The absolute path of TunableOp's CSV, beside the file that names it; None where there is none."""
-        given = self.recipe.serve.tunableop
-        return None if given is None else _beside(("serve", "tunableop"), given, self.positions)
+        """Return the absolute path of TunableOp's CSV, resolved beside the file that names it; None without one."""
+        file = self.recipe.serve.tunableop
+        return None if file is None else _beside(("serve", "tunableop"), file, self.positions)
 
     def place(self, *path: str | int, key: bool = False) -> Place:
-        """Where a value stands; for a default, the mapping that could hold it."""
+        """Return the place of a value; of a default, that of the mapping that could hold it."""
         return place_of(path, self.positions, key=key)
 
     def fault(self, path: YamlPath, message: str) -> Fault:
-        """A fault at the place of a value."""
+        """Return a fault at the place of a value."""
         return Fault(self.place(*path), path, message)
 
 
@@ -127,7 +127,7 @@ def recipe_of(sections: Mapping[str, Any]) -> LoadedRecipe:
 
 
 def validated(document: Document, path: Path, faults: Sequence[Fault] = ()) -> LoadedRecipe:
-    """The recipe of a document; `RecipeError` where the models or ``faults`` say what is wrong with it."""
+    """Return the recipe of a document. Raises `RecipeError` with the faults of its fields, and ``faults``."""
     data = dict(document.data)
     for section, name in _DEFINITIONS:
         found = data[section].get(name) if isinstance(data.get(section), dict) else None
@@ -145,18 +145,18 @@ def validated(document: Document, path: Path, faults: Sequence[Fault] = ()) -> L
 
 
 def _beside(at: YamlPath, relative: str, document: Document) -> Path:
-    """A path that a file names, which may be an extended one, relative to where that file lies."""
+    """Return a path that a file names, which may be an extended one, resolved beside that file."""
     return (Path(place_of(at, document).file).absolute().parent / relative).resolve()
 
 
 def choice_yaml(quantization: Quantization) -> str:
-    """Which scheme each module gets, as a block that stands in a recipe."""
-    said = quantization.model_dump(mode="json", include={"scheme", "overrides"})
-    return _yaml({"quantization": said})
+    """Return the scheme of each module as a block that stands in a recipe."""
+    section = quantization.model_dump(mode="json", include={"scheme", "overrides"})
+    return _yaml({"quantization": section})
 
 
 def sections_yaml(sections: Mapping[str, Any]) -> str:
-    """Sections as a block that stands in a recipe."""
+    """Return sections as a block that stands in a recipe."""
     return _yaml(sections)
 
 

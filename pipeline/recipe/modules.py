@@ -1,11 +1,4 @@
-"""Which scheme a module gets, and which modules must get the same one.
-
-    >>> fused_with("model.layers.0.self_attn.q_proj")
-    'model.layers.0.self_attn.{q_proj, k_proj, v_proj}'
-
-vLLM computes q, k, v in one product, likewise gate with up, and all experts of a layer in one kernel: such modules are
-loaded with one scheme or not at all.
-"""
+"""Resolve the scheme of each module, and the modules that must share one."""
 
 from __future__ import annotations
 
@@ -115,7 +108,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def expert_count(config: Mapping[str, Any]) -> int:
-    """How many experts a layer of a mixture chooses from, by its config.json; 0 for a dense model."""
+    """Return the number of experts in a mixture's layer, by its config.json; 0 for a dense model."""
     text = text_config(config)
     counts = (text.get(key) for key in _EXPERT_KEYS)
     return next((count for count in counts if count and isinstance(count, int)), 0)

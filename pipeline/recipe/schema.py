@@ -1,9 +1,4 @@
-"""What a recipe may say: every section, every field, its limits and its default.
-
-``name``, ``source`` and ``quantization`` are a whole recipe; the rest has defaults. The descriptions below are what an
-editor shows, through the JSON Schema that is made from these models. Rules between fields that need more than one
-section are in `pipeline.stages.checks`.
-"""
+"""The schema of recipes: every section and field, with limits and defaults."""
 
 from __future__ import annotations
 
@@ -117,7 +112,7 @@ _OWN = ("scaling", "compensation")  # parameters of GPTQ that other engines have
 
 
 class Gptq(Section):
-    """How GPTQ rounds."""
+    """Parameters of GPTQ."""
 
     dampening: float = Field(default=0.01, gt=0, lt=1)
     """What is added to the Hessian's diagonal, as a fraction of its mean."""
@@ -140,21 +135,21 @@ class Gptq(Section):
 
 
 class SmoothQuant(Section):
-    """How much SmoothQuant moves."""
+    """Parameters of SmoothQuant."""
 
     strength: float = Field(default=0.5, ge=0, le=1)
     """0 leaves the outliers in the activations, 1 moves all into the weights."""
 
 
 class AutoRound(Section):
-    """How long AutoRound learns."""
+    """Parameters of AutoRound."""
 
     iterations: int = Field(default=200, ge=1)
     """Steps of signed gradient descent for each layer."""
 
 
 class Quantization(Section):
-    """What the weights, the activations and the KV cache become, and in which layout they are written."""
+    """The formats of weights, activations and KV cache, and the layout of the checkpoint."""
 
     scheme: SchemeChoice
     """Scheme of every linear layer that is neither excluded nor overridden. auto: each group of layers gets the one of
@@ -364,7 +359,7 @@ class Speculative(Section):
 
 
 class Serve(Section):
-    """What the launch plan is told beside the target; `quantmint tune` prints such a section."""
+    """Settings of the launch beside the target; `quantmint tune` prints such a section."""
 
     profile: Literal["latency", "throughput", "offline", "streaming"] | None = None
     """What the server is for (null: what the target's workload asks for)."""

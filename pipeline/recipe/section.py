@@ -1,4 +1,4 @@
-"""What all sections of a recipe share."""
+"""The base class of a recipe's sections."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ def wrong(expected: str, *, found: str = "", at: str = "") -> PydanticCustomErro
 
 
 class Section(BaseModel):
-    """What all sections share: no unknown keys, no silent conversion, no change after loading.
-
-    What stands below a field is what editors show.
-    """
+    """Base of all sections: unknown keys are refused, nothing is converted silently, nothing changes after loading."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True

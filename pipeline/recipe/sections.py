@@ -1,4 +1,4 @@
-"""What a recipe says about its proof, its publication and its upkeep."""
+"""The sections of a recipe on proof, publication and upkeep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Runtime = Literal["vllm", "reference"]
 
 
 class Evaluation(Section):
-    """How good the checkpoint is: the tasks that the baseline and the candidate both answer."""
+    """The tasks that baseline and candidate both answer, and how they are asked."""
 
     suite: str = "core"
     """Name of a suite in eval/suites, or the path of a YAML file, whose own tasks lie beside it."""
@@ -45,7 +45,7 @@ class Evaluation(Section):
 
 
 class AccuracyGate(Section):
-    """How much accuracy may be lost, and how sure the gate must be."""
+    """The loss of accuracy that is allowed, and the confidence of the gate."""
 
     margin: float = Field(default=0.01, gt=0, lt=1)
     """Largest loss that is accepted, as a fraction: 0.01 is one point."""
@@ -66,7 +66,7 @@ class AccuracyGate(Section):
 
 
 class CanaryGate(Section):
-    """What a checkpoint must show before the long evaluation: it says much the same as its baseline, token by token."""
+    """Limits before the long evaluation: the candidate predicts nearly the same tokens as its baseline."""
 
     min_agreement: float | None = Field(default=None, ge=0, le=1)
     """Least share of positions whose likeliest token is the baseline's, on held-out prompts. Less stops the run, with
@@ -101,7 +101,7 @@ _LAUNCHES = 4
 
 
 class ThroughputGate(Section):
-    """How fast the checkpoint must be, on the target's hardware."""
+    """The speed that the checkpoint must have on the target's hardware."""
 
     min_ratio: float | None = Field(default=1.0, gt=0)
     """Least ratio of the candidate's output tokens/s to the 16-bit baseline's. The lower bound of what was measured
@@ -135,7 +135,7 @@ class ThroughputGate(Section):
 
 
 class Gate(Section):
-    """What a checkpoint must show before it is published."""
+    """The promises that a checkpoint must keep before it is published."""
 
     accuracy: AccuracyGate = Field(default_factory=AccuracyGate)
     """Loss of accuracy that is accepted."""
@@ -167,7 +167,7 @@ class Gate(Section):
 
 
 class Tracking(Section):
-    """Where the figures of a run are logged, beside the report."""
+    """The tracking server that the figures of a run are logged to, beside the report."""
 
     mlflow: Address | None = Field(default=None, min_length=1)
     """Tracking URI of an MLflow server (null: none). A key for it is read from MLflow's own variables."""
@@ -176,7 +176,7 @@ class Tracking(Section):
 
 
 class Signing(Section):
-    """Who vouches for what is published: a key, or an identity."""
+    """The signer of a release: a key, or an identity."""
 
     key: str | None = Field(default=None, min_length=1, pattern=PRINTABLE)
     """PEM file with an elliptic-curve private key, relative to this file; its passphrase is read from
@@ -193,7 +193,7 @@ class Signing(Section):
 
 
 class Licence(Section):
-    """What the source's own card does not say, or asks to be agreed to."""
+    """Terms that the source's own card lacks, or asks readers to agree to."""
 
     id: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9.-]*$")
     """Identifier of the licence as the Hub writes it: apache-2.0, llama3.3, ... (null: the source's)."""
@@ -205,7 +205,7 @@ class Licence(Section):
 
 
 class Publish(Destinations):
-    """Where a checkpoint that passed goes."""
+    """The destinations of a checkpoint that passed, and how it is released there."""
 
     to: Literal["release", "candidate"] = "release"
     """release: readers get it at once. candidate: it waits for `quantmint release promote`."""
@@ -246,7 +246,7 @@ def _zone(name: str) -> str:
 
 
 class Refresh(Section):
-    """When `quantmint schedule` looks whether the recipe is due, and what `requantize` may spend on it."""
+    """When a schedule checks whether the recipe is due, and the limits of `requantize` on it."""
 
     schedule: Annotated[str, AfterValidator(_cron)] | None = None
     """Cron expression of five fields (minute, hour, day of month, month, day of week), with Debian cron's meaning: 0 3

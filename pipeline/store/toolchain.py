@@ -82,7 +82,7 @@ def environment_of(python: Path) -> Environment:
 
 
 def recorded_environment(entry: Entry) -> Environment | None:
-    """What an entry's stage ran on; None for an entry of before this was kept."""
+    """Return the environment that an entry's stage ran in; None for an entry from before this was recorded."""
     if ENVIRONMENT not in entry.record.files:
         return None
     return Environment.from_json(json.loads(entry.file(ENVIRONMENT).read_text(encoding="utf-8")))

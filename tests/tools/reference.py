@@ -26,7 +26,9 @@ def commands_page() -> str:
     """Return the page of all commands, a section each with its help."""
     lines = [_NOTICE, "# Commands\n\n", "`quantmint COMMAND --help` prints the same.\n"]
     for words, command in _commands(cli, ()):
-        context = click.Context(command, info_name=" ".join(("quantmint", *words)), max_content_width=_WIDTH)
+        name = " ".join(("quantmint", *words))
+        names = ["-h", "--help"]
+        context = click.Context(command, info_name=name, max_content_width=_WIDTH, help_option_names=names)
         context.terminal_width = _WIDTH
         lines.append(f"\n## quantmint {' '.join(words)}\n\n```text\n{command.get_help(context).rstrip()}\n```\n")
     return "".join(lines)
