@@ -38,7 +38,7 @@ def check_overrides(overrides: Mapping[str, str | bool], version: str) -> dict[s
     """Return the overrides as a dictionary.
 
     UserError for a name that the table or this vLLM version lacks, for a knob that only the launcher or the machine
-    sets, and for a value that is not the number expected.
+    sets, and for a value that is not the expected number.
     """
     for name, value in overrides.items():
         entry = knob(name)

@@ -48,7 +48,11 @@ _BLOCKS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attent
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """Sizes of multi-head latent attention (MLA), in elements."""
+    """Sizes of multi-head latent attention (MLA), in elements.
+
+    ``rank`` is the size of a cached latent and ``query_rank`` that of the queries' latent, None without one; ``rope``,
+    ``nope`` and ``value`` are sizes of a head: rotary and other part of keys, and values.
+    """
 
     query_rank: int | None
     rank: int

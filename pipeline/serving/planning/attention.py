@@ -14,7 +14,7 @@ _FLAG = "--attention-backend"
 
 
 def backend_of(facts: ModelFacts) -> str | None:
-    """Return AITER's backend for the model's latent attention; None for attention of other kinds."""
+    """Return AITER's backend for a model with latent attention (MLA or DSA); None for other models."""
     return _BACKENDS.get(facts.attention)
 
 

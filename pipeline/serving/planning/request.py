@@ -28,9 +28,10 @@ class ServingRequest:
     """A model, the machines and the load to plan a launch for, with the choices that a user or recipe made.
 
     ``model`` is the folder or repository on the command line, ``vllm_version`` the version to plan for. Purpose
-    "measure" leaves out what would measure a cache instead of the model. ``overrides`` win over the knob table, by the
-    knob's name: True sets a flag without a value, False leaves the knob out. ``layout`` None lets the planner choose;
-    the candidate of a comparison gets the baseline's. ``kv_cache_dtype`` None follows the checkpoint.
+    "measure" turns off prefix caching and other settings that would distort a measurement. ``overrides`` replace values
+    of the knob table, by the knob's name: True sets a flag without a value, False leaves the knob out. ``layout`` None
+    lets the planner choose; the candidate of a comparison gets the baseline's. ``kv_cache_dtype`` None follows the
+    checkpoint.
     ``servers_per_gpu`` servers share each accelerator. ``tunableop`` is the path of tuned matrix kernels.
     ``arguments`` are passed to `vllm serve` after the plan's own.
     """

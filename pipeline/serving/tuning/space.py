@@ -46,7 +46,10 @@ class SweepTrial:
 
 
 def parse_knob(text: str) -> tuple[str, tuple[Value, ...]]:
-    """Read ``NAME=v1,v2``: 16k is 16384, on and off are a switch; commas inside braces do not separate."""
+    """Parse ``NAME=v1,v2`` into a knob's name and values; UserError without values.
+
+    16k is 16384, on and off switch a flag, and commas inside braces do not separate.
+    """
     name, _, values = text.partition("=")
     words = (word.strip() for word in re.findall(r"(?:\{[^}]*\}|[^,{])+", values))
     parsed = tuple(dict.fromkeys(_value(word) for word in words if word))
