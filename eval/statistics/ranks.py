@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Final
@@ -81,19 +82,50 @@ MOST_LOOKS: Final = 7
 """Launches a side up to which looks are counted out: there are 3,432 orders of seven of each."""
 
 
-@cache
+@dataclass(frozen=True, slots=True)
+class SequentialLook:
+    """One look of a test that may end early, under the null.
+
+    `least` is the least significant number of pairs (None where no number is), `spent` the chance of a decision at an
+    earlier look, and `chances` has that of each number of pairs at this look without an earlier decision.
+    """
+
+    least: int | None
+    spent: float
+    chances: Mapping[int, float]
+
+    def tail(self, pairs: float) -> float:
+        """Return the chance of so many pairs or more, without an earlier decision; half a pair is rounded down."""
+        return sum(chance for count, chance in self.chances.items() if count >= math.floor(pairs))
+
+    @property
+    def spent_here(self) -> float:
+        """Return the chance of a decision at this look or an earlier one."""
+        return self.spent + (0.0 if self.least is None else self.tail(self.least))
+
+
 def look_boundaries(launches: int, alpha: float) -> Mapping[int, int]:
     """Return the looks of a test that may end early: launches a side, and the least significant number of pairs.
+
+    Looks at which nothing could be significant are left out. ValueError for more launches than `MOST_LOOKS`.
+
+    >>> dict(look_boundaries(6, 0.05))
+    {4: 15, 5: 22, 6: 31}
+    """
+    looks = sequential_looks(launches, alpha)
+    return {number: look.least for number, look in enumerate(looks, start=1) if look.least is not None}
+
+
+@cache
+def sequential_looks(launches: int, alpha: float) -> tuple[SequentialLook, ...]:
+    """Return every look of a test that may end early, the first after one launch of each side.
 
     A pair is a value of each side whose first is the higher one, as in `critical_pairs`. Each look adds a value to both
     sides, so that under the null the rank of each new value among those before is uniform and independent of them;
     every order of the two sides is followed from look to look with its probability. The first boundary that is reached
     decides. Up to a look of n launches the boundaries spend at most alpha n / launches (Lan and DeMets, Biometrika 70,
-    1983, with a linear spending), so that all of them together err at most alpha. Looks at which nothing could be
-    significant are left out. `ValueError` for more launches than `MOST_LOOKS`.
-
-    >>> dict(look_boundaries(6, 0.05))
-    {4: 15, 5: 22, 6: 31}
+    1983, with a linear spending), so that all of them together err at most alpha. ValueError for more launches than
+    `MOST_LOOKS`.
     """
     if launches > MOST_LOOKS:
         raise ValueError(
@@ -101,23 +133,24 @@ def look_boundaries(launches: int, alpha: float) -> Mapping[int, int]:
         )
     # Orders of the sides from the lowest value to the highest, True for the first side, that crossed no boundary yet.
     orders: dict[tuple[bool, ...], float] = {(): 1.0}
-    boundaries: dict[int, int] = {}
+    looks: list[SequentialLook] = []
     spent = 0.0
-    for look in range(1, launches + 1):
+    for number in range(1, launches + 1):
         for side in (False, True):
             orders = _inserted(orders, side)
-        by_pairs: Counter[int] = Counter()
+        chances: defaultdict[int, float] = defaultdict(float)
         for order, chance in orders.items():
-            by_pairs[_pairs(order)] += chance  # type: ignore[assignment]
+            chances[_pairs(order)] += chance
         tail, least = 0.0, None
-        for pairs in sorted(by_pairs, reverse=True):
-            if spent + tail + by_pairs[pairs] > alpha * look / launches * (1 + 1e-9):
+        for pairs in sorted(chances, reverse=True):
+            if spent + tail + chances[pairs] > alpha * number / launches * (1 + 1e-9):
                 break
-            tail, least = tail + by_pairs[pairs], pairs
+            tail, least = tail + chances[pairs], pairs
+        looks.append(SequentialLook(least, spent, dict(chances)))
         if least is not None:
-            boundaries[look], spent = least, spent + tail
+            spent += tail
             orders = {order: chance for order, chance in orders.items() if _pairs(order) < least}
-    return boundaries
+    return tuple(looks)
 
 
 def _inserted(orders: Mapping[tuple[bool, ...], float], side: bool) -> dict[tuple[bool, ...], float]:
@@ -143,11 +176,52 @@ def decided(higher: Sequence[float], lower: Sequence[float], launches: int, alph
     Equal values count for half a pair.
     """
     for look, least in look_boundaries(launches, alpha).items():
-        if look <= min(len(higher), len(lower)):
-            compared = [(above > below) + 0.5 * (above == below) for above in higher[:look] for below in lower[:look]]
-            if sum(compared) >= least:
-                return look
+        if look <= min(len(higher), len(lower)) and _higher_pairs(higher[:look], lower[:look]) >= least:
+            return look
     return None
+
+
+def sequential_p(higher: Sequence[float], lower: Sequence[float], launches: int, alpha: float) -> float:
+    """Return the one-sided p-value that `higher` is above `lower`, of a test with looks; values in the order made.
+
+    Outcomes are ordered by the look that decided, then by its pairs (Jennison and Turnbull, "Group Sequential Methods",
+    section 8.4): the chance under the null of an earlier decision, or of as many pairs at this look. It is `alpha` at
+    most exactly where `decided` names a look. A series that ended undecided before its last look, because of another
+    cell, keeps the error that later looks would have spent.
+    """
+    looks, last = sequential_looks(launches, alpha), min(len(higher), len(lower), launches)
+    number = decided(higher, lower, launches, alpha)
+    here = number or last
+    look = looks[here - 1]
+    p = look.spent + look.tail(_higher_pairs(higher[:here], lower[:here]))
+    if number is None and here < launches:
+        p += alpha - look.spent_here
+    return min(p, 1.0)
+
+
+def sequential_interval(
+    numerator: Sequence[float], denominator: Sequence[float], launches: int, alpha: float
+) -> tuple[float, float]:
+    """Return bounds of how many times as large `numerator` is, each of which errs at `alpha` over all looks together.
+
+    They are repeated confidence intervals (Jennison and Turnbull, JRSS B 51, 305-361, 1989): the bounds of each look
+    are those of its boundary, as in `ratio_interval`, and of all looks up to the last the narrowest hold. Before the
+    first look that could decide they are the least and the greatest ratio of two values.
+    """
+    seen = min(len(numerator), len(denominator), launches)
+    ratios = [above / below for above in numerator[:seen] for below in denominator[:seen]]
+    low, high = min(ratios), max(ratios)
+    for look, least in look_boundaries(launches, alpha).items():
+        if look <= seen:
+            ordered = sorted(above / below for above in numerator[:look] for below in denominator[:look])
+            left = len(ordered) - least
+            low, high = max(low, ordered[left]), min(high, ordered[-1 - left])
+    return min(low, high), max(low, high)
+
+
+def _higher_pairs(higher: Sequence[float], lower: Sequence[float]) -> float:
+    """Return the number of pairs whose first value is the higher one; equal values count for half a pair."""
+    return sum((above > below) + 0.5 * (above == below) for above in higher for below in lower)
 
 
 def _doubled_ranks(values: Sequence[float]) -> list[int]:
