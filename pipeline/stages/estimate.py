@@ -30,6 +30,10 @@ _CPU_START_S, _REQUEST_S = 20.0, 0.001
 """Seconds of a server's start on a CPU, and of its own work for each request."""
 _BUSY, _CPU_BUSY = 0.4, 0.15
 """Share of the rate of products, a GPU's by its data sheet, that a server reaches while it reads prompts."""
+_CPU_STEP_S: Final = 0.005
+"""Seconds of a server's own work on a CPU for a token of each request in flight."""
+_MEMORY_BUSY: Final = 0.75
+"""Share of a GPU's memory bandwidth, by its data sheet, that a server reaches while it answers."""
 _REFERENCE_BUSY, _REFERENCE_POSITION_S = 0.8, 0.0025
 """Share of the rate of products in float32 that the reference runtime reaches; seconds of a position's top tokens."""
 _REFERENCE_IMPORT: Final = 1.2
@@ -84,7 +88,7 @@ class Estimate:
 
     @property
     def token(self) -> float:
-        """Return the seconds of a token of a prompt: two operations for each parameter."""
+        """Return the seconds of a token of a prompt: two operations for each parameter that it passes through."""
         target = self.setting.recipe.target
         if self.by_reference:
             flops = _REFERENCE_BUSY * self.rates.float32
@@ -93,7 +97,21 @@ class Estimate:
         else:
             peak = dict(hardware(target.hardware).tflops).get("bf16", _H100_TFLOPS)
             flops = target.gpus * _BUSY * peak * 1e12
-        return float(2.0 * self.size.parameters / flops)
+        return float(2.0 * self.size.active / flops)
+
+    def answer_step(self, in_flight: int, context: float) -> float:
+        """Return the seconds of a step that gives each request in flight a token of its answer.
+
+        The baseline's weights and the cache of all requests, which are `context` tokens long, are read once.
+        """
+        if self.on_cpu:
+            return float(_CPU_STEP_S + self.size.source / self.rates.read)
+        target = self.setting.recipe.target
+        row = hardware(target.hardware)
+        if row.bandwidth is None:
+            return TOKEN_S
+        read = self.size.source + in_flight * context * (self.size.kv_bytes_per_token or 0)
+        return float(read / (target.gpus * _MEMORY_BUSY * row.bytes_per_second))
 
     @property
     def position(self) -> float:
@@ -103,7 +121,7 @@ class Estimate:
     @cached_property
     def item_seconds(self) -> Mapping[str, float]:
         """Return the seconds of an item, by task."""
-        step = 0.005 + self.size.source / self.rates.read if self.on_cpu else TOKEN_S
+        step = _CPU_STEP_S + self.size.source / self.rates.read if self.on_cpu else TOKEN_S
         out = max(self.token, step / self.setting.recipe.evaluation.concurrency)
         suite = self.setting.suite
         return {task.task: item_seconds(task, suite, self.token, out) for task in suite.tasks}

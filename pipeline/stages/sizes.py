@@ -16,6 +16,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_chec
 from quantmint.pipeline.quantize.model.selection import kept_because, select
 from quantmint.pipeline.quantize.model.structure import Structure, imagine, read_structure
 from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.stages.cost import routed_share
 from quantmint.pipeline.stages.setting import Setting
 
 
@@ -27,6 +28,7 @@ class Prediction:
     ``largest_tensor`` bounds the engine's memory, a few of which it holds; ``weights_per_gpu`` is for the candidate.
     ``kept_because`` and ``copied`` count, by reason, modules that stay in 16 bit and tensors that are carried over.
     ``kv_bytes_per_token`` is for all layers over all GPUs, None for an architecture whose cache is not plain K and V.
+    ``active`` counts the parameters that a token passes through: of a mixture, with the experts that it is routed to.
     """
 
     parameters: int
@@ -40,6 +42,7 @@ class Prediction:
     kv_bytes_per_token: int | None
     kept_because: Mapping[str, int]
     copied: Mapping[str, int]
+    active: int
 
 
 def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Prediction:
@@ -62,6 +65,7 @@ def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Predict
         kv_bytes_per_token=_kv_bytes(source.config, 1 if choice.kv_cache else 2),
         kept_because=kept_because(structure, choice, recipe.quantization),
         copied=structure.copied,
+        active=round(_active(structure, routed_share(source.config.get("text_config") or source.config))),
     )
 
 
@@ -75,6 +79,11 @@ def model_for(setting: Setting, folder: Path) -> tuple[Checkpoint, Structure]:
         source = open_checkpoint(folder)
         return source, read_structure(folder, source.tensors, trust_remote_code=trust)
     return imagine(folder, trust_remote_code=trust)
+
+
+def _active(structure: Structure, share: float) -> float:
+    experts = sum(rows * columns for name, (rows, columns) in structure.linear.items() if ".experts." in name)
+    return structure.parameters - (1 - share) * experts
 
 
 def _kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
