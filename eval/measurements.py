@@ -81,7 +81,7 @@ class Launch(Record):
     seen. `server_cpu` is the same of an API server's event loop. `started` is the time of the start
     (ISO 8601, UTC): launches of a series that was interrupted lie further apart. `faults` are lines of the log that
     void what was measured, each with what it means. `device` is what the server ran on, in its own words: a series may
-    go on, or be made again, on another machine.
+    go on, or be made again, on another machine. `reused`: the launch is an earlier series', of the same baseline.
     """
 
     side: Side
@@ -97,6 +97,11 @@ class Launch(Record):
     faults: tuple[str, ...] = ()
     device: str | None = None
     server_cpu: float | None = None
+    reused: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a mapping of the fields; earlier records do not know `reused`, which is left out where it is False."""
+        return {name: value for name, value in Record.to_json(self).items() if name != "reused" or value}
 
 
 def order(launches: int) -> tuple[Side, ...]:
@@ -106,6 +111,32 @@ def order(launches: int) -> tuple[Side, ...]:
     launches) is the same on both sides and cancels (Prouhet 1851).
     """
     return tuple("candidate" if number.bit_count() % 2 else "baseline" for number in range(2 * launches))
+
+
+def reusable(launches: int) -> int:
+    """Return how many of the baseline's launches a series of so many a side may reuse: half of four to seven, else 0.
+
+    With fewer fresh launches than half, or more than seven a side, a checkpoint that is exactly as fast as promised
+    passes more than 5 % of the time where the machine changed meanwhile (docs/gate.md).
+    """
+    return launches // 2 if 4 <= launches <= 7 else 0
+
+
+_BASELINE: tuple[Side, ...] = ("baseline",)
+_CANDIDATE: tuple[Side, ...] = ("candidate",)
+
+
+def reuse_order(launches: int) -> tuple[tuple[Side, ...], tuple[Side, ...], tuple[Side, ...]]:
+    """Return the sides of a series that may reuse launches: its start, and its two ends.
+
+    After the start, which has every fresh launch of the baseline, follows the first end where the reused launches agree
+    with these, else the second: BBAA, then BB or AABB. Either way a drift of the machine that is linear in time is the
+    same on both sides (an odd number of launches leaves a fraction of a launch).
+    """
+    half, odd = divmod(launches, 2)
+    first = (half + odd + 1) // 2
+    start = (*_CANDIDATE * half, *_BASELINE * first, *_CANDIDATE * odd, *_BASELINE * (half + odd - first))
+    return start, _CANDIDATE * half, (*_BASELINE * half, *_CANDIDATE * half)
 
 
 # What a checkpoint brings with it: these differ by design between a baseline and its quantized candidate.

@@ -14,7 +14,8 @@ from statistics import mean, median, stdev
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.measurements import CellResult
 from quantmint.eval.records import Part
-from quantmint.eval.statistics.ranks import rank_test, ratio_interval
+from quantmint.eval.statistics.means import LogDifference, day_difference
+from quantmint.eval.statistics.ranks import rank_test, ratio_interval, sequential_interval, sequential_p
 
 LATENCY_FIELDS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99")
 
@@ -31,6 +32,10 @@ class Throughput(Part):  # earlier records have the most requests in flight, too
 
     The p-values are exact and one-sided: `p_faster` that the candidate is faster than the baseline, `p_promise` that it
     is faster than `promise` times the baseline, `p_short` that it is slower than that (None without a promise).
+
+    The first `reused` launches of the baseline are an earlier series'. Then the ratio must be shown twice, by the rank
+    test of all launches and by `day_difference` of the fresh ones: each p-value is the larger of both, each bound the
+    outer one. Of launches that may end early, p-values and bounds are those of all looks together.
 
     `latency` maps a field of `CellResult`, such as `ttft_p50`, to (baseline, candidate) in milliseconds, and
     `latency_intervals` to the ranges of both over launches. `goodput` (requests per second that met their limits)
@@ -57,6 +62,7 @@ class Throughput(Part):  # earlier records have the most requests in flight, too
     latency: Mapping[str, tuple[float, float]]
     latency_intervals: Mapping[str, tuple[Interval, Interval]]
     goodput: tuple[float, float] | None
+    reused: int = 0
 
     @property
     def repeated(self) -> bool:
@@ -68,7 +74,8 @@ class Throughput(Part):  # earlier records have the most requests in flight, too
         """How many launches stand behind the figures."""
         before, after = self.launches
         noun = "launch" if before == 1 else "launches"
-        return f"{before} {noun} a side" if before == after else f"{before} against {after} launches"
+        count = f"{before} {noun} a side" if before == after else f"{before} against {after} launches"
+        return f"{count}, {self.reused} of the baseline's reused" if self.reused else count
 
 
 def noise(results: Sequence[CellResult]) -> float:
@@ -77,17 +84,67 @@ def noise(results: Sequence[CellResult]) -> float:
     return stdev(values) / mean(values) if len(values) > 1 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Tests and bounds of the ratio of two series of launches, values above 0 in the order in which they were made.
+
+    The first `reused` of the baseline are an earlier series'. `looks` is the most launches a side of a series that may
+    end early, None of a fixed number.
+    """
+
+    baseline: Sequence[float]
+    candidate: Sequence[float]
+    confidence: float
+    reused: int = 0
+    looks: int | None = None
+
+    def p_above(self, ratio: float) -> float:
+        """Return the p-value that the candidate is more than `ratio` times as fast."""
+        return self._p(self.candidate, [ratio * value for value in self.baseline], ratio, above=True)
+
+    def p_below(self, ratio: float) -> float:
+        """Return the p-value that the candidate is less than `ratio` times as fast."""
+        return self._p([ratio * value for value in self.baseline], self.candidate, ratio, above=False)
+
+    def bounds(self) -> tuple[float, float]:
+        """Return the bounds of the ratio, each of which holds at the confidence."""
+        if self.looks is not None:
+            return sequential_interval(self.candidate, self.baseline, self.looks, 1 - self.confidence)
+        low, high = ratio_interval(self.candidate, self.baseline, self.confidence)
+        if self.reused:
+            outer = self._day().bounds(self.confidence)
+            low, high = min(low, outer[0]), max(high, outer[1])
+        return low, high
+
+    def _p(self, higher: Sequence[float], lower: Sequence[float], ratio: float, *, above: bool) -> float:
+        if self.looks is not None:
+            return sequential_p(higher, lower, self.looks, 1 - self.confidence)
+        p = rank_test(higher, lower)
+        if self.reused:
+            of_day = self._day().p_above(ratio)
+            p = max(p, of_day if above else 1 - of_day)
+        return p
+
+    def _day(self) -> LogDifference:
+        return day_difference(self.candidate, self.baseline[self.reused :], self.baseline[: self.reused])
+
+
 def compare(
     cell: str,
     baseline: Sequence[CellResult],
     candidate: Sequence[CellResult],
     promise: float | None = None,
     confidence: float = 0.95,
+    *,
+    reused: int = 0,
+    looks: int | None = None,
 ) -> Throughput:
-    """Compare the launches of one cell, at least one a side.
+    """Compare the launches of one cell, at least one a side, in the order in which they were made.
 
-    `promise` is the least ratio that the candidate must reach. Raises `MeasurementError` when a side is empty, when
-    cells or numbers of GPUs are mixed, or when a launch produced nothing.
+    `promise` is the least ratio that the candidate must reach. The first `reused` launches of the baseline are an
+    earlier series'; `looks` is the most launches a side of a series that may end early (None: a fixed number).
+    Raises `MeasurementError` when a side is empty, when cells or numbers of GPUs are mixed, when a launch produced
+    nothing, or when too few launches are fresh to be compared.
     """
     results = (*baseline, *candidate)
     cells = sorted({result.cell for result in results})
@@ -113,9 +170,16 @@ def compare(
     if min(*before, *after) <= 0:
         raise MeasurementError(f"cell {cell}: a launch put out {min(*before, *after)} tokens per second")
     middle = medians("output_throughput")
-    low, high = ratio_interval(after, before, confidence)
+    if reused and looks is not None:
+        raise MeasurementError(f"cell {cell}: {reused} launches are reused in a series that may end early")
+    if reused and (len(before) - reused < 2 or len(after) < 2):
+        fresh = len(before) - reused
+        raise MeasurementError(
+            f"cell {cell}: {fresh} fresh and {reused} reused launches of the baseline, expected 2 fresh"
+        )
+    test = Comparison(before, after, confidence, reused, looks)
+    low, high = test.bounds()
     total = medians("total_throughput")
-    promised = None if promise is None else [promise * value for value in before]
     return Throughput(
         cell=cell,
         gpus=gpus.pop(),
@@ -128,9 +192,9 @@ def compare(
         ratio_low=low,
         ratio_high=high,
         confidence=confidence,
-        p_faster=rank_test(after, before),
-        p_promise=None if promised is None else rank_test(after, promised),
-        p_short=None if promised is None else rank_test(promised, after),
+        p_faster=test.p_above(1.0),
+        p_promise=None if promise is None else test.p_above(promise),
+        p_short=None if promise is None else test.p_below(promise),
         promise=promise,
         total_baseline=total[0],
         total_candidate=total[1],
@@ -141,4 +205,5 @@ def compare(
             for before, after in [values(name)]
         },
         goodput=None if None in (result.goodput for result in results) else medians("goodput"),
+        reused=reused,
     )

@@ -27,7 +27,16 @@ from quantmint.eval import canary
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.gate import accuracy, throughput, validity
-from quantmint.eval.gate.report import Control, Finding, GateReport, Headline, Policy, sentence
+from quantmint.eval.gate.report import (
+    JUDGEMENT,
+    SEQUENTIAL_JUDGEMENT,
+    Control,
+    Finding,
+    GateReport,
+    Headline,
+    Policy,
+    sentence,
+)
 from quantmint.eval.measurements import Measurements
 from quantmint.eval.statistics.sequential import Look
 from quantmint.eval.throughput import Throughput
@@ -129,6 +138,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         headlines=tuple(headlines(measurements, cells)),
         policy=policy,
         history=measurements.history,
+        judgement=SEQUENTIAL_JUDGEMENT if throughput.ends_early(policy) else JUDGEMENT,
     )
     rounded: GateReport = _rounded(report)
     return replace(rounded, policy=policy)

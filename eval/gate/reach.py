@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from quantmint.eval.gate.report import Policy
+from quantmint.eval.gate.throughput import ends_early
+from quantmint.eval.measurements import reusable
 from quantmint.eval.power import outcome
 from quantmint.eval.records import Record
-from quantmint.eval.statistics.ranks import critical_pairs, fewest_launches
+from quantmint.eval.statistics.ranks import MOST_LOOKS, critical_pairs, fewest_launches, look_boundaries
 from quantmint.eval.statistics.sequential import plan_looks
 from quantmint.eval.suites import Suite, SuiteTask
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 NOISE = 0.01
 """Relative: how far launches of a steady state lie apart, where none were seen."""
@@ -74,29 +82,43 @@ class Reach(Record):
     speed: SpeedReach | None
 
 
-def reach(suite: Suite, policy: Policy, looks: int, *, noise: float | None = None, seen: float | None = None) -> Reach:
-    """What a policy can tell on a suite whose items are asked in so many looks, and of launches of this noise."""
+def reach(
+    suite: Suite,
+    policy: Policy,
+    looks: int,
+    *,
+    noise: float | None = None,
+    seen: float | None = None,
+    reused: int = 0,
+) -> Reach:
+    """Return what a policy can tell on a suite whose items are asked in so many looks, and of launches of this noise.
+
+    `seen` is the ratio of the last measurement. `reused` of the baseline's launches are an earlier series'.
+    """
     speed = None
     if policy.min_ratio is not None:
-        speed = _speed(policy.min_ratio, policy, NOISE if noise is None else noise, seen)
+        speed = _speed(policy.min_ratio, policy, NOISE if noise is None else noise, seen, reused)
     tasks = {task.task: _task(task, policy, looks) for task in suite.tasks}
     chances = [task.passes for task in tasks.values() if task.passes is not None]
     return Reach(math.prod(chances), 1 - policy.confidence ** len(chances), tasks, speed)
 
 
-def _speed(promise: float, policy: Policy, noise: float, seen: float | None) -> SpeedReach:
+def _speed(promise: float, policy: Policy, noise: float, seen: float | None, reused: int) -> SpeedReach:
     fewest = fewest_launches(policy.throughput_confidence)
+    early = ends_early(policy)
 
     def spreads(launches: int) -> float:
-        return detectable_shift(launches, policy.throughput_confidence, policy.power)
+        confidence, power = policy.throughput_confidence, policy.power
+        return detectable_shift(launches, confidence, power, reused=reused and reusable(launches), early=early)
 
     def least(launches: int) -> float:
         return promise * math.exp(noise * spreads(launches))
 
+    most = MOST_LOOKS if early else _MOST
     enough = policy.launches >= fewest
     needed = None
-    if seen is not None and seen > least(_MOST):
-        needed = next(launches for launches in range(fewest, _MOST + 1) if seen > least(launches))
+    if seen is not None and seen > least(most):
+        needed = next(launches for launches in range(fewest, most + 1) if seen > least(launches))
     return SpeedReach(
         promise,
         policy.launches,
@@ -109,26 +131,58 @@ def _speed(promise: float, policy: Policy, noise: float, seen: float | None) -> 
     )
 
 
-def detectable_shift(launches: int, confidence: float = 0.95, power: float = 0.8) -> float:
-    """Smallest change of speed that the exact rank test sees with probability `power`, in standard deviations.
+@lru_cache(maxsize=128)
+def detectable_shift(
+    launches: int, confidence: float = 0.95, power: float = 0.8, *, reused: int = 0, early: bool = False
+) -> float:
+    """Return the smallest change of speed that is shown with probability `power`, in standard deviations.
+
+    The test is the exact rank test; with `reused` launches of the baseline, which lie where the fresh ones lie, also
+    Welch's of the fresh ones; with `early`, that of all looks of a series that may end early.
 
     Launches are drawn from a normal distribution, the same draws for every change, with a seed of their own: the answer
-    is a property of the test, not of a run. `ValueError` where so few launches can show nothing.
+    is a property of the test, not of a run. ValueError where so few launches can show nothing.
     """
     import numpy as np
     from scipy.optimize import brentq
 
     if launches < fewest_launches(confidence):
         raise ValueError(f"{launches} launches a side show nothing at {confidence:.0%} confidence")
-    critical = critical_pairs(launches, launches, 1 - confidence)
     rng = np.random.RandomState(0)
     baseline, candidate = rng.standard_normal((2, _DRAWS, launches))
+    if early:
+        boundaries = look_boundaries(launches, 1 - confidence)
+    else:
+        boundaries = {launches: critical_pairs(launches, launches, 1 - confidence) or 0}
     apart = candidate[:, :, None] - baseline[:, None, :]
+    welch = _welch_margin(baseline, candidate, reused, confidence) if reused else np.full(_DRAWS, np.inf)
 
     def missing(shift: float) -> float:
-        return float(((apart > -shift).sum(axis=(1, 2)) >= critical).mean()) - power
+        shown = np.zeros(_DRAWS, dtype=bool)
+        for look, least in boundaries.items():
+            shown |= (apart[:, :look, :look] > -shift).sum(axis=(1, 2)) >= least
+        return float((shown & (welch > -shift)).mean()) - power
 
     return float(brentq(missing, 0.0, 20.0, xtol=1e-3))
+
+
+def _welch_margin(
+    baseline: NDArray[np.float64], candidate: NDArray[np.float64], reused: int, confidence: float
+) -> NDArray[np.float64]:
+    """Return by how much Welch's lower bound of each draw lies above 0, as `statistics.means.day_difference` has it."""
+    import numpy as np
+    from scipy.special import stdtrit
+
+    def squares(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(((values - values.mean(axis=1, keepdims=True)) ** 2).sum(axis=1))
+
+    fresh, launches = baseline[:, reused:], candidate.shape[1]
+    freedom, own_freedom = launches - 2, launches - 1
+    first = squares(candidate) / own_freedom / launches
+    second = (squares(fresh) + squares(baseline[:, :reused])) / freedom / fresh.shape[1]
+    welch = (first + second) ** 2 / (first**2 / own_freedom + second**2 / freedom)
+    reach = stdtrit(welch, confidence) * np.sqrt(first + second)
+    return np.asarray(candidate.mean(axis=1) - fresh.mean(axis=1) - reach)
 
 
 def _task(task: SuiteTask, policy: Policy, looks: int) -> TaskReach:

@@ -72,6 +72,8 @@ JUDGEMENT: Final = 2
 A new wording of a reason or a headline is no new version: sentences are not compared. Version 2 stops by the canary's
 figures themselves; version 1 stopped by the bounds of their intervals.
 """
+SEQUENTIAL_JUDGEMENT: Final = 3
+"""The same of launches that may end early, whose intervals and p-values version 2 took from the fixed test."""
 
 Kind = Literal["validity", "accuracy", "canary", "throughput", "structure"]
 ANOMALOUS = "ANOMALOUS"
@@ -160,6 +162,9 @@ class GateReport(Record):
         """Return a mapping of the fields, without the version of the judgement, and without a history that is empty."""
         left_out = ("judgement",) if self.history else ("judgement", "history")  # earlier records know of none
         fields = {**Record.to_json(self), "policy": self.policy.to_json()}
+        for cell in fields["throughput"]:
+            if not cell["reused"]:  # nor of launches that were reused
+                del cell["reused"]
         return {name: value for name, value in fields.items() if name not in left_out}
 
     @property

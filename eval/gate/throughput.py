@@ -28,8 +28,14 @@ def compare(measurements: Measurements, policy: Policy) -> tuple[list[Throughput
     for cell in dict.fromkeys(name for launch in measurements.launches for name in launch.cells):
         before, after = (_of(measurements, cell, side) for side in ("baseline", "candidate"))
         promise = None if _offered(before + after) else policy.min_ratio
+        looks = policy.launches if ends_early(policy) else None
+        reused = sum(launch.reused and cell in launch.cells for launch in measurements.launches)
         try:
-            compared.append(throughput.compare(cell, before, after, promise, policy.throughput_confidence))
+            compared.append(
+                throughput.compare(
+                    cell, before, after, promise, policy.throughput_confidence, reused=reused, looks=looks
+                )
+            )
         except MeasurementError as error:
             faults.append(Finding.invalid(cell, str(error)))
     return compared, faults
@@ -64,7 +70,7 @@ def judge(
 
 def _cell(cell: Throughput, measurements: Measurements, policy: Policy) -> tuple[Verdict, str]:
     promise, hardware = cell.promise or 0.0, measurements.candidate.hardware
-    looks = early(cell.values_baseline, cell.values_candidate, promise, policy) if _ends_early(policy) else None
+    looks = early(cell.values_baseline, cell.values_candidate, promise, policy) if ends_early(policy) else None
     if policy.hardware is not None and hardware != policy.hardware:
         device = measurements.candidate.device
         return Verdict.INCONCLUSIVE, f"measured on {device or hardware}, promised for {policy.hardware}"
@@ -91,7 +97,7 @@ def _cell(cell: Throughput, measurements: Measurements, policy: Policy) -> tuple
     return Verdict.INCONCLUSIVE, f"{least}; more launches, or a promise a little lower, would tell"
 
 
-def _ends_early(policy: Policy) -> bool:
+def ends_early(policy: Policy) -> bool:
     """Return whether looks decide; a record that names more launches than can be counted out is of a fixed number."""
     return policy.stop_early and policy.launches <= MOST_LOOKS
 

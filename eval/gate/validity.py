@@ -20,18 +20,32 @@ each that is in flight is mostly the filling and emptying of a batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from statistics import NormalDist, median
 
 from quantmint.eval.accuracy import margin_in_units
 from quantmint.eval.gate.report import Finding, Policy
-from quantmint.eval.measurements import CellResult, Launch, Measurements, Server, Side, differences, order
+from quantmint.eval.measurements import (
+    CellResult,
+    Launch,
+    Measurements,
+    Server,
+    Side,
+    differences,
+    order,
+    reusable,
+    reuse_order,
+)
 from quantmint.eval.samples import SampleSet
+from quantmint.eval.statistics.means import are_alike
 from quantmint.eval.statistics.paired import ratio
 from quantmint.eval.workloads import WAVES
 
 CLOCK_TOLERANCE = 0.05
 """Relative: what clocks of one GPU differ by from launch to launch is below this, what a throttle takes is above."""
+
+AGREEMENT_ALPHA = 0.05
+"""How often reused launches are made anew although the machine has not changed."""
 
 CLIENT_LIMIT = 0.95
 """Share of one core from which on the load generator has no time to spare."""
@@ -164,6 +178,7 @@ def check_launches(measurements: Measurements) -> Iterator[Finding]:
     if not launches:
         return
     yield from _series(launches)
+    yield from _reused(launches, measurements.candidate.hardware)
     yield from _results(launches)
     for launch in launches:
         server = measurements.baseline if launch.side == "baseline" else measurements.candidate
@@ -187,7 +202,7 @@ def check_launches(measurements: Measurements) -> Iterator[Finding]:
 def _series(launches: Sequence[Launch]) -> Iterator[Finding]:
     """Every launch is there, in the order that keeps a drift of the machine off the ratio."""
     numbers = [launch.number for launch in launches]
-    planned = order((len(launches) + 1) // 2)
+    planned = _planned_order(launches)
     if numbers != list(range(len(planned))):
         yield Finding.invalid("launches", f"Launches are missing or repeated: found the numbers {_list(numbers)}")
     elif tuple(launch.side for launch in launches) != planned:
@@ -196,6 +211,66 @@ def _series(launches: Sequence[Launch]) -> Iterator[Finding]:
         yield Finding.invalid(
             "launches", f"The launches were made in the order {found}, expected {expected} (A is the baseline)"
         )
+
+
+def _planned_order(launches: Sequence[Launch]) -> tuple[Side, ...]:
+    """Return the order that the series should have: reused launches first, then as `reuse_order` has it.
+
+    A series whose reused launches disagreed has none of these, and the other end of that order.
+    """
+    count = (len(launches) + 1) // 2
+    start, agreed, disagreed = reuse_order(count)
+    if any(launch.reused for launch in launches):
+        return (*_SIDES[:1] * reusable(count), *start, *agreed)
+    anew = (*start, *disagreed)
+    return anew if reusable(count) and tuple(launch.side for launch in launches) == anew else order(count)
+
+
+def _reused(launches: Sequence[Launch], hardware: str) -> Iterator[Finding]:
+    """Reused launches are the first ones, and agree with the fresh ones of this series."""
+    reused = [launch for launch in launches if launch.reused]
+    if not reused:
+        return
+    count = reusable((len(launches) + 1) // 2)
+    if [launch.number for launch in reused] != list(range(count)):
+        found = _list([launch.number for launch in reused])
+        yield Finding.invalid("launches", f"Launches {found} are reused, expected the first {count} at most")
+    fresh = [launch for launch in launches if launch.side == "baseline" and not launch.reused]
+    if (fault := disagreement(reused, fresh, hardware)) is not None:
+        yield Finding.invalid("baseline", f"The reused launches disagree with the fresh ones: {fault}")
+
+
+def disagreement(reused: Sequence[Launch], fresh: Sequence[Launch], hardware: str) -> str | None:
+    """Return how reused launches of a baseline differ from fresh ones, in a clause; None where they agree.
+
+    Device, attention backend and type of the KV cache must be the same, the clocks of `hardware`, unless it is a CPU,
+    lie within `CLOCK_TOLERANCE`, and the throughput of no cell may differ by Student's test, which errs at
+    `AGREEMENT_ALPHA` over all cells together.
+    """
+    for field, noun in (
+        ("device", "device"),
+        ("attention_backend", "attention backend"),
+        ("kv_cache_dtype", "type of the KV cache"),
+    ):
+        before, now = ({getattr(launch, field) for launch in launches} for launches in (reused, fresh))
+        if before != now:
+            return f"the {noun} was {_values(before)} and is {_values(now)}"
+    if hardware != CPU and (changed := _clock_change((*reused, *fresh))) is not None:
+        return f"the clock changed {changed}"
+    cells = fresh[0].cells
+    for name in cells:
+        if any(name not in launch.cells for launch in (*reused, *fresh)):
+            return f"{name} was not measured in all of them"
+        before_speed, speed = (
+            [launch.cells[name].output_throughput for launch in launches] for launches in (reused, fresh)
+        )
+        if min(*before_speed, *speed) <= 0 or not are_alike(before_speed, speed, AGREEMENT_ALPHA / len(cells)):
+            return f"{name} had {median(before_speed):,.1f} tokens/s and has {median(speed):,.1f}"
+    return None
+
+
+def _values(values: Collection[str | None]) -> str:
+    return " or ".join(sorted("unknown" if value is None else value for value in values))
 
 
 def _results(launches: Sequence[Launch]) -> Iterator[Finding]:
@@ -246,11 +321,17 @@ def _clocks(launches: Sequence[Launch]) -> Iterator[Finding]:
         reasons = ", ".join(dict.fromkeys(reason for launch in throttled for reason in launch.machine.throttled))
         yield Finding.invalid("machine", f"The machine was slowed down in {_launches(throttled)}: {reasons}")
     for side in _SIDES:
-        same = [launch.machine.clock_mhz for launch in launches if launch.side == side]
-        clocks = [clock for clock in same if clock is not None]
-        if clocks and max(clocks) - min(clocks) > CLOCK_TOLERANCE * median(clocks):
-            changed = f"from {min(clocks):,.0f} to {max(clocks):,.0f} MHz"
+        changed = _clock_change([launch for launch in launches if launch.side == side])
+        if changed is not None:
             yield Finding.invalid(side, f"The clock changed between launches of the {side}, {changed}")
+
+
+def _clock_change(launches: Sequence[Launch]) -> str | None:
+    """Return the lowest and the highest clock where they differ by more than `CLOCK_TOLERANCE`, else None."""
+    clocks = [launch.machine.clock_mhz for launch in launches if launch.machine.clock_mhz is not None]
+    if not clocks or max(clocks) - min(clocks) <= CLOCK_TOLERANCE * median(clocks):
+        return None
+    return f"from {min(clocks):,.0f} to {max(clocks):,.0f} MHz"
 
 
 def _backends(launches: Sequence[Launch]) -> Iterator[Finding]:

@@ -153,6 +153,11 @@ def _throughput(bench: Mapping[str, Any], speed: SpeedReach | None) -> str:
         f"throughput: {most}{bench['launches']} launches of {bench['prompts']:,} prompts, about "
         f"{duration(bench['seconds'])}, {known}"
     ]
+    if bench.get("reused"):
+        lines.append(
+            f"  {bench['reused']} of the baseline's launches are reused, of {str(bench['reused_from'])[:10]}; if the "
+            f"fresh ones disagree with them, {bench['reused']} more are made"
+        )
     if speed is not None and speed.least is not None:
         noise = "assumed" if bench["noise"] is None else "as last measured"
         lines.append(

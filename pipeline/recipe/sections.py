@@ -107,14 +107,16 @@ class ThroughputGate(Section):
     """Least ratio of the candidate's output tokens/s to the 16-bit baseline's. The lower bound of what was measured
     must reach it: what a plan says of a checkpoint that is a little faster. null: nothing is promised."""
     launches: int = Field(default=_LAUNCHES, ge=0, le=20)
-    """Fresh launches of the server on each side, in the order ABBA BAAB, after one that does not count. Three
-    are the fewest that an exact test can decide by at 95 %. Where nothing is promised, as many as are asked for are
-    made and shown, and by default none: throughput is not measured."""
+    """Launches of a fresh server on each side, in the order ABBA BAAB, after one that does not count. Three
+    are the fewest that an exact test can decide by at 95 %. Of four to seven, half of the baseline's are those of an
+    earlier run with the same baseline on this machine, if they agree with the new ones. Where nothing is promised, as
+    many as are asked for are made and shown, and by default none: throughput is not measured."""
     confidence: float = Field(default=0.95, ge=0.5, lt=1)
     """Confidence of the exact one-sided rank test."""
     stop_early: bool = False
     """true: launches end as soon as every cell is decided, or one is lost, and `launches` are the most, 7 of them. The
-    looks share the error, so that a series that goes on to its end shows a little less than one that was fixed."""
+    looks share the error, so that a series that goes on to its end shows a little less than one that was fixed. No
+    launch of an earlier run is used."""
 
     @model_validator(mode="after")
     def _counted_out(self) -> ThroughputGate:

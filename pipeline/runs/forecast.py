@@ -27,7 +27,7 @@ from quantmint.pipeline.runs.weights import WeightForecast, forecast_weights, ma
 from quantmint.pipeline.serving.host.detect import local_device
 from quantmint.pipeline.serving.model.facts import schemes_of_experts
 from quantmint.pipeline.serving.planning.target import ServingTarget, parse_target
-from quantmint.pipeline.stages.bench import outlook
+from quantmint.pipeline.stages.bench import outlook, source_of
 from quantmint.pipeline.stages.checks import as_asked
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.gate import policy_of
@@ -132,12 +132,24 @@ def forecast_run(
     elsewhere = machine_elsewhere(machine, recipe.target.hardware, recipe.target.gpus)
     rates = machine_here(setting.device) if elsewhere is None else machine_of(elsewhere)
     weights = forecast_weights(*model, recipe, rates, written=setting.written)
-    bench = outlook(setting) if any(planned.key == "bench" for planned in plan) else {}
+    estimate = Estimate(setting, prediction, weights.rates, weights.seconds, {}, None)
+    bench: Mapping[str, Any] = {}
+    for planned in plan:
+        if planned.key == "bench":  # another machine's launches are not in this store
+            source = source_of(planned) if elsewhere is None else None
+            bench = outlook(setting, estimate=estimate, source=source)
     questions = as_asked(setting.suite, recipe.evaluation, recipe.gate)
     looks = recipe.evaluation.looks
-    judged = reach(questions, policy_of(setting), looks, noise=bench.get("noise"), seen=bench.get("ratio"))
+    judged = reach(
+        questions,
+        policy_of(setting),
+        looks,
+        noise=bench.get("noise"),
+        seen=bench.get("ratio"),
+        reused=bench.get("reused", 0),
+    )
     expected = {name: task.expected for name, task in judged.tasks.items()}
-    estimate = Estimate(setting, prediction, weights.rates, weights.seconds, expected, bench.get("seconds"))
+    estimate = replace(estimate, expected=expected, bench=bench.get("seconds"))
     times = stage_times(plan, missing, setting, stage_forecasts(plan, estimate), here=elsewhere is None)
     seconds = {key: spent for key, (spent, _) in times.items()}
     total = sum(seconds.values()) + weights.rates.start

@@ -97,7 +97,7 @@ def _seconds_before(planned: Planned, setting: Setting, earlier: Mapping[str, tu
             return None
         if planned_before:  # a candidate is taken to be asked the same share of what is planned
             return float(seconds / share * sum(planned_items(setting).values()) / planned_before)
-    return seconds
+    return planned.stage.seconds_again(planned, seconds, setting.store.find(planned.family, print_), setting)
 
 
 def stage_forecasts(plan: Sequence[Planned], estimate: Estimate) -> Mapping[str, float]:

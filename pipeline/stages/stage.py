@@ -159,6 +159,10 @@ class Stage:
         """Return the forecast of its time on the estimate's machine, None where nothing is known of it."""
         return None
 
+    def seconds_again(self, planned: Planned, seconds: float, before: Entry | None, setting: Setting) -> float:
+        """Return the forecast of its time from an earlier run, which took `seconds` and may have left its entry."""
+        return seconds
+
     def require_sound(self, entry: Entry) -> None:
         """Raise `QuantmintError` where the result ends the run."""
 

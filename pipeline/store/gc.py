@@ -24,7 +24,7 @@ from quantmint.pipeline.base.canonical import Json
 from quantmint.pipeline.store.disk import disk_errors, write_atomic
 from quantmint.pipeline.store.entries import FINGERPRINT, RECORD, check_result, timestamp
 from quantmint.pipeline.store.locks import Lock, is_held, runs_still, this_process
-from quantmint.pipeline.store.tree import ANSWERS, QUARANTINE, RESERVED, RUNS, STAGE, TRASH, Store
+from quantmint.pipeline.store.tree import ANSWERS, LAUNCHES, QUARANTINE, RESERVED, RUNS, STAGE, TRASH, Store
 
 RUN_SCHEMA: Final = 1
 
@@ -135,6 +135,7 @@ def _read(path: Path) -> Run | None:
 GRACE_S: Final = 3600.0
 QUARANTINE_S: Final = 7 * 86400.0
 ANSWERS_S: Final = 30 * 86400.0
+LAUNCHES_S: Final = 30 * 86400.0
 UNFINISHED_S: Final = 7 * 86400.0  # a run of another machine without an end: nobody quantizes for longer than this
 
 _AGES: Final = {  # kind -> (seconds for which it is kept anyway, why it is removed then)
@@ -145,6 +146,7 @@ _AGES: Final = {  # kind -> (seconds for which it is kept anyway, why it is remo
     "scrap": (GRACE_S, "temporary file of a dead process"),
     "quarantine": (QUARANTINE_S, "in quarantine for more than a week"),
     ANSWERS: (ANSWERS_S, "answers that no run has asked for in a month"),
+    LAUNCHES: (LAUNCHES_S, "launches of a baseline that no run has asked for in a month"),
     "trash": (0.0, "left by an interrupted removal"),
 }
 
@@ -314,7 +316,7 @@ def _survey(root: Path, now: float) -> Iterator[_Thing]:
     for folder in sorted(path for path in _children(root) if path.is_dir()):
         if folder.name == RUNS:
             yield from (_found(path, "scrap") for path in _children(folder) if path.suffix == ".tmp")
-        elif folder.name in {QUARANTINE, TRASH, ANSWERS}:
+        elif folder.name in {QUARANTINE, TRASH, ANSWERS, LAUNCHES}:
             yield from (_found(path, folder.name) for path in _children(folder))
         elif STAGE.fullmatch(folder.name) and folder.name not in RESERVED:
             for path in _children(folder):

@@ -45,7 +45,8 @@ RUNS: Final = "runs"
 TRASH: Final = "trash"
 REFRESH: Final = "refresh"
 ANSWERS: Final = "answers"
-RESERVED: Final = frozenset({QUARANTINE, RUNS, TRASH, REFRESH, ANSWERS})
+LAUNCHES: Final = "launches"
+RESERVED: Final = frozenset({QUARANTINE, RUNS, TRASH, REFRESH, ANSWERS, LAUNCHES})
 STAGE: Final = re.compile(r"[a-z][a-z0-9_-]*")
 _CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # backup programs skip it: https://bford.info/cachedir/
 

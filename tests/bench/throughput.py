@@ -38,7 +38,7 @@ from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.runner import run_plan
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.serving.host.detect import local_device
-from quantmint.pipeline.stages.bench import LAUNCH, Turn, discarded_launch, make_launch
+from quantmint.pipeline.stages.launch_series import LAUNCH, Turn, discarded_launch, make_launch
 from quantmint.pipeline.stages.servers import Servers
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.stage import Job, Planned

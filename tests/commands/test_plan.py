@@ -57,7 +57,8 @@ def require_shape(plan: dict[str, Any]) -> None:
         assert task.keys() == {"items", "margin", "detectable", "looks", "expected", "passes"}
     speed = {"min_ratio", "launches", "fewest", "detectable_spreads", "noise", "least", "seen", "needed"}
     assert plan["gate"]["speed"].keys() == speed
-    assert plan["bench"].keys() == {"launches", "prompts", "output_tokens", "seconds", "noise", "ratio"}
+    figures = {"launches", "prompts", "prompt_tokens", "output_tokens", "seconds", "noise", "ratio"}
+    assert plan["bench"].keys() == figures
 
 
 @pytest.fixture
@@ -125,7 +126,8 @@ def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
     assert 1 < speed["least"] / speed["min_ratio"] < 1.03, "of a promise, what launches can show of it"
     load = workloads.load(recipe.target.workload).cells
     assert plan["bench"]["launches"] == 2 * speed["launches"] + 1
-    assert plan["bench"]["seconds"] <= 45 * 60, "a proof that a schedule repeats"
+    if sizes["active"] < 72e9:  # a larger model needs longer to read as many prompts
+        assert plan["bench"]["seconds"] <= 45 * 60, "a proof that a schedule repeats"
     assert plan["bench"]["prompts"] >= sum(12 * (cell.concurrency or 0) for cell in load)
     assert not Path("store").exists()
 

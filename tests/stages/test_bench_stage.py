@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate.validity import _series
+from quantmint.eval.measurements import Launch
 from quantmint.eval.workloads import Cell
 from quantmint.pipeline.base.errors import InvalidMeasurementError
 from quantmint.pipeline.runs.runner import RunOutcome
 from quantmint.pipeline.serving.host.detect import local_device
-from quantmint.pipeline.stages import bench
-from quantmint.pipeline.stages.bench import BenchStage, outlook, read_launches
+from quantmint.pipeline.stages import baseline_launches, launch_series
+from quantmint.pipeline.stages.bench import BenchStage, outlook, read_launches, source_of
 from tests.processes import processes_naming
 from tests.serving.tuning.sweeping import command_in
 
@@ -31,6 +34,7 @@ class Series:
 
     orchestra: Any
     folder: Path
+    checkpoint: str = "one"
 
     def model(self, side: str) -> Path:
         return self.folder / side
@@ -43,10 +47,23 @@ class Series:
             (self.model(side) / "surface.json").write_text(json.dumps({**FP8, **sides.get(side, {})}))
 
     def stages(self) -> list[Any]:
-        return [self.orchestra.stage("source"), self.orchestra.stage("quantize"), BenchStage()]
+        quantize = self.orchestra.stage("quantize", option=self.checkpoint)
+        return [self.orchestra.stage("source"), quantize, BenchStage()]
 
     def run(self, **options: Any) -> RunOutcome:
         return self.orchestra.run(*self.stages(), **options)
+
+    def launches(self, **options: Any) -> tuple[Launch, ...]:
+        entry = self.run(**options).entry("bench")
+        assert entry is not None
+        return read_launches(entry.path)
+
+    def starts(self) -> tuple[int, int]:
+        """Return how often each side was started."""
+        return len(self.lines("baseline", "starts")), len(self.lines("candidate", "starts"))
+
+    def forecast(self) -> dict[str, Any]:
+        return outlook(self.orchestra.setting, source=source_of(self.orchestra.plan(*self.stages())[-1]))
 
     def lines(self, side: str, name: str) -> list[dict[str, Any]]:
         path = self.model(side) / name
@@ -56,7 +73,7 @@ class Series:
 @pytest.fixture
 def series(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Series]:
     sides = {"source": "baseline", "quantize": "candidate"}
-    monkeypatch.setattr(bench, "model_folder", lambda entry: tmp_path / sides[entry.stage])
+    monkeypatch.setattr(launch_series, "model_folder", lambda entry: tmp_path / sides[entry.stage])
 
     def make(launches: int = 2, cells: tuple[Cell, ...] = CELLS, **gate_options: Any) -> Series:
         setting = orchestra.setting
@@ -111,8 +128,9 @@ def test_sides_take_turns_on_fresh_servers(series: Callable[..., Series]) -> Non
     ahead = outlook(made.orchestra.setting)
     assert (ahead["launches"], ahead["prompts"], ahead["noise"], ahead["ratio"]) == (5, 4 + 4 + 8 + 8, 0, 1.5)
     started = sum(launch.started_seconds for launch in launches) / 4
-    answers = 4 * (4 + 4 + 8 + 8)
-    assert ahead["seconds"] == pytest.approx(5 * (started + answers / 1200))  # 1200: harmonic, of 1000 and 1500
+    # Of 1000 and 1500 tokens/s, 1200 is the harmonic mean; what is discarded sends half of the prompts.
+    seconds = 5 * (started + 4 * (4 + 8) / 1200) + 4 * 4 * (4 + 8) / 1200
+    assert ahead["seconds"] == pytest.approx(seconds)
     assert "c2 1.50x, c4 1.50x; launches a side: 2" in str(entry.record.result["summary"])
     assert sorted(path.name for path in (entry.path / "launches" / "02-candidate").iterdir()) == [
         "c2.json", "c2.log", "c4.json", "c4.log", "launch.json", "server.log",
@@ -129,7 +147,7 @@ def test_killed_in_the_third_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = series(launches=2)
-    measure = bench.LoadClient.measure
+    measure = launch_series.LoadClient.measure
 
     def fatal() -> None:
         def fatal_measure(*args: Any, **options: Any) -> Any:
@@ -138,7 +156,7 @@ def test_killed_in_the_third_launch(
                 die()
             return result
 
-        monkeypatch.setattr(bench.LoadClient, "measure", fatal_measure)
+        monkeypatch.setattr(launch_series.LoadClient, "measure", fatal_measure)
         made.run()
 
     assert code_of(forked(fatal)) == -signal.SIGKILL
@@ -191,3 +209,94 @@ def test_what_the_result_depends_on(series: Callable[..., Series], tmp_path: Pat
         made.orchestra.setting = changed
         seen.add(fingerprint())
     assert len(seen) == 4
+
+
+def test_another_checkpoint_reuses_half_of_the_baselines_launches(series: Callable[..., Series]) -> None:
+    made = series(launches=4)
+    first = made.launches()
+    assert (made.starts(), made.forecast()["launches"]) == ((5, 4), 7)
+    made.checkpoint = "another"
+    forecast = made.forecast()
+    assert (forecast["launches"], forecast["reused"], forecast["reused_from"]) == (7, 2, first[-2].started)
+    made.orchestra.lines.clear()
+    second = made.launches()
+    assert made.starts() == (5 + 1 + 2, 4 + 4), "one is discarded, and two are fresh"
+    assert "".join("AB"[launch.side == "candidate"] for launch in second) == "AABBAABB"
+    assert [launch.number for launch in second] == list(range(8))
+    assert [launch.reused for launch in second] == [True] * 2 + [False] * 6
+    assert [launch.started for launch in second[:2]] == [
+        launch.started for launch in first if launch.side == "baseline"
+    ][-2:]
+    day = str(first[-1].started)[:10]
+    said = "\n".join(made.orchestra.lines)
+    assert f"reusing 2 of the baseline's 4 launches, of {day}" in said
+    assert "launch 6 of 6: the candidate" in said
+    assert "launches a side: 4, 2 of the baseline's reused" in said
+    assert made.run().steps[-1].cached
+    # The third takes the two fresh ones of the second.
+    made.checkpoint = "a third"
+    third = made.launches()
+    fresh = [launch.started for launch in second if launch.side == "baseline" and not launch.reused]
+    assert [launch.started for launch in third if launch.reused] == fresh
+    before = made.starts()
+    assert not any(launch.reused for launch in made.launches(redo=["bench"]))
+    assert made.starts() == (before[0] + 5, before[1] + 4), "made anew by wish"
+
+
+def test_reused_launches_that_disagree_are_made_anew(series: Callable[..., Series]) -> None:
+    made = series(launches=4)
+    made.launches()
+    made.checkpoint = "another"
+    slower = {"throughput": {**FP8["throughput"], "--served-model-name": {"model": 0.98}}}
+    made.rules(baseline=slower, candidate=slower)
+    launches = made.launches()
+    assert "".join("AB"[launch.side == "candidate"] for launch in launches) == "BBAAAABB"
+    assert not any(launch.reused for launch in launches)
+    assert {launch.cells["c2"].output_throughput for launch in launches} == {980.0, 1470.0}
+    assert any("disagree with the fresh ones: c2 had 1,000.0 tokens/s and has 980.0" in t for t in made.orchestra.lines)
+    assert made.starts() == (5 + 5, 4 + 4)
+    assert not any(finding for finding in _series(launches)), "an order that the gate takes"
+
+
+def test_a_broken_series_goes_on_with_the_launches_that_it_began_with(
+    series: Callable[..., Series], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = series(launches=4)
+    made.launches()
+    made.checkpoint = "another"
+    measure = launch_series.LoadClient.measure
+
+    def broken_measure(*args: Any, **options: Any) -> Any:
+        if options["folder"].name == "03-baseline":
+            raise MeasurementError("pulled the plug")
+        return measure(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch_series.LoadClient, "measure", broken_measure)
+        with pytest.raises(InvalidMeasurementError, match="pulled the plug"):
+            made.run()
+    made.orchestra.lines.clear()
+    launches = made.launches()
+    assert any("3 of 6 launches are there already" in line for line in made.orchestra.lines)
+    assert [launch.reused for launch in launches] == [True] * 2 + [False] * 6
+
+
+def test_launches_of_another_baseline_are_not_reused(
+    series: Callable[..., Series], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = series(launches=4)
+    made.launches()
+    setting = made.orchestra.setting
+    assert made.forecast()["reused"] == 2
+    for changed in (
+        replace(setting, workload=replace(setting.workload, cells=CELLS[:1])),
+        replace(setting, vllm=replace(setting.vllm, version="0.31.0")),
+        replace(setting, image="sha256:other"),
+        series(launches=3).orchestra.setting,  # below four all are fresh
+        series(launches=4, stop_early=True, min_ratio=1.2).orchestra.setting,
+    ):
+        made.orchestra.setting = changed
+        assert "reused" not in made.forecast()
+    made.orchestra.setting = setting
+    monkeypatch.setattr(baseline_launches.socket, "gethostname", lambda: "another-machine")
+    assert "reused" not in made.forecast()

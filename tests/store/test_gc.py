@@ -203,6 +203,17 @@ def test_what_is_known_of_recipes_stays(store: Store) -> None:
     assert all(path.exists() for path in kept)
 
 
+@pytest.mark.parametrize("folder", ["answers", "launches"])
+def test_measurements_that_no_run_asks_for_go_after_a_month(store: Store, folder: str) -> None:
+    newer, older = (store.root / folder / (digit * 64) for digit in "ab")
+    for place, days in ((newer, 29), (older, 31)):
+        old(place / "measured.json", days * 86400)
+        os.utime(place, (time.time() - days * 86400,) * 2)
+    plan = plan_gc(store, keep=1)
+    assert removed(plan) == {older}
+    assert plan.remove[0].why.endswith("that no run has asked for in a month")
+
+
 @pytest.mark.parametrize("moment", ["lock", "rename"])
 @pytest.mark.parametrize("kind", ["entry", "work"])
 def test_a_run_that_begins_while_things_are_removed_keeps_them(

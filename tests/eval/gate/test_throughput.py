@@ -160,6 +160,29 @@ def test_launches_that_may_end_early_are_judged_by_the_first_look_that_decides(
     assert (found, "6 launches a side show neither" in reason) == (INCONCLUSIVE, True), reason
 
 
+def test_figures_of_launches_that_end_early_are_those_of_their_looks(
+    measurements: Measurements, policy: Policy
+) -> None:
+    """Where four of at most seven decide, the bounds and p-values are the looks', and so is the judgement's version."""
+    early = dataclasses.replace(policy, min_ratio=1.2, launches=7, stop_early=True)
+    fast = [1.25 * value for value in STEADY]
+    report = judge(dataclasses.replace(measurements, launches=launches(STEADY, fast)), early)
+    fixed = judge(dataclasses.replace(measurements, launches=launches(STEADY, fast)), policy)
+    (cell,), (other,) = report.throughput, fixed.throughput
+    # 15 of 16 pairs decide at that look, as in the fixed test of four: what else it spends is spent at later looks.
+    assert (cell.ratio_low, cell.ratio_high) == (other.ratio_low, other.ratio_high)
+    assert cell.p_promise == pytest.approx(1 / 70, rel=1e-5)
+    assert (report.judgement, fixed.judgement) == (3, 2)
+    mixed = [*fast[:3], 1.15 * STEADY[3], *(1.25 * value for value in STEADY[:2])]
+    six = launches((*STEADY, *STEADY[:2]), mixed)
+    (cell,), (other,) = (
+        judge(dataclasses.replace(measurements, launches=six), rule).throughput for rule in (early, policy)
+    )
+    assert cell.ratio_low < other.ratio_low
+    assert cell.ratio_high >= other.ratio_high
+    assert cell.p_faster > other.p_faster
+
+
 def test_a_policy_that_does_not_end_early_is_what_it_was_before() -> None:
     policy = Policy(margins={"t": 0.01})
     assert "stop_early" not in policy.to_json()
