@@ -1,4 +1,4 @@
-"""What was measured of a candidate and its baseline: cells, launches, servers, and all of it as the gate takes it."""
+"""Measurements of a candidate and its baseline: cells, launches, servers, and all of them as the gate takes them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Launch(Record):
 
 
 def order(launches: int) -> tuple[Side, ...]:
-    """The sides of a series with so many launches on each: ABBA BAAB BAAB ABBA, A being the baseline.
+    """Return the sides of a series with so many launches on each: ABBA BAAB BAAB ABBA, A being the baseline.
 
     It is the Thue-Morse sequence: a drift of the machine that is linear in time (of any degree d, over 2^(d+1)
     launches) is the same on both sides and cancels (Prouhet 1851).
@@ -149,7 +149,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class Server(Record):
-    """How one side was served.
+    """The server of one side: its software, device, command and what its log says.
 
     `version` is that of the runtime, `device` what the accelerator calls itself ("NVIDIA H100 80GB HBM3") or the CPU's
     model, `hardware` its name in the table of targets: both were measured where the server ran, not taken from the
@@ -176,22 +176,22 @@ class Server(Record):
 
     @property
     def engine(self) -> str:
-        """What answered, without what it did to this side's checkpoint: the part that both sides share."""
+        """Return the runtime's name and version, without what it does to this side's checkpoint."""
         return self.runtime.partition(",")[0].strip()
 
     @property
     def measures_speed(self) -> bool:
-        """Whether figures of throughput mean anything: what stands in for vLLM runs other kernels."""
+        """Return whether vLLM answered: throughput of another runtime, with other kernels, means nothing."""
         return self.engine.startswith("vllm")
 
     @property
     def promised_kv_cache(self) -> str:
-        """The type that the launch plan asked for; "auto" is the model's own."""
+        """Return the KV cache's type in the launch plan; "auto" is the model's own."""
         return _options(self.argv).get("--kv-cache-dtype", "auto")
 
 
 def differences(baseline: Server, candidate: Server) -> tuple[str, ...]:
-    """One sentence for each difference that does not belong to the artefact; empty when the sides are comparable."""
+    """Return a sentence for each difference between the servers that the checkpoints do not explain."""
     found = [
         f"{noun} differs: {before} for the baseline, {after} for the candidate"
         for noun, before, after in (
@@ -223,13 +223,13 @@ def _short(digest: str | None) -> str:
 
 
 def _flags(argv: Sequence[str]) -> dict[str, str]:
-    """Flags that both sides must share, with their values."""
+    """Return the flags that both sides must share, with their values."""
     ignored = ARTEFACT_FLAGS | ENDPOINT_FLAGS
     return {name: value for name, value in _options(argv).items() if name not in ignored}
 
 
 def _options(argv: Sequence[str]) -> dict[str, str]:
-    """All flags with their values; what comes before the first one names the checkpoint."""
+    """Return all flags with their values; arguments before the first flag name the checkpoint."""
     flags: dict[str, list[str]] = {}
     current: list[str] | None = None
     for token in argv:
@@ -249,7 +249,7 @@ Both = tuple[SampleSet, SampleSet]
 
 @dataclass(frozen=True, slots=True)
 class Structure(Record):
-    """What the inspection of the checkpoint's files found: a verdict with one sentence for each reason."""
+    """Verdict of the inspection of the checkpoint's files, with one sentence for each reason."""
 
     verdict: Verdict
     reasons: tuple[str, ...] = ()

@@ -66,12 +66,12 @@ class Throughput(Part):  # earlier records have the most requests in flight, too
 
     @property
     def repeated(self) -> bool:
-        """Whether both sides were launched more than once: with one launch the interval is a point and says nothing."""
+        """Return whether both sides were launched more than once; with one launch the interval is only a point."""
         return min(self.launches) > 1
 
     @property
     def backing(self) -> str:
-        """How many launches stand behind the figures."""
+        """Return the number of launches behind the figures, in words."""
         before, after = self.launches
         noun = "launch" if before == 1 else "launches"
         count = f"{before} {noun} a side" if before == after else f"{before} against {after} launches"
@@ -79,13 +79,13 @@ class Throughput(Part):  # earlier records have the most requests in flight, too
 
 
 def noise(results: Sequence[CellResult]) -> float:
-    """The relative standard deviation of output tokens/s from launch to launch of one side; 0 below two."""
+    """Return the relative standard deviation of output tokens/s between launches of one side; 0 below two."""
     values = [result.output_throughput for result in results]
     return stdev(values) / mean(values) if len(values) > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RatioTest:
     """Tests and bounds of the ratio of two series of launches, values above 0 in the order in which they were made.
 
     The first `reused` of the baseline are an earlier series'. `looks` is the most launches a side of a series that may
@@ -146,18 +146,7 @@ def compare(
     Raises `MeasurementError` when a side is empty, when cells or numbers of GPUs are mixed, when a launch produced
     nothing, or when too few launches are fresh to be compared.
     """
-    results = (*baseline, *candidate)
-    cells = sorted({result.cell for result in results})
-    if not baseline or not candidate or cells != [cell]:
-        raise MeasurementError(
-            f"cell {cell}: {len(baseline)} baseline and {len(candidate)} candidate launches of {', '.join(cells)} "
-            "cannot be compared"
-        )
-    gpus = {result.gpus for result in results}
-    if len(gpus) != 1:
-        raise MeasurementError(
-            f"cell {cell}: launches on {' and '.join(map(str, sorted(gpus)))} GPUs cannot be compared"
-        )
+    _require_comparable(cell, baseline, candidate, reused, looks)
 
     def values(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return tuple(getattr(r, name) for r in baseline), tuple(getattr(r, name) for r in candidate)
@@ -167,22 +156,13 @@ def compare(
         return float(median(before)), float(median(after))
 
     before, after = values("output_throughput")
-    if min(*before, *after) <= 0:
-        raise MeasurementError(f"cell {cell}: a launch put out {min(*before, *after)} tokens per second")
     middle = medians("output_throughput")
-    if reused and looks is not None:
-        raise MeasurementError(f"cell {cell}: {reused} launches are reused in a series that may end early")
-    if reused and (len(before) - reused < 2 or len(after) < 2):
-        fresh = len(before) - reused
-        raise MeasurementError(
-            f"cell {cell}: {fresh} fresh and {reused} reused launches of the baseline, expected 2 fresh"
-        )
-    test = Comparison(before, after, confidence, reused, looks)
+    test = RatioTest(before, after, confidence, reused, looks)
     low, high = test.bounds()
     total = medians("total_throughput")
     return Throughput(
         cell=cell,
-        gpus=gpus.pop(),
+        gpus=baseline[0].gpus,
         launches=(len(before), len(after)),
         values_baseline=before,
         values_candidate=after,
@@ -204,6 +184,34 @@ def compare(
             for name in LATENCY_FIELDS
             for before, after in [values(name)]
         },
-        goodput=None if None in (result.goodput for result in results) else medians("goodput"),
+        goodput=None if None in (result.goodput for result in (*baseline, *candidate)) else medians("goodput"),
         reused=reused,
     )
+
+
+def _require_comparable(
+    cell: str, baseline: Sequence[CellResult], candidate: Sequence[CellResult], reused: int, looks: int | None
+) -> None:
+    """Raise `MeasurementError` as `compare` says."""
+    results = (*baseline, *candidate)
+    cells = sorted({result.cell for result in results})
+    if not baseline or not candidate or cells != [cell]:
+        raise MeasurementError(
+            f"cell {cell}: {len(baseline)} baseline and {len(candidate)} candidate launches of {', '.join(cells)} "
+            "cannot be compared"
+        )
+    gpus = {result.gpus for result in results}
+    if len(gpus) != 1:
+        raise MeasurementError(
+            f"cell {cell}: launches on {' and '.join(map(str, sorted(gpus)))} GPUs cannot be compared"
+        )
+    slowest = min(result.output_throughput for result in results)
+    if slowest <= 0:
+        raise MeasurementError(f"cell {cell}: a launch put out {slowest} tokens per second")
+    if reused and looks is not None:
+        raise MeasurementError(f"cell {cell}: {reused} launches are reused in a series that may end early")
+    fresh = len(baseline) - reused
+    if reused and (fresh < 2 or len(candidate) < 2):
+        raise MeasurementError(
+            f"cell {cell}: {fresh} fresh and {reused} reused launches of the baseline, expected 2 fresh"
+        )

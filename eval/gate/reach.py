@@ -1,4 +1,4 @@
-"""What a gate can tell, before anything is measured: how small a loss, after how many looks, how small a gain in speed.
+"""Forecast what a gate can show: how small a loss, after how many looks, and how small a gain in speed.
 
 >>> round(detectable_shift(4), 1)    # standard deviations between launches
 2.4
@@ -117,7 +117,7 @@ def _speed(promise: float, policy: Policy, noise: float, seen: float | None, reu
     most = MOST_LOOKS if early else _MOST
     enough = policy.launches >= fewest
     needed = None
-    if seen is not None and seen > least(most):
+    if seen is not None and fewest <= most and seen > least(most):
         needed = next(launches for launches in range(fewest, most + 1) if seen > least(launches))
     return SpeedReach(
         promise,

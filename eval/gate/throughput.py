@@ -22,7 +22,7 @@ from quantmint.eval.verdict import Verdict
 
 
 def compare(measurements: Measurements, policy: Policy) -> tuple[list[Throughput], list[Finding]]:
-    """Every cell that both sides have, and why the others cannot be compared."""
+    """Compare every cell that both sides have; a finding says why another one cannot be compared."""
     compared: list[Throughput] = []
     faults: list[Finding] = []
     for cell in dict.fromkeys(name for launch in measurements.launches for name in launch.cells):
@@ -44,7 +44,7 @@ def compare(measurements: Measurements, policy: Policy) -> tuple[list[Throughput
 def judge(
     cells: Sequence[Throughput], measurements: Measurements, policy: Policy, *, broken: bool
 ) -> Iterator[Finding]:
-    """A finding for each cell that the promise is about; none without a promise, or where the canary says it all."""
+    """Yield a finding for each cell with a promise; none without a promise, or where the canary broke."""
     if policy.min_ratio is None or (measurements.stopped is not None and broken):
         return
     if measurements.stopped is not None:
@@ -127,5 +127,5 @@ def _of(measurements: Measurements, cell: str, side: Side) -> list[CellResult]:
 
 
 def _offered(results: Sequence[CellResult]) -> bool:
-    """Whether the load arrived at a rate of its own: its throughput is then the client's."""
+    """Return whether the load arrived at a fixed rate, so that its throughput is the client's."""
     return any(result.request_rate is not None for result in results)

@@ -73,7 +73,7 @@ _SIDES: tuple[Side, ...] = ("baseline", "candidate")
 
 
 def check(measurements: Measurements, policy: Policy) -> Iterator[Finding]:
-    """Everything that voids the measurements as a whole, or a task's. Pairing and launches have checks of their own."""
+    """Yield a finding for each fault that voids all measurements or those of a task, but pairing and launches."""
     for fault in measurements.faults:
         yield Finding.invalid("measurement", fault)
     for difference in differences(measurements.baseline, measurements.candidate):
@@ -89,7 +89,7 @@ def check(measurements: Measurements, policy: Policy) -> Iterator[Finding]:
 
 
 def kv_cache_fault(promised: str, effective: str | None) -> str | None:
-    """What is wrong with the type of a KV cache that a log names; None where it is the promised one, or not said."""
+    """Return how the KV cache's type in a log differs from the promised one; None where it agrees or is not logged."""
     if effective is None or _kind_of_cache(promised) == _kind_of_cache(effective):
         return None
     return f"its KV cache is {effective}, but the launch asked for {promised}"
@@ -104,7 +104,7 @@ def _server(side: Side, server: Server) -> Iterator[Finding]:
 
 
 def _asked(task: str, side: Side, samples: SampleSet) -> Iterator[Finding]:
-    """Sampling adds noise that belongs to no checkpoint; a baseline that stopped early has nothing to stop for."""
+    """Yield a finding where answers were sampled at a temperature, or the baseline did not answer all items."""
     temperature = samples.settings.get("temperature")
     if temperature not in (None, 0):
         yield Finding.invalid(task, f"The {side} answered {task} at temperature {temperature}, expected 0")
@@ -115,7 +115,7 @@ def _asked(task: str, side: Side, samples: SampleSet) -> Iterator[Finding]:
 
 
 def _plausible(task: str, baseline: SampleSet, policy: Policy) -> Iterator[Finding]:
-    """The whole baseline against the score that it is known to reach, in the units of the task's difference."""
+    """Yield a finding where the baseline misses the score that it is known to reach, in units of the difference."""
     known = policy.baseline_score.get(task)
     if known is None or not baseline.samples:
         return
@@ -132,9 +132,9 @@ def _plausible(task: str, baseline: SampleSet, policy: Policy) -> Iterator[Findi
 
 
 def _shows(task: str, baseline: SampleSet, policy: Policy, chance: float) -> Iterator[Finding]:
-    """A baseline that guesses has nothing to lose: a candidate that knows nothing would be within the margin too.
+    """Yield a finding where the baseline does not beat chance by the lower bound of its score and by the margin.
 
-    So it beats chance by the lower bound of its score, and by more than the margin.
+    A baseline that guesses has nothing to lose: a candidate that knows nothing would be within the margin too.
     """
     found, margin = baseline.mean, policy.margins[task]
     spread = max(standard_error(baseline), math.sqrt(chance * (1 - chance) / len(baseline.samples)))
@@ -147,7 +147,7 @@ def _shows(task: str, baseline: SampleSet, policy: Policy, chance: float) -> Ite
 
 
 def standard_error(samples: SampleSet) -> float:
-    """Standard error of `SampleSet.mean` (of a perplexity: of its logarithm), over passages that items share.
+    """Return the standard error of `SampleSet.mean` (of a perplexity: of its logarithm), over passages of items.
 
     0 below two passages.
     """
@@ -165,7 +165,7 @@ def standard_error(samples: SampleSet) -> float:
 
 
 def _kind_of_cache(dtype: str) -> str:
-    """vLLM's names of what is the same: fp8 is E4M3, and auto is the model's own 16 bit."""
+    """Return one name for the names that vLLM has for a type: fp8 is E4M3, and auto is the model's own 16 bit."""
     name = dtype.lower().removeprefix("torch.")
     if name in ("auto", "bfloat16", "float16", "half"):
         return "16 bit"
@@ -173,7 +173,7 @@ def _kind_of_cache(dtype: str) -> str:
 
 
 def check_launches(measurements: Measurements) -> Iterator[Finding]:
-    """What voids the launches; nothing where there are none."""
+    """Yield a finding for each fault that voids the launches; none without launches."""
     launches = sorted(measurements.launches, key=lambda launch: launch.number)
     if not launches:
         return
@@ -200,7 +200,7 @@ def check_launches(measurements: Measurements) -> Iterator[Finding]:
 
 
 def _series(launches: Sequence[Launch]) -> Iterator[Finding]:
-    """Every launch is there, in the order that keeps a drift of the machine off the ratio."""
+    """Yield a finding where launches are missing, or not in the order that cancels a drift of the machine."""
     numbers = [launch.number for launch in launches]
     planned = _planned_order(launches)
     if numbers != list(range(len(planned))):
@@ -227,7 +227,7 @@ def _planned_order(launches: Sequence[Launch]) -> tuple[Side, ...]:
 
 
 def _reused(launches: Sequence[Launch], hardware: str) -> Iterator[Finding]:
-    """Reused launches are the first ones, and agree with the fresh ones of this series."""
+    """Yield a finding where reused launches are not the first ones, or disagree with the fresh ones."""
     reused = [launch for launch in launches if launch.reused]
     if not reused:
         return
@@ -335,7 +335,7 @@ def _clock_change(launches: Sequence[Launch]) -> str | None:
 
 
 def _backends(launches: Sequence[Launch]) -> Iterator[Finding]:
-    """Another attention backend is another server; between the sides it may come with the type of the cache."""
+    """Yield a finding where a side ran on several attention backends; between the sides they may differ."""
     for side in _SIDES:
         found = [launch.attention_backend for launch in launches if launch.side == side]
         backends = dict.fromkeys(backend for backend in found if backend is not None)

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ import pytest
 
 from quantmint.eval import workloads
 from quantmint.pipeline.recipe.load import load_recipe, recipe_names
+from quantmint.pipeline.runs.planner import build_plan
+from quantmint.pipeline.runs.session import open_setting
+from quantmint.pipeline.stages.baseline_launches import baseline_launches
+from quantmint.pipeline.stages.bench import BenchStage, source_of
 from quantmint.pipeline.store.gc import list_runs
 from quantmint.pipeline.store.tree import Store
+from tests.eval.measured import make_launches
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 SHIPPED = [name for name in recipe_names() if load_recipe(name).recipe.source.repo is not None]
@@ -460,3 +466,23 @@ def test_a_target_without_figures_is_planned_for_this_machine() -> None:
     elsewhere = machine_elsewhere(None, "mi300x", 8)
     assert elsewhere is not None
     assert elsewhere.gpus == 8
+
+
+@pytest.mark.usefixtures("large_disk")
+def test_launches_of_the_baseline_that_are_reused_are_not_forecast(quantmint: Quantmint, project: Path) -> None:
+    before = quantmint("plan", "r.yaml", "--for", "here", "--json").json
+    setting = open_setting("r.yaml", store=Store(project / "store"))
+    (planned,) = (planned for planned in build_plan(setting) if planned.key == "bench")
+    launches = [replace(launch, started="2026-11-26T08:00:00+00:00") for launch in make_launches(4)]
+    baseline_launches(setting, source_of(planned), BenchStage.version).add(launches)
+    after = quantmint("plan", "r.yaml", "--for", "here", "--json").json
+    assert (before["bench"]["launches"], after["bench"]["launches"]) == (9, 7)
+    assert (after["bench"]["reused"], after["bench"]["reused_from"]) == (2, "2026-11-26T08:00:00+00:00")
+    assert after["bench"]["seconds"] < before["bench"]["seconds"]
+    assert after["seconds"] < before["seconds"]
+    assert after["gate"]["speed"]["least"] > before["gate"]["speed"]["least"], "it shows a little less"
+    text = " ".join(quantmint("plan", "r.yaml", "--for", "here").out.split())
+    assert "throughput: 7 launches of" in text
+    assert "2 of the baseline's launches are reused, of 2026-11-26; if the fresh ones disagree" in text
+    elsewhere = quantmint("plan", "r.yaml", "--for", "mi300x", "--json").json
+    assert elsewhere["bench"]["launches"] == 9, "of this machine's launches"

@@ -213,9 +213,14 @@ def test_what_the_result_depends_on(series: Callable[..., Series], tmp_path: Pat
 
 def test_another_checkpoint_reuses_half_of_the_baselines_launches(series: Callable[..., Series]) -> None:
     made = series(launches=4)
-    first = made.launches()
+    entry = made.run().entry("bench")
+    assert entry is not None
+    first = read_launches(entry.path)
     assert (made.starts(), made.forecast()["launches"]) == ((5, 4), 7)
     made.checkpoint = "another"
+    planned = made.orchestra.plan(*made.stages())[-1]
+    assert BenchStage().seconds_again(planned, 90.0, entry, made.orchestra.setting) == 70.0
+    assert BenchStage().seconds_again(planned, 90.0, None, made.orchestra.setting) == 90.0
     forecast = made.forecast()
     assert (forecast["launches"], forecast["reused"], forecast["reused_from"]) == (7, 2, first[-2].started)
     made.orchestra.lines.clear()
