@@ -57,6 +57,7 @@ lint: $(TEST_ENV)  ## ruff, mypy --strict, who may import whom
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python -m tests.tools.wording
 
 format: $(TEST_ENV)  ## rewrite the sources in the house's style
 	@$(BIN)/ruff format .

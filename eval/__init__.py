@@ -1,1 +1,1 @@
-"""How good, how fast, and good enough?"""
+"""Accuracy, throughput and the gate: suites, tasks, workloads, statistics, verdicts, reports."""

@@ -148,7 +148,7 @@ def compare_all(answers: Mapping[int, Mapping[str, SampleSet]], confidence: floa
 
 
 def better(result: Accuracy) -> str:
-    """What the interval says of the second of two candidates."""
+    """The comparison of a second candidate with a first, by its interval."""
     if result.interval_low > 0:
         return "better"
     return "worse" if result.interval_high < 0 else "no difference shown"

@@ -44,7 +44,7 @@ _WORST = 5
 
 @dataclass(frozen=True, slots=True)
 class Answer(Record):
-    """What one side says to one prompt of n tokens, in nats.
+    """One side's answer to a prompt of n tokens, in nats.
 
     ``actual`` [n - 1] are the log probabilities of the tokens that follow, from the second on; ``tokens`` and
     ``logprobs`` [n - 1][k] the likeliest k at each position, likeliest first. All three are empty where the server
@@ -59,7 +59,7 @@ class Answer(Record):
 
     @property
     def positions(self) -> int:
-        """How many positions the prompt has, answered or not."""
+        """Return the number of the prompt's positions, answered or not."""
         return len(self.ids) - 1
 
 
@@ -107,7 +107,7 @@ class Canary(Record):
 
 @dataclass(frozen=True, slots=True)
 class CanaryPolicy(Record):
-    """What stops a checkpoint: an agreement below ``min_agreement`` (a share), a mean KL above ``max_kl`` (nats).
+    """Limits that stop a checkpoint: an agreement below ``min_agreement`` (a share), a mean KL above ``max_kl`` (nats).
 
     What is stopped is broken where its whole interval lies beyond ``broken_agreement`` or ``broken_kl`` (None: beyond
     the limits above), and else only unlikely to pass.

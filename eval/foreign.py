@@ -1,4 +1,4 @@
-"""What a definition of a task may ask lm-eval to do, where nobody says that its author is trusted.
+"""Limit what a task definition may ask lm-eval to do where its author is not trusted.
 
 lm-eval runs much of what a definition names: functions, builders of data sets, metrics of the Hub, and Jinja templates,
 which reach Python's own objects unless they are sandboxed. A definition that came with somebody's release is data, so

@@ -1,4 +1,4 @@
-"""What the process that runs lm-eval (`eval.harness_child`) is told, and what is kept of an item that it answered.
+"""Messages to the process that runs lm-eval (`eval.harness_child`), and the record of an item that it answered.
 
     >>> [len(look) for look in draw({"facts": [""] * 1000}, looks=4, seed=0)]
     [250, 250, 250, 250]
@@ -165,7 +165,7 @@ PROMPT_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one batch of items gave: how they were asked, their scores, and answers unless it is a perplexity task."""
+    """The result of a batch of items: how they were asked, scores, and answers unless it is a perplexity task."""
 
     settings: Mapping[str, Any]
     samples: tuple[Sample, ...]

@@ -17,7 +17,7 @@ _OF_A_CALL = ("padding", "truncation")
 
 
 class TokenizerFacts:
-    """What is kept of the tokenizer of a model of lm-eval."""
+    """The tokenizer's part of a model of lm-eval."""
 
     tokenizer: Any
     chat_template: Callable[[bool], Any]

@@ -1,4 +1,4 @@
-"""How small a drop in accuracy a suite of a given size can rule out.
+"""Compute how small a drop in accuracy a suite of a given size can rule out.
 
     >>> round(detectable_margin(1319, flip_rate=0.04), 4)   # GSM8K cannot test a margin of one point
     0.0146
@@ -116,7 +116,7 @@ def mean_items_needed(
 def more_items(
     result: Accuracy, margin: float, power: float = 0.8, *, expected_flip_rate: float = 0.04, looks: int = 1
 ) -> int | None:
-    """How many more items than these an evaluation needs to decide with probability `power`, if the change stays.
+    """Return how many more items an evaluation needs to decide with probability `power`, if the change stays.
 
     `margin` is in the units of the difference (`accuracy.margin_in_units`). The variance is the one seen, by clusters
     where items share passages; `expected_flip_rate` stands in where no 0/1 score flipped. None where the change lies
@@ -149,7 +149,7 @@ class Outcome:
 def outcome(
     items: int, looks: int, margin: float, flip_rate: float, difference: float = 0.0, confidence: float = 0.95
 ) -> Outcome:
-    """What a planned evaluation of 0/1 scores comes to where `difference` is true.
+    """Return the chances of a planned evaluation of 0/1 scores where `difference` is true.
 
     >>> found = outcome(14042, 4, margin=0.01, flip_rate=0.04)
     >>> round(found.passes, 4), round(found.items)
@@ -185,7 +185,7 @@ def mean_passes(items: int, margin: float, deviation: float, confidence: float =
 
 
 def _bound(items: int, confidence: float) -> float:
-    """How many standard errors a bound of a mean lies below it."""
+    """Return the number of standard errors that a bound of a mean lies below it."""
     from scipy.special import stdtrit
 
     return float(stdtrit(items - 1, confidence)) + _UNEVEN / math.sqrt(items)

@@ -99,12 +99,12 @@ class PromptFile:
 
     @property
     def sha256(self) -> str:
-        """Of the file's bytes, in hexadecimal: what stands for the file, wherever it lies."""
+        """Return the SHA-256 of the file's bytes in hexadecimal, which identifies it wherever it lies."""
         return _sha256(self.path, _stamp(self.path))
 
 
 class Lines(NamedTuple):
-    """What is in a file of JSON lines: `longest_answer` is the largest `output_tokens`, None where a line has none."""
+    """A file of JSON lines: `longest_answer` is the largest `output_tokens`, None where a line has none."""
 
     prompts: int
     longest_answer: int | None

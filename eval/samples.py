@@ -37,7 +37,7 @@ class Sample(Record):
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What identifies the item in both runs."""
+        """Return the item's identity in both runs."""
         return (self.task, self.doc_id, self.filter)
 
 
@@ -69,7 +69,7 @@ class SampleSet(Record):
 
     @property
     def mean(self) -> float:
-        """The score that is reported: the mean, or the perplexity per word. Raises `MeasurementError` without items."""
+        """Return the reported score: the mean, or the perplexity per word. Raises `MeasurementError` without items."""
         if not self.samples:
             raise MeasurementError(f"{self.task}: no items")
         total = math.fsum(sample.score for sample in self.samples)
@@ -78,7 +78,7 @@ class SampleSet(Record):
         return total / len(self.samples)
 
     def on(self, other: SampleSet) -> SampleSet:
-        """The samples of the items that `other` has too, as one look: what an A/A control is paired with."""
+        """Return the samples of the items that `other` has too, as one look, to pair with an A/A control."""
         keys = {sample.key for sample in other.samples}
         kept = tuple(replace(sample, look=0) for sample in self.samples if sample.key in keys)
         return replace(self, samples=kept, planned=len(kept), looks=1)

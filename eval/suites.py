@@ -70,7 +70,7 @@ class SuiteTask(Record):
 
     @property
     def kind(self) -> Kind:
-        """What its metric is: a score of each item, or the perplexity of a text."""
+        """Return the kind of its metric: a score of each item, or the perplexity of a text."""
         return "perplexity" if self.metric in _PERPLEXITIES else "score"
 
     def detectable(self, confidence: float = 0.95, power: float = 0.8, looks: int = 1) -> float:
@@ -222,7 +222,7 @@ def data_files(definition: Document) -> dict[str, list[Path]]:
 
 
 def _check_own(suite: Document, number: int, task: SuiteTask, definition: Document) -> None:
-    """What a suite says of a task of its own and its definition does not; or `DefinitionError` where it lies."""
+    """Raise `DefinitionError` where a suite and the definition of its own task disagree."""
     data = definition.data
     if data.get("task") != task.task:
         raise definition.error(f"'task' must be the file's name, {task.task!r}", "task")

@@ -63,7 +63,7 @@ class Report(Part):
 
     @property
     def baseline(self) -> str:
-        """What identifies the 16-bit model that it was judged against."""
+        """Return the identity of the 16-bit model that it was judged against."""
         return self.digests.source
 
     @property
@@ -73,7 +73,7 @@ class Report(Part):
 
     @property
     def place(self) -> Place:
-        """Where it was measured: (hardware, device, what answered). Throughputs of two places are not compared."""
+        """Return where it was measured: (hardware, device, runtime). Throughputs of two places are not compared."""
         return self.gate.hardware, self.gate.device, self.gate.runtime.partition(",")[0].strip()
 
     @property
@@ -126,7 +126,7 @@ def from_report(data: Any, origin: Path) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What is weighed: `recovery` of the worst task (more is better), `size` over the baseline's (less is better),
+    """The axes: `recovery` of the worst task (more is better), `size` over the baseline's (less is better),
     `speed` over the baseline's in the worst cell (more is better; None: not measured), and where it was measured.
     """  # fmt: skip
 
@@ -160,7 +160,7 @@ def front(scores: Sequence[Score | None]) -> tuple[bool, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where a contender stands: the recovery of its worst task and the speed of its worst cell, with intervals.
+    """Return a contender's place: the recovery of its worst task and the speed of its worst cell, with intervals.
 
     `worst` are the result on the shared gated task with the least recovery, and the cell with the least ratio; None
     where there is none that all share. `on_front`: nothing that it can be compared with beats it.

@@ -75,7 +75,7 @@ def judge(
 
 
 def control(baseline: SampleSet, again: SampleSet, confidence: float) -> Control:
-    """How often the baseline disagrees with itself on the items that it was asked twice.
+    """Return how often the baseline disagrees with itself on the items that it was asked twice.
 
     Raises `MeasurementError` where the second run was asked something else. The interval is exact: with no flips in n
     items the rate is still up to 1 - (alpha / 2)**(1 / n) (Clopper and Pearson, Biometrika 26, 404-413, 1934).

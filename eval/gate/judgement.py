@@ -44,7 +44,7 @@ from quantmint.eval.verdict import Verdict
 
 
 def claims(*, weights: str, kv_cache: str) -> dict[str, float]:
-    """What the guides promise of a checkpoint: factors by name.
+    """Return the guides' claims for a checkpoint: factors by name.
 
     `weights` is the element type of most weights ("e4m3", "e2m1"), `kv_cache` is "fp8" or "auto".
     """

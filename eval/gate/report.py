@@ -133,7 +133,7 @@ class Headline(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateReport(Record):
-    """What a reader is told first: the verdict, on which runtime and hardware, and every finding.
+    """The first screen of a judgement: the verdict, its runtime and hardware, and every finding.
 
     `runtime` and `hardware` are part of the verdict: a figure belongs to what it was measured on. `hardware` is a name
     of the table of targets, `device` what the accelerator calls itself. `looks` maps a task to the looks up to the one

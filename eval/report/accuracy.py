@@ -51,7 +51,7 @@ def view(gate: GateReport) -> dict[str, Any] | None:
 
 
 def changes(results: Sequence[tuple[Accuracy, str, GateReport]], *, width: int, name: str) -> str:
-    """What each task lost or gained against its margin: results of one unit, each with a prefix of its name (or "")
+    """Draw each task's loss or gain against its margin: results of one unit, each with a prefix of its name (or "")
     and the judgement that it is from."""
     rows = []
     unit = unit_of(results[0][0].kind)
@@ -82,7 +82,7 @@ def _path(gate: GateReport, result: Accuracy) -> Path | None:
 
 
 def paths(tasks: Sequence[Path], *, width: int, name: str) -> str:
-    """How each task was decided: its bounds at each look against the margin, a panel a task."""
+    """Draw how each task was decided: its bounds at each look against the margin, a panel a task."""
     columns = 1 if width < 500 else 2 if width < 700 or len(tasks) in (2, 4) else 3
     grid = Grid(width, min(columns, max(1, len(tasks))), len(tasks), 132, left=52, right=14, top=36)
     with panels(width, grid.height, grid.rows, grid.columns) as (drawing, axes):

@@ -48,7 +48,7 @@ def flips(baseline: SampleSet, candidate: SampleSet, before: Answers, after: Ans
 
 
 def said(answer: Mapping[str, Any]) -> str:
-    """What a side answered: its text with what was taken from it, or the choice that it took, of which.
+    """Word a side's answer: its text with the extracted answer, or the choice that it took, of which.
 
     A choice stands with its log likelihood in nats; the arrow marks the one that was taken.
     """

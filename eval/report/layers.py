@@ -1,4 +1,4 @@
-"""What quantization did to each layer: error by module, scales of the KV cache."""
+"""Draw what quantization did to each layer: error by module, scales of the KV cache."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def _made(report: Report) -> str:
 
 
 def limits(gate: GateReport) -> list[str]:
-    """What the figures do not say, one sentence each."""
+    """Yield what the figures do not show, one sentence each."""
     found: list[str] = []
     if gate.accuracy:
         found.append(

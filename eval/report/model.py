@@ -79,7 +79,7 @@ class Stage(TypedDict):
 
 
 class ServedSide(TypedDict):
-    """How one side was served: what answered, on what, and the command."""
+    """The server of one side: runtime, machine and command."""
 
     side: str
     runtime: str

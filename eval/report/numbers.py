@@ -1,4 +1,4 @@
-"""How figures are written: three digits, real minus and multiplication signs, units that people use."""
+"""Format figures: three digits, real minus and multiplication signs, units that people use."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def signs(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How a change of accuracy is shown: points of a score; per cent of a perplexity, of which more is worse.
+    """The unit of a change of accuracy: points of a score; per cent of a perplexity, of which more is worse.
 
     Differences are those of `Accuracy.difference`, below 0 is worse.
     """
@@ -97,7 +97,7 @@ class Unit:
         return (min(ends), max(ends))
 
     def margin(self, margin: float) -> float:
-        """Where a margin lies: -1 for a loss of one point, +2 for a perplexity of two per cent more."""
+        """Return a margin's place: -1 for a loss of one point, +2 for a perplexity of two per cent more."""
         return 100 * margin if self.perplexity else -100 * margin
 
     def words(self, difference: float) -> str:

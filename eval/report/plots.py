@@ -1,4 +1,4 @@
-"""What every page draws with: matplotlib's figures as inline SVG, panels and ticks, intervals, points in a plane.
+"""Draw the plots of every page: matplotlib's figures as inline SVG, panels and ticks, intervals, points in a plane.
 
 A figure is drawn with stand-in colours, which become variables of the page's style sheet afterwards: one picture then
 serves the light and the dark theme. Text stays text, so that it can be searched, copied and read aloud. Each plot is
@@ -151,7 +151,7 @@ class Grid:
 
     @property
     def rows(self) -> int:
-        """How many rows of panels there are."""
+        """Return the number of rows of panels."""
         return -(-self.panels // self.columns)
 
     @property
@@ -410,7 +410,7 @@ def plane(
 
 
 def apart(places: Sequence[tuple[float, ...]], room: float) -> list[tuple[float, float]]:
-    """Where marks at (x, y) are drawn so that each can be read: one that would cover another moves to its right.
+    """Return where marks at (x, y) are drawn so that each can be read: a mark that would cover another moves right.
 
     `room` is the least distance of two marks, in the pixels of `places`. Their intervals stay where they are.
     """

@@ -1,4 +1,4 @@
-"""How the run went, and how to make it again."""
+"""The section of a report on the run: its stages, and how to repeat it."""
 
 from __future__ import annotations
 

@@ -63,12 +63,12 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def runtime(report: Report) -> str:
-    """What answered for the candidate, with its version."""
+    """Return the candidate's runtime, with its version."""
     return next((answered_by(plan) for plan in report["servers"] if plan["side"] == "candidate"), "")
 
 
 def answered_by(plan: ServedSide) -> str:
-    """What answered for a side, with its version where the name does not have it."""
+    """Return a side's runtime, with its version where the name lacks it."""
     name = plan["runtime"] if plan["version"] in plan["runtime"] else f"{plan['runtime']} {plan['version']}"
     return re.sub("^vllm", "vLLM", name)
 

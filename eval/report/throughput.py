@@ -144,7 +144,7 @@ def _speeds(shapes: Sequence[Sequence[Measured]], *, unit: str, width: int, name
 
 
 def _latencies(group: Sequence[Measured], *, unit: str, width: int, name: str) -> str:
-    """What a higher load costs each request, one panel a latency: solid the median, dashed the 99th percentile."""
+    """Draw what a higher load costs each request, one panel a latency: solid the median, dashed the 99th percentile."""
     columns = 1 if width < 500 else min(3, len(LATENCIES))
     grid = Grid(width, columns, len(LATENCIES), 170, left=50, right=18, top=34)
     said = []

@@ -196,7 +196,7 @@ def totals(values: NDArray[np.float64], clusters: NDArray[Any]) -> NDArray[np.fl
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What was drawn independently: items, or clusters of items. Arrays have shape (units,).
+    """The independent units: items, or clusters of items. Arrays have shape (units,).
 
     `baseline` and `candidate` are sums of scores (log likelihoods in nats), `weights` numbers of items (of words).
     """
@@ -227,7 +227,7 @@ class Change:
 
     @property
     def difference(self) -> float:
-        """What changed, see above."""
+        """The kind of change, see above."""
         return self.total.value
 
     @property
@@ -249,7 +249,7 @@ class Change:
 
     @property
     def method(self) -> str:
-        """What the bounds are, in words."""
+        """Word the bounds."""
         if self.kind == "perplexity":
             return f"{'cluster-robust t' if self.clustered else 'Student t'} with skewness, weighted by words"
         name = "Tango score interval" if self.kind == "binary" else "score interval"

@@ -248,7 +248,7 @@ def until(pairs: Pairs, look: int) -> Pairs:
 
 @lru_cache(maxsize=256)
 def inflation(looks: int, confidence: float = 0.95, power: float = 0.8) -> float:
-    """How many times the items of one fixed test a plan of equal looks needs for the same power.
+    """Return how many times the items of one fixed test a plan of equal looks needs for the same power.
 
     >>> round(inflation(4), 3)
     1.029

@@ -270,7 +270,7 @@ def test_a_program_reads_the_same(orchestra: Any, quantmint: Quantmint, project:
         told = ended.json
         assert told.keys() == {
             "recipe", "verdict", "reasons", "measured", "stopped", "checkpoint", "published", "report", "tracked",
-            "stages", *(["advice", "paste"] if verdict == "FAIL" else []),
+            "stages", *(["advice", "paste", "paste_seconds"] if verdict == "FAIL" else []),
         }  # fmt: skip
         assert (told["recipe"], told["verdict"], told["reasons"]) == ("r", verdict, ["because of this"])
         assert (told["checkpoint"] == str(project / "published" / "r")) == (verdict == "PASS")
