@@ -19,7 +19,8 @@ def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     parameters = ", ".join(f"a{number}" for number in range(9))
     (room / "a.py").write_text(
         '"""What it is."""\n'
-        f'def f({parameters}):\n    """Return a sum."""\n    found = 1\n    for each in ():\n        pass\n    return found\n'
+        f'def f({parameters}):\n    """Return a sum."""\n    found = 1\n'
+        "    for each in ():\n        pass\n    return found\n"
         "class Thing:\n    pass\n"
     )
     (room / "b.py").write_text('"""Count."""\nclass Thing:\n    pass\n')
