@@ -70,9 +70,8 @@ def dashboard_address(on: str | None) -> str | None:
     Raises `UserError` for anything but ``ray`` and ``http://HEAD:PORT``.
     """
     if on not in (None, "ray") and _DASHBOARD.fullmatch(str(on)) is None:
-        raise UserError(
-            f"--on: found {on!r}, expected ray ({VARIABLE}'s cluster or this machine's) or http://HEAD:8265"
-        )
+        expected = f"ray ({VARIABLE}'s cluster or this machine's) or http://HEAD:8265"
+        raise UserError(f"--on: found {on!r}, expected {expected}")
     return LOCAL_CLUSTER if on == "ray" else on
 
 
@@ -99,10 +98,8 @@ def connect(address: str) -> None:
         except ConnectionAbortedError:  # the head starts a server for each client; on a busy head that sometimes fails
             start()
     except ray.exceptions.AuthenticationError as error:
-        raise UserError(
-            f"{name} asks for a token: {first_line(error)}",
-            hint="Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file with the cluster's token.",
-        ) from None
+        hint = "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file with the cluster's token."
+        raise UserError(f"{name} asks for a token: {first_line(error)}", hint=hint) from None
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise UserError(f"no Ray cluster answers at {name}: {first_line(error)}", hint=_START_HINT) from None
     finally:  # restore our SIGTERM handler; Ray's exits at once
@@ -171,9 +168,8 @@ def task_resources(nodes: Sequence[Node], device: str, *, max_cores: int | None 
     `UserError` when no node has such resources.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise UserError(
-            f"--device: found {device!r} with --on, expected auto, cpu or cuda: Ray says which device a task gets."
-        )
+        expected = "auto, cpu or cuda: Ray says which device a task gets."
+        raise UserError(f"--device: found {device!r} with --on, expected {expected}")
     if device != "cpu" and any(node.gpus for node in nodes):
         return TaskResources("cuda", 0, 1)
     if device == "cuda":

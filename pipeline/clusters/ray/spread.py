@@ -42,10 +42,8 @@ def open_spread(
         return
     engine = recipe.quantization.engine
     if engine != "stream":
-        raise UserError(
-            f"--on: found it with quantization.engine: {engine}, which works in one process, expected stream.",
-            hint="`quantmint submit` runs a whole recipe on another machine.",
-        )
+        message = f"--on: found it with quantization.engine: {engine}, which works in one process, expected stream."
+        raise UserError(message, hint="`quantmint submit` runs a whole recipe on another machine.")
     spread = RaySpread(nodes.ray_address(on, os.environ), device, progress)
     try:
         root = store.absolute()
@@ -154,10 +152,9 @@ class RaySpread:
         import ray
 
         if self._address.startswith("ray://"):
-            raise UserError(
-                f"--on: found {self._address}, through which no server is started, expected to be on a node.",
-                hint="Start the run on a node of the cluster, with `--on ray`, or by `quantmint submit --ray`.",
-            )
+            message = f"--on: found {self._address}, through which no server is started, expected to be on a node."
+            hint = "Start the run on a node of the cluster, with `--on ray`, or by `quantmint submit --ray`."
+            raise UserError(message, hint=hint)
         nodes.connect(self._address)
         context = ray.get_runtime_context()
         return Cluster(str(context.gcs_address), str(ray.util.get_node_ip_address()))

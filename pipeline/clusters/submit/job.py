@@ -14,10 +14,12 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 from quantmint.pipeline.base.errors import SECRET, StageError, UserError
 from quantmint.pipeline.base.hardware import hardware
@@ -131,33 +133,33 @@ class JobState:
     waits: str | None = None
 
 
-class Scheduler(Protocol):
+class Scheduler(ABC):
     """A client of a cluster. Raises `UserError` for a refusal and a transient `StageError` when it is unreachable."""
 
+    def __init__(self) -> None:
+        self._shown: Counter[str] = Counter()  # characters by log
+
+    @abstractmethod
     def describe(self, request: JobRequest) -> str:
         """Return exactly what `submit` sends."""
 
+    @abstractmethod
     def submit(self, request: JobRequest) -> SubmittedJob:
         """Submit the job."""
 
+    @abstractmethod
     def state(self, identifier: str) -> JobState:
         """Return the job's state."""
 
+    @abstractmethod
+    def logs(self, identifier: str) -> Iterable[tuple[str, str]]:
+        """Yield name and whole text of each log of the job."""
+
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
-        """Call ``show`` with the log's growth since the last call."""
-
-
-class LogTail:
-    """The new part of a log that its server returns whole each time."""
-
-    def __init__(self) -> None:
-        self._shown = 0  # characters
-
-    def growth(self, log: str) -> str:
-        """Return the text since the last call, and all of a log that became shorter: it is another one."""
-        start = self._shown if self._shown <= len(log) else 0
-        self._shown = len(log)
-        return log[start:]
+        """Call ``show`` with the growth of each log since the last call; a log that became shorter is a new one."""
+        for name, log in self.logs(identifier):
+            show(log[self._shown[name] if self._shown[name] <= len(log) else 0 :])
+            self._shown[name] = len(log)
 
 
 def follow(

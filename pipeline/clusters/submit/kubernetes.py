@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from quantmint.pipeline.clusters.submit.job import (
     BROKEN,
     JobRequest,
     JobState,
-    LogTail,
+    Scheduler,
     SubmittedJob,
     require_job_id,
 )
@@ -29,13 +28,12 @@ _NO_LOG = (400, 404)
 _JOB_ID = (r"[a-z0-9][-a-z0-9.]*", "the name that Kubernetes gave it")
 
 
-class Kubernetes:
+class Kubernetes(Scheduler):
     """A namespace (None: the context's). ``pod`` is the pod of submitted runs, None to ask for existing jobs."""
 
     def __init__(self, pod: Pod | None, *, namespace: str | None = None) -> None:
-        self._pod = pod
-        self._namespace = namespace
-        self._logs: defaultdict[str, LogTail] = defaultdict(LogTail)  # by pod
+        super().__init__()
+        self._pod, self._namespace = pod, namespace
 
     def describe(self, request: JobRequest) -> str:
         """Return the manifest, which `kubectl create -f -` takes as well. Raises `UserError` without an image."""
@@ -77,11 +75,11 @@ class Kubernetes:
         pods = self._pods(identifier)
         return JobState("Pending", waits=_pending_reason(pods[-1]) if pods else "no pod is made for it yet")
 
-    def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
-        """Call ``show`` with the growth of the logs of the Job's pods, one pod after the other."""
+    def logs(self, identifier: str) -> Iterator[tuple[str, str]]:
+        """Yield the logs of the Job's pods, the oldest pod first."""
         for pod in self._pods(identifier):
             if pod.status.phase in ("Running", "Succeeded", "Failed"):
-                show(self._logs[str(pod.metadata.uid)].growth(self._log(pod.metadata.name)))
+                yield str(pod.metadata.uid), self._log(pod.metadata.name)
 
     def _manifest(self, request: JobRequest) -> dict[str, Any]:
         if self._pod is None:

@@ -70,10 +70,8 @@ class Pod:
     @property
     def labels(self) -> dict[str, str]:
         """Labels that select all pods of quantmint, and those of one recipe."""
-        return {
-            "app.kubernetes.io/name": CONTAINER,
-            "app.kubernetes.io/instance": manifests.object_name("", self.name),
-        }
+        instance = manifests.object_name("", self.name)
+        return {"app.kubernetes.io/name": CONTAINER, "app.kubernetes.io/instance": instance}
 
 
 def has_digest(image: str) -> bool:
@@ -87,10 +85,8 @@ def job_manifest(request: job.JobRequest, pod: Pod) -> dict[str, Any]:
     Raises `UserError` for several nodes, for a store that ends with the pod, and for a secret among the variables.
     """
     if request.nodes > 1:
-        raise UserError(
-            f"the run needs {request.nodes} nodes, and a Job's pod is on one",
-            hint="Make a Ray cluster of them (KubeRay) and submit to that: --ray http://HEAD:8265",
-        )
+        hint = "Make a Ray cluster of them (KubeRay) and submit to that: --ray http://HEAD:8265"
+        raise UserError(f"the run needs {request.nodes} nodes, and a Job's pod is on one", hint=hint)
     needs = {name: getattr(request, name) for name in ("name", "kind", "gpus", "cpus", "memory_gb")}
     pod = replace(pod, command=request.command(CONTAINER), **needs)
     spec = job_spec(pod, hours=None if request.seconds is None else request.seconds / 3600)
@@ -112,9 +108,14 @@ def job_spec(pod: Pod, *, retries: int = RETRIES, hours: float | None = None) ->
     requests = {name: str(value) for name, value in (("cpu", pod.cpus), ("memory", memory)) if value is not None}
     text = job.render(
         "job.yaml.j2",
-        **{"pod": pod, "name": CONTAINER, "retries": retries, "hours": hours},
-        **{"gpus": gpus, "requests": {**requests, **gpus}},
-        **{"shared_mount": manifests.SHARED_MOUNT, "shared_volume": manifests.SHARED_VOLUME},
+        pod=pod,
+        name=CONTAINER,
+        retries=retries,
+        hours=hours,
+        gpus=gpus,
+        requests={**requests, **gpus},
+        shared_mount=manifests.SHARED_MOUNT,
+        shared_volume=manifests.SHARED_VOLUME,
         variables=manifests.plain_variables({**image, **pod.variables}),
     )
     spec, defaults, needs = yaml.safe_load_all(text)
@@ -183,8 +184,7 @@ def parse_secret(text: str) -> SecretVariable:
     variable, _, source = text.partition("=")
     secret, _, key = source.partition(":")
     if not secret:
-        expected = "expected VARIABLE=SECRET or VARIABLE=SECRET:KEY, as in HF_TOKEN=hub:token"
-        raise UserError(f"--secret: found {variable!r}, {expected}")
+        raise UserError(f"--secret: found {variable!r}, expected VARIABLE=SECRET[:KEY], as in HF_TOKEN=hub:token")
     return SecretVariable(variable, secret, key or variable)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from quantmint.pipeline.base.errors import QuantmintError, StageError, UserError
 from quantmint.pipeline.base.transience import is_transient
 from quantmint.pipeline.clusters.submit import job
-from quantmint.pipeline.clusters.submit.job import BROKEN, JobRequest, JobState, LogTail, SubmittedJob
+from quantmint.pipeline.clusters.submit.job import BROKEN, JobRequest, JobState, Scheduler, SubmittedJob
 
 _NO_ROOM = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
 _NODE_LOST = {"JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE"}
@@ -57,7 +57,7 @@ def description(request: JobRequest, folder: Path, variables: Mapping[str, str] 
     }
 
 
-class RayJobs:
+class RayJobs(Scheduler):
     """The cluster with its dashboard at ``address``, such as http://head:8265; ``auto`` is the one that Ray finds here.
 
     A run starts in ``folder``, with ``variables`` besides those of the nodes.
@@ -65,13 +65,11 @@ class RayJobs:
 
     def __init__(self, address: str, folder: Path, variables: Mapping[str, str] = {}) -> None:
         if address.startswith("ray://"):
-            raise UserError(
-                f"--ray: found {address}, the address of Ray's client, and jobs go to the dashboard",
-                hint="http://HEAD:8265 where nothing else was set.",
-            )
+            message = f"--ray: found {address}, the address of Ray's client, and jobs go to the dashboard"
+            raise UserError(message, hint="Its default address is http://HEAD:8265.")
         self._address = None if address == "auto" else address if "://" in address else f"http://{address}"
+        super().__init__()
         self._folder, self._variables = folder, variables
-        self._log = LogTail()
         self._pending = False
 
     def describe(self, request: JobRequest) -> str:
@@ -80,8 +78,7 @@ class RayJobs:
 
     def submit(self, request: JobRequest) -> SubmittedJob:
         """Submit the job."""
-        identifier = str(self._call("submit_job", **description(request, self._folder, self._variables)))
-        self._log = LogTail()
+        identifier = str(self.call("submit_job", **description(request, self._folder, self._variables)))
         address = f"--address {shlex.quote(self._address)} " if self._address else ""
         return SubmittedJob(identifier, f"ray job logs {address}--follow {identifier}")
 
@@ -99,18 +96,15 @@ class RayJobs:
     def details(self, identifier: str) -> Any:
         """Return Ray's `JobDetails`."""
         job.require_job_id(identifier, r"\w[\w.-]*", "the identifier that Ray gave it")
-        return self._call("get_job_info", identifier)
+        return self.call("get_job_info", identifier)
 
-    def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
-        """Call ``show`` with the log's growth, not while the job is pending: Ray writes its search for room into it."""
+    def logs(self, identifier: str) -> Iterator[tuple[str, str]]:
+        """Yield the job's log unless the job is pending: Ray writes its search for room into it."""
         if not self._pending:
-            show(self._log.growth(str(self._call("get_job_logs", identifier))))
+            yield identifier, str(self.call("get_job_logs", identifier))
 
-    def cancel(self, identifier: str) -> None:
-        """End the job by SIGTERM, after 20 s by SIGKILL."""
-        self._call("stop_job", identifier)
-
-    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of `JobSubmissionClient`, with its errors as ours."""
         client = self._connect()
         with _client_errors():
             return getattr(client, method)(*arguments, **options)
@@ -165,7 +159,7 @@ def run_attached(jobs: RayJobs, request: JobRequest, show: Callable[[str], None]
     except (KeyboardInterrupt, SystemExit):
         if identifier:
             with suppress(QuantmintError):
-                jobs.cancel(identifier)
+                jobs.call("stop_job", identifier)  # SIGTERM, after 20 s SIGKILL
         raise
     if state.status == "STOPPED" or (state.status == "FAILED" and details.driver_exit_code is None):
         message = f"{identifier}: {details.message or state.status}"

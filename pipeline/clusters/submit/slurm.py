@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from os.path import normpath
@@ -18,7 +18,7 @@ from typing import Literal
 
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.clusters.submit import job
-from quantmint.pipeline.clusters.submit.job import BROKEN, JobRequest, JobState, LogTail, SubmittedJob
+from quantmint.pipeline.clusters.submit.job import BROKEN, JobRequest, JobState, Scheduler, SubmittedJob
 from quantmint.pipeline.clusters.submit.pod import has_digest
 from quantmint.pipeline.serving.environment import IMAGE_VARIABLE
 from quantmint.pipeline.serving.render.kubernetes import object_name
@@ -103,13 +103,21 @@ def script(request: JobRequest, options: SlurmOptions, *, folder: Path, logs: Pa
         words = ("env", f"HF_HOME={options.hub}", *words)
     return job.render(
         "slurm.sh.j2",
-        **{"request": request, "options": options, "folder": folder, "logs": logs, "container": container},
-        **{"words": words, "program_folder": Path(program[0]).parent, "log": partial(_log, logs)},
-        job_name=object_name("quantmint-", request.name),
+        request=request,
+        options=options,
+        folder=folder,
+        logs=logs,
+        log=partial(_log, logs),
+        words=words,
+        program_folder=Path(program[0]).parent,
+        container=container,
         mounts="" if container is None else _mounts(request, options, folder),
-        warning=WARNING_S if request.seconds is None else max(1, min(WARNING_S, int(request.seconds / 4))),
         pinned=options.container is not None and has_digest(options.container),
-        **{"image_variable": IMAGE_VARIABLE, "rounds": ROUNDS, "broken": BROKEN},
+        image_variable=IMAGE_VARIABLE,
+        job_name=object_name("quantmint-", request.name),
+        warning=WARNING_S if request.seconds is None else max(1, min(WARNING_S, int(request.seconds / 4))),
+        rounds=ROUNDS,
+        broken=BROKEN,
     )
 
 
@@ -124,12 +132,12 @@ def _mounts(request: JobRequest, options: SlurmOptions, folder: Path) -> str:
     return ",".join(sorted([*options.mounts, *ours], key=lambda mount: mount.partition(":")[2].count("/")))
 
 
-class Slurm:
+class Slurm(Scheduler):
     """The cluster whose commands are on PATH. ``logs`` is a folder on the shared filesystem."""
 
     def __init__(self, options: SlurmOptions, *, folder: Path, logs: Path) -> None:
+        super().__init__()
         self._options, self._folder, self._logs = options, folder, logs
-        self._tail = LogTail()
 
     def describe(self, request: JobRequest) -> str:
         """Return the batch script."""
@@ -170,11 +178,11 @@ class Slurm:
             hint=f"The controller forgets finished jobs after some minutes. Its log is {_log(self._logs, number)}.",
         )
 
-    def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
-        """Call ``show`` with the growth of the log file."""
+    def logs(self, identifier: str) -> Iterator[tuple[str, str]]:
+        """Yield the log file's text, if there is a file yet."""
         log = _log(self._logs, job.require_job_id(identifier, *_JOB_ID))
         if log.is_file():  # "ignore" leaves out a character whose bytes are not all written yet
-            show(self._tail.growth(log.read_text(encoding="utf-8", errors="ignore")))
+            yield identifier, log.read_text(encoding="utf-8", errors="ignore")
 
     def _recorded_code(self, number: str) -> int | None:
         """Return the exit code that the run wrote; None for an absent or partial file (on a full disk)."""

@@ -113,7 +113,7 @@ def test_a_verdict_is_the_jobs_exit_code_and_a_job_can_be_ended(
     while not begun.exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert there.state(long).status == "RUNNING"
-    there.cancel(long)
+    there.call("stop_job", long)
     while there.state(long).exit_code is None and time.monotonic() < end:
         time.sleep(0.1)
     assert there.state(long).status == "STOPPED"
