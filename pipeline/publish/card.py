@@ -76,7 +76,10 @@ class QuantizationFacts:
 
 @dataclass(frozen=True, slots=True)
 class ServingCommand:
-    """The command that serves the checkpoint on ``target``, or a ``refusal``; ``servers`` such commands fill it."""
+    """The command that serves the checkpoint on ``target``, or a ``refusal``.
+
+    ``servers`` is the number of such commands that use all of the target's GPUs.
+    """
 
     title: str
     target: str

@@ -40,7 +40,7 @@ class Kubernetes(Scheduler):
         return dump(self._manifest(request))
 
     def check(self, request: JobRequest) -> str | None:
-        """Let the API server validate the Job; return why it could not. Raises `UserError` for a refused Job."""
+        """Let the API server validate the Job; return why it could not, or None. Raises `UserError` for a refusal."""
         self._manifest(request)
         try:
             self._connect()

@@ -92,7 +92,7 @@ def exit_code(checks: Sequence[ReleaseCheck]) -> int:
 
 
 def conclusion(checks: Sequence[ReleaseCheck]) -> str:
-    """Return VERIFIED, FAILS or NOT ALL CHECKED; CONSISTENT, UNSIGNED if all is OK but an unsigned release."""
+    """Return VERIFIED, FAILS or NOT ALL CHECKED; CONSISTENT, UNSIGNED if all checks of an unsigned release are OK."""
     code = exit_code(checks)
     if code == 0 and not all(check.vouched for check in checks):
         return UNSIGNED
