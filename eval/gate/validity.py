@@ -240,6 +240,16 @@ def _reused(launches: Sequence[Launch], hardware: str) -> Iterator[Finding]:
         yield Finding.invalid("baseline", f"The reused launches disagree with the fresh ones: {fault}")
 
 
+def is_sound(launch: Launch, argv: Sequence[str]) -> bool:
+    """Return whether a launch of a server with this command line would void no series by itself."""
+    limits = {subject: limit for subject, limit, *_ in _ALONE}
+    shares = {"client": launch.client_cpu or 0.0, "server": launch.server_cpu or 0.0}
+    cells = launch.cells.values()
+    late = not GROUPED & set(argv) and any(map(_behind, cells))
+    busy = any(shares[subject] > limit for subject, limit in limits.items())
+    return not (launch.faults or launch.machine.throttled or busy or late or any(cell.failed for cell in cells))
+
+
 def disagreement(reused: Sequence[Launch], fresh: Sequence[Launch], hardware: str) -> str | None:
     """Return how reused launches of a baseline differ from fresh ones, in a clause; None where they agree.
 

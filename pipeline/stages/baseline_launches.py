@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantmint.eval.errors import MeasurementError
+from quantmint.eval.gate.validity import is_sound
 from quantmint.eval.measurements import Launch, reusable
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import QuantmintError
@@ -50,10 +51,10 @@ class BaselineLaunches:
                 return tuple(reversed(launches))
         return ()
 
-    def add(self, launches: Sequence[Launch]) -> None:
-        """Write the launches of a finished series that are the baseline's own, without a fault, and not throttled."""
+    def add(self, launches: Sequence[Launch], argv: Sequence[str]) -> None:
+        """Write the baseline's fresh launches of a finished series that are sound; `argv` is its command line."""
         for launch in launches:
-            if launch.side == "candidate" or launch.reused or launch.faults or launch.machine.throttled:
+            if launch.side == "candidate" or launch.reused or not is_sound(launch, argv):
                 continue
             self.folder.mkdir(parents=True, exist_ok=True)
             started = (launch.started or "").replace(":", "").replace("+0000", "Z")

@@ -20,6 +20,7 @@ from quantmint.pipeline.stages.serve import (
     SIDES,
     ServeStage,
     image_settings,
+    launch_plan,
     model_key,
     require_server,
     vllm_version,
@@ -95,7 +96,8 @@ class BenchStage(Stage):
         cells = job.setting.workload.cells
         launches = Series(job, self.version).measure()
         write_json(job.path / LAUNCHES, {"launches": [launch.to_json() for launch in launches]})
-        baseline_launches(job.setting, job.inputs[model_key("baseline")].fingerprint, self.version).add(launches)
+        argv = launch_plan(job.setting, "baseline", Path("MODEL")).argv
+        baseline_launches(job.setting, job.inputs[model_key("baseline")].fingerprint, self.version).add(launches, argv)
         ratios = {cell.name: _ratio(cell, launches) for cell in cells}
         faults_of_launches = [
             f"launch {launch.number} ({launch.side}): {fault}" for launch in launches for fault in launch.faults

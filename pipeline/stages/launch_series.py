@@ -73,9 +73,13 @@ class Series:
     def __init__(self, job: Job, version: int) -> None:
         """Decide which launches of an earlier series are reused: those that the folder names, else the newest.
 
-        `version` is that of the stage that measures.
+        None is where the stage is made anew by wish, or goes on with a series that reused none. `version` is that of
+        the stage that measures.
         """
         self._job = job
+        if job.again and (job.path / REUSED).is_file():  # left by an attempt that broke
+            shutil.rmtree(job.path / "launches", ignore_errors=True)
+            (job.path / REUSED).unlink()
         self._launches_a_side = job.setting.recipe.gate.throughput.launches
         self._begun = any(job.path.glob(f"launches/*/{LAUNCH}"))
         self._is_warm = False

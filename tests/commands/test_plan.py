@@ -474,7 +474,7 @@ def test_launches_of_the_baseline_that_are_reused_are_not_forecast(quantmint: Qu
     setting = open_setting("r.yaml", store=Store(project / "store"))
     (planned,) = (planned for planned in build_plan(setting) if planned.key == "bench")
     launches = [replace(launch, started="2026-11-26T08:00:00+00:00") for launch in make_launches(4)]
-    baseline_launches(setting, source_of(planned), BenchStage.version).add(launches)
+    baseline_launches(setting, source_of(planned), BenchStage.version).add(launches, ())
     after = quantmint("plan", "r.yaml", "--for", "here", "--json").json
     assert (before["bench"]["launches"], after["bench"]["launches"]) == (9, 7)
     assert (after["bench"]["reused"], after["bench"]["reused_from"]) == (2, "2026-11-26T08:00:00+00:00")

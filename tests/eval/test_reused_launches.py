@@ -14,7 +14,7 @@ from quantmint.eval.errors import MeasurementError
 from quantmint.eval.gate import Policy, judge
 from quantmint.eval.gate.reach import detectable_shift, reach
 from quantmint.eval.gate.report import GateReport
-from quantmint.eval.gate.validity import check_launches, disagreement
+from quantmint.eval.gate.validity import check_launches, disagreement, is_sound
 from quantmint.eval.measurements import CellResult, Launch, Machine, Measurements, order, reusable, reuse_order
 from quantmint.eval.suites import load
 from quantmint.eval.verdict import Verdict
@@ -115,6 +115,23 @@ def test_clocks_of_a_gpu_must_be_alike() -> None:
     assert disagreement(at(2000), at(1980), "mi300x") is None
     assert disagreement(at(2000), at(1800), "mi300x") == "the clock changed from 1,800 to 2,000 MHz"
     assert disagreement(at(2000), at(1800), "cpu") is None
+
+
+def test_launches_that_would_void_a_series_are_not_sound() -> None:
+    sound = launch("baseline", 0, 1000.0, client_cpu=0.5, server_cpu=0.8)
+    cell = sound.cells["c"]
+    assert is_sound(sound, ())
+    for changes in (
+        {"faults": ("default KV scales were used",)},
+        {"machine": Machine(throttled=("thermal",))},
+        {"client_cpu": 0.99},
+        {"server_cpu": 0.95},
+        {"cells": {"c": replace(cell, failed=1)}},
+    ):
+        assert not is_sound(replace(sound, **changes), ()), changes
+    late = replace(sound, cells={"c": replace(cell, peak_output_throughput=300.0)})
+    assert not is_sound(late, ())
+    assert is_sound(late, ("vllm", "serve", "MODEL", "--stream-interval", "10"))
 
 
 def test_what_cannot_be_compared() -> None:

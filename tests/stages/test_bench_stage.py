@@ -263,8 +263,9 @@ def test_reused_launches_that_disagree_are_made_anew(series: Callable[..., Serie
     assert not any(finding for finding in _series(launches)), "an order that the gate takes"
 
 
+@pytest.mark.parametrize("redo", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_broken_series_goes_on_with_the_launches_that_it_began_with(
-    series: Callable[..., Series], monkeypatch: pytest.MonkeyPatch
+    series: Callable[..., Series], monkeypatch: pytest.MonkeyPatch, redo: bool
 ) -> None:
     made = series(launches=4)
     made.launches()
@@ -281,7 +282,11 @@ def test_a_broken_series_goes_on_with_the_launches_that_it_began_with(
         with pytest.raises(InvalidMeasurementError, match="pulled the plug"):
             made.run()
     made.orchestra.lines.clear()
-    launches = made.launches()
+    launches = made.launches(redo=["bench"] if redo else [])
+    if redo:
+        assert not any(launch.reused for launch in launches)
+        assert not any("there already" in line for line in made.orchestra.lines)
+        return
     assert any("3 of 6 launches are there already" in line for line in made.orchestra.lines)
     assert [launch.reused for launch in launches] == [True] * 2 + [False] * 6
 
