@@ -33,14 +33,14 @@ _MEMORY = ("uuid", "name", "memory.total", "memory.reserved", "memory.used")
 class AmdGpu:
     """A GPU, or a partition of one, as its driver reports it; None for what the driver does not report.
 
-    ``memory`` is the bytes of its own banks, ``used`` the bytes in use on the whole device. ``render`` is the number of
-    its /dev/dri/renderD node, ``device`` its folder on the bus.
+    ``memory`` is the bytes of its own banks, ``in_use`` those in use on the whole device. ``render`` is the number
+    of its /dev/dri/renderD node, ``device`` its folder on the bus.
     """
 
     device_id: int
     arch: str
     memory: int
-    used: int | None
+    in_use: int | None
     uuid: str
     compute_partition: str | None
     memory_partition: str | None
@@ -64,7 +64,7 @@ def amd_gpus(machine: Machine) -> tuple[AmdGpu, ...]:
             device_id=int(facts.get("device_id", "0")),
             arch=f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}",
             memory=_memory(machine, folder) or total or 0,
-            used=None if device is None else machine.number(device / "mem_info_vram_used"),
+            in_use=None if device is None else machine.number(device / "mem_info_vram_used"),
             uuid=f"GPU-{int(facts.get('unique_id', '0')):016x}",
             compute_partition=None if device is None else machine.text(device / "current_compute_partition"),
             memory_partition=None if device is None else machine.text(device / "current_memory_partition"),
@@ -146,7 +146,7 @@ def detect(machine: Machine) -> DetectedAccelerators:
             hbm_bytes=min(gpu.memory for gpu in visible),
             compute_partition="+".join(sorted({gpu.compute_partition or "" for gpu in visible} - {""})) or None,
             memory_partition="+".join(sorted({gpu.memory_partition or "" for gpu in visible} - {""})) or None,
-            memory=tuple((gpu.memory, gpu.used) for gpu in visible),
+            memory=tuple((gpu.memory, gpu.in_use) for gpu in visible),
             devices=tuple(visible),
         )
     return _nvidia(machine) or DetectedAccelerators(hardware="cpu", gpus=1, hbm_bytes=None)
@@ -190,7 +190,7 @@ def _nvidia(machine: Machine) -> DetectedAccelerators | None:
         return None
     general = accelerators.hardware("cuda")
     # Total minus what the driver reserves is what CUDA reports, on an H200 to the last MiB.
-    memory = tuple(((_mib(total) or 0) - (_mib(reserved) or 0), _mib(used)) for _, _, total, reserved, used in rows)
+    memory = tuple(((_mib(total) or 0) - (_mib(reserved) or 0), _mib(in_use)) for _, _, total, reserved, in_use in rows)
     return DetectedAccelerators(
         hardware=_one_kind([accelerators.by_name(name) or general for _, name, *_ in rows]).name,
         gpus=len(rows),

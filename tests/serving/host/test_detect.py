@@ -25,7 +25,7 @@ def test_eight_mi300x(tmp_path: Path):
     assert [gpu.render for gpu in found.devices] == list(range(128, 136))
     assert {gpu.arch for gpu in found.devices} == {"gfx942"}
     assert [gpu.render for gpu in found.devices] == list(range(128, 136))
-    assert {gpu.used for gpu in found.devices} == {285 << 20}
+    assert {gpu.in_use for gpu in found.devices} == {285 << 20}
 
 
 def test_eight_mi355x(tmp_path: Path):
