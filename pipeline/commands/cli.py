@@ -186,8 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run() -> None:
-    """`main` as a process's own: what it has made is on the disk by now, and nobody waits for a GPU's driver and a
-    hundred megabytes of modules to be taken apart, which takes a second.
+    """Run `main` as this process, and end it at once.
+
+    Everything is on the disk by then: nobody waits a second for a GPU's driver and a hundred megabytes of modules to be
+    taken apart.
     """
     code: object = 0
     try:
@@ -213,7 +215,7 @@ def _too_long(path: str) -> str:
 
 
 def _shadow() -> str:
-    """Where a module may come from that is not the one meant; empty without PYTHONPATH."""
+    """Return a hint at PYTHONPATH, which may hide a module that quantmint needs; empty without it."""
     path = os.environ.get("PYTHONPATH")
     return f"\n  PYTHONPATH is {path}: a module there may hide one that quantmint needs." if path else ""
 

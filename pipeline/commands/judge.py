@@ -82,22 +82,22 @@ def gate(
         policy = replace(policy, confidence=confidence, throughput_confidence=confidence)
     if min_ratio is not None:
         policy = replace(policy, min_ratio=min_ratio)
-    own = policy != recorded.policy
+    replaced = policy != recorded.policy
     report = judge(measurements, policy)
-    differences = () if own else changes(recorded, report)
+    differences = () if replaced else changes(recorded, report)
     unlisted = [Finding.invalid("release", fault) for fault in _unlisted(file, recorded.artefact)]
     if unlisted:
         report = replace(report, verdict=Verdict.INVALID, findings=(*unlisted, *report.findings))
     if as_json:
         facts = {
             "path": str(file),
-            "judged_by": "your policy" if own else "the recorded policy",
+            "judged_by": "your policy" if replaced else "the recorded policy",
             "recorded": recorded.verdict.value,
             "differences": list(differences),
         }
         emit({**facts, **report.to_json()})
     else:
-        print_judgement(report, recorded, file, own=own, differences=differences)
+        print_judgement(report, recorded, file, replaced=replaced, differences=differences)
     return report.verdict.exit_code
 
 
@@ -112,17 +112,17 @@ def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     if path.is_file() and path.name != DATA and path.suffix != ".yaml":
         return path
     places = [path / GATE, path / EVIDENCE / GATE]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None and not (path.is_dir() and not (path / DATA).is_file()):
-        found = reports.gate_of(reports.find(subject, store), store)
-    if found is None:
+    file = next((place for place in places if place.is_file()), None)
+    if file is None and not (path.is_dir() and not (path / DATA).is_file()):
+        file = reports.gate_of(reports.find(subject, store), store)
+    if file is None:
         hint = "quantmint writes one into stage gate's entry of the store, and beside what it publishes."
         raise UserError(f"{subject}: found no {GATE}, neither there nor in {EVIDENCE}/.", hint=hint)
-    return found
+    return file
 
 
 def _unlisted(file: Path, artefact: str) -> Iterator[str]:
-    """What a release lists otherwise than the record that is judged; its samples are named in it by their digests."""
+    """Yield what contradicts a record in the release that it lies in; the record names its samples by their digests."""
     from quantmint.pipeline.publish import manifest as manifests
     from quantmint.pipeline.publish.release import EVIDENCE, MANIFEST, SIGNATURE
     from quantmint.pipeline.store.disk import sha256_of
@@ -144,11 +144,11 @@ def _unlisted(file: Path, artefact: str) -> Iterator[str]:
         yield f"{name} is not the release's record: {MANIFEST} {what}"
     if manifest.artefact != artefact:
         yield f"{MANIFEST} is about checkpoint {manifest.artefact}, the record about {artefact}"
-    for other, digest in manifest.files.items():
+    for path, digest in manifest.files.items():
         # `quantmint release verify` hashes bytes; where the evidence alone was fetched, most files are elsewhere.
-        size = (root / other).stat().st_size if (root / other).is_file() and other != name else digest.size
+        size = (root / path).stat().st_size if (root / path).is_file() and path != name else digest.size
         if size != digest.size:
-            yield f"{other} has {size:,} bytes, {MANIFEST} lists {digest.size:,}: something else was judged"
+            yield f"{path} has {size:,} bytes, {MANIFEST} lists {digest.size:,}: something else was judged"
 
 
 _COLOURS = {
@@ -160,13 +160,13 @@ _COLOURS = {
 
 
 def print_judgement(
-    report: GateReport, recorded: GateReport, path: Path, *, own: bool, differences: Sequence[str]
+    report: GateReport, recorded: GateReport, path: Path, *, replaced: bool, differences: Sequence[str]
 ) -> None:
-    """The first screen of a report, in text; `own` says that the limits are not the recorded ones."""
+    """Print the first screen of a report; ``replaced`` says that the limits are not the recorded ones."""
     word = click.style(report.verdict.value, fg=_COLOURS[report.verdict], bold=True)
     click.echo(f"{word}  checkpoint {report.artefact}")
     click.echo(f"measured with {report.runtime} on {report.device or 'unknown device'} ({report.hardware})")
-    if own:
+    if replaced:
         click.echo(f"judged by your policy; by its own, {path} says {recorded.verdict.value}")
     elif differences:
         click.echo(click.style(f"{path} does not follow from its own numbers:", fg="red", bold=True))
@@ -281,9 +281,9 @@ def _print_checks(place: str, verification: Verification) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         mark, colour = marks[check.outcome]
-        said = "" if check.outcome is CheckOutcome.OK else f"{check.outcome.value}: "
+        outcome = "" if check.outcome is CheckOutcome.OK else f"{check.outcome.value}: "
         # The escape sequences of a colour take no room: the mark is coloured after the lines were broken.
-        text = paragraph(console, f"  {mark} {check.name:<{width}}  ", said + printable(check.reason))
+        text = paragraph(console, f"  {mark} {check.name:<{width}}  ", outcome + printable(check.reason))
         click.echo(text.replace(mark, click.style(mark, fg=colour), 1))
         for detail in check.details[:_SHOWN]:
             click.echo(paragraph(console, " " * (width + 6), printable(detail)))

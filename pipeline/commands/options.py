@@ -22,7 +22,7 @@ MODEL_FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
 def _together(*options: Callable[[F], F]) -> Callable[[F], F]:
-    return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
+    return lambda function: reduce(lambda decorated, option: option(decorated), reversed(options), function)
 
 
 device_option = click.option(
@@ -103,27 +103,27 @@ pod_options = _together(
 """What a pod gets from its cluster; `pod_of` reads them."""
 
 
-def pod_of(given: Mapping[str, Any], **more: Any) -> Pod:
-    """The pod that `pod_options` describe; ``more`` are fields of it."""
+def pod_of(options: Mapping[str, Any], **fields: Any) -> Pod:
+    """Return the pod that `pod_options` describe; ``fields`` are other fields of it."""
     from quantmint.pipeline.clusters.submit.pod import Pod, parse_claim, parse_secret, read_template
 
     return Pod(
-        image=given["image"],
-        claims=tuple(map(parse_claim, given["claims"])),
-        secrets=tuple(map(parse_secret, given["secrets"])),
-        template=None if given["pod_template"] is None else read_template(given["pod_template"]),
-        **more,
+        image=options["image"],
+        claims=tuple(map(parse_claim, options["claims"])),
+        secrets=tuple(map(parse_secret, options["secrets"])),
+        template=None if options["pod_template"] is None else read_template(options["pod_template"]),
+        **fields,
     )
 
 
 def refuse_foreign(context: click.Context, chosen: str, belongs: Mapping[str, Sequence[str]]) -> None:
-    """A usage error for an option that was typed and belongs to other places than the chosen one."""
+    """Raise a usage error for an option that was typed and belongs to another choice."""
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
         places = belongs.get(str(parameter.name), (chosen,))
         if chosen not in places and source is click.core.ParameterSource.COMMANDLINE:
-            others = " and ".join(place.replace("_", "-") for place in places)
-            raise click.UsageError(f"{parameter.opts[0]} is for {others}, not for {chosen.replace('_', '-')}")
+            owners = " and ".join(place.replace("_", "-") for place in places)
+            raise click.UsageError(f"{parameter.opts[0]} is for {owners}, not for {chosen.replace('_', '-')}")
 
 
 def emit(value: object) -> None:

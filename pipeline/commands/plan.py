@@ -148,10 +148,10 @@ def _time(stage: StageForecast) -> tuple[str, str]:
 def _throughput(bench: Mapping[str, Any], speed: SpeedReach | None) -> str:
     """Word what measuring the throughput takes, and what it can show."""
     most = "at most " if bench.get("stop_early") else ""
-    known = "as assumed until some were seen" if bench["noise"] is None else "as last seen"
+    basis = "as assumed until some were seen" if bench["noise"] is None else "as last seen"
     lines = [
         f"throughput: {most}{bench['launches']} launches of {bench['prompts']:,} prompts, about "
-        f"{duration(bench['seconds'])}, {known}"
+        f"{duration(bench['seconds'])}, {basis}"
     ]
     if bench.get("reused"):
         lines.append(

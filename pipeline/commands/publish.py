@@ -1,4 +1,4 @@
-"""quantmint publish, releases, promote, rollback, prune: where releases are, and which of them readers get."""
+"""quantmint publish, and quantmint release list, promote, rollback and prune."""
 
 from __future__ import annotations
 
@@ -181,16 +181,16 @@ def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
     there = open_destination(place)
     done = there.prune(keep=keep, dry_run=dry_run, progress=reporter_for(json=as_json))
     if as_json:
-        removed = [one.what for one in done]
+        removed = [operation.what for operation in done]
         emit({"place": there.address, "removed": removed, "dry_run": dry_run, "operations": _as_json(done)})
         return
     _show(done)
     if not done:
-        click.echo(f"{shown_path(there.address)}: nothing to remove; {_kept(there.releases(), keep)}")
+        click.echo(f"{shown_path(there.address)}: nothing to remove; {_reasons_to_keep(there.releases(), keep)}")
 
 
-def _kept(listed: Sequence[ListedRelease], keep: int) -> str:
-    """Say why each release of a place stays."""
+def _reasons_to_keep(listed: Sequence[ListedRelease], keep: int) -> str:
+    """Word why each release of a destination stays."""
     releases = without_candidates(listed)
     newest = ", ".join(release.tag for release in releases[:keep]) or "none"
     parts = [f"the newest {keep} of {len(releases)} stay ({newest})"]
@@ -201,7 +201,7 @@ def _kept(listed: Sequence[ListedRelease], keep: int) -> str:
 
 
 def published_by(outcome: RunOutcome) -> Sequence[Publication]:
-    """Every place that the run's release is in; none where it was not published."""
+    """Return the publications of a run, a destination each; empty where nothing was published."""
     from quantmint.pipeline.stages.publish import published_in
 
     entry = outcome.entry("publish")
@@ -209,16 +209,18 @@ def published_by(outcome: RunOutcome) -> Sequence[Publication]:
 
 
 def show_published(published: Sequence[Publication], setting: Setting) -> None:
-    """A line for each place: how it is named to vLLM, and the tag."""
-    for one in published:
-        place = shown_path(one.place)
-        waits = setting.recipe.publish.to == "candidate" and not one.current
-        there = "  was there already" if one.again else ""
+    """Print a line for each destination: its name for vLLM, and the tag."""
+    for publication in published:
+        place = shown_path(publication.place)
+        waits = setting.recipe.publish.to == "candidate" and not publication.current
+        there = "  was there already" if publication.again else ""
         waiting = f"  a candidate: quantmint release promote {place}" if waits else ""
-        current = _current_in(one.place)
-        if current not in (None, one.tag) and not waits:
-            waiting = f"  readers get {current}: quantmint release rollback {place} {one.tag} gives them this one"
-        click.echo(f"checkpoint  {place}  {one.tag}{there}{waiting}")
+        current = _current_in(publication.place)
+        if current not in (None, publication.tag) and not waits:
+            waiting = (
+                f"  readers get {current}: quantmint release rollback {place} {publication.tag} gives them this one"
+            )
+        click.echo(f"checkpoint  {place}  {publication.tag}{there}{waiting}")
 
 
 def _current_in(place: str) -> str | None:
@@ -231,19 +233,19 @@ def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
     from quantmint.pipeline.runs.runner import run_plan
 
     outcome = run_plan(plan, setting, reporter, redo=("publish",))
-    found, verdict = published_by(outcome), _verdict(outcome)
+    publications, verdict = published_by(outcome), _verdict(outcome)
     if as_json:
-        told = {"recipe": setting.recipe.name, "verdict": verdict, "dry_run": False}
-        emit({**told, "published": [asdict(one) for one in found]})
-    elif found:
-        show_published(found, setting)
+        facts = {"recipe": setting.recipe.name, "verdict": verdict, "dry_run": False}
+        emit({**facts, "published": [asdict(publication) for publication in publications]})
+    elif publications:
+        show_published(publications, setting)
     else:
         click.echo(f"nothing was published: the verdict is {verdict}")
     return outcome.exit_code
 
 
 def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:
-    """Put the release together and ask each place. A keyless signature is public for ever: none is made."""
+    """Put the release together and ask each destination. No keyless signature is made: it would be public for ever."""
     from quantmint.pipeline.runs.planner import missing_stages
     from quantmint.pipeline.runs.runner import run_plan
     from quantmint.pipeline.stages import package
@@ -252,32 +254,32 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
 
     section = setting.recipe.publish
     logged = section.sign is not None and section.sign.keyless and "sign" in missing_stages(plan, setting)
-    left = ("sign", "publish") if logged else ("publish",)
-    outcome = run_plan([planned for planned in plan if planned.key not in left], setting, reporter)
+    skipped = ("sign", "publish") if logged else ("publish",)
+    outcome = run_plan([planned for planned in plan if planned.key not in skipped], setting, reporter)
     forget(setting.store.root, outcome.run)
-    told: dict[str, object] = {"recipe": setting.recipe.name, "dry_run": True}
+    facts: dict[str, object] = {"recipe": setting.recipe.name, "dry_run": True}
     entries = {step.planned.key: step.entry for step in outcome.steps}
     if "package" not in entries:
         if as_json:
-            emit({**told, "verdict": _verdict(outcome), "places": []})
+            emit({**facts, "verdict": _verdict(outcome), "places": []})
         else:
             click.echo(f"nothing would be published: the verdict is {_verdict(outcome)}")
         return outcome.exit_code
     require_proof(entries["quantize"], entries["gate"])
     release = package.release(entries)
-    found = []
+    operations = []
     for place in recipe_destinations(setting.recipe, setting.home):
         place.preflight(release)
         signing = (Operation("sign", "all of it, in Sigstore's public log"),) if logged else ()
         todo = place.planned_operations(release, candidate=section.to == "candidate")
-        found.append((place.address, (*signing, *todo)))
+        operations.append((place.address, (*signing, *todo)))
     if as_json:
-        places = [{"place": address, "operations": _as_json(todo)} for address, todo in found]
+        places = [{"place": address, "operations": _as_json(todo)} for address, todo in operations]
         release_facts = {"tag": release.tag, "identity": release.identity, "title": release.title}
-        emit({**told, "verdict": "PASS", **release_facts, "bytes": release.size, "places": places})
+        emit({**facts, "verdict": "PASS", **release_facts, "bytes": release.size, "places": places})
         return outcome.exit_code
     click.echo(f"{release.tag}  {release.title}  {size(release.size)}")
-    for address, todo in found:
+    for address, todo in operations:
         click.echo(f"\n{shown_path(address)}" + ("" if todo else ": nothing to do, it is there"))
         _show(todo, indent="  ")
     return outcome.exit_code

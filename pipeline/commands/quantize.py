@@ -106,7 +106,7 @@ def _sections(given: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[st
 
 
 def _parameters(algorithm: str | None, texts: tuple[str, ...]) -> dict[str, Any]:
-    """The algorithm's section of a recipe, of ``NAME=VALUE`` each."""
+    """Return the algorithm's section of a recipe, from ``NAME=VALUE`` texts."""
     import yaml
 
     if texts and algorithm is None:
@@ -119,14 +119,14 @@ def _parameters(algorithm: str | None, texts: tuple[str, ...]) -> dict[str, Any]
 
 
 def _overrides(texts: tuple[str, ...]) -> list[dict[str, Any]]:
-    """``NAME=SCHEME`` each; a pattern may hold an equals sign itself."""
-    found: list[dict[str, Any]] = []
+    """Parse ``NAME=SCHEME`` texts; a pattern may hold an equals sign itself."""
+    overrides: list[dict[str, Any]] = []
     for text in texts:
         name, equals, scheme = text.rpartition("=")
         if not equals or not name:
             raise click.UsageError(f"--override: found {text!r}, expected NAME=SCHEME")
-        found.append({"modules": [name], "scheme": scheme})
-    return found
+        overrides.append({"modules": [name], "scheme": scheme})
+    return overrides
 
 
 def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: bool) -> None:
@@ -136,7 +136,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
     recipe, source = job.setting.recipe, job.setting.source
     prediction = expected.prediction
     costs = forecast_weights(expected.source, expected.structure, recipe, machine_here(job.setting.device))
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "source": source.to_json() if source.repo else str(source.folder),
         "out": str(job.out),
         "state": state,
@@ -147,7 +147,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
         "disk": {"needed": prediction.checkpoint, "free": free_bytes(job.out)},
     }
     if as_json:
-        emit(told)
+        emit(facts)
         return
     from rich.markup import escape
 
@@ -156,14 +156,14 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
     quantization, console = recipe.quantization, terminal()
     console.print(f"{escape(str(source.repo or source.folder))} -> {escape(str(job.out))} ({state})")
     console.print(f"{quantization.format}, KV cache {quantization.kv_cache}, engine {quantization.engine}")
-    kept = {f"16 bit: {reason}": count for reason, count in prediction.kept_because.items()}
-    schemes = (*expected.schemes.items(), *kept.items())
+    unquantized = {f"16 bit: {reason}": count for reason, count in prediction.kept_because.items()}
+    schemes = (*expected.schemes.items(), *unquantized.items())
     rows = [(scheme, f"{count:,}") for scheme, count in schemes]
     console.print(table("scheme", "modules", right=("modules",), rows=rows))
     sizes = {
         "source": prediction.source,
         f"checkpoint ({prediction.source / prediction.checkpoint:.2f} x smaller)": prediction.checkpoint,
-        "disk: free": told["disk"]["free"],
+        "disk: free": facts["disk"]["free"],
     }
     print_outlook(console, sizes, costs)
 
@@ -201,7 +201,7 @@ def _show_result(job: QuantizationJob, checkpoint: QuantizedCheckpoint, *, as_js
         "auto": "{bits:.2f} bits, predicted cost {cost:.3g} nats".format(**record["auto"])
         if "auto" in record
         else None,
-        "time": ", ".join(f"{part} {took:.1f} s" for part, took in record["seconds"].items()),
+        "time": ", ".join(f"{part} {seconds:.1f} s" for part, seconds in record["seconds"].items()),
         "error": None if worst is None else f"least SQNR {worst['sqnr_db']:.1f} dB, of {worst['module']}",
         "inspection": record["inspection"] or later,
         "serve": serve or "not before a tokenizer lies beside it: the source has none, and vLLM needs one",

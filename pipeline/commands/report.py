@@ -97,9 +97,9 @@ def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as
     if len(finished) < 2:
         raise UserError(f"found one checkpoint, {finished[0]}, expected at least two to compare")
     store = Store(store_path)
-    found = [find(name, store) for name in finished]
+    reports = [find(name, store) for name in finished]
     try:
-        comparison = side_by_side([read(report, gate_of(report, store)) for report in found])
+        comparison = side_by_side([read(report, gate_of(report, store)) for report in reports])
     except MeasurementError as error:
         raise UserError(str(error), hint="`quantmint run` makes a report of this version") from None
     if output is not None:
@@ -128,28 +128,33 @@ def _show(comparison: Comparison) -> None:
 def _print_marks(console: Console, group: Group) -> None:
     who = table("", "checkpoint", "weights", "reported", "verdict", "measured on")
     figures = ("size", "of 16 bit", "recovery", "flips", "speed", "KV tokens", "canary")
-    made = table("", *figures, right=figures)
+    figures_table = table("", *figures, right=figures)
     for mark in group.marks:
-        found = mark.contender
-        canary = found.gate.canary
+        contender = mark.contender
+        canary = contender.gate.canary
         letter = f"{mark.letter}{'*' if mark.on_front else ''}"
-        place = f"{found.gate.hardware}, {found.gate.runtime}"
-        reported = found.created[:16].replace("T", " ")
+        place = f"{contender.gate.hardware}, {contender.gate.runtime}"
+        reported = contender.created[:16].replace("T", " ")
         who.add_row(
-            letter, plain(found.name), found.gate.artefact[:8], reported, found.gate.verdict.value, plain(place)
-        )
-        made.add_row(
             letter,
-            size(found.size.candidate_bytes),
-            ratio(found.size_ratio),
+            plain(contender.name),
+            contender.gate.artefact[:8],
+            reported,
+            contender.gate.verdict.value,
+            plain(place),
+        )
+        figures_table.add_row(
+            letter,
+            size(contender.size.candidate_bytes),
+            ratio(contender.size_ratio),
             "-" if mark.worst is None else percent(mark.worst.recovery),
             "-" if mark.worst is None or mark.worst.kind != "binary" else percent(mark.worst.flip_rate),
             "-" if mark.slowest is None else ratio(mark.slowest.ratio),
-            count(found.kv_tokens["candidate"]) if "candidate" in found.kv_tokens else "-",
+            count(contender.kv_tokens["candidate"]) if "candidate" in contender.kv_tokens else "-",
             "-" if canary is None else percent(canary.agreement),
         )
     console.print(who)
-    console.print(made)
+    console.print(figures_table)
     console.print("recovery and flips in the worst shared task, speed in the load of the least gain")
     if any(mark.on_front for mark in group.marks):
         console.print("* nothing here beats it in recovery of the worst shared task, size and speed together")
@@ -159,15 +164,15 @@ def _print_tasks(console: Console, group: Group) -> None:
     if not group.tasks:
         return
     numbers = ("change", "interval", "items")
-    made = table("task", "", "verdict", *numbers, right=numbers)
+    rows = table("task", "", "verdict", *numbers, right=numbers)
     for task, metric in group.tasks:
         for number, mark in enumerate(group.marks):
             name = plain(f"{task}, {metric}") if number == 0 else ""
             if (result := mark.contender.accuracy(task, metric)) is None:
-                made.add_row(name, mark.letter, "not asked")
+                rows.add_row(name, mark.letter, "not asked")
                 continue
             verdict, unit = mark.contender.gate.verdict_of("accuracy", task), unit_of(result.kind)
-            made.add_row(
+            rows.add_row(
                 name,
                 mark.letter,
                 "shown only" if verdict is None else verdict.value,
@@ -175,7 +180,7 @@ def _print_tasks(console: Console, group: Group) -> None:
                 unit.interval(result.interval_low, result.interval_high),
                 f"{result.items:,}",
             )
-    console.print(made)
+    console.print(rows)
 
 
 def _print_direct(console: Console, group: Group) -> None:
@@ -185,17 +190,17 @@ def _print_direct(console: Console, group: Group) -> None:
         return
     console.print("the same items, answered by both")
     numbers = ("difference", "interval", "items")
-    made = table("", "task", *numbers, "", right=numbers)
+    rows = table("", "task", *numbers, "", right=numbers)
     for direct in group.direct:
         pair = f"{group.marks[direct.second].letter} vs {group.marks[direct.first].letter}"
         for result in direct.results:
             unit = unit_of(result.kind)
             interval = unit.interval(result.interval_low, result.interval_high)
             change = unit.words(result.difference)
-            made.add_row(pair, plain(result.task), change, interval, f"{result.items:,}", better(result))
+            rows.add_row(pair, plain(result.task), change, interval, f"{result.items:,}", better(result))
         for reason in direct.unknown:
-            made.add_row(pair, "", "", "", "", plain(reason))
-    console.print(made)
+            rows.add_row(pair, "", "", "", "", plain(reason))
+    console.print(rows)
 
 
 @click.command(name="site")

@@ -106,7 +106,7 @@ def run(
                 "stopped": outcome.stopped,
                 **({"auto": {"tries": tries}} if tries else {}),
                 "checkpoint": None if checkpoint is None else str(checkpoint),
-                "published": [asdict(one) for one in places],
+                "published": [asdict(publication) for publication in places],
                 "report": None if page is None else str(page.absolute()),
                 "tracked": tracked,
                 "stages": [
@@ -146,13 +146,13 @@ def run(
 
 
 def _measured(gate: Entry | None) -> dict[str, str] | None:
-    """What answered, and on what: a verdict is of that, and of nothing else."""
+    """Return the runtime, hardware and device of the measurements: a verdict holds for these alone."""
     from quantmint.pipeline.stages.gate import GATE
 
     if gate is None or GATE not in gate.record.files:
         return None
-    told = json.loads(gate.file(GATE).read_text(encoding="utf-8"))
-    return {name: str(told[name]) for name in ("runtime", "hardware", "device")}
+    record = json.loads(gate.file(GATE).read_text(encoding="utf-8"))
+    return {name: str(record[name]) for name in ("runtime", "hardware", "device")}
 
 
 @click.command(name="explain")
@@ -200,21 +200,21 @@ def runs(recipe: str | None, store_path: Path, as_json: bool) -> None:
     """
     from quantmint.pipeline.store.gc import list_runs
 
-    found = [run for run in list_runs(store_path) if recipe in (None, run.recipe)]
+    listed = [run for run in list_runs(store_path) if recipe in (None, run.recipe)]
     if as_json:
         names = ("recipe", "started", "finished", "verdict", "exit_code", "facts")
-        emit([{name: getattr(run, name) for name in names} for run in found])
+        emit([{name: getattr(run, name) for name in names} for run in listed])
         return
-    width = max((len(run.recipe) for run in found), default=0)
-    for run in found:
-        ended, took = run.verdict or f"exit {run.exit_code}", ""
+    width = max((len(run.recipe) for run in listed), default=0)
+    for run in listed:
+        ended, elapsed = run.verdict or f"exit {run.exit_code}", ""
         if run.finished is None:
             ended = "killed" if run.killed else "running"
         else:
             began, end = (datetime.fromisoformat(moment) for moment in (run.started, run.finished))
-            took = duration((end - began).total_seconds())
-        click.echo(f"{run.started[:16].replace('T', ' ')} UTC  {run.recipe:<{width}}  {ended:<12}  {took}".rstrip())
-    if not found:
+            elapsed = duration((end - began).total_seconds())
+        click.echo(f"{run.started[:16].replace('T', ' ')} UTC  {run.recipe:<{width}}  {ended:<12}  {elapsed}".rstrip())
+    if not listed:
         click.echo(f"no runs in {store_path}", err=True)
 
 

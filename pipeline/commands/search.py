@@ -1,4 +1,4 @@
-"""quantmint search MODEL: what precision costs where, and what a budget of bits is best spent on."""
+"""quantmint search MODEL: measure the KL of each scheme by layer, and spend a budget of bits by it."""
 
 from __future__ import annotations
 
@@ -80,47 +80,49 @@ def search(
     if bits is not None and speedup is not None:
         raise click.UsageError("--speedup: found it with --bits, expected one of them")
     names = None if from_ is None else tuple(from_.split(","))
-    given: dict[str, Any] = {"set": calibration, "samples": samples, "sequence_length": sequence_length}
-    made: Quantization | None = None
+    texts: dict[str, Any] = {"set": calibration, "samples": samples, "sequence_length": sequence_length}
+    quantization_now: Quantization | None = None
     if classify(model).kind in ("recipe", "name"):
         recipe = load_recipe(recipe_named(model, store_path) or model)
-        made = None if recipe.recipe.quantization.scheme == AUTO else recipe.recipe.quantization
+        quantization_now = None if recipe.recipe.quantization.scheme == AUTO else recipe.recipe.quantization
         if calibration is not None and is_path(calibration):
-            given["set"] = str(Path(calibration).absolute())  # relative to here, and not to the recipe's file
-        said = {name: value for name, value in given.items() if value is not None}
-        loaded = opened(recipe, names, bits, speedup, calibration=said if calibration else None)
+            texts["set"] = str(Path(calibration).absolute())  # relative to here, and not to the recipe's file
+        stated = {name: value for name, value in texts.items() if value is not None}
+        loaded = opened(recipe, names, bits, speedup, calibration=stated if calibration else None)
     elif speedup is not None:
         raise click.UsageError(f"--speedup: found it with {model}, expected a recipe, which says the target")
     else:
-        sections: dict[str, Any] = {"source": source_section(model), "calibration": given if calibration else None}
+        sections: dict[str, Any] = {"source": source_section(model), "calibration": texts if calibration else None}
         quantization = {"scheme": "ptpc_fp8", "format": "quark"}  # the layout that holds the most schemes
         loaded = opened(recipe_of(sections | {"quantization": quantization}), names or FROM)
     reporter = reporter_for(json=as_json)
     setting = open_setting(loaded, store=Store(store_path, on_warning=reporter.warn), device=device)
     groups = measured_groups(setting, reporter)
-    left = spendable(setting, groups)
-    points = frontier(left)
-    point = None if budget is None else spend(left, budget)
+    spendable_groups = spendable(setting, groups)
+    points = frontier(spendable_groups)
+    point = None if budget is None else spend(spendable_groups, budget)
     text = None if point is None else choice_yaml(chosen(loaded, groups, point).recipe.quantization)
     if write is not None and text is not None:
         write.write_text(text, encoding="utf-8")
     if plot is not None:
         _draw(points, point, plot)
     choice: dict[str, Any] = {} if point is None else {"choice": {**point.to_json(), "recipe": text}}
-    advice = Advice() if made is None or point is not None else in_eight(made, groups)
+    advice = Advice() if quantization_now is None or point is not None else in_eight(quantization_now, groups)
     if as_json:
         emit(
             {
                 "model": model,
                 "from": list(loaded.recipe.quantization.from_ or ()),
-                "frontier": [each.to_json() for each in points],
+                "frontier": [option.to_json() for option in points],
                 "groups": [
                     {
                         "name": group.name,
                         "weights": group.weights,
-                        "schemes": {each.scheme: {"cost": each.cost, "bits": each.bits} for each in group.options},
+                        "schemes": {
+                            option.scheme: {"cost": option.cost, "bits": option.bits} for option in group.options
+                        },
                     }
-                    for group in left
+                    for group in spendable_groups
                 ],
                 **choice,
                 **({"advice": advice.lines, "paste": advice.paste} if advice.paste else {}),
@@ -138,17 +140,17 @@ def _show(points: Sequence[Point], point: Point | None) -> None:
     from quantmint.pipeline.commands.tables import table, terminal
 
     shown = {round(index * (len(points) - 1) / max(_ROWS - 1, 1)) for index in range(_ROWS)}
-    rows = [*(each for index, each in enumerate(points) if index in shown), *([] if point is None else [point])]
-    schemes = sorted({name for each in points for name in each.counts})
+    rows = [*(point_ for index, point_ in enumerate(points) if index in shown), *([] if point is None else [point])]
+    schemes = sorted({name for point_ in points for name in point_.counts})
     console = terminal()
     cells = [
         [
-            f"{each.bits:.2f}",
-            *([] if each.speedup is None else [f"{each.speedup:.2f}"]),
-            f"{each.cost:.4f}",
-            *(str(each.counts.get(name, 0)) for name in schemes),
+            f"{point_.bits:.2f}",
+            *([] if point_.speedup is None else [f"{point_.speedup:.2f}"]),
+            f"{point_.cost:.4f}",
+            *(str(point_.counts.get(name, 0)) for name in schemes),
         ]
-        for each in sorted(rows, key=lambda each: each.bits)
+        for point_ in sorted(rows, key=lambda point_: point_.bits)
     ]
     columns = ("bits", *(["estimated speedup"] if points[0].speedup else []), "predicted KL", *schemes)
     console.print(table(*columns, right=columns, rows=cells))
@@ -159,7 +161,12 @@ def _draw(points: Sequence[Point], point: Point | None, path: Path) -> None:
     from quantmint.eval.report.plots import WIDE, figure
 
     with figure(WIDE, WIDE // 2) as (drawing, axis):
-        axis.plot([each.speedup or each.bits for each in points], [each.cost for each in points], ".-", color="#1769aa")
+        axis.plot(
+            [point_.speedup or point_.bits for point_ in points],
+            [point_.cost for point_ in points],
+            ".-",
+            color="#1769aa",
+        )
         if point is not None:
             axis.plot([point.speedup or point.bits], [point.cost], marker="o", color="#c62828")
         spent = "estimated speedup of the linear layers" if points[0].speedup else "bits a weight, scales counted"

@@ -82,9 +82,9 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
     if dry_run or forms:
         _show(request, forms[0] if forms else "", given)
         return 0
-    own = {name: given[name] for name in ("image", "endpoint", "node_rank")}
+    settings = {name: given[name] for name in ("image", "endpoint", "node_rank")}
     logs = given["store_path"] / "logs"
-    return serve_until_stopped(request, given["launcher"], logs=logs, startup_timeout=startup_timeout, **own)
+    return serve_until_stopped(request, given["launcher"], logs=logs, startup_timeout=startup_timeout, **settings)
 
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> ServeRequest:
@@ -104,37 +104,37 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
     version, environment = vllm_for(
         given["vllm"], given["vllm_version"], elsewhere=planning or given["launcher"] in ("docker", "endpoint")
     )
-    found = find_model(
+    served = find_model(
         model,
         store=given["store_path"],
         baseline=given["baseline"],
         config=given["config"],
         vllm=None if environment is None else str(environment.executable),
     )
-    recipe = found.recipe
-    own = Serve() if recipe is None else recipe.serve
+    recipe = served.recipe
+    section = Serve() if recipe is None else recipe.serve
     target = target_for(given["target"], recipe)
     profile = profile_for(
         given["workload"], recipe, concurrency=given["concurrency"], max_model_len=given["max_model_len"]
     )
     trusted = given["trust_remote_code"] or (recipe is not None and recipe.trust_remote_code)
     if not planning and given["launcher"] != "endpoint":
-        found = fetched(found, with_code=trusted, progress=reporter_for(json=False))
+        served = fetched(served, with_code=trusted, progress=reporter_for(json=False))
     return ServeRequest(
-        found,
+        served,
         ServingRequest(
-            model=found.model,
-            facts=found.facts,
+            model=served.model,
+            facts=served.facts,
             target=target,
             profile=profile,
             vllm_version=version,
-            overrides={**own.overrides, **overrides_of(given["settings"])},
+            overrides={**section.overrides, **overrides_of(given["settings"])},
             kv_cache_dtype=given["kv_cache_dtype"],
-            speculative=speculation_of(given["speculative"]) if given["speculative"] else own.speculative,
-            tunableop=None if found.tunableop is None else str(found.tunableop),
-            servers_per_gpu=given["pack"] or own.pack,
-            arguments=(*own.arguments, *given["arguments"]),
-            served_model_name=given["served_model_name"] or found.name,
+            speculative=speculation_of(given["speculative"]) if given["speculative"] else section.speculative,
+            tunableop=None if served.tunableop is None else str(served.tunableop),
+            servers_per_gpu=given["pack"] or section.pack,
+            arguments=(*section.arguments, *given["arguments"]),
+            served_model_name=given["served_model_name"] or served.name,
             trust_remote_code=trusted,
             cpu_threads=os.cpu_count() or 1,
         ),

@@ -1,4 +1,4 @@
-"""What commands print for people."""
+"""Print tables and paragraphs for people."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plain(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """What a stranger wrote, on one line and without what would move a cursor or turn letters around."""
+    """Return a stranger's text on one line, without characters that move a cursor or turn letters around."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
@@ -76,20 +76,20 @@ class _Table(Table):
 
 def table(*columns: str, right: Collection[str] = (), rows: Iterable[Iterable[str]] = ()) -> Table:
     """A table in the house's style; the cells of `rows` are markup."""
-    made = _Table(box=box.SIMPLE, pad_edge=False)
+    table_ = _Table(box=box.SIMPLE, pad_edge=False)
     for number, column in enumerate(columns):
         # The first column is what people copy; the last one may be prose.
         prose = number == len(columns) - 1 and column not in right
-        made.add_column(column, justify="right" if column in right else "left", no_wrap=not prose, overflow="fold")
+        table_.add_column(column, justify="right" if column in right else "left", no_wrap=not prose, overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        table_.add_row(*row)
+    return table_
 
 
 def print_outlook(console: Console, sizes: Mapping[str, int | None], forecast: WeightForecast) -> None:
     """Print sizes in bytes, the costs of the stages that work on weights, and the origin of the machine's rates."""
-    known = [(what, size(count)) for what, count in sizes.items() if count is not None]
-    console.print(table("what", "size", right=("size",), rows=known))
+    rows_ = [(what, size(count)) for what, count in sizes.items() if count is not None]
+    console.print(table("what", "size", right=("size",), rows=rows_))
     if not forecast.stages:
         console.print("how long a library takes to quantize is not predicted")
         return

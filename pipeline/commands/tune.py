@@ -64,20 +64,20 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
             }
             for rule in item.rules
         ]
-        known = {} if number is None else {"known": item.exists_in(number)}
-        told = {field: getattr(item, field) for field in names.split()}
-        return {**told, "versions": version_words(item), "rules": rules, **known}
+        existence = {} if number is None else {"known": item.exists_in(number)}
+        facts = {field: getattr(item, field) for field in names.split()}
+        return {**facts, "versions": version_words(item), "rules": rules, **existence}
 
     if markdown:
         click.echo(knob_page(), nl=False)
         return
     if name is not None:
-        found = table().get(f"--{name.lstrip('-').replace('_', '-')}") or knob(name)
+        entry = table().get(f"--{name.lstrip('-').replace('_', '-')}") or knob(name)
         if as_json:
-            emit(plain(found))
+            emit(plain(entry))
             return
-        click.echo(knob_section(found))
-        if number is not None and not found.exists_in(number):
+        click.echo(knob_section(entry))
+        if number is not None and not entry.exists_in(number):
             click.echo(f"\nvLLM {version} does not have it.")
         return
     shown = [item for item in table().values() if number is None or item.exists_in(number)]

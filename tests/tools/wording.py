@@ -23,10 +23,11 @@ _ROOMS = (*(f"pipeline/{path.name}" for path in sorted((ROOT / "pipeline").iterd
             and not path.name.startswith("_")), "eval", "calibration", "recipes")  # fmt: skip
 _QUESTION = re.compile(r"(what|where|when|which|who|whose|how|as|of)\b", re.IGNORECASE)
 _EMPTY = frozenset(
-    re.split(
-        r"\s+",
-        "found told tell made make one ones each own asked ask said say given give beside held kept seen took taken lacking "
-        "lacks went came wanted known used meant left gone got they them it others other more rest thing things whole all",
+    re.findall(
+        r"\w+",
+        "found told tell made make one ones each own asked ask said say given give beside held kept seen took taken "
+        "lacking lacks went came wanted known used meant left gone got they them it others other more rest thing "
+        "things whole all",
     )
 )
 _LINES, _PARAMETERS = 60, 8
