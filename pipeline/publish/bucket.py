@@ -197,7 +197,9 @@ class BucketDestination(Destination):
             if self._objects.put_if(_CURRENT, _encode(current, unique=True), mark):
                 return
         self.unhide(release)
-        raise StageError(f"{self._url}: {_CURRENT} changes all the time: nothing was removed", hint="Run it again.")
+        raise StageError(
+            f"{self._url}: {_CURRENT} changed at each of {_TRIES} attempts: nothing was removed", hint="Run it again."
+        )
 
     def unhide(self, release: ListedRelease) -> None:
         """Remove ``v….removed``."""
@@ -274,8 +276,8 @@ class _Pointers:
 
 def _removed(url: str, tag: str) -> StageError:
     return StageError(
-        f"{url}: `quantmint release prune` removes {tag}, or has removed it",
-        hint="Wait for it, or run it again where it was cut off; then the recipe can be published again.",
+        f"{url}: `quantmint release prune` is removing {tag}, or has removed it",
+        hint="Wait for it; if it was interrupted, run it again. Then publish the recipe again.",
     )
 
 

@@ -145,7 +145,9 @@ class FolderDestination(Destination):
                 fsync(inner)
         self._lock.check()
         if _sizes(partial) != {name: release.files[name].size for name in diff.missing}:
-            raise StageError(f"{partial}: something else removed files of it", hint="Run the same command again.")
+            raise StageError(
+                f"{partial}: another process removed some of its files", hint="Run the same command again."
+            )
         if folder.is_dir():
             _mend(folder, partial, diff)
         else:

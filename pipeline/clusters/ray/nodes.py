@@ -173,10 +173,10 @@ def task_resources(nodes: Sequence[Node], device: str, *, max_cores: int | None 
     if device != "cpu" and any(node.gpus for node in nodes):
         return TaskResources("cuda", 0, 1)
     if device == "cuda":
-        raise UserError("--device: found cuda, but no node of the cluster has told Ray of a GPU.")
+        raise UserError("--device: found cuda, but no node of the cluster has a GPU.")
     cores = [node.cpus for node in nodes if node.cpus]
     if not cores:
-        raise UserError("the cluster has no node with CPUs to give.", hint="`ray status` shows what it has.")
+        raise UserError("the cluster has no node with CPUs.", hint="`ray status` shows what it has.")
     return TaskResources("cpu", min(min(cores), max_cores or min(cores)), 0)
 
 
@@ -222,7 +222,7 @@ def require_versions(
                 "is not what it is here" if name == _CODE else f"is {actual.get(name)} there and {version} here"
             )
             where = node or socket.gethostname()
-            raise UserError(f"{where}: {name} {difference}: its bytes might be others.", hint=SAME_NODES_HINT)
+            raise UserError(f"{where}: {name} {difference}: its checkpoint might differ.", hint=SAME_NODES_HINT)
 
 
 def require_same(node: str, there: NodeFacts, here: NodeFacts) -> None:
@@ -233,7 +233,7 @@ def require_same(node: str, there: NodeFacts, here: NodeFacts) -> None:
             difference = "is not there" if there.folders[folder] is None else "holds other files there"
             raise UserError(f"{node}: {folder} {difference}.", hint=SAME_NODES_HINT)
     for folder in there.unshared:
-        raise UserError(f"{node}: what is written to {folder} here is not seen there.", hint=SAME_NODES_HINT)
+        raise UserError(f"{node} does not see files that are written to {folder} here.", hint=SAME_NODES_HINT)
 
 
 @contextmanager

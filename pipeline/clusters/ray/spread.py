@@ -42,7 +42,7 @@ def open_spread(
         return
     engine = recipe.quantization.engine
     if engine != "stream":
-        message = f"--on: found it with quantization.engine: {engine}, which works in one process, expected stream."
+        message = f"--on: the engine {engine} runs in one process, expected quantization.engine: stream."
         raise UserError(message, hint="`quantmint submit` runs a whole recipe on another machine.")
     spread = RaySpread(nodes.ray_address(on, os.environ), device, progress)
     try:
@@ -152,7 +152,7 @@ class RaySpread:
         import ray
 
         if self._address.startswith("ray://"):
-            message = f"--on: found {self._address}, through which no server is started, expected to be on a node."
+            message = f"--on: no server can be started through {self._address}."
             hint = "Start the run on a node of the cluster, with `--on ray`, or by `quantmint submit --ray`."
             raise UserError(message, hint=hint)
         nodes.connect(self._address)

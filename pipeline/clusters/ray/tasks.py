@@ -138,7 +138,7 @@ def _cluster_errors() -> Iterator[None]:
         message = f"the connection to the Ray cluster broke: {first_line(error)}"
         raise StageError(message, hint=_RESUME, transient=True) from error
     except ray.exceptions.RayError as error:
-        message = f"the Ray cluster gave up a part: {first_line(error)}"
+        message = f"the Ray cluster gave up a task: {first_line(error)}"
         raise StageError(message, hint=f"The logs of Ray on its nodes say why. {_RESUME}") from error
 
 
@@ -166,7 +166,7 @@ def _warn_of_losses(names: Mapping[str, str], resources: TaskResources, warn: Ca
     alive = {node.id: node.name for node in there}
     for identifier, name in names.items():
         if identifier not in alive:
-            warn(f"lost: {name}; what it was at is done again elsewhere")
+            warn(f"lost the node {name}; its tasks run again elsewhere")
     if not any(resources.slots(node) for node in there):
         message = "no node of the Ray cluster is left to work on."
         raise StageError(message, hint=f"Wait for one. {_RESUME}", transient=True)

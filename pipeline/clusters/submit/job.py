@@ -100,7 +100,7 @@ def render(template: str, **values: Any) -> str:
 def refuse_secret(option: str, name: str, instead: str) -> None:
     """Raise `UserError` for a variable named like a secret: others can read its value; ``instead`` is the hint."""
     if SECRET.search(name):
-        raise UserError(f"{option}: found {name}, which reads like the name of a secret", hint=instead)
+        raise UserError(f"{option}: found {name}, which looks like the name of a secret", hint=instead)
 
 
 def require_job_id(identifier: str, pattern: str, expected: str) -> str:
@@ -179,7 +179,7 @@ def follow(
                 return state
             last_answer = time.monotonic()
         except UserError as error:
-            message = f"{identifier}: the cluster does not know it any more: {error.message}"
+            message = f"{identifier}: the cluster no longer knows this job: {error.message}"
             raise StageError(message, hint=error.hint, transient=True) from error
         except StageError as error:
             if not error.transient or time.monotonic() - last_answer > _OUTAGE_S:

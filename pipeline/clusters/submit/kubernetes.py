@@ -73,7 +73,7 @@ class Kubernetes(Scheduler):
         if job.status.active and job.status.ready != 0:
             return JobState("Running")
         pods = self._pods(identifier)
-        return JobState("Pending", waits=_pending_reason(pods[-1]) if pods else "no pod is made for it yet")
+        return JobState("Pending", waits=_pending_reason(pods[-1]) if pods else "no pod was created yet")
 
     def logs(self, identifier: str) -> Iterator[tuple[str, str]]:
         """Yield the logs of the Job's pods, the oldest pod first."""
@@ -83,7 +83,7 @@ class Kubernetes(Scheduler):
 
     def _manifest(self, request: JobRequest) -> dict[str, Any]:
         if self._pod is None:
-            raise UserError("--image is missing: a pod runs an image", hint="Best by its digest: NAME@sha256:...")
+            raise UserError("--image is missing: a pod needs an image", hint="Best by its digest: NAME@sha256:...")
         body = job_manifest(request, self._pod)
         if self._namespace is not None:
             body["metadata"]["namespace"] = self._namespace
@@ -105,8 +105,8 @@ class Kubernetes(Scheduler):
             _, active = config.list_kube_config_contexts()
             namespace = active["context"].get("namespace")
         except (ConfigException, OSError, yaml.YAMLError) as error:  # OSError: of its program for credentials
-            hint = "KUBECONFIG or ~/.kube/config says where one is."
-            raise UserError(f"found no way to a cluster: {error}", hint=hint) from error
+            hint = "Set KUBECONFIG, or write ~/.kube/config."
+            raise UserError(f"found no usable kubeconfig: {error}", hint=hint) from error
         api = client.ApiClient(settings)
         return client.BatchV1Api(api), client.CoreV1Api(api), self._namespace or namespace or "default"
 

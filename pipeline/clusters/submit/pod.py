@@ -156,7 +156,7 @@ def read_template(path: Path) -> dict[str, Any]:
             name, value = str(entry.get("name")), entry.get("value")
             if value and SECRET.search(name) and not str(value).startswith("/"):
                 raise RecipeError(
-                    f"{file}: found the value of {name}, which everyone reads who may read the manifest",
+                    f"{file}: found a value of {name}, which everyone with access to the manifest can read",
                     hint="valueFrom: {secretKeyRef: {name: SECRET, key: KEY}}",
                 )
     return {"metadata": {key: metadata[key] for key in ("labels", "annotations") if metadata.get(key)}, "spec": spec}
@@ -168,7 +168,7 @@ def require_persistent(pod: Pod, store: str) -> None:
     path = PurePosixPath(normpath(PurePosixPath(folder) / store))
     if pod.template is None and not any(path.is_relative_to(claim.path) for claim in pod.claims):
         raise UserError(
-            f"--store: found {path}, which is on no volume that is there after its pod",
+            f"--store: found {path}, which is on no volume that outlives the pod",
             hint="--pvc CLAIM[:/path] mounts a PersistentVolumeClaim; --store is a path in the pod.",
         )
 

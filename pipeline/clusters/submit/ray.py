@@ -124,7 +124,7 @@ class RayJobs(Scheduler):
             with _client_errors():
                 return Client(self._address)
         except (KeyError, TypeError, ValueError) as error:  # for a wrong address, or an answer of another server
-            server = self._address or "what Ray finds here"
+            server = self._address or "the cluster that Ray finds here"
             raise UserError(f"--ray: {server} is not the address of a Ray dashboard") from error
         finally:
             os.environ.update(hidden)
@@ -155,7 +155,7 @@ def run_attached(jobs: RayJobs, request: JobRequest, show: Callable[[str], None]
             details = jobs.details(identifier)
             if details.error_type != _NO_ROOM:
                 break
-            show(f"{identifier} found no room; it is asked for again\n")
+            show(f"{identifier} found no room and is submitted again\n")
     except (KeyboardInterrupt, SystemExit):
         if identifier:
             with suppress(QuantmintError):

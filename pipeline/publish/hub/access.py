@@ -40,7 +40,9 @@ def preflight(client: HubClient, section: Hub | None) -> Repository | None:
     changes(repository, section)
     if repository is not None:
         if repository.name != client.repo:
-            raise UserError(f"{client.repo} is called {repository.name} now", hint="Write its new name in the recipe.")
+            raise UserError(
+                f"{client.repo} was renamed to {repository.name}", hint="Write the new name into the recipe."
+            )
         files = tree(client, repository.head)
         if MANIFEST not in files and any(name.endswith((".safetensors", ".bin", ".gguf")) for name in files):
             raise UserError(
@@ -68,7 +70,7 @@ def _of_token(account: Mapping[str, Any], namespace: str, repo: str, *, exists: 
     token = (account.get("auth") or {}).get("accessToken") or {}
     label = f"the token {token['displayName']!r}" if token.get("displayName") else "the token"
     if token.get("role") == "read":
-        return f"{label} may only read; a token that may write is made at {_TOKENS}"
+        return f"{label} may only read; create a token with write access at {_TOKENS}"
     if token.get("role") != "fineGrained":
         return None
     scoped = (token.get("fineGrained") or {}).get("scoped") or ()

@@ -62,7 +62,7 @@ def test_a_task_takes_a_gpu_or_the_cores_of_the_smallest_node() -> None:
 @pytest.mark.parametrize(
     ("nodes", "device", "message"),
     [
-        ([SMALL], "cuda", "no node of the cluster has told Ray of a GPU"),
+        ([SMALL], "cuda", "no node of the cluster has a GPU"),
         ([SMALL], "cuda:1", "expected auto, cpu or cuda"),
         ([], "auto", "no node with CPUs"),
     ],
@@ -104,7 +104,7 @@ def test_folders_are_the_same_or_are_named(models: Callable[..., Path], tmp_path
         there = local_facts([model], probes)
         assert all(probe.name.endswith(PARTIAL_SUFFIX) for probe in shared.iterdir())
     require_same("there", there, here)
-    with pytest.raises(UserError, match=r"what is written to .*shared here is not seen there"):
+    with pytest.raises(UserError, match=r"does not see files that are written to .*shared here"):
         require_same("there", local_facts([model], probes), here)
     for digest, message in (("0", "holds other files there"), (None, "is not there")):
         with pytest.raises(UserError, match=message):

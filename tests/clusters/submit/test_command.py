@@ -52,7 +52,7 @@ def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, capsys: pytest.Capt
         (("tiny-ptpc-fp8kv", "--slurm", "--dry-run", "--", "--untill", "x"), "No such option"),
         (("tiny-ptpc-fp8kv", "--slurm", "--time", "soon", "--dry-run"), "expected one like 90m"),
         (("tiny-ptpc-fp8kv", "--ray", "x", "--time", "1h", "--dry-run"), "no time limit"),
-        (("tiny-ptpc-fp8kv", "--ray", "x", "--env", "HF_TOKEN=x", "--dry-run"), "reads like the name of a secret"),
+        (("tiny-ptpc-fp8kv", "--ray", "x", "--env", "HF_TOKEN=x", "--dry-run"), "looks like the name of a secret"),
         (("--slurm", "--status", "one"), "the number that sbatch gave it"),
         (("--ray", "head", "--status", ""), "the identifier that Ray gave it"),
         (("tiny-ptpc-fp8kv", "--slurm", "--sbatch", "a b=c", "--dry-run"), "expected NAME=VALUE or NAME"),
@@ -91,4 +91,4 @@ def test_without_a_cluster_it_says_so(
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert ended("--kubernetes", "--status", "job") == 2
-    assert "found no way to a cluster" in capsys.readouterr().err
+    assert "found no usable kubeconfig" in capsys.readouterr().err

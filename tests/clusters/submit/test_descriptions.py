@@ -72,7 +72,7 @@ def test_what_srun_says_is_no_verdict(srun: str, tmp_path: Path) -> None:
     (tmp_path / "logs/17.code").write_text("0\n", encoding="utf-8")  # of an earlier turn
     ended, log = _executed(tmp_path, "exit 0", srun=srun)
     assert ended == 5
-    assert log == f"the run came to no end of its own: srun ended with {srun[-1]}\n"
+    assert log == f"the run recorded no exit code: srun ended with {srun[-1]}\n"
 
 
 @pytest.mark.parametrize(("ray", "code"), [("exit 0", 5), ("exit 1", 5), ('"$@"; exit 0', 3)])
@@ -183,7 +183,7 @@ def test_a_cpu_has_no_gpus() -> None:
     ("options", "message"),
     [
         ({"setup": ("module load\n#SBATCH --uid=0",)}, "printable text on one line"),
-        ({"setup": ("export HF_TOKEN=hf_x",)}, "HF_TOKEN, which reads like the name of a secret"),
+        ({"setup": ("export HF_TOKEN=hf_x",)}, "HF_TOKEN, which looks like the name of a secret"),
         ({"sbatch": {"export": "ALL,AWS_SECRET_ACCESS_KEY=x"}}, "AWS_SECRET_ACCESS_KEY"),
         ({"partition": "a\n#SBATCH --uid=0"}, "printable text on one line"),
     ],

@@ -54,6 +54,6 @@ def test_it_is_followed_through_absences_to_the_last_line(monkeypatch: pytest.Mo
 def test_what_does_not_pass_ends_it() -> None:
     with pytest.raises(StageError, match="for good"):
         Job(StageError("for good")).followed()
-    with pytest.raises(StageError, match="does not know it any more: no such job") as failure:
+    with pytest.raises(StageError, match="no longer knows this job: no such job") as failure:
         Job(UserError("no such job", hint="Its log is a.out.")).followed()
     assert (failure.value.exit_code, failure.value.hint, failure.value.transient) == (5, "Its log is a.out.", True)

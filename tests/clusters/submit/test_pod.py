@@ -97,7 +97,7 @@ def test_what_the_run_needs_is_the_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["containers", "initContainers"])
 def test_no_secret_stands_in_a_manifest(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"found the value of HF_TOKEN") as failure:
+    with pytest.raises(RecipeError, match=r"found a value of HF_TOKEN") as failure:
         given(tmp_path, f"{kind}: [{{name: quantmint, env: [{{name: HF_TOKEN, value: of some kind}}]}}]\n")
     assert "of some kind" not in str(failure.value)
     with pytest.raises(UserError, match="--env: found HF_TOKEN"):
@@ -126,7 +126,7 @@ def test_a_store_must_be_on_a_claim(store: str, folder: str | None, kept: bool) 
     if kept:
         assert job_manifest(of, run)
     else:
-        with pytest.raises(UserError, match=r"(?s)on no volume that is there after its pod.*--pvc"):
+        with pytest.raises(UserError, match=r"(?s)on no volume that outlives the pod.*--pvc"):
             job_manifest(of, run)
 
 

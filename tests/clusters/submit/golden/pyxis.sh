@@ -28,6 +28,6 @@ wait "$run"
 code=$?
 # A trapped signal ends wait, and not the run.
 while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done
-[ -s "$ended" ] || echo "the run came to no end of its own: srun ended with $code"
+[ -s "$ended" ] || echo "the run recorded no exit code: srun ended with $code"
 code=$(cat "$ended" 2>/dev/null)
 exit "${code:-5}"
