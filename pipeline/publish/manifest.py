@@ -186,30 +186,30 @@ DAMAGED: Final = "What readers get stays as it is. Publish the release again, or
 """The hint for a damaged release."""
 
 
-def require_sizes(raw: bytes, sizes: Mapping[str, int], place: str) -> None:
+def require_sizes(raw: bytes, sizes: Mapping[str, int], address: str) -> None:
     """Raise `DamagedError` when the ``sizes`` in bytes of the files at a destination differ from its manifest."""
-    for name, file in decode(raw, what=f"{place}/{MANIFEST}").files.items():
+    for name, file in decode(raw, what=f"{address}/{MANIFEST}").files.items():
         if sizes.get(name) != file.size:
             actual = f"found {sizes[name]:,} bytes" if name in sizes else "it is missing"
-            raise DamagedError(f"{place} is damaged: {name}: {actual}, expected {file.size:,} bytes", hint=DAMAGED)
+            raise DamagedError(f"{address} is damaged: {name}: {actual}, expected {file.size:,} bytes", hint=DAMAGED)
 
 
 def expected_files(
-    raw: bytes, present: Mapping[str, int], place: str, select: Wanted = None
+    raw: bytes, present: Mapping[str, int], address: str, select: Wanted = None
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Return sizes and SHA-256 by name of the files to fetch for a release, the manifest last.
 
     ``present`` are the sizes of the files at the destination. The signature has no digest. Raises `OtherBytesError` for
     a selected file that the manifest does not list: a reader would load any weights in the folder.
     """
-    files = decode(raw, what=f"{place}/{MANIFEST}").files
+    files = decode(raw, what=f"{address}/{MANIFEST}").files
     sizes = {name: file.size for name, file in files.items()}
     sizes |= {name: present[name] for name in (SIGNATURE,) if name in present}
     sizes[MANIFEST] = len(raw)
     strays = [name for name in sorted(present.keys() - sizes.keys()) if select is None or select(name)]
     if strays:
         raise OtherBytesError(
-            f"{place}: {strays[0]} is no file of the release", hint="Publishing the release again removes it."
+            f"{address}: {strays[0]} is no file of the release", hint="Publishing the release again removes it."
         )
     return sizes, {name: file.sha256 for name, file in files.items()} | {MANIFEST: identity(raw)}
 

@@ -163,11 +163,11 @@ _EXAMPLES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Detector:
-    """A kind of credential; ``places`` yields the start of each occurrence in a text."""
+    """A kind of credential; ``starts`` yields the start of each occurrence in a text."""
 
     kind: str
     scope: Scope
-    places: Callable[[str], Iterator[int]]
+    starts: Callable[[str], Iterator[int]]
 
 
 # kind -> module and class in detect-secrets
@@ -262,14 +262,14 @@ def _matching(
 ) -> Callable[[str], Iterator[int]]:
     """Return a function that yields the starts of matches outside longer words; ``example`` leaves out examples."""
 
-    def places(text: str) -> Iterator[int]:
+    def starts(text: str) -> Iterator[int]:
         for match in (match for form in forms for match in form.finditer(text)):
             value = next((group for group in match.groups() if group), None) if example else None
             alone = _is_edge(text, match.start() - 1, match.start()) and _is_edge(text, match.end(), match.end() - 1)
             if alone and valid(match.group()) and not (value is not None and _EXAMPLES.fullmatch(value)):
                 yield match.start()
 
-    return places
+    return starts
 
 
 def _is_edge(text: str, outside: int, inside: int) -> bool:
@@ -286,7 +286,7 @@ def _by_keyword(detector: object) -> Callable[[str], Iterator[int]]:
     """Return a function that yields the starts of lines with a named password or key, but no example or number."""
     analyze = detector.analyze_string  # type: ignore[attr-defined]
 
-    def places(text: str) -> Iterator[int]:
+    def starts(text: str) -> Iterator[int]:
         from detect_secrets.plugins.keyword import REGEX_BY_FILETYPE
         from detect_secrets.util.filetype import FileType
 
@@ -297,7 +297,7 @@ def _by_keyword(detector: object) -> Callable[[str], Iterator[int]]:
                 yield start
             start += len(line)
 
-    return places
+    return starts
 
 
 _HEADER = 100_000_000  # bytes; safetensors reads no longer header
@@ -338,7 +338,7 @@ def find_secrets(files: Mapping[str, Path], environment: Mapping[str, str] | Non
             scopes += ["texts", "prose"] if _PROSE.fullmatch(base) else ["texts"]
         for detector in all_detectors:
             if detector.scope in scopes:
-                secrets |= {Secret(name, text.count("\n", 0, at) + 1, detector.kind) for at in detector.places(text)}
+                secrets |= {Secret(name, text.count("\n", 0, at) + 1, detector.kind) for at in detector.starts(text)}
     return tuple(sorted(secrets))
 
 

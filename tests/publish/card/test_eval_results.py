@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from quantmint.pipeline.publish.card import CardFacts, eval_results
-from tests.publish.card import made
+from tests.publish.card import samples
 
 
 def entries(facts: CardFacts) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def entries(facts: CardFacts) -> dict[str, Any]:
 
 
 def with_accuracy(**changes: Any) -> CardFacts:
-    facts = made.llama()
+    facts = samples.llama()
     gate = facts.report["gate"]
     first, *others = gate["accuracy"]
     report: Any = {**facts.report, "gate": {**gate, "accuracy": [{**first, **changes}, *others]}}
@@ -26,7 +26,7 @@ def with_accuracy(**changes: Any) -> CardFacts:
 
 
 def test_a_benchmark_of_the_hub_has_its_file() -> None:
-    found = entries(made.llama())
+    found = entries(samples.llama())
     assert list(found) == [".eval_results/gsm8k.yaml"]  # neither mmlu nor ifeval nor wikitext is one
     entry = found[".eval_results/gsm8k.yaml"]
     assert (entry.dataset_id, entry.task_id, entry.value) == ("openai/gsm8k", "gsm8k", 81.52)
@@ -41,4 +41,4 @@ def test_a_score_by_another_metric_is_another_score() -> None:
 
 
 def test_no_address_for_what_is_not_on_the_hub() -> None:
-    assert entries(made.llama(repo=None))[".eval_results/gsm8k.yaml"].source_url is None
+    assert entries(samples.llama(repo=None))[".eval_results/gsm8k.yaml"].source_url is None

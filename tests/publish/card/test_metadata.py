@@ -11,7 +11,7 @@ from quantmint.pipeline.publish.card import CardFacts, front_matter, metadata, r
 from quantmint.pipeline.publish.licences import terms
 from quantmint.pipeline.recipe.sections import Licence
 from tests.hub.standin import HubStandIn
-from tests.publish.card import made
+from tests.publish.card import samples
 
 
 def read(facts: CardFacts) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def read(facts: CardFacts) -> dict[str, Any]:
 
 
 def test_a_quantized_llama_by_the_hubs_own_classes() -> None:
-    assert read(made.llama("llama70b-mxfp4")) == {
+    assert read(samples.llama("llama70b-mxfp4")) == {
         "base_model": ["meta-llama/Llama-3.3-70B-Instruct"],
         "base_model_relation": "quantized",
         "license": "llama3.3",
@@ -41,28 +41,28 @@ def test_the_hub_accepts_it(hub: HubStandIn) -> None:
 
     api = HfApi(endpoint=hub.url, token=hub.token)
     api.create_repo("my-org/cards")
-    for facts in (made.llama(), made.tiny(), made.hostile()):
+    for facts in (samples.llama(), samples.tiny(), samples.hostile()):
         api.upload_file(path_or_fileobj=render(facts).encode(), path_in_repo="README.md", repo_id="my-org/cards")
     assert len(hub.sent("POST", "/api/validate-yaml")) == 3
 
 
 def test_a_folder_has_no_base_on_the_hub() -> None:
-    found = read(made.tiny())
+    found = read(samples.tiny())
     assert not {"base_model", "base_model_relation", "datasets", "language", "license_link"} & set(found)
     assert found["license"] == "unknown"
     assert found["tags"] == ["fp8", "ptpc", "compressed-tensors", "vllm", "quantmint"]
-    assert "is not on the Hub" in render(made.tiny())
+    assert "is not on the Hub" in render(samples.tiny())
 
 
 def test_other_licences_have_a_name_and_a_link() -> None:
     base = {"license": "other", "license_name": "qwen", "license_link": "LICENSE"}
-    found = read(replace(made.llama(), terms=terms(base, ("LICENSE",), Licence(accepted=True))))
+    found = read(replace(samples.llama(), terms=terms(base, ("LICENSE",), Licence(accepted=True))))
     assert (found["license"], found["license_name"], found["license_link"]) == ("other", "qwen", "LICENSE")
 
 
 def test_nothing_of_a_strange_card_gets_through() -> None:
-    text = front_matter(made.hostile())
-    found = metadata(made.hostile())
+    text = front_matter(samples.hostile())
+    found = metadata(samples.hostile())
     assert "javascript" not in text.replace(found["license_name"], "")
     assert found["license_name"] == "img-src-x-onerror-alert-1-x-2-a-javascript-alert-1-b-c-lt"
     assert found["tags"][:5] == ["fp8", "gptq", "quark", "vllm", "quantmint"]
@@ -77,7 +77,7 @@ def test_nothing_of_a_strange_card_gets_through() -> None:
     ],
 )
 def test_what_a_base_may_say(base: dict[str, Any], expected: tuple[list[str], list[str]]) -> None:
-    facts = made.llama()
+    facts = samples.llama()
     found = metadata(replace(facts, base=replace(facts.base, metadata=base)))
     assert (found["language"], found["tags"][4:]) == expected
 
@@ -94,6 +94,6 @@ def test_what_a_base_may_say(base: dict[str, Any], expected: tuple[list[str], li
 def test_a_task_by_the_architecture_where_the_base_names_none(
     architecture: str, pictures: bool, tag: str | None
 ) -> None:
-    facts = made.llama()
+    facts = samples.llama()
     base = replace(facts.base, architecture=architecture, pictures=pictures, metadata={})
     assert metadata(replace(facts, base=base)).get("pipeline_tag") == tag

@@ -20,17 +20,17 @@ from quantmint.pipeline.recipe.sections import Licence
 from quantmint.pipeline.serving.model.facts import model_facts
 from quantmint.pipeline.stages.card import launches
 from tests.eval.report import made as reports
-from tests.publish.card import made
+from tests.publish.card import samples
 
 CARDS = {
-    "llama": made.llama,
-    "mxfp4": lambda: made.llama("llama70b-mxfp4"),
-    "ptpc": lambda: made.llama("llama70b-ptpc"),
-    "tiny": made.tiny,
-    "hostile": made.hostile,
-    "stopped": lambda: made.llama(report=reports.stopped()),
-    "by the reference": lambda: made.llama(report=reports.by_reference()),
-    "invalid": lambda: made.llama(report=reports.invalid()),
+    "llama": samples.llama,
+    "mxfp4": lambda: samples.llama("llama70b-mxfp4"),
+    "ptpc": lambda: samples.llama("llama70b-ptpc"),
+    "tiny": samples.tiny,
+    "hostile": samples.hostile,
+    "stopped": lambda: samples.llama(report=reports.stopped()),
+    "by the reference": lambda: samples.llama(report=reports.by_reference()),
+    "invalid": lambda: samples.llama(report=reports.invalid()),
 }
 
 
@@ -80,7 +80,7 @@ def test_a_card_has_one_title_and_its_sections(name: str) -> None:
 
 
 def test_the_same_facts_give_the_same_bytes() -> None:
-    assert render(made.llama()) == text_of("llama")
+    assert render(samples.llama()) == text_of("llama")
 
 
 def test_the_figures_are_the_reports() -> None:
@@ -114,7 +114,7 @@ def test_a_server_over_several_machines_has_its_whole_script() -> None:
     knobs = {"--tensor-parallel-size": 8, "--pipeline-parallel-size": 2}
     target = recipe.target.model_copy(update={"gpus": 16})
     recipe = recipe.model_copy(update={"target": target, "serve": recipe.serve.model_copy(update={"knobs": knobs})})
-    facts = model_facts(made.CONFIGS / "Llama-3.1-405B-Instruct")
+    facts = model_facts(samples.CONFIGS / "Llama-3.1-405B-Instruct")
     found = launches(recipe, workloads.load(recipe.target.workload), facts, "my-org/L", vllm="0.32.0")
     assert [launch.target for launch in found] == ["mi300x:8x2", "mi355x:8x2"]
     assert "---- node 1 (NODE_1_IP)" in found[0].command
@@ -126,7 +126,7 @@ def test_what_is_only_here_is_not_on_the_card() -> None:
     recipe = load_recipe("llama70b-fp8kv").recipe
     speculative = Speculative(method="eagle3", model="/models/draft", tokens=2)
     serve = recipe.serve.model_copy(update={"speculative": speculative, "tunableop": "tuned.csv"})
-    facts = model_facts(made.CONFIGS / "Llama-3.3-70B-Instruct")
+    facts = model_facts(samples.CONFIGS / "Llama-3.3-70B-Instruct")
     changed = recipe.model_copy(update={"serve": serve})
     found = launches(changed, workloads.load("throughput"), facts, "my-org/x", vllm="0.32.0")
     assert all("/models/draft" not in launch.command and "tuned.csv" not in launch.command for launch in found)
@@ -141,8 +141,8 @@ def test_the_recipes_own_hardware_comes_first_and_names_no_thread_of_this_machin
 
 
 def test_a_machine_that_cannot_serve_it_says_why() -> None:
-    refused = replace(made.llama().launches[0], refusal="vLLM's CPU build has no kernel", command="")
-    assert "It does not run there: vLLM's CPU build has no kernel." in render(made.llama(launches=(refused,)))
+    refused = replace(samples.llama().launches[0], refusal="vLLM's CPU build has no kernel", command="")
+    assert "It does not run there: vLLM's CPU build has no kernel." in render(samples.llama(launches=(refused,)))
 
 
 def test_figures_from_elsewhere_are_said_before_they_are_read() -> None:
@@ -178,7 +178,7 @@ def test_how_it_was_made_names_what_was_used() -> None:
     ],
 )
 def test_verification_by_the_commands_that_there_are(signed: str | None, wanted: list[str]) -> None:
-    text = section(render(made.llama(signed=signed)), "Verify it")
+    text = section(render(samples.llama(signed=signed)), "Verify it")
     assert all(words in text for words in wanted)
 
 
@@ -189,13 +189,13 @@ def test_what_the_licence_asks_to_be_shown_is_shown() -> None:
     assert "**Built with Llama.**" in licence
     assert "Acceptable Use Policy" in licence
     assert "[LICENSE](LICENSE), [USE\\_POLICY.md](USE_POLICY.md), [quantmint/NOTICE](quantmint/NOTICE)" in licence
-    assert "Llama 3.3 is licensed under the Llama 3.3 Community License" in str(notice_text(made.llama()))
-    assert notice_text(made.tiny()) is None
+    assert "Llama 3.3 is licensed under the Llama 3.3 Community License" in str(notice_text(samples.llama()))
+    assert notice_text(samples.tiny()) is None
     assert "states no licence" in section(text_of("tiny"), "Licence")
 
 
 def test_a_free_licence_asks_for_little() -> None:
-    facts = made.llama(terms=terms({"license": "apache-2.0"}, ("LICENSE",), Licence()))
+    facts = samples.llama(terms=terms({"license": "apache-2.0"}, ("LICENSE",), Licence()))
     text = render(facts)
     assert "Built with" not in text
     assert "Changed files say that they were changed" in section(text, "Licence")
@@ -203,7 +203,7 @@ def test_a_free_licence_asks_for_little() -> None:
 
 
 def test_a_title_is_one_plain_line() -> None:
-    assert release_title(made.llama()) == "meta-llama/Llama-3.3-70B-Instruct in fp8 with an FP8 KV cache, quark"
+    assert release_title(samples.llama()) == "meta-llama/Llama-3.3-70B-Instruct in fp8 with an FP8 KV cache, quark"
 
 
 def test_text_that_looks_like_markup_is_shown_as_it_is() -> None:
