@@ -139,7 +139,8 @@ def outlook(setting: Setting, *, estimate: Estimate | None = None, source: str |
     cells, measured = setting.workload.cells, _newest(setting)
     known = () if source is None else launches_to_reuse(setting, source, BenchStage.version)
     counted = 2 * setting.recipe.gate.throughput.launches - len(known)
-    start = mean(launch.started_seconds for launch in measured) if measured else START_S
+    assumed_start = START_S if estimate is None else estimate.cached_start
+    start = mean(launch.started_seconds for launch in measured) if measured else assumed_start
     discarded = full = 0.0  # seconds of a launch's prompts that do not count, and of those that do
     for cell in cells:
         speeds = [launch.cells[cell.name].output_throughput for launch in measured]

@@ -79,6 +79,11 @@ class Estimate:
         return float((_CPU_START_S if self.on_cpu else START_S) + self.size.source / self.rates.disk)
 
     @property
+    def cached_start(self) -> float:
+        """Return the seconds of a start of vLLM whose weights are in the page cache, as of all launches but one."""
+        return _CPU_START_S if self.on_cpu else START_S
+
+    @property
     def restart(self) -> float:
         """Return the seconds of a start when the side that answers changes.
 

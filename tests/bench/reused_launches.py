@@ -97,13 +97,13 @@ def squares(values: Array) -> Array:
     return np.asarray(((values - values.mean(axis=1, keepdims=True)) ** 2).sum(axis=1))
 
 
-def agree(series: Drawn) -> Array:
-    """Return whether the reused launches agree with the fresh ones, run by run."""
+def agree(series: Drawn, cells: int = 1) -> Array:
+    """Return whether the reused launches agree with the fresh ones in one of so many cells, run by run."""
     reused, fresh = np.log(series.reused), np.log(series.fresh)
     sizes = reused.shape[1], fresh.shape[1]
     freedom = sum(sizes) - 2
     error = np.sqrt((squares(reused) + squares(fresh)) / freedom * (1 / sizes[0] + 1 / sizes[1]))
-    limit = stdtrit(freedom, 1 - AGREEMENT_ALPHA / 2)
+    limit = stdtrit(freedom, 1 - AGREEMENT_ALPHA / cells / 2)
     return np.asarray(np.abs(fresh.mean(axis=1) - reused.mean(axis=1)) <= limit * error)
 
 
@@ -118,14 +118,17 @@ def by_both_tests(series: Drawn, sign: int) -> Array:
     return np.asarray(distance > stdtrit(welch, 0.95) * np.sqrt(first + second))
 
 
-def verdicts(series: Drawn, *, both_tests: bool = True) -> tuple[Array, Array, Array]:
-    """Return whether each run passes, whether it fails, and whether the reused launches were made anew."""
+def verdicts(series: Drawn, *, both_tests: bool = True, cells: int = 1) -> tuple[Array, Array, Array]:
+    """Return whether each run passes, whether it fails, and whether the reused launches were made anew.
+
+    The error of the agreement is shared by `cells`, of which the others agree.
+    """
     baseline = np.concatenate([series.reused, series.fresh], axis=1)
     passed = significant(series.candidate, PROMISE * baseline)
     failed = significant(PROMISE * baseline, series.candidate)
     if both_tests:
         passed, failed = passed & by_both_tests(series, 1), failed & by_both_tests(series, -1)
-    anew = ~agree(series)
+    anew = ~agree(series, cells)
     return (
         np.where(anew, significant(series.candidate_anew, PROMISE * series.fresh_anew), passed),
         np.where(anew, significant(PROMISE * series.fresh_anew, series.candidate_anew), failed),
@@ -133,7 +136,7 @@ def verdicts(series: Drawn, *, both_tests: bool = True) -> tuple[Array, Array, A
     )
 
 
-def rows(runs: int, sides: Sequence[int] = (4, 5, 6, 7)) -> Iterator[list[str]]:
+def rows(runs: int, sides: Sequence[int] = (4, 5, 6, 7), cells: int = 1) -> Iterator[list[str]]:
     """Yield a row for each noise and number of launches: worst rates over all shifts, and power without a shift."""
     for name, noise in NOISES.items():
         for launches in sides:
@@ -142,32 +145,33 @@ def rows(runs: int, sides: Sequence[int] = (4, 5, 6, 7)) -> Iterator[list[str]]:
             worst = np.zeros(4)
             for shift in SHIFTS:
                 there = drawn(noise, rng, runs, launches, half, PROMISE, shift)
-                passed, failed, _ = verdicts(there)
-                rates = passed.mean(), failed.mean(), verdicts(there, both_tests=False)[0].mean(), 0.0
+                passed, failed, _ = verdicts(there, cells=cells)
+                rates = passed.mean(), failed.mean(), verdicts(there, both_tests=False, cells=cells)[0].mean(), 0.0
                 if launches == 4:
                     one_fresh = drawn(noise, rng, runs, launches, 1, PROMISE, shift)
-                    rates = (*rates[:3], verdicts(one_fresh)[0].mean())
+                    rates = (*rates[:3], verdicts(one_fresh, cells=cells)[0].mean())
                 worst = np.maximum(worst, rates)
             better = drawn(noise, rng, runs, launches, half, 1.03 * PROMISE, 0.0)
-            shown, _, anew = verdicts(better)
+            shown, _, anew = verdicts(better, cells=cells)
             alone = speed(better.fresh_anew, better.candidate_anew)[0]
-            cells = [*worst[:3], shown.mean(), alone]
+            shares = [*worst[:3], shown.mean(), alone]
             one = f"{100 * worst[3]:.1f}" if launches == 4 else ""
             made = 1 + launches + half + (launches - half) * anew.mean()
-            figures = [f"{100 * cell:.1f}" for cell in cells]
+            figures = [f"{100 * share:.1f}" for share in shares]
             yield [name, str(launches), *figures[:3], one, *figures[3:], f"{made:.1f}"]
 
 
 @click.command()
 @click.option("--runs", default=40_000, show_default=True, help="Simulated series of each design.")
-def main(runs: int) -> None:
+@click.option("--cells", default=1, show_default=True, help="Cells of the workload, which share the A/A check's error.")
+def main(runs: int, cells: int) -> None:
     """Print the table, in per cent."""
     click.echo(
         "\n| reused launches, promised 1.1 x | a side | false PASS | false FAIL | false PASS, rank test alone "
         "| one fresh launch | 1.133: PASS | all fresh | launches, mean |"
     )
     click.echo("|---|" + "--:|" * 8)
-    for row in rows(runs):
+    for row in rows(runs, cells=cells):
         click.echo("| " + " | ".join(row) + " |")
 
 

@@ -173,14 +173,15 @@ def test_the_simulated_rule_is_the_gates(name: str) -> None:
 
 
 @pytest.mark.parametrize("launches", [4, 5, 7])
+@pytest.mark.parametrize("cells", [1, 4])
 @pytest.mark.parametrize("name", NOISES)
-def test_a_shift_between_the_days_does_not_raise_the_errors(name: str, launches: int) -> None:
+def test_a_shift_between_the_days_does_not_raise_the_errors(name: str, launches: int, cells: int) -> None:
     """At most 5 %, and 5.5 % where the candidate's launches lie twice as far apart, as with fresh launches only."""
     rng, runs = np.random.default_rng(launches), 4000
     limit = 0.055 if name.startswith("the candidate's") else 0.05
     for shift in SHIFTS:
         made = drawn(NOISES[name], rng, runs, launches, launches - launches // 2, PROMISE, shift)
-        passed, failed, _ = verdicts(made)
+        passed, failed, _ = verdicts(made, cells=cells)
         error = 3 * (limit * (1 - limit) / runs) ** 0.5
         assert max(passed.mean(), failed.mean()) < limit + error, shift
 

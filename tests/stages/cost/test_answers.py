@@ -59,4 +59,5 @@ def test_prompts_and_answers_add_up() -> None:
 def test_a_gpu_without_a_data_sheet_and_a_cpu() -> None:
     assert estimate("cuda").answer_step(64, 300) == TOKEN_S
     cpu = estimate("cpu")
+    assert cpu.cached_start < estimate().cached_start
     assert cpu.answer_step(64, 300) == pytest.approx(0.005 + _8B.source / cpu.rates.read)
