@@ -48,7 +48,7 @@ def test_a_vllm_that_is_not_there_fails(doctor):
     code, out, _ = doctor("--target", "cpu", "--vllm", "/no/such/vllm")
     assert code == 1
     assert "1 fail" in out
-    assert "`make serving` builds one for a CPU" in out
+    assert "`make serving` installs one for a CPU" in out
     assert "source: quantmint" in out
 
 
