@@ -32,7 +32,7 @@ _HIDDEN = "hidden"  # the name of the hidden states in a file; JSON lists are th
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What a batch is between two layers: hidden states [batch, sequence, ..., hidden], and tensors that layers hand on
+    """A batch between two layers: hidden states [batch, sequence, ..., hidden], and tensors that layers hand on
     beside them, by name: the choice of a sparse indexer, keys and values that later layers use again."""
 
     hidden: torch.Tensor

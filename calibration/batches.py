@@ -121,7 +121,7 @@ def read_texts(chosen: CalibrationSet, tokenizer: Any) -> Iterator[str]:
 
 
 def _contents(chosen: CalibrationSet) -> Iterator[tuple[str, Any]]:
-    """What each row says, with its place."""
+    """Yield the place and the content of each row. Raises `CalibrationError` for an empty set."""
     place = None
     for place, row in read_rows(chosen):
         yield place, _said(chosen, place, row)
@@ -206,7 +206,7 @@ def dataset_commit(repo: str, revision: str) -> str:
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """What the Hub's client raises: its own errors, those of the HTTP library below it, and files that cannot be."""
+    """Return the errors of the Hub's client: its own, those of the HTTP library below it, and files that cannot be."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     # The HTTP library is httpx, from huggingface_hub 2 on httpx2; the Hub's error derives from the root of its errors.

@@ -44,7 +44,7 @@ from quantmint.calibration.room import (
 
 
 class Watcher(Protocol):
-    """Who is told how far it is."""
+    """The protocol by which calibration reports its progress."""
 
     def bar(self, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
         """A bar over ``total`` units; the value is called with each advance."""
@@ -177,7 +177,7 @@ _BATCHES = "batches.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What every share is measured with; ``folder`` of the model and ``work`` lie where every machine sees them.
+    """The settings of all shares; ``folder`` of the model and ``work`` lie where every machine sees them.
 
     ``threads`` are PyTorch's on a CPU, 0 where GPUs compute: how a product is cut among them may decide its last bit.
     """
@@ -201,7 +201,7 @@ class Share:
 
 
 class Places(Protocol):
-    """Where shares are measured, several at a time. ``device`` is PyTorch's name of what computes there."""
+    """A place that measures shares, several at a time. ``device`` is PyTorch's name of what computes there."""
 
     @property
     def device(self) -> Literal["cpu", "cuda"]: ...  # noqa: D102
@@ -297,7 +297,7 @@ def measured(
 
 
 def joined(order: Order, shares: Sequence[Share]) -> Measurement:
-    """What the shares saw together. Raises `CalibrationError` where one of them cannot be seen or read."""
+    """Return the sum of all shares. Raises `CalibrationError` where one of them cannot be seen or read."""
     found = Measurement(order.observation)
     for share in shares:
         path = _final(order, share)

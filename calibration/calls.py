@@ -1,4 +1,4 @@
-"""How a model calls its layers: everything but the hidden states, recorded in one run of the embedding part.
+"""Record how a model calls its layers: all arguments but the hidden states, in one run of the embedding part.
 
 The model's own forward prepares masks, position embeddings and other arguments; recorders stand in for its layers and
 return the hidden states that they get. The next layer must be called with exactly what a layer returns: then the layers
@@ -165,7 +165,7 @@ def _tensor(value: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """How a model runs its ``layers``, by name.
+    """The calls of a model's ``layers``, by name.
 
     ``length`` is the length of the tuples that they return, 0 for hidden states alone; ``width`` is the number of
     values in the hidden states of a token.

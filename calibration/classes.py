@@ -1,4 +1,4 @@
-"""Which class of transformers builds the model that a configuration names."""
+"""Find the class of transformers that builds the model of a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `calibration` raises: its callers translate it into their own errors."""
+"""The errors of `calibration`; its callers translate them into their own."""
 
 from __future__ import annotations
 

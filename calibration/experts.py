@@ -85,7 +85,7 @@ class ExpertSums:
             self._tokens[number] = self._tokens.get(number, 0) + other._tokens[number]
 
     def found(self) -> list[Inputs]:
-        """What was summed, by expert; nothing of one that the router sent no token to."""
+        """Return the sums by expert, without experts that the router sent no token to."""
         if self._all is None:
             return []
         of_all, width = mirrored(self._all), self._all.shape[0]

@@ -24,7 +24,7 @@ Rounding = Callable[["torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What entered linear modules: the ``hessian`` X^T X, float32 [I, I], of ``tokens`` rows, of those ``modules``.
+    """The inputs of linear modules: the ``hessian`` X^T X, float32 [I, I], of ``tokens`` rows, of those ``modules``.
 
     Beside the 16-bit model whose inputs are Y: ``gap`` is X^T (Y - X), float32 [I, I]. A module of weight W that adds
     to the hidden states has ``owed`` in its place, X^T (S + Y W^T - R - X W^T), float32 [I, O], where S are the 16-bit
@@ -55,7 +55,7 @@ class Inputs:
         return replace(self, hessian=self.hessian.to(device), gap=gap, owed=owed)
 
     def plus(self, other: Inputs) -> Inputs:
-        """What entered the same modules with other tokens too; the sums of this one are changed."""
+        """Return the sum with inputs of the same modules from other tokens; these tensors change in place."""
         for here, there in ((self.hessian, other.hessian), (self.gap, other.gap), (self.owed, other.owed)):
             if here is not None and there is not None:
                 here.add_(there)
@@ -64,7 +64,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a forward goes through the linear modules of a layer.
+    """The course of a forward through the linear modules of a layer.
 
     ``turns`` are modules in the order in which their inputs are made. What ``adding`` modules make is added to the
     hidden states. ``ends``: modules by whose result a larger part of the layer ends, with that part's name and how
@@ -93,7 +93,7 @@ class Enough(Exception):  # noqa: N818 - nothing is wrong
 
 
 class Kept:
-    """What was made of a batch within a layer, so that it need not be made again; at most ``room`` bytes of all."""
+    """Intermediate tensors of a batch within a layer, kept for reuse; at most ``room`` bytes in all."""
 
     def __init__(self, way: Way, room: int) -> None:
         self._way, self._room = way, room
@@ -106,7 +106,7 @@ class Kept:
             self._found[number, original, name] = found
 
     def pop(self, number: int, original: bool, name: str) -> Any:
-        """What was kept, which is not kept any longer."""
+        """Return the kept tensor, None without one, and forget it."""
         found = self._found.pop((number, original, name), None)
         self._room += 0 if found is None else found.nbytes
         return found
@@ -226,7 +226,7 @@ class Sums:
         return set(self._first.values() if len(self._first) == len(self._modules) else self._modules)
 
     def _take(self, model: Any, name: str, came: torch.Tensor, how: Rounding) -> torch.Tensor:
-        """What enters a module, rounded; of several that it enters it is counted once."""
+        """Return a module's input, rounded; an input of several modules is counted once."""
         if self._last is None or self._last[0] is not came or self._last[1] is not how:
             self._last = came, how, how(came), name
         rounded = self._last[2]
@@ -274,7 +274,7 @@ class Sums:
         self._first = other._first | self._first
 
     def found(self) -> list[Inputs]:
-        """What was summed, in the order of the forward; no more can be."""
+        """Return the sums in the order of the forward; nothing can be added afterwards."""
         for one in self._found.values():
             mirrored(one.hessian)
         return [
@@ -309,7 +309,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 @cache
 def _multiplied(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What inputs are multiplied in, so that float32 holds the products: their own 16 bits where the device sums those
+    """Return the dtype to multiply inputs in, for products in float32: their own 16 bits where the device sums those
     in float32, as a GPU does (with ROCm since PyTorch 2.10)."""
     if device.type == "cpu" or dtype == torch.float32:
         return torch.float32

@@ -95,7 +95,7 @@ class _Stack:
 
 
 def stacked_part(parameters: Mapping[str, torch.nn.Parameter], weight: Any) -> tuple[str, int | None] | None:
-    """Which of some 3-D parameters [E, ., .] a tensor is a part of, with the expert; None in place of one for all.
+    """Return the 3-D parameter [E, ., .] that a tensor is a part of, and the expert, None for the whole parameter.
 
     None for a tensor that is no part of any.
     """
@@ -240,7 +240,7 @@ def preceding(model: Any, names: Iterable[str], see: Callable[..., Any]) -> Abst
 
 
 def entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a module was called with first, by place or by name."""
+    """Return the first argument of a module's call, positional or by name."""
     return next(iter((*args, *kwargs.values())))
 
 

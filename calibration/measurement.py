@@ -1,4 +1,4 @@
-"""What is seen of a model while it runs: the inputs of its linear modules, and what its attention hands to the cache.
+"""Observe a running model: the inputs of its linear modules, and the keys and values for the cache.
 
 Everything is kept under the model's own names, in the order in which a forward meets it first.
 """
@@ -118,7 +118,7 @@ class Measurement:
 
     @contextmanager
     def every_token(self) -> Iterator[None]:
-        """What experts are given within is every token, and not what the model computes with."""
+        """Within the block, experts are given every token, beyond those that the model computes with."""
         self._running = "every"
         try:
             yield
@@ -181,7 +181,7 @@ class Measurement:
 
     @classmethod
     def of(cls, observation: Observation, state: Mapping[str, Any]) -> Measurement:
-        """What gave that `state`."""
+        """Return the measurement of a `state`."""
         found = cls(observation)
         found.summaries = {key: Summary(total.to_dense(), kind) for key, (total, kind) in state["summaries"].items()}
         for name in _PLAIN:
@@ -197,7 +197,7 @@ class Measurement:
 
     @classmethod
     def load(cls, observation: Observation, path: Path) -> Measurement:
-        """What was kept; raises `CalibrationError` where it cannot be read."""
+        """Return the kept measurement. Raises `CalibrationError` where it cannot be read."""
         with storing("the measurement", path):
             return cls.of(observation, torch.load(path, weights_only=True))
 

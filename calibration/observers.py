@@ -95,7 +95,7 @@ ExpertTokens = Literal["all", "routed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What is measured, and how; all of it shapes the ranges.
+    """The settings of a measurement; all of them shape the ranges.
 
     ``inputs`` and ``cache`` name the observers of linear inputs, and of K and V; ``percentile`` is that of the observer
     of this name. ``kv_floor`` is the least magnitude of K and V, so that no scale is smaller. ``experts`` says which
@@ -112,7 +112,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What is known of many numbers: their largest magnitude or a histogram, and the dtype that they had."""
+    """A summary of many numbers: their largest magnitude or a histogram, and their dtype."""
 
     total: torch.Tensor
     dtype: torch.dtype

@@ -39,7 +39,7 @@ class Replica:
 
     @property
     def walkable(self) -> Loop:
-        """How the layers are run one at a time; raises `NotReplayableError` if they cannot be."""
+        """Return the calls that run the layers one at a time. Raises `NotReplayableError` if there are none."""
         if isinstance(self.loop, NotReplayableError):
             raise self.loop
         return self.loop

@@ -1,4 +1,4 @@
-"""Where a model fits: resident, or a layer at a time.
+"""Decide whether a model fits resident, or a layer at a time.
 
 Weights are known to the byte. What a forward needs beside them is estimated from above: attention that is computed
 step by step holds its scores, in the model's dtype and as float32, for all heads of a batch.
@@ -164,7 +164,7 @@ def host_bytes(asked: int | None) -> int:
 
 
 def activations_for(devices: Sequence[str], need: Need, host: int, folder: Path) -> Activations:
-    """Where the hidden states of layer mode are kept: on GPUs that have ample room, or in ``host`` bytes of the
+    """Return where the hidden states of layer mode are kept: on GPUs that have ample room, or in ``host`` bytes of the
     host's memory, the rest of which is spilled to ``folder``."""
     # Beside two layers and a forward, and half of the rest is left free.
     free = 0 if devices[0].startswith("cpu") else min(map(free_bytes, devices))

@@ -1,4 +1,4 @@
-"""What changes of single modules of a model cost, in nats of KL, a layer in memory at a time.
+"""Measure the cost of changes of single modules, in nats of KL, with one layer in memory at a time.
 
 A change of a module moves what it returns for a token by d. To second order the KL divergence of the model's
 predictions is then half of the mean of (g d)^2, where g is the gradient, at the module's output, of the log-likelihood
@@ -106,7 +106,7 @@ class _Sweep:
         self._replica, self._layers, self._calls, self._tokens = replica, layers, calls, tokens
 
     def through(self, number: int, states: Sequence[States]) -> tuple[list[States], dict[str, float]]:
-        """What leaves a layer, and the largest magnitude that enters each of its linear modules."""
+        """A layer's output, and the largest magnitude of each linear module's inputs."""
         replica, name = self._replica, self._layers[number]
         measurement = Measurement(Observation(experts="routed"))
         with self._loaded(number) as module, watching(replica.model, name, measurement), torch.no_grad():
@@ -286,7 +286,7 @@ def _of_predictions(
 
 
 def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leaving: Any) -> torch.Tensor:
-    """What the model makes of what its last layer returns, [1, sequence, vocabulary]."""
+    """Return the logits of the last layer's output, [1, sequence, vocabulary]."""
     with answering(replica.model, layers, leaving), running("this model on text alone"):
         logits: torch.Tensor = language_model(replica.model)(input_ids=batch, use_cache=False).logits
     return logits

@@ -46,7 +46,7 @@ _ALIKE = 0.02  # share of what a layer adds that may be lost to the rounding of 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was in a place: some ``rows`` of it, [n, I] in the model's dtype, and the ``largest`` magnitude of each
+    """A sample of a module's inputs: some ``rows``, [n, I] in the model's dtype, and the ``largest`` magnitude of each
     channel over all tokens that were run, float32 [I]."""
 
     rows: torch.Tensor
@@ -157,7 +157,7 @@ class _Sequential(Walk):
     def _sums(
         self, share: _Share, *, layer: int, linear: Mapping[str, Rounding], turn: Sequence[str], whole: bool
     ) -> Sums:
-        """What enters the modules of a turn; the 16-bit model's layer is run as a ``whole`` once."""
+        """Return the inputs of a turn's modules; the 16-bit model's layer is run as a ``whole`` once."""
         sums, one = Sums(share.way, turn, share.kept), share.replica
         for number in share.numbers:
             first, served = self._states(layer, number, one)
@@ -299,7 +299,7 @@ class _Sequential(Walk):
             return states
 
     def _way(self, layer: int, linear: Iterable[str]) -> Way:
-        """How a forward goes through a layer's modules; of layers of a kind the first is asked.
+        """Return the course of a forward through a layer's modules, recorded on the first layer of each kind.
 
         Experts of a layer that do the same have the same turn. Modules that add are known by what the layer makes:
         what entered it and what they made, and no more.

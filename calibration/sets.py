@@ -29,7 +29,7 @@ class SetFile:
     lines: Mapping[tuple[str, ...], int]
 
     def fault(self, message: str, *key: str) -> CalibrationError:
-        """What is wrong with a key, at its line; with the file as a whole where no key is named."""
+        """Return the error about a key, at its line; about the whole file where no key is named."""
         if not key:
             return CalibrationError(f"{self.path}: {message}")
         return CalibrationError(f"{self.path}:{self.lines.get(key, 1)}: {'.'.join(key)}: {message}")
@@ -82,7 +82,7 @@ _HUB = ("revision", "config", "split")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationSet:
-    """Where texts come from; exactly one of `file` or `repo`, and exactly one of `text`, `messages` or `turns`.
+    """The source of texts; exactly one of `file` or `repo`, and exactly one of `text`, `messages` or `turns`.
 
     `file` is an absolute path; `sample_by` cuts a .txt file. `config` is the dataset's configuration, `split` its part.
     `text` names a column of plain text, `messages` one with a list of {role, content}; `turns` are (role, column)
@@ -112,7 +112,7 @@ class CalibrationSet:
 
     @property
     def defaults(self) -> dict[str, int | bool]:
-        """What a recipe's calibration section gets where it says nothing."""
+        """The defaults of a recipe's calibration section."""
         given = {name: getattr(self, name) for name in DEFAULTS}
         return {name: value for name, value in given.items() if value is not None}
 

@@ -140,7 +140,7 @@ class Shards:
         return found
 
     def _start(self, name: str) -> int:
-        """Where a tensor begins in its file, whose header safetensors has found to be sound."""
+        """Return a tensor's first byte in its file, whose header safetensors accepted."""
         file = self._place[name]
         if file not in self._starts:
             with (self.folder / file).open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Which scheme each group of modules gets for a budget of bits, by what it was measured to cost there.
+"""Choose the scheme of each group of modules for a budget of bits, by measured costs.
 
     >>> points = frontier(groups)                       # from all in the fewest bits to all in the least cost
     >>> spend(groups, 5.0).schemes["model.layers.0.mlp.down_proj"]
@@ -47,7 +47,7 @@ class Option:
 
     @property
     def price(self) -> float:
-        """What of the budget it takes."""
+        """Return its price in the budget: bits, or time where the budget is a speedup."""
         return self.bits if self.time is None else self.time
 
 
@@ -81,7 +81,7 @@ class Group:
 
 
 def _slope(one: Option, other: Option) -> float:
-    """What a bit more saves."""
+    """Return the cost that a bit more saves between two options."""
     return (one.cost - other.cost) / (other.price - one.price)
 
 
@@ -104,7 +104,7 @@ class Point:
 
     @property
     def spent(self) -> str:
-        """What was spent, for people."""
+        """Word the budget that was spent."""
         estimated = "" if self.speedup is None else f", estimated {self.speedup:.2f} x 16 bit until it was served"
         return f"{self.bits:.2f} bits{estimated}"
 
@@ -278,7 +278,7 @@ def _pattern(before: str, after: str, numbers: Sequence[str]) -> str:
 
 
 def fastest(hardware: Hardware, names: Sequence[str]) -> float:
-    """What the schemes can gain over 16 bit at most, whether reading or multiplying takes longer."""
+    """Return the most that the schemes can gain over 16 bit, by reading or by multiplying."""
     reading = 16 / min(scheme(name).bits_per_weight for name in names)
     return max(reading, *(hardware.flops(_dtype(name)) / hardware.flops("bf16") for name in names))
 
@@ -289,7 +289,7 @@ def _dtype(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """How long linear layers take on an accelerator by its data sheet: an estimate, until a checkpoint was served.
+    """Return the time of linear layers on an accelerator by its data sheet: an estimate until a checkpoint was served.
 
     A product takes the longer of reading its weights and multiplying: each request of a cell reads them once for its
     prompt, and for each token of its answer shares them with all that are in flight. Cells count alike, each against

@@ -1,4 +1,4 @@
-"""Where calibration and quantization compute."""
+"""Resolve the devices that calibration and quantization compute on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def device_memory(device: str) -> int:
 
 
 def device_title(devices: Iterable[str]) -> str:
-    """What devices call themselves: ``8 x AMD Instinct MI300X``, or the model of the CPU."""
+    """Return the title of devices: ``8 x AMD Instinct MI300X``, or the model of the CPU."""
     found = Counter(
         torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name(Machine())
         for device in devices

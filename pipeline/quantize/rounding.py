@@ -1,4 +1,4 @@
-"""What a scheme does to numbers when the model runs, and to a cache: rounded to a format's values, back in float32.
+"""Round activations and caches as a scheme does when the model runs: to a format's values, back in float32.
 
 The definition of each format, not a fast path. Scales of run-time formats are computed as vLLM's kernels compute them,
 those of OCP microscaling as the library that writes the layout does (compressed-tensors 0.19, amd-quark 0.13): both

@@ -161,7 +161,7 @@ class Entry:
 
 
 def mismatch(path: Path, record: Record) -> str | None:
-    """What the first file says that contradicts the record; None if all agree. Raises `OSError`."""
+    """Return how the first file contradicts the record; None if all agree. Raises `OSError`."""
     for name, fact in record.files.items():
         reason = _fault(path / name, fact, always=False)
         if reason:

@@ -162,7 +162,7 @@ class Item:
 
 @dataclass(frozen=True)
 class GcPlan:
-    """What a collection would remove. ``keep`` is the number of runs of each recipe that count.
+    """The entries that a collection would remove. ``keep`` is the number of runs of each recipe that count.
 
     ``young_bytes`` are those of entries that would go, were they not of the last hour.
     """
@@ -224,7 +224,7 @@ def apply(plan: GcPlan, *, now: float | None = None) -> int:
 
 
 class _References:
-    """What recent runs refer to, at each moment that it is asked; run files that did not change are read once."""
+    """The entries that recent runs refer to, read at each call; run files that did not change are read once."""
 
     def __init__(self, root: Path, keep: int, now: float) -> None:
         self._root, self._keep, self._now = root, keep, now

@@ -48,7 +48,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 @dataclass(frozen=True)
 class _Holder:
-    """Who holds a lock: enough to ask whether that process still runs, and to tell a user whom to wait for."""
+    """The holder of a lock: enough to ask whether that process still runs, and to tell a user whom to wait for."""
 
     host: str
     boot: str
@@ -106,7 +106,7 @@ class _Seen:
 
 
 def this_process() -> dict[str, str | int]:
-    """Who we are, for `runs_still`: what a lock file says of its holder, without the command line."""
+    """Return this process's entry for a lock file, without the command line: see `runs_still`."""
     holder = asdict(_Holder.this_process())
     return {name: holder[name] for name in ("host", "boot", "namespace", "pid", "born")}
 

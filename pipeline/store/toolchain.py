@@ -107,7 +107,7 @@ def _facts(found: Mapping[str, Message]) -> dict[str, Distribution]:
 
 
 def _reached(tools: Iterable[str], there: Mapping[str, Message]) -> dict[str, Message]:
-    """What of ``there`` the tools' requirements and our own lead to, the tools included.
+    """Return the part of ``there`` that the tools' requirements and our own lead to, the tools included.
 
     Extras that somebody asks for are followed, ours of a tool too: ``lm-eval[api]`` is what asks over HTTP.
     """

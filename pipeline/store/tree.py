@@ -95,7 +95,7 @@ class Store:
         return sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file()) if work.is_dir() else 0
 
     def entry_path(self, stage: str, fingerprint: str) -> Path:
-        """Where an entry is, or would be. Raises `ValueError` for what is no stage or no fingerprint."""
+        """Return the folder of an entry, existing or not. Raises `ValueError` for no stage's name or no fingerprint."""
         if not STAGE.fullmatch(stage) or stage in RESERVED:
             raise ValueError(f"{stage!r} cannot be the name of a stage's folder")
         if not FINGERPRINT.fullmatch(fingerprint):

@@ -1,1 +1,1 @@
-"""What makes quantized checkpoints."""
+"""The engines that make quantized checkpoints."""

@@ -29,7 +29,7 @@ _ALTERS: tuple[Alters, ...] = ("nothing", "rounding", "channels", "everything")
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """How one engine runs an algorithm.
+    """An engine's support of an algorithm.
 
     ``record`` is the name that the library writes into what it made; ``package`` a distribution that the library needs
     beside itself, None where it needs nothing.
@@ -60,7 +60,7 @@ class Algorithm:
         return f"engine {engine} has no {self.name} for {scheme_name}: {others}"
 
     def caution(self, schemes: Collection[str]) -> str | None:
-        """What to know before schemes are made by it; None where nothing is known against it."""
+        """Return a caution about schemes made by it; None where nothing is known against it."""
         harmed = [name for name in self.harms if name in schemes]
         if not harmed:
             return None
@@ -87,7 +87,7 @@ _PLAIN = frozenset({"QuantizationModifier"})  # rounds to the nearest
 
 
 def record(names: Sequence[str], checkpoint_format: str) -> tuple[list[str], str | None]:
-    """How a layout's library records algorithms: their names, and the `RECIPE` that holds them, None for Quark."""
+    """A library's record of algorithms in its layout: their names, and the `RECIPE` that holds them, None for Quark."""
     found = [table()[name].engines[_ENGINES[checkpoint_format]].record for name in names]
     text = yaml.safe_dump({"default_stage": {"default_modifiers": {name: {} for name in found}}}, sort_keys=False)
     return found, None if checkpoint_format == "quark" else text
@@ -109,7 +109,7 @@ def recorded_algorithms(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def recorded_alterations(checkpoint: Checkpoint) -> Alters:
-    """How a checkpoint differs from its 16-bit source beside rounding; everything where a record is in no row."""
+    """Return how a checkpoint differs from its source beside rounding; in everything where a record is in no row."""
     names = recorded_algorithms(checkpoint)
     found = [table()[name].alters if name in table() else "everything" for name in names]
     return max(found, key=_ALTERS.index, default="nothing")

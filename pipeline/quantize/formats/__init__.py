@@ -1,1 +1,1 @@
-"""What checkpoints look like on disk, whoever wrote them."""
+"""The layouts of checkpoints on disk, whichever tool wrote them."""

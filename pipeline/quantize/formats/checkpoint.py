@@ -255,7 +255,7 @@ class Reader:
         return name in self._checkpoint.tensors
 
     def info(self, name: str) -> TensorInfo:
-        """What its header says of a tensor."""
+        """Return a tensor's entry in its file's header."""
         return self._checkpoint.tensors[name][1]
 
     def __call__(self, name: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import tensor_bytes
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was done to a model.
+    """The choice for a model: schemes by module, exceptions, cache.
 
     ``schemes`` maps each quantized linear module to its scheme; ``kept`` are the modules with a two-dimensional
     weight that stay in 16 bit, routers included, because vLLM must be told about each of them; ``kv_cache`` is
@@ -58,14 +58,14 @@ class Choice:
 
 
 def most_frequent(names: Iterable[str]) -> str:
-    """What is said most often; the first by name where two are as frequent."""
+    """Return the most frequent value; the first by name among equals."""
     names = list(names)
     return max(sorted(set(names)), key=names.count)
 
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a ``quantization_config`` promises: a scheme, or None for 16 bit, per module; None also for an unknown one.
+    """The scheme of each module by a ``quantization_config``; None for 16 bit, and for an unknown scheme.
 
     ``unknown`` holds descriptions of settings that are not in the table of schemes, by module.
     """
@@ -112,7 +112,7 @@ def stores(checkpoint_format: str, scheme: str) -> bool:
 def weight_tensors(
     checkpoint_format: str, scheme: str, module: str, shape: tuple[int, int], scale_dtype: str
 ) -> tuple[StoredTensor, ...]:
-    """What is stored for a linear module whose 16-bit weight is ``shape`` = [O, I].
+    """Return the tensors stored for a linear module whose 16-bit weight is ``shape`` = [O, I].
 
     Raises `UserError` where the format has no layout for the scheme.
     """
@@ -163,7 +163,7 @@ class Layout(ABC):
         """
 
     def claims(self, config: Mapping[str, Any], modules: Collection[str]) -> Claims:
-        """What such a value promises about these linear modules."""
+        """Return what a ``quantization_config`` claims of these linear modules."""
         schemes: dict[str, str | None] = {}
         unknown: dict[str, str] = {}
         settings_of = self._settings(config)

@@ -1,4 +1,4 @@
-"""What an inspection found; and what the headers alone prove: every promised tensor is there, and no other."""
+"""The findings of an inspection, and the checks of headers: every promised tensor is there, and no other."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ _QUANTIZED_ONLY = ("_scale", "_zero_point", _PACKED, "weight_shape", "weight_g_i
 def expected_tensors(
     checkpoint: Checkpoint, structure: Structure, claims: Claims
 ) -> dict[str, tuple[StoredTensor, ...]]:
-    """What the configuration promises, by module; a scale may have any of the dtypes that the libraries give it."""
+    """Return the promised tensors by module; a scale may have any of the dtypes that the libraries give it."""
     form = layout_of(checkpoint.config)
     expected: dict[str, tuple[StoredTensor, ...]] = {}
     for module, shape in structure.linear.items():

@@ -128,7 +128,7 @@ def inspect_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What is looked at in any thread: one quantized module, or one tensor that was carried over."""
+    """A unit of work for any thread: one quantized module, or one tensor that was carried over."""
 
     read: Reader
     original: SourceReader | None
@@ -162,7 +162,7 @@ class _Look:
         return list(check_copy(name, self.read, self.original, self.weights[name], exact=exact, proven=proven))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor of the source that is carried over, as it is written."""
+        """Return the shape of a source's tensor that is carried over, as it is to be written; () without a source."""
         return () if self.original is None else self.original.shape(self.weights[name])
 
 
@@ -250,7 +250,7 @@ def layer_errors(layers: Iterable[Mapping[str, Any]]) -> list[ReportedError]:
 
 
 def _place(path: str) -> tuple[bool, int, str]:
-    """Where a linear stands among others: in the order in which a layer computes, its experts after all else."""
+    """Return a linear module's place in the order in which a layer computes, experts last."""
     name = path.rpartition(".")[2].removesuffix("_proj")
     return "expert" in path, _ORDER.index(name) if name in _ORDER else len(_ORDER), path
 

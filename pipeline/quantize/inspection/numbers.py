@@ -1,4 +1,4 @@
-"""What stored numbers are: weights back in float32, by scheme (the definition of each format), and their checks.
+"""Decode stored numbers to float32, by scheme (the definition of each format), and check them.
 
 Weights are checked some rows at a time, so that a check takes the memory of a piece and not of a weight.
 """
@@ -68,7 +68,7 @@ def _elements(dtype: str, bits: int, stored: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _of_bytes(dtype: str, device: torch.device) -> torch.Tensor:
-    """What each byte holds: [256] in float32, or [256, 2] of two elements of 4 bit, the first in the lowest bits."""
+    """Return the values of each byte: [256] in float32, or [256, 2] of two elements of 4 bit, the lowest bits first."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     if dtype not in _MINIFLOATS:
         return codes.view(torch.float8_e4m3fn).float()
@@ -210,7 +210,7 @@ def _pieces(scheme: str, weight: StoredTensor, size: int) -> Iterator[tuple[int,
 
 
 def _rows(part: torch.Tensor, scheme: str, weight: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """What belongs to rows of a weight, of its scales by channel, group or block; all of what is for the whole."""
+    """Return the parts of rows with their scales by channel, group or block; whole-tensor scales as they are."""
     if part.ndim == 0 or last - first == weight.shape[0]:
         return part
     if row_of(scheme).weight.granularity == "block":

@@ -1,1 +1,1 @@
-"""What a model consists of, asked of the model itself."""
+"""The structure of a model, read from the model itself."""

@@ -27,7 +27,7 @@ from quantmint.pipeline.base.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where the 16-bit weight [O, I] of one linear module comes from.
+    """The source of the 16-bit weight [O, I] of one linear module.
 
     ``tensor`` is a name on disk. ``expert`` picks an entry of the first dimension of a tensor that stacks experts,
     ``rows`` the output rows [first, last) of that matrix (gate and up lie in one), and ``transposed`` says that it is
@@ -130,7 +130,7 @@ class ExpertSlice:
 
 
 def expert_slice(experts: Any, name: str, expert: int, projection: str) -> ExpertSlice:
-    """Where a module that stacks experts, called ``name`` in the model, holds a projection of one of them.
+    """Return the slice of a stack of experts, called ``name`` in the model, that holds one expert's projection.
 
     Raises `UserError` for a layout that no rule takes apart.
     """

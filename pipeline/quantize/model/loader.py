@@ -1,4 +1,4 @@
-"""How vLLM loads a model: which modules it can quantize, and which it loads as one.
+"""Know how vLLM loads a model: the modules that it can quantize, and those that it loads as one.
 
     >>> view = load_view({"architectures": ["LlamaForCausalLM"]})
     >>> view.fusion_group("model.layers.0.self_attn.q_proj")

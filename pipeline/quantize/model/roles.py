@@ -1,4 +1,4 @@
-"""What the modules of a model are for: which of them choose experts, and which tensors belong to a predictor.
+"""Tell the roles of a model's modules: routers, stacks of experts, tensors of a predictor.
 
 A router is known by its place: a linear module, or a matrix of its own, beside the experts that it chooses from. The
 names of classes are not looked at, since a "gate" is also what forgets a state.
@@ -38,7 +38,7 @@ def _routers(modules: Mapping[str, Any], layers: str) -> Iterator[str]:
 
 
 def _expert_count(name: str, module: Any) -> int | None:
-    """How many experts a module stacks or lists; None for any other module."""
+    """Return the number of experts that a module stacks or lists; None for any other module."""
     if stacks_experts(module):
         return int(next(p for p in module.parameters(recurse=False) if p.ndim == 3).shape[0])
     # The layers of a decoder are a list of modules too.
@@ -62,7 +62,7 @@ class Predictor:
         self._ignored = [re.compile(pattern) for pattern in ignored]
 
     def root(self, name: str) -> str | None:
-        """What all tensors of the predictor begin with, behind the prefix of the language model ("mtp.", "layers.61.");
+        """Return the prefix of the predictor's tensors, behind the prefix of the language model ("mtp.", "layers.61.");
         None for a tensor of no predictor."""
         return next((match[1] for root in self._roots if (match := root.search(name))), None)
 

@@ -1,4 +1,4 @@
-"""Which scheme each linear module gets, and which modules stay in 16 bit."""
+"""Select the scheme of each linear module, and the modules that stay in 16 bit."""
 
 from __future__ import annotations
 

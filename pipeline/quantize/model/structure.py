@@ -1,4 +1,4 @@
-"""What every tensor of a model is: a weight that schemes apply to, one that stays in 16 bit, or one that is carried.
+"""Classify every tensor of a model: quantizable weight, weight kept in 16 bit, or carried tensor.
 
 The model is built on the meta device from its configuration, so that module types decide and not a pattern over
 names. Names on disk are followed to the module's own by the renaming rules that transformers itself loads the
@@ -129,7 +129,7 @@ def read_structure(folder: Path, tensors: Tensors, *, trust_remote_code: bool = 
 
 
 def _cache_file(config: Mapping[str, Any], tensors: Tensors) -> Path:
-    """Where a model's structure is cached for the user: reading it takes the import of transformers, seconds.
+    """Return the file that caches a model's structure: reading it anew takes the import of transformers, seconds.
 
     The name follows from everything that decides the answer: the configuration, the tensors on disk, the versions of
     the libraries, and the code that asks them. A model's own Python code could answer otherwise tomorrow, so its

@@ -1,4 +1,4 @@
-"""What a library is asked to do, as a file; the 16-bit model that it gets; and the room that both take.
+"""The job of a library, as a file; the 16-bit model that it gets; and the memory that both take.
 
 The file is the whole of what the process that imports the library is told. Calibration samples lie beside it in one
 safetensors file, so that the library sees the very tokens that our own calibration would: ``tokens`` int64 [total] and

@@ -1,4 +1,4 @@
-"""What a library wrote, brought into our form and held against what it was asked for.
+"""Bring a library's checkpoint into our form and compare it with the job.
 
 A library names modules as transformers' model does; `adopt` gives tensors and configuration the names that the source
 has, which are those that servers load. `differences` is then the same proof for every library: our own formats read
@@ -123,7 +123,7 @@ def differences(
     checkpoint_format: str,
     algorithm_name: str,
 ) -> Iterator[str]:
-    """Where a checkpoint is not what was asked for, a clause each; nothing where it is."""
+    """Yield the differences between a checkpoint and the job, a clause each."""
     form = layout_of(checkpoint.config)
     if form.name != checkpoint_format:
         yield f"it is in {form.name}, asked for was {checkpoint_format}"
@@ -146,7 +146,7 @@ def differences(
 
 
 def _carried(checkpoint: Checkpoint, source: Checkpoint, structure: Structure, choice: Choice) -> Iterator[str]:
-    """What stays in 16 bit is all there, in its type and shape."""
+    """Yield the 16-bit tensors that are missing, or have another type or shape."""
     taken = {structure.weights[module].tensor for module in choice.schemes if module in structure.weights}
     for name, (_, info) in source.tensors.items():
         if name in taken or name in structure.encoded.values():

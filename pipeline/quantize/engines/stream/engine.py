@@ -60,7 +60,7 @@ def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was made: every weight file, and the seconds that it took.
+    """A written checkpoint: every weight file, and the seconds that it took.
 
     ``seconds``: "written" and "durable" from the start of the call, the latter including the flush to the disk, and by
     kind of work (read, compute, write, hash, wait, flush) the sum over threads.
@@ -141,7 +141,7 @@ def _forget_partial(destination: Path) -> None:
 
 
 def _static_scales(plan: ShardPlan, ranges: Mapping[str, torch.Tensor | float]) -> dict[str, torch.Tensor]:
-    """What no kernel makes of one file: scales of measured ranges in the dtype that is stored, and weights' shapes."""
+    """Return a file's tensors without a kernel: scales of measured ranges in stored dtype, and weights' shapes."""
     scales: dict[str, torch.Tensor] = {}
     shapes = {f"{step.name}.weight_shape": step.origin.shape for step in plan.steps}
     for stored in plan.deferred:

@@ -86,7 +86,7 @@ CARRIED = frozenset(_ELEMENTS)
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """What GPTQ needs of a Hessian, on its device.
+    """A decomposed Hessian, on its device.
 
     ``order`` int64 [I]: the columns in the order in which they are rounded. ``reach`` float32 [I, I]: row j is what
     the errors of the columns before j do to it. ``price`` float32 [I]: what an error costs there. ``fault`` says why
@@ -125,7 +125,7 @@ class Made:
         return float(self.costs.sum())
 
     def split(self, rows: Sequence[int]) -> list[Made]:
-        """What was made of each of several weights of so many rows that were one below the other."""
+        """Split the result of weights stacked by rows into one for each, of so many ``rows``."""
         if len(rows) == 1:  # a scale of all has no rows
             return [self]
         columns = [torch.split(each, list(rows)) for each in (*self.parts.values(), self.nearest, self.costs)]
@@ -353,7 +353,7 @@ def _rounded(
 
 
 def _tried(target: torch.Tensor, element: _Element, dtype: torch.dtype) -> torch.Tensor:
-    """What may be the scale of a group [..., group, O]: float32 [..., n, O], first what the nearest would take."""
+    """Return candidate scales of a group [..., group, O]: float32 [..., n, O], first the one of RTN."""
     largest = target.abs().amax(dim=-2)
     if element is _INT4:
         return torch.stack([int4_scale((largest * share).to(dtype)) for share in _SHARES], dim=-2).float()

@@ -248,7 +248,7 @@ KERNELS: Mapping[str, Kernel] = {
 
 
 def kernel_name(scheme: str, checkpoint_format: str) -> str:
-    """Which kernel makes a scheme's weights in a format: what the activations become is no kernel's business."""
+    """Return the kernel of a scheme's weights in a layout; activations have no part in it."""
     if scheme.startswith("mxfp4"):
         return "mxfp4_unsigned_zero" if checkpoint_format == "quark" else "mxfp4"
     return scheme

@@ -71,7 +71,7 @@ _STACK = 1 << 30  # bytes in float32 of the Hessians, or of the weights, that a 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What GPTQ made of one module: tr((W-Q) H (W-Q)^T) rounded to the nearest and as it is stored, and how many
+    """The gain of GPTQ on one module: tr((W-Q) H (W-Q)^T) by RTN and as it is stored, and how many
     tokens entered it; ``fault`` says why it was rounded to the nearest. ``pooled``: H is of all experts of its layer,
     for its own tokens were fewer than its inputs."""
 
@@ -234,7 +234,7 @@ def _whole(turned: bool) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(slots=True)
 class _LayerResult:
-    """What is made of a layer until it is on the disk: tensors by step and role, errors and gains by step."""
+    """The results of a layer until they are on the disk: tensors by step and role, errors and gains by step."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     errors: dict[str, Error] = field(default_factory=dict)
@@ -247,7 +247,7 @@ class _LayerResult:
 
 
 class _Layers:
-    """What is made of each layer, and of what lies outside of them."""
+    """Round the weights of each layer, and scale the tensors around them."""
 
     def __init__(
         self,
@@ -405,7 +405,7 @@ class _Layers:
         return list(found.values())
 
     def _targets(self, inputs: Inputs) -> dict[str, torch.Tensor]:
-        """What is stored of weights, in their type, which their scales get from it."""
+        """Return the weights to be stored, in their own type, which their scales take over."""
         weights = {name: self._finite(self._steps[name], self._own(name)) for name in inputs.modules}
         whole = torch.cat(list(weights.values()))
         with in_tf32():
@@ -454,7 +454,7 @@ class _Layers:
 
 
 def _facts(path: Path) -> tuple[set[str], dict[str, Gain], dict[str, torch.Tensor]]:
-    """Of a file of what was made: the steps, what was gained, and ranges of inputs."""
+    """Read a layer's file: its steps, gains, and ranges of inputs."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as stored:
@@ -466,7 +466,7 @@ def _facts(path: Path) -> tuple[set[str], dict[str, Gain], dict[str, torch.Tenso
 
 @cache
 def _rounding(activations: ActivationFormat, largest: float | None) -> Rounding:
-    """What a server does to inputs; the same function for the same range, which is that of the same input."""
+    """Return the rounding of inputs as served; equal ranges, which are of the same input, share one function."""
     if activations.kind == "none":
         return lambda entering: entering
     scale = None if largest is None else fp8_scale(torch.tensor(largest))

@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a step reads. ``expert``, ``rows`` and ``transposed`` as in `WeightSource`; ``scale`` holds block scales."""
+    """A step's source. ``expert``, ``rows`` and ``transposed`` as in `WeightSource`; ``scale`` holds block scales."""
 
     place: Place
     expert: int | None = None
@@ -80,7 +80,7 @@ class Origin:
 
     @property
     def start(self) -> int:
-        """Where it begins in its file; where its matrix does, if that is stored transposed."""
+        """Return its first byte in the file; its matrix's, where that is stored transposed."""
         if self.expert is None and self.rows is None:
             return self.place.info.start
         outer, inner = self.matrix
@@ -89,7 +89,7 @@ class Origin:
         return self.place.info.start + ((self.expert or 0) * outer + first) * inner * width
 
     def extent(self, first: int, last: int) -> tuple[int, int]:
-        """Where the output rows [first, last) lie in the file: the first byte and their number.
+        """Return the first byte and the number of bytes of the output rows [first, last) in the file.
 
         Of a transposed matrix the whole of it, whatever the rows.
         """
@@ -112,7 +112,7 @@ def origin_of(source: Checkpoint, weight: WeightSource) -> Origin:
 
 
 def blocks(count: int) -> int:
-    """How many blocks of scales cover that many rows or columns."""
+    """Return the number of blocks of scales that cover so many rows or columns."""
     return ceil(count / BLOCK)
 
 
@@ -126,7 +126,7 @@ _ALIGNMENT = 8  # bytes; the widest element that PyTorch views in place
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What becomes of one weight, or of one tensor that is carried over.
+    """The work on one weight, or on one tensor that is carried over.
 
     ``name`` is the module or the tensor. ``kernel`` is None where the numbers stay what they are. ``group`` holds the
     origins of all weights that share one scale, this one included; empty where the scale is the weight's own. ``made``

@@ -1,4 +1,4 @@
-"""Who does what when: the workers of all devices, the files that they make, and the one who commits.
+"""Assign shard pieces to worker threads of all devices; one thread commits finished files.
 
 Several files are open at a time, because a file's hash takes its bytes in their order: the fewer workers share a file,
 the less they wait for each other. A worker goes where the fewest are; so none is idle before the last piece is taken.
@@ -71,7 +71,7 @@ def workers_of(devices: Sequence[str], cores: int | None = None) -> list[str]:
 
 
 def open_files(files: int, workers: int) -> int:
-    """How many files are made at a time."""
+    """Return the number of files that are written at a time."""
     return min(files, workers, _OPEN_FILES)
 
 
