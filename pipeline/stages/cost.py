@@ -53,7 +53,7 @@ _CACHED_SHARE = 0.8
 _DIRTY_SHARE = 0.1
 """Of the machine's memory: what Linux lets a program write before it must wait for the disk (vm.dirty_ratio is 0.2)."""
 _CPU_PIECES, _PINNED_PIECES, _DEVICE_PIECES = 6, 2, 6
-"""What a worker holds, in pieces of its weight: what was read, what becomes of it, and the steps in between."""
+"""Memory of a worker in pieces of its weight: the piece that was read, its result, and the steps in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +119,11 @@ def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
     durable = max(busy[bound], synced) + tail
     if volume.written > _DIRTY_SHARE * machine.memory and synced > busy[bound]:
         bound, busy["sync"] = "sync", synced
-    piece, held = (CPU_PIECE, _CPU_PIECES) if on_cpu else (GPU_PIECE, _PINNED_PIECES)
+    piece, pieces = (CPU_PIECE, _CPU_PIECES) if on_cpu else (GPU_PIECE, _PINNED_PIECES)
     return Cost(
         seconds=durable,
         written=busy[bound],
-        memory=rates.resident + started * held * piece,
+        memory=rates.resident + started * pieces * piece,
         device_memory=0 if on_cpu else -(-started // len(machine.devices)) * _DEVICE_PIECES * piece,
         disk=volume.written,
         bound=bound,
@@ -152,20 +152,20 @@ def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
         parts["load"] = max(parts["load"], need.weights / rates.disk)
     forward = (parts["products"] + parts["scores"]) / len(machine.devices)
     if mode == "resident":
-        held, kept = need.weights + need.forward, 0
+        device_bytes, host_bytes = need.weights + need.forward, 0
         seconds = parts["load"] + forward
     else:
         running = 2 * need.layer + need.forward
         free = machine.device_memory - running
         on_device = not on_cpu and need.states <= len(machine.devices) * free // 2
-        held = running + (need.states // len(machine.devices) if on_device else 0)
-        kept = 0 if on_device else min(need.states, machine.memory // 4)
+        device_bytes = running + (need.states // len(machine.devices) if on_device else 0)
+        host_bytes = 0 if on_device else min(need.states, machine.memory // 4)
         seconds = max(parts["load"], forward)
     return Cost(
         seconds=seconds,
         written=seconds,
-        memory=rates.resident + kept + (held if on_cpu else 0),
-        device_memory=0 if on_cpu else held,
+        memory=rates.resident + host_bytes + (device_bytes if on_cpu else 0),
+        device_memory=0 if on_cpu else device_bytes,
         disk=0,
         bound=max(parts, key=lambda name: parts[name]),
         parts=parts,
@@ -198,7 +198,7 @@ class QuantizeVolume:
 
 @dataclass(frozen=True, slots=True)
 class CalibrateVolume:
-    """What one pass over the calibration set takes.
+    """Work and memory of one pass over the calibration set.
 
     ``need`` are the bytes on a device, ``flops`` the operations of all matrix products, ``scores`` the attention
     weights that are computed. ``mode`` is what the recipe asks for.
@@ -249,8 +249,8 @@ def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Cali
     width = int(text.get("head_dim") or hidden // max(heads, 1))
     layers: Counter[str] = Counter()
     for name, (_, info) in source.tensors.items():
-        if found := _LAYER.search(name):
-            layers[found.group(1)] += info.nbytes
+        if match := _LAYER.search(name):
+            layers[match.group(1)] += info.nbytes
     body = sum(info.nbytes for name, (_, info) in source.tensors.items() if "lm_head." not in name)
     batch = min(calibration.batch_size, calibration.samples)
     sizes = {**text, "num_attention_heads": heads, "hidden_size": hidden}
@@ -264,16 +264,16 @@ def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Cali
 
 
 def routed_share(config: Mapping[str, Any]) -> float:
-    """The share of a mixture's experts that a token passes through; 1 for a dense model."""
+    """Return the share of a mixture's experts that a token passes through; 1 for a dense model."""
     total = expert_count(config)
     chosen = int(config.get("num_experts_per_tok") or 0)
     return chosen / total if total and chosen else 1.0
 
 
 def gptq_volume(source: Checkpoint, structure: Structure, recipe: Recipe) -> CalibrateVolume:
-    """Return the volume of one forward of GPTQ, beside whose hidden states those of the 16-bit model are kept."""
+    """Return the volume of one forward of GPTQ, with the hidden states of the reference model where it has one."""
     assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
     volume = replace(calibrate_volume(source, structure, recipe.calibration), mode="layer")
-    beside = recipe.quantization.parameters["compensation"]
-    states = volume.need.states * (2 if beside else 1)
+    has_reference_model = recipe.quantization.parameters["compensation"]
+    states = volume.need.states * (2 if has_reference_model else 1)
     return replace(volume, need=replace(volume.need, states=states))
