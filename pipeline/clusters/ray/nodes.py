@@ -211,23 +211,17 @@ def local_versions() -> Mapping[str, str]:
     return {**versions(*_LIBRARIES), "Python": platform.python_version(), _CODE: digest.hexdigest()}
 
 
-def require_versions(
-    expected: Mapping[str, str], node: str | None = None, actual: Mapping[str, str] | None = None
-) -> None:
-    """Raise `UserError` naming the first difference of ``actual`` (default: this node's versions) from ``expected``."""
-    actual = local_versions() if actual is None else actual
-    for name, version in expected.items():
-        if actual.get(name) != version:
-            difference = (
-                "is not what it is here" if name == _CODE else f"is {actual.get(name)} there and {version} here"
-            )
-            where = node or socket.gethostname()
-            raise UserError(f"{where}: {name} {difference}: its checkpoint might differ.", hint=SAME_NODES_HINT)
+def require_versions(node: str, there: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raise `UserError` naming the first difference of a node's versions from the driver's."""
+    for name, version in here.items():
+        if there.get(name) != version:
+            difference = "is not what it is here" if name == _CODE else f"is {there.get(name)} there and {version} here"
+            raise UserError(f"{node}: {name} {difference}: its checkpoint might differ.", hint=SAME_NODES_HINT)
 
 
 def require_same(node: str, there: NodeFacts, here: NodeFacts) -> None:
     """Raise `UserError` naming the first difference of a node's facts from this machine's."""
-    require_versions(here.versions, node, there.versions)
+    require_versions(node, there.versions, here.versions)
     for folder, digest in here.folders.items():
         if there.folders[folder] != digest:
             difference = "is not there" if there.folders[folder] is None else "holds other files there"

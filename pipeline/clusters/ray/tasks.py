@@ -7,6 +7,7 @@ the first process for lost. So each run writes to a file name of its own, and th
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -39,7 +40,7 @@ def run(function: Callable[..., T], versions: Mapping[str, str] | None, *argumen
     """
     nodes.drop_secrets()
     if versions is not None:
-        nodes.require_versions(versions)
+        nodes.require_versions(socket.gethostname(), nodes.local_versions(), versions)
     return function(*arguments)
 
 

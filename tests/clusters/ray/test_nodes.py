@@ -88,12 +88,12 @@ def test_only_nodes_that_can_be_given_work_count() -> None:
 
 
 def test_a_node_with_another_version_is_named() -> None:
-    require_versions(local_versions())
+    require_versions("here", local_versions(), local_versions())
     assert {"quantmint", "torch", "transformers", "safetensors"} <= local_versions().keys()
     with pytest.raises(UserError, match=r"there: torch is 1\.0 there and .* here"):
-        require_versions(local_versions(), "there", {**local_versions(), "torch": "1.0"})
+        require_versions("there", {**local_versions(), "torch": "1.0"}, local_versions())
     with pytest.raises(UserError, match="quantmint's code is not what it is here"):
-        require_versions(local_versions(), "there", {**local_versions(), "quantmint's code": "0"})
+        require_versions("there", {**local_versions(), "quantmint's code": "0"}, local_versions())
 
 
 def test_folders_are_the_same_or_are_named(models: Callable[..., Path], tmp_path: Path) -> None:
