@@ -51,9 +51,10 @@ _SAMPLES, _SAMPLE_BYTES = 8, 4096  # per file
 
 
 def ray_address(on: str, environment: Mapping[str, str]) -> str:
-    """Return the address for `ray.init`: of ``--on ray`` $RAY_ADDRESS or this machine's cluster, or ``ray://HEAD:PORT``.
+    """Return the address for `ray.init` from the option ``--on``.
 
-    Raises `UserError` for anything else.
+    ``ray`` stands for $RAY_ADDRESS, or without it for this machine's cluster; ``ray://HEAD[:PORT]`` gets the default
+    port. Raises `UserError` for anything else.
     """
     option, address = (VARIABLE, environment.get(VARIABLE) or LOCAL_CLUSTER) if on == "ray" else ("--on", on)
     if on == "ray" and "://" not in address:
@@ -65,9 +66,10 @@ def ray_address(on: str, environment: Mapping[str, str]) -> str:
 
 
 def dashboard_address(on: str | None) -> str | None:
-    """Return the address for `quantmint submit --ray`: of ``--on ray`` ``auto``, else the dashboard's URL, or None.
+    """Return the address for `quantmint submit --ray` from the option ``--on``; None without the option.
 
-    Raises `UserError` for anything but ``ray`` and ``http://HEAD:PORT``.
+    ``ray`` becomes ``auto``, with which Ray finds the same cluster as `ray_address`; ``http://HEAD:PORT`` is the
+    dashboard's own address. Raises `UserError` for anything else.
     """
     if on not in (None, "ray") and _DASHBOARD.fullmatch(str(on)) is None:
         expected = f"ray ({VARIABLE}'s cluster or this machine's) or http://HEAD:8265"

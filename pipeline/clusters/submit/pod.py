@@ -155,10 +155,8 @@ def read_template(path: Path) -> dict[str, Any]:
         for entry in container.get("env") or () if isinstance(container, dict) else ():
             name, value = str(entry.get("name")), entry.get("value")
             if value and SECRET.search(name) and not str(value).startswith("/"):
-                raise RecipeError(
-                    f"{file}: found a value of {name}, which everyone with access to the manifest can read",
-                    hint="valueFrom: {secretKeyRef: {name: SECRET, key: KEY}}",
-                )
+                message = f"{file}: found a value of {name}, which everyone with access to the manifest can read"
+                raise RecipeError(message, hint="valueFrom: {secretKeyRef: {name: SECRET, key: KEY}}")
     return {"metadata": {key: metadata[key] for key in ("labels", "annotations") if metadata.get(key)}, "spec": spec}
 
 
