@@ -40,7 +40,7 @@ from quantmint.pipeline.publish.destination import (
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
 from quantmint.pipeline.recipe.destinations import Storage
 from quantmint.pipeline.store.disk import disk_errors
-from quantmint.pipeline.store.files import DamagedError, Wanted, fetch
+from quantmint.pipeline.store.files import DamagedError, Selection, fetch
 from quantmint.pipeline.store.locks import Lock
 from quantmint.pipeline.store.objects import Objects
 
@@ -211,7 +211,7 @@ class BucketDestination(Destination):
         self._objects.remove(f"{release.tag}{_JSON}")
         self.unhide(release)
 
-    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Wanted = None) -> Path:
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Selection = None) -> Path:
         """Copy the release with digest checks to ``into`` or below XDG_CACHE_HOME; present files are not sent again."""
         state = self.state()
         chosen = tag or (state.current.tag if state.current else None)
@@ -229,7 +229,7 @@ class BucketDestination(Destination):
         with disk_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
         with Lock(folder.parent / f".{folder.name}.lock"):
-            return fetch(folder, sizes, digests, pieces, place=self._url, progress=progress, wanted=select)
+            return fetch(folder, sizes, digests, pieces, place=self._url, progress=progress, select=select)
 
     def _look(self, name: str) -> tuple[Pointer | None, str | None]:
         """Return a pointer and its object's mark for conditional writes; None, None without the object."""

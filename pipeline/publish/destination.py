@@ -27,7 +27,7 @@ from quantmint.pipeline.base.errors import StageError, UserError, did_you_mean
 from quantmint.pipeline.base.progress import Progress
 from quantmint.pipeline.publish import manifest
 from quantmint.pipeline.publish.release import MANIFEST, Release, day_in, identity_in
-from quantmint.pipeline.store.files import DamagedError, Wanted
+from quantmint.pipeline.store.files import DamagedError, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Destination(ABC):
         return ()
 
     @abstractmethod
-    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Wanted = None) -> Path:
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Selection = None) -> Path:
         """Return a folder with the files of the release ``tag`` (None: the current one), or a copy of it in ``into``.
 
         Without ``into`` a remote release is copied to a cache. ``select`` tells by its name whether a file is needed

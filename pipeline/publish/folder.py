@@ -42,7 +42,7 @@ from quantmint.pipeline.publish.destination import (
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in, identity_in
 from quantmint.pipeline.recipe.destinations import RELEASES, Folder
 from quantmint.pipeline.store.disk import disk_errors, folders, free_bytes
-from quantmint.pipeline.store.files import Wanted, chunks, copy, digest_of, fetch
+from quantmint.pipeline.store.files import Selection, chunks, copy, digest_of, fetch
 from quantmint.pipeline.store.locks import Lock
 
 _PARTIAL: Final = ".partial"
@@ -214,7 +214,7 @@ class FolderDestination(Destination):
         """Delete the hidden folder."""
         self._sweep()
 
-    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Wanted = None) -> Path:
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Selection = None) -> Path:
         """Return the release's own folder, or with ``into`` a copy whose digests were checked."""
         chosen = tag or self._current()
         if chosen is None:
@@ -228,7 +228,7 @@ class FolderDestination(Destination):
         def pieces(name: str, start: int) -> Iterator[bytes]:
             return chunks(folder / name, start=start)
 
-        return fetch(into, sizes, digests, pieces, place=str(folder), progress=progress, wanted=select)
+        return fetch(into, sizes, digests, pieces, place=str(folder), progress=progress, select=select)
 
     @contextmanager
     def exclusive(self, progress: Progress) -> Iterator[None]:

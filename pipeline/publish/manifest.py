@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, Validati
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, UNLISTED
-from quantmint.pipeline.store.files import DamagedError, File, OtherBytesError, Wanted, require_safe
+from quantmint.pipeline.store.files import DamagedError, File, OtherBytesError, Selection, require_safe
 
 SCHEMA: Final = 1
 LARGEST: Final = 1 << 26  # bytes; a release of ten thousand files has a manifest of two million
@@ -195,7 +195,7 @@ def require_sizes(raw: bytes, sizes: Mapping[str, int], address: str) -> None:
 
 
 def expected_files(
-    raw: bytes, present: Mapping[str, int], address: str, select: Wanted = None
+    raw: bytes, present: Mapping[str, int], address: str, select: Selection = None
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Return sizes and SHA-256 by name of the files to fetch for a release, the manifest last.
 

@@ -18,7 +18,7 @@ from quantmint.pipeline.publish.release import EVIDENCE
 from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.stages.gate import GATE
 from quantmint.pipeline.store.entries import Entry
-from quantmint.pipeline.store.gc import Run, list_runs
+from quantmint.pipeline.store.gc import RunRecord, list_runs
 from quantmint.pipeline.store.tree import Store
 
 
@@ -42,7 +42,7 @@ def find(name: str, store: Store) -> Path:
     )
 
 
-def of_run(run: Run, store: Store) -> Entry | None:
+def of_run(run: RunRecord, store: Store) -> Entry | None:
     """Return the entry of the report that a run ended with, None where the store no longer has it.
 
     The run's own record of its stages counts, and not its plan: a run that the canary stopped has another report.

@@ -192,7 +192,7 @@ class _StageRunner:
                 result={**output.result, "summary": output.summary},
                 started=started,
                 tools=dict(stage.tools(setting)),
-                known=output.known,
+                hashed=output.known,
             )
             return entry, False
 

@@ -29,7 +29,7 @@ from quantmint.eval.report.page import environment
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.runs.reports import of_run
 from quantmint.pipeline.store.disk import disk_errors, write_atomic
-from quantmint.pipeline.store.gc import Run, list_runs
+from quantmint.pipeline.store.gc import RunRecord, list_runs
 from quantmint.pipeline.store.locks import Lock
 from quantmint.pipeline.store.tree import Store
 
@@ -99,7 +99,7 @@ class RunRow(Record):
     judged: Judged | None
 
 
-def row_of(run: Run, store: Store) -> tuple[RunRow, Path | None]:
+def row_of(run: RunRecord, store: Store) -> tuple[RunRow, Path | None]:
     """Return a run's row, and the folder that its report is copied from; None where it has no report, or it is gone."""
     entry, judged = of_run(run, store), None
     reasons: list[str] = []

@@ -56,39 +56,39 @@ def explain(error: OSError, path: Path, needed: int | None = None) -> StoreError
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write on the filesystem of ``path``, which need not exist yet."""
+    """Return the bytes that this user may still write on the filesystem of ``path``, which need not exist yet."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
 
 
 def write_atomic(path: Path, data: bytes, *, temporary: Path) -> None:
-    """Write a file that is there whole or not at all; ``temporary`` is a name on the same filesystem."""
+    """Write a file so that readers see all of it or none; ``temporary`` is an unused name on the same filesystem."""
     with whole(path, temporary) as partial:
         partial.write_bytes(data)
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes in hex."""
+    """Return the SHA-256 of a file in hex. Raises `OSError`."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def regular_files(root: Path) -> dict[str, os.stat_result]:
-    """Every file below ``root`` by its name with forward slashes, sorted.
+    """Return the status of every file below ``root``, by its relative name with forward slashes, sorted by name.
 
-    Raises `StoreError` for a symbolic link, socket, pipe or device: what it leads to is not kept here.
+    Raises `StoreError` for a symbolic link, socket, pipe or device: the store could not hash its target.
     """
-    found: dict[str, os.stat_result] = {}
+    files: dict[str, os.stat_result] = {}
     for path in root.rglob("*"):
         status = path.lstat()
         if stat.S_ISREG(status.st_mode):
-            found[path.relative_to(root).as_posix()] = status
+            files[path.relative_to(root).as_posix()] = status
         elif not stat.S_ISDIR(status.st_mode):
             raise StoreError(f"{path} is neither a file nor a folder: the store keeps only what it can hash itself")
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def folders(root: Path) -> list[Path]:
-    """``root`` with every folder below it."""
+    """Return ``root`` and every folder below it."""
     return [root, *(path for path in root.rglob("*") if path.is_dir())]

@@ -1,11 +1,11 @@
-"""A finished entry and its ``record.json``.
+"""Finished entries of the store, and the ``record.json`` of each.
 
-A record names no user, host or path, so that it can be published. The payload is kept whole: its fingerprint
-recomputes, and `pipeline.base.canonical.difference` of two payloads tells why a stage ran again.
+A record names no user, host or path, so that it can be published. It holds the whole payload: the fingerprint can be
+computed again from it, and `pipeline.base.canonical.difference` of two payloads tells why a stage ran again.
 
-A 70 GB checkpoint is not read again for every run: a file whose size and modification time are those of the record
-is taken as unchanged, the way git's index does it. Another time costs one reading; equal bytes then get the
-recorded time back, so that a copied store is read only once.
+A run does not read a 70 GB checkpoint again: a file with the recorded size and modification time counts as unchanged,
+as in git's index. A file with another time is read once; if its bytes are equal, its time is set back to the recorded
+one, so that a copied store is read only once.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Record:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Fingerprints of the entries that this was made from, by the name of the input."""
+        """Return the fingerprints of the entries that this one was made from, by the name of the input."""
         inputs = self.payload["inputs"]
         return {name: str(value) for name, value in inputs.items()} if isinstance(inputs, dict) else {}
 
     def to_json(self) -> bytes:
-        """Encode for ``record.json``, indented for readers."""
+        """Return the bytes of ``record.json``: UTF-8 JSON, indented, with sorted keys."""
         return (json.dumps(asdict(self), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Record:
-        """Decode, with everything checked that does not need the files. Raises `ValueError` with the reason."""
+        """Read a record and check everything that does not need its files. Raises `ValueError` with the reason."""
         try:
             data = json.loads(raw)
         except (ValueError, RecursionError) as error:
@@ -95,10 +95,10 @@ class Record:
 
 
 def check_payload(stage: str, payload: Mapping[str, object]) -> dict[str, Json]:
-    """Copy a payload to plain JSON.
+    """Return a copy of a payload in plain JSON.
 
-    Raises `ValueError` unless it says ``stage`` (this one), ``version`` and ``inputs`` (a mapping of name to
-    fingerprint).
+    Raises `ValueError` unless its ``stage`` is this stage, and it has a ``version`` and ``inputs``, a mapping of names
+    to fingerprints.
     """
     copy = plain(payload)
     if not isinstance(copy, dict) or not {"stage", "version", "inputs"} <= copy.keys():
@@ -114,7 +114,9 @@ def check_payload(stage: str, payload: Mapping[str, object]) -> dict[str, Json]:
 
 
 def check_result(result: Mapping[str, object]) -> dict[str, Json]:
-    """Copy a stage's result to plain JSON, as it will be read back. Raises `ValueError` for what JSON cannot hold."""
+    """Return a copy of a stage's result as a later reader will see it. Raises `ValueError` for values that JSON cannot
+    hold.
+    """
     try:
         copy: dict[str, Json] = json.loads(json.dumps(dict(result), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -123,13 +125,13 @@ def check_result(result: Mapping[str, object]) -> dict[str, Json]:
 
 
 def timestamp(moment: datetime) -> str:
-    """ISO 8601 in UTC, to the millisecond."""
+    """Return a time in UTC as ISO 8601, to the millisecond."""
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The output of a stage: a folder that is complete and must not be changed."""
+    """A stage's complete output: a folder whose files must not be changed."""
 
     stage: str
     fingerprint: str
@@ -137,18 +139,24 @@ class Entry:
     record: Record
 
     def file(self, name: str) -> Path:
-        """Path of an output file. Raises `StoreError` if the entry has none of that name."""
+        """Return the path of an output file. Raises `StoreError` if the entry has no file of that name."""
         if name not in self.record.files:
             raise StoreError(f"{self.path} has no file {name!r}, only {', '.join(self.record.files) or 'none'}")
         return self.path / name
 
     @property
     def digest(self) -> str:
-        """SHA-256 over name, SHA-256 and size of all files: the same for equal outputs, whenever they were made."""
+        """Return the SHA-256 over the names, digests and sizes of all files: equal for equal outputs, whenever they
+        were made.
+        """
         return fingerprint([[name, fact.sha256, fact.size] for name, fact in sorted(self.record.files.items())])
 
     def verify(self, *, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Hash every file, whose bytes ``advance`` hears; `StoreError` for one missing, changed or not recorded."""
+        """Hash every file and compare it with the record.
+
+        ``advance`` is called with the size of each file when it is done. Raises `StoreError` for a file that is
+        missing, changed or not in the record.
+        """
         with disk_errors(self.path):
             for name, fact in self.record.files.items():
                 reason = _fault(self.path / name, fact, always=True)
@@ -161,7 +169,7 @@ class Entry:
 
 
 def mismatch(path: Path, record: Record) -> str | None:
-    """Return how the first file contradicts the record; None if all agree. Raises `OSError`."""
+    """Return how the first file that differs from the record differs; None if all agree. Raises `OSError`."""
     for name, fact in record.files.items():
         reason = _fault(path / name, fact, always=False)
         if reason:

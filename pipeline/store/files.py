@@ -1,4 +1,6 @@
-"""Files that go from one place to another: plain names, digests held against the bytes as they go by, no halves."""
+"""Copy and download files: safe relative names, digests checked while the bytes pass, no incomplete file left under a
+final name.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ Advance = Callable[[int], None]
 """Called with the bytes that are done since the last call."""
 Pieces = Callable[[str, int], Iterator[bytes]]
 """The bytes of a file from an offset on."""
-Wanted = Callable[[str], bool] | None
+Selection = Callable[[str], bool] | None
 """Whether a file is needed, by its name (None: all are)."""
 PARTIAL: Final = ".partial"
 """What is put behind a file's name while it comes in."""
@@ -32,7 +34,7 @@ _FORBIDDEN = re.compile(r'[\x00-\x1f\x7f\\:*?"<>|\ud800-\udfff]')  # what a file
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file: where it lies now, its bytes and its SHA-256 in hex."""
+    """A local file: its path, its size in bytes and its SHA-256 in hex."""
 
     path: Path
     size: int
@@ -40,21 +42,21 @@ class File:
 
 
 class DamagedError(StageError):
-    """A place answers, and what lies there is not what was put there."""
+    """A destination answers, but its files are not those that were put there."""
 
 
 class OtherBytesError(DamagedError):
-    """A place holds other bytes under a file's name than it should."""
+    """A file at a destination has other bytes than its digest says."""
 
 
 def require_safe(names: Iterable[str]) -> None:
-    """Raise `ValueError` for the first name that is no plain relative path, or that another one would overwrite.
+    """Raise `ValueError` for the first name that is not a plain relative path, or that collides with another name.
 
-    What lies in a folder on one machine is put into one on another: a name that climbs out, that a file system reads
-    otherwise, or that differs from another's in case alone or in how Unicode writes an accent, is an attack or an
-    accident.
+    The names come from another machine and become files on this one. A name that leaves its folder, that a file system
+    reads differently, or that differs from another one only in case or in the Unicode form of an accent is an attack or
+    an accident.
     """
-    seen: dict[str, str] = {}
+    by_folded: dict[str, str] = {}
     for name in names:
         parts = name.split("/")
         if _FORBIDDEN.search(name) or any(part in {"", ".", ".."} or part.endswith((" ", ".")) for part in parts):
@@ -63,13 +65,13 @@ def require_safe(names: Iterable[str]) -> None:
             raise ValueError(f"found the file name {name[:40]!r}..., which is too long for a file system")
         # Unicode 3.13, canonical caseless matching: what some file system takes for one.
         folded = unicodedata.normalize("NFD", unicodedata.normalize("NFD", name).casefold())
-        other = seen.setdefault(folded, name)
-        if other != name:
-            raise ValueError(f"found the file names {other!r} and {name!r}, which are one on some file systems")
-    for name in seen:
+        first = by_folded.setdefault(folded, name)
+        if first != name:
+            raise ValueError(f"found the file names {first!r} and {name!r}, which are one on some file systems")
+    for name in by_folded:
         for end in (at for at, character in enumerate(name) if character == "/"):
-            if name[:end] in seen:
-                raise ValueError(f"found {seen[name[:end]]!r} as a file and as a folder of {seen[name]!r}")
+            if name[:end] in by_folded:
+                raise ValueError(f"found {by_folded[name[:end]]!r} as a file and as a folder of {by_folded[name]!r}")
 
 
 def chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
@@ -82,20 +84,22 @@ def chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
 
 def digest_of(path: Path, advance: Advance) -> str:
     """SHA-256 in hex of a file that may be large."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for chunk in chunks(path):
-        found.update(chunk)
+        hasher.update(chunk)
         advance(len(chunk))
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 def judged(file: File) -> Iterator[bytes]:
-    """The bytes of a file in pieces; raises `StageError` at their end where they are not those of its digest."""
-    found = hashlib.sha256()
+    """Yield the bytes of a file in pieces. After the last one, raises `StageError` if they do not have the file's
+    digest.
+    """
+    hasher = hashlib.sha256()
     for chunk in chunks(file.path):
-        found.update(chunk)
+        hasher.update(chunk)
         yield chunk
-    require_digest(file, found.hexdigest())
+    require_digest(file, hasher.hexdigest())
 
 
 def require_digest(file: File, sha256: str) -> None:
@@ -108,11 +112,10 @@ def require_digest(file: File, sha256: str) -> None:
 
 
 def copy(file: File, destination: Path, advance: Advance) -> None:
-    """Write a new file with the bytes of another one, on the disk when this returns.
+    """Write a new file with the bytes of another one; the bytes are on the disk when this returns.
 
-    Every byte is read and written: a file that shares its blocks with the store would share a later edit's fate where
-    the link is a hard one, and the digest asks for a reading anyhow. Raises `StageError` for other bytes than those of
-    its digest, and `OSError`.
+    The bytes are copied, not linked: a hard link would share later edits with the store, and checking the digest reads
+    them anyway. Raises `StageError` for bytes that do not have the file's digest, and `OSError`.
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
     with destination.open("xb", buffering=0) as writer:
@@ -132,13 +135,14 @@ def fetch(
     *,
     place: str,
     progress: Progress,
-    wanted: Wanted = None,
+    select: Selection = None,
 ) -> Path:
-    """Make ``into`` a folder with these files, or those of them that are wanted, in their order; returns it.
+    """Download the selected files into the folder ``into``, in the order of ``sizes``; return the folder.
 
-    ``sizes`` are in bytes; ``digests`` holds the SHA-256 of those files whose digest is known. A file that is there
-    whole stays; of one that was cut off only the rest is brought. Raises `UserError` where ``into`` holds other files
-    or a name leads out of it, and `StageError` for other bytes, which do not stay.
+    ``sizes`` are in bytes; ``digests`` holds SHA-256 in hex, where known; ``select`` says by name which files to take
+    (None: all). A complete file with the right digest is not downloaded again, and an interrupted download continues.
+    Raises `UserError` if ``into`` holds other files or a name leads out of it, and `StageError` for wrong bytes, which
+    are deleted.
     """
     try:
         require_safe(sizes)
@@ -152,7 +156,7 @@ def fetch(
             raise UserError(
                 f"{into}: found {strays[0]}, which is no file of the release", hint="Name a folder that is not there."
             )
-        names = [name for name in sizes if wanted is None or wanted(name)]
+        names = [name for name in sizes if select is None or select(name)]
         with progress.bar(sum(sizes[name] for name in names), "B") as advance:
             for name in names:
                 _bring(name, into / name, sizes[name], digests.get(name), pieces, place, advance)
@@ -168,18 +172,18 @@ def _bring(name: str, path: Path, size: int, digest: str | None, pieces: Pieces,
         return
     partial = path.with_name(f"{path.name}{PARTIAL}")
     partial.parent.mkdir(parents=True, exist_ok=True)
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     start = partial.stat().st_size if digest is not None and partial.is_file() else 0
     if 0 < start <= size:
         for chunk in chunks(partial):
-            found.update(chunk)
+            hasher.update(chunk)
     else:
         partial.unlink(missing_ok=True)
         start = 0
     advance(start)
     with partial.open("ab") as writer:
         for chunk in pieces(name, start) if start < size else ():
-            found.update(chunk)
+            hasher.update(chunk)
             writer.write(chunk)
             advance(len(chunk))
         writer.flush()
@@ -187,10 +191,10 @@ def _bring(name: str, path: Path, size: int, digest: str | None, pieces: Pieces,
     brought = partial.stat().st_size
     if brought < size:
         raise StageError(f"{place}: {name} ended after {brought:,} of {size:,} bytes", hint="Run it again to go on.")
-    if brought != size or (digest is not None and found.hexdigest() != digest):
+    if brought != size or (digest is not None and hasher.hexdigest() != digest):
         partial.unlink()
         raise OtherBytesError(
-            f"{place}: {name} is not what the release says: its SHA-256 is {found.hexdigest()[:16]}…, "
+            f"{place}: {name} is not what the release says: its SHA-256 is {hasher.hexdigest()[:16]}…, "
             f"expected {(digest or '')[:16]}…",
             hint="It was not kept. Where it happens again, the place holds other bytes than were published.",
         )

@@ -1,8 +1,8 @@
-"""Past runs, and what a store no longer needs after them: first a plan, then its removal.
+"""Runs of a store, and the removal of entries that no recent run refers to: first a plan, then its removal.
 
-Kept are the entries that the newest runs of each recipe refer to, whatever is younger than a grace period, and
-whatever a living process holds the lock of. What is known of recipes between rounds (``refresh/``) is small and stays.
-Removal renames first and deletes then, so that a kill leaves nothing that looks finished.
+The collector keeps the entries of each recipe's newest runs, everything younger than a grace period, and everything
+whose lock a living process holds. The small files in ``refresh/`` stay. Removal renames before it deletes, so that
+after a kill no incomplete entry looks finished.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ RUN_SCHEMA: Final = 1
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run as its file tells it. ``finished`` is None while it goes on, and for ever if it was killed.
+class RunRecord:
+    """The record of one run. ``finished`` is None while the run continues, and stays None if it was killed.
 
-    ``file`` is the absolute path of its recipe, where that is a file.
-
-    Until it has ended its facts are which process it is.
+    ``file`` is the absolute path of its recipe; None where the recipe is not a file. Until the run ends, ``facts``
+    identifies its process.
     """
 
     path: Path
@@ -51,45 +50,50 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Its name among the runs of the store: when it began, the recipe, and a random part."""
+        """Return the run's unique name in the store: its start, its recipe and a random part."""
         return self.path.stem
 
     @property
     def killed(self) -> bool:
-        """Whether it has no end and never will have: its process was one of this machine's, and is gone."""
+        """Whether the run will never finish: it has no end, and its process on this machine is gone."""
         return self.finished is None and runs_still(self.facts.get("process")) is False
 
 
 class RunLog:
-    """The file of a run that goes on."""
+    """Writer of a running run's record file."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunRecord) -> None:
         self.run = run
 
     @classmethod
     def start(
         cls, root: Path, recipe: str, recipe_digest: str, plan: Sequence[tuple[str, str]], file: Path | None = None
     ) -> RunLog:
-        """Write the file of a run that begins, before its first look into the store at ``root``.
+        """Write the record of a starting run, before it looks up its first entry in the store at ``root``.
 
-        From then on the garbage collector spares what ``plan`` names. Raises `StoreError`.
+        From then on the garbage collector keeps the entries in ``plan``. Raises `StoreError`.
         """
         now = datetime.now(UTC)
         slug = re.sub(r"[^A-Za-z0-9._]+", "-", recipe)[:80]
         name = f"{now.strftime('%Y%m%dT%H%M%S.%fZ')}-{slug}-{secrets.token_hex(4)}.json"
         facts: dict[str, Json] = {"process": {**this_process()}}
         named = None if file is None else str(file.absolute())
-        log = cls(Run(root / RUNS / name, recipe, recipe_digest, tuple(plan), timestamp(now), facts=facts, file=named))
+        log = cls(
+            RunRecord(root / RUNS / name, recipe, recipe_digest, tuple(plan), timestamp(now), facts=facts, file=named)
+        )
         log._write()
         return log
 
     def replan(self, plan: Sequence[tuple[str, str]]) -> None:
-        """Write that the run goes on with another plan, before it looks for what that names. Raises `StoreError`."""
+        """Replace the run's plan on disk, before the run looks up the new plan's entries. Raises `StoreError`."""
         self.run = replace(self.run, plan=tuple(plan))
         self._write()
 
-    def finish(self, verdict: str | None, exit_code: int, *, facts: Mapping[str, object] | None = None) -> Run:
-        """Write how the run ended. ``facts`` is small plain JSON for readers. Raises `ValueError` or `StoreError`."""
+    def finish(self, verdict: str | None, exit_code: int, *, facts: Mapping[str, object] | None = None) -> RunRecord:
+        """Write the end of the run and return its record. ``facts`` is small plain JSON for reports.
+
+        Raises `ValueError` for facts that JSON cannot hold, and `StoreError`.
+        """
         ended = timestamp(datetime.now(UTC))
         self.run = replace(
             self.run, finished=ended, verdict=verdict, exit_code=exit_code, facts=check_result(facts or {})
@@ -109,23 +113,23 @@ class RunLog:
 
 
 def forget(root: Path, run: str) -> None:
-    """Take a run by its `Run.id` out of the list: it only looked."""
+    """Delete the record of a run, named by its `RunRecord.id`: for a run that executed nothing."""
     (root / RUNS / f"{run}.json").unlink(missing_ok=True)
 
 
-def list_runs(root: Path) -> list[Run]:
-    """Every run of the store at ``root``, newest first; files that cannot be read as one are passed over."""
+def list_runs(root: Path) -> list[RunRecord]:
+    """Return every run of the store at ``root``, newest first; unreadable files are skipped."""
     runs = [run for path in (root / RUNS).glob("*.json") if (run := _read(path)) is not None]
     return sorted(runs, key=lambda run: run.path.name, reverse=True)
 
 
-def _read(path: Path) -> Run | None:
+def _read(path: Path) -> RunRecord | None:
     try:
         data = json.loads(path.read_bytes())
         if data.pop("schema") != RUN_SCHEMA:
             return None
         plan = tuple((str(stage), str(digest)) for stage, digest in data.pop("plan"))
-        run = Run(path=path, plan=plan, **data)
+        run = RunRecord(path=path, plan=plan, **data)
         datetime.fromisoformat(run.started)
         return run if isinstance(run.recipe, str) else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -162,9 +166,10 @@ class Item:
 
 @dataclass(frozen=True)
 class GcPlan:
-    """The entries that a collection would remove. ``keep`` is the number of runs of each recipe that count.
+    """The files and folders that a garbage collection would remove; ``keep`` is the number of newest runs kept per
+    recipe.
 
-    ``young_bytes`` are those of entries that would go, were they not of the last hour.
+    ``young_bytes`` is the size of unreferenced entries that are kept only because they are less than an hour old.
     """
 
     root: Path
@@ -174,19 +179,21 @@ class GcPlan:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that the removal gives back."""
+        """Return the bytes that the removal frees."""
         return sum(item.bytes for item in self.remove)
 
 
 @dataclass(frozen=True)
-class _Thing:
-    """Something in the store, before it is judged. ``changed`` is in seconds since the epoch."""
+class _Candidate:
+    """A file or folder of the store that may be removed. ``changed`` is in seconds since the epoch; ``locked`` says
+    that a living process holds its lock.
+    """
 
     path: Path
     kind: str
     bytes: int
     changed: float
-    held: bool = False
+    locked: bool = False
 
 
 def plan_gc(store: Store, *, keep: int, now: float | None = None) -> GcPlan:
@@ -195,24 +202,26 @@ def plan_gc(store: Store, *, keep: int, now: float | None = None) -> GcPlan:
         raise ValueError(f"keep must be 0 or more, not {keep}")
     root, now = store.root, time.time() if now is None else now
     with disk_errors(root):
-        things = list(_survey(root, now))
+        candidates = list(_survey(root, now))
         references = _References(root, keep, now)
         live, old = references.runs()
     needed = references.entries(live)
     remove: list[Item] = []
     young = 0
-    for thing in (thing for thing in things if not thing.held and not _is_needed(thing.path, needed)):
-        grace, why = _AGES[thing.kind]
-        if now - thing.changed >= grace:
-            remove.append(Item(thing.path, thing.bytes, why))
-        elif thing.kind == "entry":
-            young += thing.bytes
+    for candidate in (
+        candidate for candidate in candidates if not candidate.locked and not _is_needed(candidate.path, needed)
+    ):
+        grace, why = _AGES[candidate.kind]
+        if now - candidate.changed >= grace:
+            remove.append(Item(candidate.path, candidate.bytes, why))
+        elif candidate.kind == "entry":
+            young += candidate.bytes
     remove += [Item(run.path, 0, f"there are {keep} newer runs of {run.recipe}") for run in old]
     return GcPlan(root, keep, tuple(remove), young)
 
 
 def apply(plan: GcPlan, *, now: float | None = None) -> int:
-    """Remove what a plan names, as far as a fresh plan agrees; returns the bytes freed. Raises `StoreError`."""
+    """Remove the items of a plan that a fresh plan would still remove; return the bytes freed. Raises `StoreError`."""
     still = {item.path for item in plan_gc(Store(plan.root), keep=plan.keep, now=now).remove}
     references = _References(plan.root, plan.keep, time.time() if now is None else now)
     freed = 0
@@ -228,9 +237,9 @@ class _References:
 
     def __init__(self, root: Path, keep: int, now: float) -> None:
         self._root, self._keep, self._now = root, keep, now
-        self._known: dict[tuple[Path, int, int], Run | None] = {}
+        self._known: dict[tuple[Path, int, int], RunRecord | None] = {}
 
-    def runs(self) -> tuple[list[Run], list[Run]]:
+    def runs(self) -> tuple[list[RunRecord], list[RunRecord]]:
         """Return the runs that count, and those that newer ones of their recipe replace."""
         runs = []
         for path in sorted((self._root / RUNS).glob("*.json"), reverse=True):
@@ -243,7 +252,7 @@ class _References:
                     runs.append(run)
         return _sort_runs(runs, self._keep, self._now)
 
-    def entries(self, live: Iterable[Run] | None = None) -> set[Path]:
+    def entries(self, live: Iterable[RunRecord] | None = None) -> set[Path]:
         """Return the paths of the entries that runs refer to (None: the runs that count now)."""
         runs = self.runs()[0] if live is None else live
         return {self._root / stage / fingerprint for run in runs for stage, fingerprint in run.plan}
@@ -258,10 +267,11 @@ def _is_needed(path: Path, entries: Collection[Path]) -> bool:
 
 
 def _put_away(root: Path, path: Path, references: _References) -> bool:
-    """Remove something under the lock that guards it, if one does; False where a process has come to it.
+    """Remove a path under the lock that guards it, if there is one; return False where a process uses it.
 
-    A run writes what it needs before it looks for it. So an entry that no run names after it was renamed away was seen
-    by none, and is deleted; another is given its name back, for which whoever wants to make it waits at the lock.
+    A run writes its plan before it looks up entries. The entry is renamed first: if no run refers to it after that, no
+    run has seen it, and it is deleted. Otherwise its name is restored; a run that wants to make the entry meanwhile
+    waits at the lock.
     """
     guard = None
     if path.parent.name not in RESERVED and FINGERPRINT.match(path.name):
@@ -300,30 +310,30 @@ def _delete(root: Path, path: Path, is_needed: Callable[[], bool]) -> bool:
     return True
 
 
-def _sort_runs(runs: Iterable[Run], keep: int, now: float) -> tuple[list[Run], list[Run]]:
-    live: list[Run] = []
-    old: list[Run] = []
-    seen: Counter[str] = Counter()
+def _sort_runs(runs: Iterable[RunRecord], keep: int, now: float) -> tuple[list[RunRecord], list[RunRecord]]:
+    live: list[RunRecord] = []
+    old: list[RunRecord] = []
+    counts: Counter[str] = Counter()
     for run in runs:
-        seen[run.recipe] += 1
+        counts[run.recipe] += 1
         age = now - datetime.fromisoformat(run.started).timestamp()
         goes_on = run.finished is None and not run.killed and age < UNFINISHED_S
-        (live if seen[run.recipe] <= keep or goes_on else old).append(run)
+        (live if counts[run.recipe] <= keep or goes_on else old).append(run)
     return live, old
 
 
-def _survey(root: Path, now: float) -> Iterator[_Thing]:
+def _survey(root: Path, now: float) -> Iterator[_Candidate]:
     for folder in sorted(path for path in _children(root) if path.is_dir()):
         if folder.name == RUNS:
-            yield from (_found(path, "scrap") for path in _children(folder) if path.suffix == ".tmp")
+            yield from (_measured(path, "scrap") for path in _children(folder) if path.suffix == ".tmp")
         elif folder.name in {QUARANTINE, TRASH, ANSWERS, LAUNCHES}:
-            yield from (_found(path, folder.name) for path in _children(folder))
+            yield from (_measured(path, folder.name) for path in _children(folder))
         elif STAGE.fullmatch(folder.name) and folder.name not in RESERVED:
             for path in _children(folder):
                 kind = _kind(path)
                 if kind is not None:
                     lock = path.with_name(f"{path.name[:64]}.lock")
-                    yield _found(path, kind, held=is_held(lock, stale_after=GRACE_S, now=now))
+                    yield _measured(path, kind, locked=is_held(lock, stale_after=GRACE_S, now=now))
 
 
 def _children(folder: Path) -> list[Path]:
@@ -333,18 +343,18 @@ def _children(folder: Path) -> list[Path]:
 def _kind(path: Path) -> str | None:
     if not FINGERPRINT.match(path.name):
         return None
-    rest = path.name[64:]
-    if rest == "":
+    suffix = path.name[64:]
+    if suffix == "":
         return "entry" if (path / RECORD).exists() else "half"
-    if rest in {".work", ".lock"}:
-        return rest[1:]
-    return "scrap" if rest == ".record" or rest.startswith(".lock.") else None
+    if suffix in {".work", ".lock"}:
+        return suffix[1:]
+    return "scrap" if suffix == ".record" or suffix.startswith(".lock.") else None
 
 
-def _found(path: Path, kind: str, *, held: bool = False) -> _Thing:
-    """Size and age of a thing; what another process removes meanwhile counts as nothing.
+def _measured(path: Path, kind: str, *, locked: bool = False) -> _Candidate:
+    """Return the size and age of a path; parts that another process removes meanwhile count as nothing.
 
-    An entry is as old as its record, and what is in quarantine has been there since it was moved.
+    An entry's age is that of its record; a quarantined folder's age starts when it was moved.
     """
     size, changed = 0, 0.0
     for part in [path, *path.rglob("*")]:
@@ -355,4 +365,4 @@ def _found(path: Path, kind: str, *, held: bool = False) -> _Thing:
                 changed = status.st_ctime if part == path else changed
             elif kind != "entry" or part.name == RECORD:
                 changed = max(changed, status.st_mtime)
-    return _Thing(path, kind, size, changed, held)
+    return _Candidate(path, kind, size, changed, locked)

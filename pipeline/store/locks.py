@@ -48,7 +48,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 @dataclass(frozen=True)
 class _Holder:
-    """The holder of a lock: enough to ask whether that process still runs, and to tell a user whom to wait for."""
+    """The process that holds a lock: enough to check whether it still runs, and to name it to a user who waits."""
 
     host: str
     boot: str
@@ -68,7 +68,9 @@ class _Holder:
 
     @classmethod
     def parse(cls, raw: bytes) -> _Holder | None:
-        """None for a content that no version of this module wrote: only its age can be judged."""
+        """Read a lock file's content; None for content that this module did not write, of which only the age can be
+        judged.
+        """
         try:
             holder = cls(**json.loads(raw))
         except (ValueError, TypeError):
@@ -94,8 +96,8 @@ class _Holder:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A lock file as it was found; its content is its identity, for it carries a random token."""
+class _LockFile:
+    """The content and heartbeat time of a lock file; the content identifies the lock, since it holds a random token."""
 
     raw: bytes
     mtime_ns: int
@@ -106,13 +108,13 @@ class _Seen:
 
 
 def this_process() -> dict[str, str | int]:
-    """Return this process's entry for a lock file, without the command line: see `runs_still`."""
+    """Return the identity of this process in plain JSON, without its command line, for `runs_still`."""
     holder = asdict(_Holder.this_process())
     return {name: holder[name] for name in ("host", "boot", "namespace", "pid", "born")}
 
 
 def runs_still(process: object) -> bool | None:
-    """Whether a process that `this_process` told of lives; None where this machine cannot know."""
+    """Whether the process with an identity from `this_process` is alive; None where this machine cannot know."""
     try:
         holder = _Holder(**process, token="", command="", since="")  # type: ignore[arg-type]
     except TypeError:
@@ -121,13 +123,13 @@ def runs_still(process: object) -> bool | None:
 
 
 def is_held(path: Path, *, stale_after: float = STALE_AFTER_S, now: float | None = None) -> bool:
-    """Whether a lock file looks held, without touching anything (``now``: seconds since the epoch)."""
-    seen = _look(path)
-    if seen is None:
+    """Whether a lock file looks held; changes nothing (``now``: seconds since the epoch)."""
+    lock_file = _look(path)
+    if lock_file is None:
         return False
-    runs = seen.holder.runs() if seen.holder else None
+    runs = lock_file.holder.runs() if lock_file.holder else None
     now = time.time() if now is None else now
-    return abs(now - seen.mtime_ns / 1e9) <= stale_after if runs is None else runs
+    return abs(now - lock_file.mtime_ns / 1e9) <= stale_after if runs is None else runs
 
 
 class Lock:
@@ -148,33 +150,33 @@ class Lock:
         self._pid = 0
         self._private: set[Path] = set()  # names that are ours alone
         self._shared: set[Path] = set()  # names that may carry our content: what an interrupt must take away
-        self._suspects: dict[_Seen, float] = {}
+        self._suspects: dict[_LockFile, float] = {}
         self._stop = threading.Event()
         self._lost = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
     def lost(self) -> bool:
-        """Whether a heartbeat found the lock in other hands."""
+        """Whether the heartbeat noticed that another process holds the lock now."""
         return self._lost.is_set()
 
     def acquire(self, *, on_wait: Callable[[str], None] | None = None, timeout: float | None = None) -> bool:
-        """Wait until the lock is ours; False if ``timeout`` seconds pass first.
+        """Wait until this object holds the lock; return False if ``timeout`` seconds pass first (None: wait for ever).
 
-        ``on_wait`` is called with a description of the holder, once for each.
+        ``on_wait`` is called with a description of each process that holds the lock meanwhile.
         """
         if self._raw:
             raise RuntimeError(f"{self.path} is already held by this object")
         deadline = None if timeout is None else time.monotonic() + timeout
-        told, pause = None, _FIRST_POLL_S
+        reported, pause = None, _FIRST_POLL_S
         try:
             probe = self._announce()
             while not self._seize(self.path, probe):
-                seen = _look(self.path)
-                if seen is not None and seen.raw != told:
-                    told, pause = seen.raw, _FIRST_POLL_S
+                lock_file = _look(self.path)
+                if lock_file is not None and lock_file.raw != reported:
+                    reported, pause = lock_file.raw, _FIRST_POLL_S
                     if on_wait is not None:
-                        on_wait(str(seen.holder or "an unknown process"))
+                        on_wait(str(lock_file.holder or "an unknown process"))
                 if deadline is not None and time.monotonic() >= deadline:
                     self._withdraw()
                     return False
@@ -189,7 +191,7 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Give the lock up, if it is still ours."""
+        """Release the lock, if this process still holds it."""
         if not self._raw or os.getpid() != self._pid:  # a forked child must not free what its parent holds
             return
         self._stop.set()
@@ -198,9 +200,9 @@ class Lock:
             self._thread = None
         self._shared.discard(self.path)  # from here on only the owner of the claim may take it away
         try:
-            seen = _look(self.path)
-            if seen is not None and seen.raw == self._raw:
-                with self._claimed(self.path, seen, self.path) as ours:
+            lock_file = _look(self.path)
+            if lock_file is not None and lock_file.raw == self._raw:
+                with self._claimed(self.path, lock_file, self.path) as ours:
                     if ours:
                         self.path.unlink()
         except FileNotFoundError:
@@ -217,8 +219,8 @@ class Lock:
 
     def check(self) -> None:
         """Raise `StoreError` if another process took the lock over."""
-        seen = None if self.lost else _look(self.path)
-        if seen is None or seen.raw != self._raw:
+        lock_file = None if self.lost else _look(self.path)
+        if lock_file is None or lock_file.raw != self._raw:
             self._lost.set()
             raise StoreError(
                 f"the lock {self.path} was taken over by another process: "
@@ -234,7 +236,9 @@ class Lock:
         self.release()
 
     def _announce(self) -> Path:
-        """Write our content under a private name: the source of every link, and our probe of the filesystem's clock."""
+        """Write this lock's content to a private file and return its path: every link is made from it, and its time is
+        the filesystem's clock.
+        """
         holder = _Holder.this_process()
         self._stop, self._lost = threading.Event(), threading.Event()
         self._pid, self._suspects = holder.pid, {}
@@ -249,61 +253,65 @@ class Lock:
         for name in self._private:
             name.unlink(missing_ok=True)
         for name in self._shared:
-            seen = _look(name)
-            if seen is not None and seen.raw == self._raw:
+            lock_file = _look(name)
+            if lock_file is not None and lock_file.raw == self._raw:
                 name.unlink(missing_ok=True)
         self._raw, self._private, self._shared = b"", set(), set()
 
     def _seize(self, path: Path, source: Path) -> bool:
-        """Put our content (that of ``source``) at ``path`` if nothing is there, or only what a dead holder left."""
+        """Write this lock's content to ``path`` if the path is free or holds a dead process's lock; return whether it
+        worked.
+        """
         os.utime(source)  # by the server's clock; what is linked below starts with a fresh heartbeat
         now_ns = source.stat().st_mtime_ns
         if _link(source, path):
             return True
-        seen = _look(path)
-        if seen is None:
+        lock_file = _look(path)
+        if lock_file is None:
             return False
-        if seen.raw == self._raw:
+        if lock_file.raw == self._raw:
             return True  # the link was made, and its answer was lost on the way from the server
-        if not self._dead(seen, now_ns):
+        if not self._dead(lock_file, now_ns):
             return False
-        with self._claimed(path, seen, source) as ours:
+        with self._claimed(path, lock_file, source) as ours:
             if ours:
                 self._fresh.write_bytes(self._raw)
                 self._fresh.replace(path)
             return ours
 
     @contextmanager
-    def _claimed(self, path: Path, seen: _Seen, source: Path) -> Iterator[bool]:
-        """Whether we alone may remove or replace ``seen`` at ``path``, for the time of the block."""
-        claim = path.with_name(f"{path.name}.{hashlib.sha256(seen.raw).hexdigest()[:16]}")
+    def _claimed(self, path: Path, lock_file: _LockFile, source: Path) -> Iterator[bool]:
+        """Within the block, hold the sole right to remove or replace ``lock_file`` at ``path``; yield whether it was
+        granted.
+        """
+        claim = path.with_name(f"{path.name}.{hashlib.sha256(lock_file.raw).hexdigest()[:16]}")
         self._shared.add(claim)
         if not self._seize(claim, source):
             yield False
             return
         try:
             again = _look(path)
-            yield again is not None and again.raw == seen.raw
+            yield again is not None and again.raw == lock_file.raw
         finally:
             claim.unlink(missing_ok=True)
 
-    def _dead(self, seen: _Seen, now_ns: int) -> bool:
-        runs = seen.holder.runs() if seen.holder else None
+    def _dead(self, lock_file: _LockFile, now_ns: int) -> bool:
+        runs = lock_file.holder.runs() if lock_file.holder else None
         if runs is not None:
             return not runs
-        age_s = (now_ns - seen.mtime_ns) / 1e9
+        age_s = (now_ns - lock_file.mtime_ns) / 1e9
         if abs(age_s) <= self._stale_after:
             return False
         # A server that was away has aged every heartbeat at once: the holder gets the time of one more. So it does
         # where the clock was put back, or no heartbeat of a clock that once was years ahead would ever grow old.
-        first = self._suspects.setdefault(seen, time.monotonic())
+        first = self._suspects.setdefault(lock_file, time.monotonic())
         return time.monotonic() - first >= (self._heartbeat if age_s > 0 else max(self._heartbeat, HEARTBEAT_S))
 
     def _beat(self) -> None:
         while not self._stop.wait(self._heartbeat):
             try:
-                seen = _look(self.path)
-                if seen is None or seen.raw != self._raw:
+                lock_file = _look(self.path)
+                if lock_file is None or lock_file.raw != self._raw:
                     self._lost.set()
                     return
                 os.utime(self.path)
@@ -326,11 +334,11 @@ def _link(source: Path, path: Path) -> bool:
     return True
 
 
-def _look(path: Path) -> _Seen | None:
+def _look(path: Path) -> _LockFile | None:
     # Opening asks an NFS server anew; stat alone may answer from a cache a minute old, and a heartbeat look stale.
     try:
         with path.open("rb") as file:
-            return _Seen(file.read(), os.fstat(file.fileno()).st_mtime_ns)
+            return _LockFile(file.read(), os.fstat(file.fileno()).st_mtime_ns)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -340,7 +348,7 @@ def _look(path: Path) -> _Seen | None:
 
 
 def _place() -> tuple[str, str, str]:
-    """Host, boot and pid namespace: pids mean something only where all three agree."""
+    """Return host, boot id and pid namespace: a pid means the same process only where all three agree."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = str(Path("/proc/self/ns/pid").readlink())

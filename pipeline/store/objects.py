@@ -1,7 +1,8 @@
-"""Objects below a URL: a bucket of S3 (and what is compatible), Google or Azure, or a folder that machines share.
+"""Read and write objects below a URL: in an S3 (or compatible), Google or Azure bucket, or a folder that machines
+share.
 
-obstore speaks to them: it repeats what a busy server refused, and sends large files in parts. Each object carries its
-SHA-256 as metadata, given when the upload began, which is completed only where the bytes had that digest.
+obstore is the client: it retries requests that a busy server refused, and uploads large files in parts. Each object
+carries its SHA-256 as metadata; an upload whose bytes have another digest is not completed.
 """
 
 from __future__ import annotations
@@ -38,24 +39,25 @@ _RIGHTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The bytes of a small object; ``mark`` (its ETag) is another one whenever the object was written again."""
+    """The bytes of a small object, and its ETag (``mark``), which changes whenever the object is written again."""
 
     data: bytes
     mark: str
 
 
 class Objects:
-    """Objects by their names below ``url``; errors are `StageError` (try again) and `UserError` (it will never work).
+    """A client for the objects below ``url``, named relative to it.
 
-    ``endpoint`` is the address of an S3-compatible server (None: what AWS_ENDPOINT_URL says, or AWS itself). Nothing is
-    asked before a method is called; raises `UserError` for a kind of URL that is not known.
+    ``endpoint`` is the address of an S3-compatible server (None: AWS_ENDPOINT_URL, or AWS itself). The constructor
+    connects to nothing; it raises `UserError` for an unknown kind of URL. Methods raise `StageError` for errors that a
+    retry may solve, and `UserError` for others.
     """
 
     def __init__(self, url: str, endpoint: str | None = None) -> None:
         self.url = url
         scheme, _, path = url.partition("://")
         if scheme not in SCHEMES:
-            raise UserError(f"{url}: found {scheme}://, expected one of {', '.join(f'{one}://' for one in SCHEMES)}")
+            raise UserError(f"{url}: found {scheme}://, expected one of {', '.join(f'{kind}://' for kind in SCHEMES)}")
         if not path.strip("/"):
             raise UserError(f"{url}: found no bucket, expected {scheme}://bucket/prefix")
         if endpoint is not None and scheme not in _S3:
@@ -83,56 +85,58 @@ class Objects:
             options |= _of_profile() | {"checksum_algorithm": "SHA256"}
             if self._endpoint is not None:
                 options["endpoint"] = self._endpoint
-        with self._told("open it"):
+        with self._translating("open it"):
             return from_url(self.url, **options)
 
     @property
     def insecure(self) -> str | None:
-        """The server's address, where what is sent there can be read on the way; None where it cannot."""
+        """Return the server's address if data travels to it unencrypted; None where it is encrypted or local."""
         parts = urlsplit(self._endpoint or "")
         return self._endpoint if parts.scheme == "http" and not _is_loopback(parts.hostname or "") else None
 
     def require_writable(self) -> None:
-        """Ask whether objects may be listed, written and removed here: one of a few bytes is."""
+        """Check that objects can be listed, written and removed here, with an object of a few bytes."""
         self.names()
-        with self._told("write"):
+        with self._translating("write"):
             _obstore().put(self._store, _PROBE, b"quantmint asks whether it may write here\n")
-        with self._told("remove"):
+        with self._translating("remove"):
             _obstore().delete(self._store, _PROBE)
 
     def names(self) -> tuple[str, ...]:
-        """Names of the objects that lie directly here."""
-        with self._told("list"):
-            found = _obstore().list_with_delimiter(self._store)["objects"]
-            return tuple(sorted(str(one["path"]) for one in found if one["path"] != _PROBE))
+        """Return the names of the objects directly below the URL, sorted."""
+        with self._translating("list"):
+            listing = _obstore().list_with_delimiter(self._store)["objects"]
+            return tuple(sorted(str(item["path"]) for item in listing if item["path"] != _PROBE))
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of the objects below a folder, by their names in it."""
-        with self._told("list"):
-            found = (one for page in _obstore().list(self._store, folder) for one in page)
-            return {str(one["path"]).removeprefix(f"{folder}/"): int(one["size"]) for one in found}
+        """Return the sizes in bytes of all objects below a folder, by their names relative to it."""
+        with self._translating("list"):
+            listing = (item for page in _obstore().list(self._store, folder) for item in page)
+            return {str(item["path"]).removeprefix(f"{folder}/"): int(item["size"]) for item in listing}
 
     def holds(self, name: str, file: File) -> bool:
-        """Whether an object has the size and the SHA-256 of a file; one that does not say its own is read."""
-        with self._told(f"look at {name}"):
+        """Whether an object exists with a file's size and SHA-256; an object without a recorded digest is read."""
+        with self._translating(f"look at {name}"):
             try:
-                found = _obstore().get(self._store, name, options={"head": True})
+                head = _obstore().get(self._store, name, options={"head": True})
             except FileNotFoundError:
                 return False
-            if found.meta["size"] != file.size:
+            if head.meta["size"] != file.size:
                 return False
-            said = found.attributes.get(_SHA256)
-        return (said or self._digest(name, file.size)) == file.sha256
+            recorded = head.attributes.get(_SHA256)
+        return (recorded or self._digest(name, file.size)) == file.sha256
 
     def send(self, name: str, file: File, advance: Advance) -> None:
-        """Write a file; other bytes than its digest's do not become an object (`StageError`)."""
+        """Upload a file and call ``advance`` with its bytes as they go. Raises `StageError`, with no object written,
+        where the bytes do not have the file's digest.
+        """
 
         def pieces() -> Iterator[bytes]:
             for chunk in judged(file):
                 yield chunk
                 advance(len(chunk))
 
-        with self._told(f"write {name}"):
+        with self._translating(f"write {name}"):
             _obstore().put(
                 self._store,
                 name,
@@ -143,26 +147,30 @@ class Objects:
             )
 
     def read(self, name: str) -> Content | None:
-        """A small object whole; None where there is none."""
-        with self._told(f"read {name}"):
+        """Return a small object; None where it does not exist."""
+        with self._translating(f"read {name}"):
             try:
-                found = _obstore().get(self._store, name)
+                response = _obstore().get(self._store, name)
             except FileNotFoundError:
                 return None
-            return Content(bytes(found.bytes()), str(found.meta["e_tag"]))
+            return Content(bytes(response.bytes()), str(response.meta["e_tag"]))
 
-    def put_if(self, name: str, data: bytes, seen: str | None) -> bool:
-        """Write a small object in place of the one that was seen (its mark; None: none was there).
+    def put_if(self, name: str, data: bytes, expected_mark: str | None) -> bool:
+        """Write a small object if its ETag is still ``expected_mark`` (None: if it does not exist yet).
 
-        False, with nothing written, where it is another one now. A folder looks and writes in two steps: a publisher
-        that is paused exactly between them goes unnoticed.
+        Returns False, with nothing written, where another writer changed it. For a folder the check and the write are
+        two steps: a writer that pauses exactly between them goes unnoticed.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        if self._local and seen is not None and ((now := self.read(name)) is None or now.mark != seen):
+        if (
+            self._local
+            and expected_mark is not None
+            and ((now := self.read(name)) is None or now.mark != expected_mark)
+        ):
             return False
-        mode: Any = "create" if seen is None else "overwrite" if self._local else {"e_tag": seen}
-        with self._told(f"write {name}"):
+        mode: Any = "create" if expected_mark is None else "overwrite" if self._local else {"e_tag": expected_mark}
+        with self._translating(f"write {name}"):
             try:
                 _obstore().put(self._store, name, data, mode=mode, use_multipart=False)
             except (AlreadyExistsError, PreconditionError, FileNotFoundError):
@@ -170,10 +178,10 @@ class Objects:
         return True
 
     def pieces(self, name: str, start: int, size: int) -> Iterator[bytes]:
-        """The bytes of an object of ``size`` bytes from ``start`` on, some parts of them at a time."""
+        """Yield the bytes of an object of ``size`` bytes from ``start`` on; eight parts are downloaded at a time."""
 
         def piece(at: int) -> bytes:
-            with self._told(f"read {name}"):
+            with self._translating(f"read {name}"):
                 return bytes(_obstore().get_range(self._store, name, start=at, end=min(at + PART, size)))
 
         running: deque[Future[bytes]] = deque()
@@ -189,25 +197,25 @@ class Objects:
             pool.shutdown(cancel_futures=True)
 
     def remove(self, name: str) -> None:
-        """Remove an object; one that is not there is no error."""
-        with self._told(f"remove {name}"), suppress(FileNotFoundError):
+        """Remove an object; do nothing if it does not exist."""
+        with self._translating(f"remove {name}"), suppress(FileNotFoundError):
             _obstore().delete(self._store, name)
 
     def remove_folder(self, folder: str) -> None:
-        """Remove everything below a folder."""
+        """Remove every object below a folder."""
         names = [f"{folder}/{name}" for name in self.sizes(folder)]
         if names:
-            with self._told(f"remove {folder}"):
+            with self._translating(f"remove {folder}"):
                 _obstore().delete(self._store, names)
 
     def _digest(self, name: str, size: int) -> str:
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         for piece in self.pieces(name, 0, size):
-            found.update(piece)
-        return found.hexdigest()
+            hasher.update(piece)
+        return hasher.hexdigest()
 
     @contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
+    def _translating(self, doing: str) -> Iterator[None]:
         try:
             yield
         except (QuantmintError, ImportError):
@@ -225,7 +233,9 @@ def _obstore() -> Any:
 
 
 def _of_profile() -> dict[str, Any]:
-    """Credentials of a profile in ~/.aws or of a single sign-on, which obstore leaves to boto3; else none."""
+    """Return obstore's option for credentials of a profile in ~/.aws or of a single sign-on, through boto3; empty
+    without.
+    """
     if os.environ.get("AWS_ACCESS_KEY_ID"):
         return {}
     try:
@@ -257,13 +267,13 @@ _REFUSALS: Final = (
 
 
 def _translated(error: Exception, url: str, doing: str) -> QuantmintError:
-    said = str(error).partition("\n\nDebug source")[0].strip()
+    text = str(error).partition("\n\nDebug source")[0].strip()
     for marks, sentence, hint in _REFUSALS:
-        if any(mark in said for mark in marks):
-            return UserError(f"{url}: {sentence.format(doing=doing)}: {said}", hint=hint)
-    transient = "HTTP error" in said or any(f"status code: {status}" in said for status in ("429", "5"))
+        if any(mark in text for mark in marks):
+            return UserError(f"{url}: {sentence.format(doing=doing)}: {text}", hint=hint)
+    transient = "HTTP error" in text or any(f"status code: {status}" in text for status in ("429", "5"))
     return StageError(
-        f"{url}: could not {doing}: {said}",
+        f"{url}: could not {doing}: {text}",
         hint="Run the same command again: what was sent is kept.",
         transient=transient,
     )

@@ -1,16 +1,15 @@
-"""A second tier of the store, in a bucket or in a folder that machines share (file://), that several sites share.
+"""A second tier of the store, in a bucket or in a folder (file://), that several sites share.
 
     s3://bucket/quantmint/evaluate/3f2a....json                  the parcel, written last
     s3://bucket/quantmint/evaluate/3f2a.../9c01d2e3f4a5b6c7/...    its files
 
-It holds what was measured, not weights: those are made again from the source faster than they travel, to the same
-bytes. A fingerprint says what a stage was asked to start from; the content of its inputs says what it found. Both have
-to be the same where an entry is taken over: answers of one checkpoint prove nothing of another, nor does one machine's
-speed of another kind of machine.
+It holds measurements, not weights: making weights again from the source is faster than downloading them, and gives the
+same bytes. An entry is taken over only where its fingerprint and the content of its inputs are the same, and a
+measurement of a server only on the same kind of device: scores of one checkpoint prove nothing about another.
 
-Nothing here can spoil a run: a tier that is away or holds nonsense is told once, and the stage runs. What comes in is
-held against its record, file by file, and a record against its fingerprint. Whoever may write to the bucket may write
-results, so that right is worth as much as the right to publish.
+The tier cannot break a run: if it is unreachable or holds invalid data, one warning says so and the stage runs. Every
+file that is downloaded is checked against its record, and the record against its fingerprint. Whoever may write to the
+bucket may write results: give that right only to those who may publish.
 """
 
 from __future__ import annotations
@@ -42,10 +41,11 @@ HERE_ONLY: Final = frozenset({"source", "quantize", "publish"})
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """An entry in the tier: ``folder`` is the name under which its files lie, ``inputs`` the `content` of each input.
+    """An entry as the tier stores it: ``folder`` is the name of the folder with its files, ``inputs`` the `content` of
+    each input.
 
-    ``device`` is what a server ran on, None for what is no server: what is measured of a server starts from the
-    server's entry, so that one knows the device.
+    ``device`` is the device of a served process; None for every other stage. Measurements need no device of their own:
+    the entry of the server that they start from names it.
     """
 
     folder: str
@@ -54,37 +54,37 @@ class Parcel:
     device: Device | None
 
     def encode(self) -> bytes:
-        """The object's bytes."""
+        """Return the object's bytes: UTF-8 JSON."""
         data = {"schema": SCHEMA, **asdict(self)}
         return (json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def pack(entry: Entry, inputs: Mapping[str, Entry]) -> Parcel:
-    """The parcel of an entry that lies here.
+    """Return the parcel of a local entry.
 
-    The folder's name follows from the record, so that two sites which made the same entry do not mix their files.
+    The folder's name is a digest of the record, so that two sites that made the same entry do not mix their files.
     """
     device = None
     if entry.stage == _SERVED:
         device = Device(**json.loads(entry.file(_LAUNCH).read_text(encoding="utf-8"))["device"])
     folder = hashlib.sha256(entry.record.to_json()).hexdigest()[:16]
-    return Parcel(folder, entry.record, {name: content(one) for name, one in inputs.items()}, device)
+    return Parcel(folder, entry.record, {name: content(input_entry) for name, input_entry in inputs.items()}, device)
 
 
-def decode(raw: bytes, stage: str, wanted: str) -> Parcel:
-    """Read a parcel of the entry ``stage``/``wanted``; raises `ValueError` with the reason for anything else."""
+def decode(raw: bytes, stage: str, expected: str) -> Parcel:
+    """Read the parcel of an entry. Raises `ValueError` with the reason for other or invalid data."""
     try:
         data = json.loads(raw)
         if data.pop("schema") != SCHEMA:
             raise ValueError(f"expected schema {SCHEMA}")
         record = Record.from_json(json.dumps(data.pop("record")).encode())
         require_safe(record.files)
-        device = Device(**given) if (given := data.pop("device")) is not None else None
+        device = Device(**device_fields) if (device_fields := data.pop("device")) is not None else None
         parcel = Parcel(record=record, device=device, **data)
         named = _FOLDER.fullmatch(parcel.folder) is not None
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"it has the wrong shape ({error})") from None
-    if (record.stage, record.fingerprint) != (stage, wanted):
+    if (record.stage, record.fingerprint) != (stage, expected):
         raise ValueError(f"it is of {record.stage}/{record.fingerprint[:12]}")
     if not named:
         raise ValueError("its folder is no name of 16 hex digits")
@@ -94,9 +94,10 @@ def decode(raw: bytes, stage: str, wanted: str) -> Parcel:
 
 
 def content(entry: Entry) -> str:
-    """SHA-256 in hex of what an entry stands for, the same on every machine.
+    """Return a SHA-256 in hex of an entry's content that is the same on every machine.
 
-    A source goes by its fingerprint, a checkpoint by its own files: others tell of the machine that made it.
+    For a source that is its fingerprint; for a checkpoint a digest of the weights' folder, since its other files depend
+    on the machine that made them.
     """
     if entry.stage == "source":
         return entry.fingerprint
@@ -107,30 +108,32 @@ def content(entry: Entry) -> str:
 
 
 class RemoteTier:
-    """A tier of ``objects``; ``warn`` hears each fault once, ``device`` says what a kind ("cpu", "cuda") is here."""
+    """The shared tier in ``objects``; ``warn`` is called once for each fault, ``device`` returns this machine's device
+    of a kind ("cpu", "cuda").
+    """
 
     def __init__(self, objects: Objects, warn: Callable[[str], None], device: Callable[[str], Device]) -> None:
         self.url = objects.url
         self._objects = objects
         self._warn = warn
         self._device = device
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._damaged: set[str] = set()
         self._away = False
 
     def offers(self, stage: str, fingerprint: str) -> bool:
-        """Whether an entry can be had; False where the tier cannot be asked."""
+        """Whether the tier has an entry that this machine can use; False where the tier is unreachable."""
         parcel, _ = self._look(stage, fingerprint)
         return parcel is not None and self._measured_as_here(parcel)
 
     def bring(self, work: Work, inputs: Mapping[str, Entry], progress: Progress) -> Entry | None:
-        """Make the entry from what another site sent; None where there is none of these inputs and such a machine.
+        """Download an entry and commit it; None where the tier has none for these inputs and this kind of device.
 
-        What was brought before a break is not brought again.
+        An interrupted download continues where it stopped. Raises `StoreError` for faults of the local disk.
         """
         parcel, _ = self._look(work.stage, work.fingerprint)
-        held = {name: content(one) for name, one in inputs.items()}
-        if parcel is None or parcel.inputs != held or not self._measured_as_here(parcel):
+        contents = {name: content(input_entry) for name, input_entry in inputs.items()}
+        if parcel is None or parcel.inputs != contents or not self._measured_as_here(parcel):
             return None
         record = parcel.record
         folder = f"{work.stage}/{work.fingerprint}/{parcel.folder}"
@@ -155,13 +158,13 @@ class RemoteTier:
             raise  # this disk's, not the tier's
         except QuantmintError as error:
             self._damaged.add(work.fingerprint)
-            self._tell(f"{work.stage} is made here: {error.message}")
+            self._warn_once(f"{work.stage} is made here: {error.message}")
             work.discard()
             return None
         return work.adopt(record)
 
     def send(self, entry: Entry, inputs: Mapping[str, Entry], progress: Progress) -> None:
-        """Give an entry to the other sites, where they have none: one that is there and sound stays."""
+        """Upload an entry for other sites, unless the tier has a sound one already. Faults become a warning."""
         there, mark = self._look(entry.stage, entry.fingerprint)
         if entry.stage in HERE_ONLY or self._away or (there is not None and entry.fingerprint not in self._damaged):
             return
@@ -174,7 +177,7 @@ class RemoteTier:
                     self._objects.send(f"{folder}/{name}", file, advance)
             self._objects.put_if(f"{entry.stage}/{entry.fingerprint}.json", parcel.encode(), mark)
         except QuantmintError as error:
-            self._tell(f"{entry.stage} was not sent to {self.url}: {error.message}")
+            self._warn_once(f"{entry.stage} was not sent to {self.url}: {error.message}")
 
     def _measured_as_here(self, parcel: Parcel) -> bool:
         there = parcel.device
@@ -184,27 +187,27 @@ class RemoteTier:
         if stage in HERE_ONLY or self._away:
             return None, None
         try:
-            found = self._objects.read(f"{stage}/{fingerprint}.json")
+            response = self._objects.read(f"{stage}/{fingerprint}.json")
         except QuantmintError as error:
             self._away = True  # asking for each stage anew would cost a timeout each
-            self._tell(f"the remote store is left out: {error.message}")
+            self._warn_once(f"the remote store is left out: {error.message}")
             return None, None
-        if found is None:
+        if response is None:
             return None, None
         try:
-            return decode(found.data, stage, fingerprint), found.mark
+            return decode(response.data, stage, fingerprint), response.mark
         except ValueError as error:
-            self._tell(f"{self.url}/{stage}/{fingerprint}.json is not used: {error}")
-            return None, found.mark
+            self._warn_once(f"{self.url}/{stage}/{fingerprint}.json is not used: {error}")
+            return None, response.mark
 
-    def _tell(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
             self._warn(message)
 
 
 def open_tier(url: str, warn: Callable[[str], None], device: Callable[[str], Device]) -> RemoteTier:
-    """The tier at a URL, of AWS or AWS_ENDPOINT_URL. `UserError` for no such kind, or credentials in the address."""
+    """Return the tier at a URL. Raises `UserError` for an unknown kind of URL or credentials in the address."""
     if "@" in url:
         raise UserError("--remote-store: found an address with an @, expected one without credentials")
     return RemoteTier(Objects(url.rstrip("/")), warn, device)

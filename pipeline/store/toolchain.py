@@ -1,7 +1,7 @@
-"""The distributions that a stage's work ran on: versions and licences, as their own metadata says; nothing is imported.
+"""Versions and licences of the distributions that a stage ran on, read from their metadata without importing them.
 
-A stage that shapes bytes or figures keeps this beside its output, because it is true then and there. A bill of
-materials that is put together later, on another machine perhaps, would otherwise list what is installed by then.
+A stage that shapes bytes or figures stores this list beside its output: a bill of materials made later, perhaps on
+another machine, would list other versions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONGEST = 100  # characters of a licence's name; what is longer is its text
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A distribution's version, and its licence as an SPDX expression or as it calls it (None: it does not say)."""
+    """A distribution's version, and its licence as an SPDX expression or in its own words (None: not stated)."""
 
     version: str
     licence: str | None = None
@@ -40,45 +40,48 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A version of Python, and distributions by their normalized names."""
+    """A Python version, and the installed distributions by normalized name."""
 
     python: str
     distributions: Mapping[str, Distribution]
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
+        """Return the fields as a plain mapping."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Environment:
-        """Read back what `to_json` wrote."""
-        return cls(data["python"], {name: Distribution(**found) for name, found in data["distributions"].items()})
+        """Read a mapping that `to_json` wrote."""
+        return cls(data["python"], {name: Distribution(**fields) for name, fields in data["distributions"].items()})
 
 
 def environment_here(tools: Iterable[str]) -> Environment:
-    """Return some distributions of this environment with all that they and quantmint need; read once in a process."""
+    """Return the named tools and quantmint with everything that they require, from this environment; cached in the
+    process.
+    """
     return _environment(frozenset(tools))
 
 
 @cache
 def _environment(tools: frozenset[str]) -> Environment:
-    return Environment(platform.python_version(), _facts(_reached(tools, _there(None))))
+    return Environment(platform.python_version(), _facts(_required(tools, _installed(None))))
 
 
 def environment_of(python: Path) -> Environment:
-    """All of another environment, by its interpreter. Raises `ServingError` where that does not answer.
+    """Return all distributions of another environment, given its interpreter. Raises `ServingError` if that fails.
 
-    All, because vLLM has an environment of its own, and because builds for a platform do not always say what they need.
+    All of them, because vLLM has an environment of its own, and builds for a platform do not always declare their
+    requirements.
     """
-    asked = "import json, platform, sys; print(json.dumps([platform.python_version(), sys.path]))"
+    program = "import json, platform, sys; print(json.dumps([platform.python_version(), sys.path]))"
     try:
         done = subprocess.run(
-            [str(python), "-I", "-c", asked], check=True, capture_output=True, text=True, timeout=60, cwd="/"
+            [str(python), "-I", "-c", program], check=True, capture_output=True, text=True, timeout=60, cwd="/"
         )
         version, path = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ServingError(f"{python} does not say where its packages are: {error}") from error
-    return Environment(version, _facts(_there([place for place in path if place])))
+    return Environment(version, _facts(_installed([place for place in path if place])))
 
 
 def recorded_environment(entry: Entry) -> Environment | None:
@@ -88,63 +91,71 @@ def recorded_environment(entry: Entry) -> Environment | None:
     return Environment.from_json(json.loads(entry.file(ENVIRONMENT).read_text(encoding="utf-8")))
 
 
-def _there(path: Sequence[str] | None) -> dict[str, Message]:
-    """Metadata by normalized name, of this environment or of the folders in ``path``; the first found counts."""
+def _installed(path: Sequence[str] | None) -> dict[str, Message]:
+    """Return metadata by normalized name, of this environment or of the folders in ``path``; the first of a name
+    counts.
+    """
     from packaging.utils import canonicalize_name
 
-    there: dict[str, Message] = {}
-    for found in metadata.distributions() if path is None else metadata.distributions(path=list(path)):
+    installed: dict[str, Message] = {}
+    for distribution in metadata.distributions() if path is None else metadata.distributions(path=list(path)):
         # Without the description: ``found.metadata`` parses hundreds of README files again.
-        fields = HeaderParser().parsestr((found.read_text("METADATA") or "").partition("\n\n")[0])
+        fields = HeaderParser().parsestr((distribution.read_text("METADATA") or "").partition("\n\n")[0])
         name = fields["Name"]
         if name:  # a folder that was removed by halves has none
-            there.setdefault(canonicalize_name(str(name)), fields)
-    return there
+            installed.setdefault(canonicalize_name(str(name)), fields)
+    return installed
 
 
-def _facts(found: Mapping[str, Message]) -> dict[str, Distribution]:
-    return {name: Distribution(str(found[name]["Version"]), _licence(found[name])) for name in sorted(found)}
+def _facts(by_name: Mapping[str, Message]) -> dict[str, Distribution]:
+    return {name: Distribution(str(by_name[name]["Version"]), _licence(by_name[name])) for name in sorted(by_name)}
 
 
-def _reached(tools: Iterable[str], there: Mapping[str, Message]) -> dict[str, Message]:
-    """Return the part of ``there`` that the tools' requirements and our own lead to, the tools included.
+def _required(tools: Iterable[str], installed: Mapping[str, Message]) -> dict[str, Message]:
+    """Return the part of ``installed`` that the tools and quantmint require, the tools included.
 
-    Extras that somebody asks for are followed, ours of a tool too: ``lm-eval[api]`` is what asks over HTTP.
+    Requested extras are followed, also those that quantmint requests of a tool: ``lm-eval[api]`` provides the HTTP
+    client.
     """
     from packaging.utils import canonicalize_name
 
     waiting = [(canonicalize_name(tool), "") for tool in tools]
-    named = {name for name, _ in waiting}
-    if OURS in there:
-        ours = [(canonicalize_name(wanted.name), wanted.extras) for wanted in _requirements(there[OURS])]
-        waiting += [(name, extra) for name, extras in ours if name in named for extra in extras]
+    tool_names = {name for name, _ in waiting}
+    if OURS in installed:
+        ours = [
+            (canonicalize_name(requirement.name), requirement.extras) for requirement in _requirements(installed[OURS])
+        ]
+        waiting += [(name, extra) for name, extras in ours if name in tool_names for extra in extras]
         waiting.append((canonicalize_name(OURS), ""))
-    seen: set[tuple[str, str]] = set()
+    followed: set[tuple[str, str]] = set()
     while waiting:
         name, extra = waiting.pop()
-        if name in there and (name, extra) not in seen:
-            seen.add((name, extra))
-            for wanted in _requirements(there[name]):
-                if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
-                    waiting += [(canonicalize_name(wanted.name), more) for more in ("", *wanted.extras)]
-    return {name: there[name] for name, _ in seen}
+        if name in installed and (name, extra) not in followed:
+            followed.add((name, extra))
+            for requirement in _requirements(installed[name]):
+                if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                    waiting += [
+                        (canonicalize_name(requirement.name), needed_extra)
+                        for needed_extra in ("", *requirement.extras)
+                    ]
+    return {name: installed[name] for name, _ in followed}
 
 
-def _requirements(found: Message) -> Iterator[Requirement]:
+def _requirements(fields: Message) -> Iterator[Requirement]:
     from packaging.requirements import InvalidRequirement, Requirement
 
-    for text in found.get_all("Requires-Dist") or ():
+    for text in fields.get_all("Requires-Dist") or ():
         with suppress(InvalidRequirement):  # written before there were rules
             yield Requirement(str(text))
 
 
-def _licence(found: Message) -> str | None:
-    """PEP 639's expression, else what the older fields say as far as it is a name."""
-    expression = found["License-Expression"]
+def _licence(fields: Message) -> str | None:
+    """Return PEP 639's expression, else the older fields where they hold a name; None where there is none."""
+    expression = fields["License-Expression"]
     if expression:
         return str(expression)
-    named = str(found["License"] or "").strip()
+    named = str(fields["License"] or "").strip()
     if named and named != "UNKNOWN" and "\n" not in named and len(named) <= _LONGEST:
         return named
-    classified = [str(text) for text in found.get_all("Classifier") or () if str(text).startswith("License :: ")]
+    classified = [str(text) for text in fields.get_all("Classifier") or () if str(text).startswith("License :: ")]
     return classified[0].rpartition(" :: ")[2] if classified else None

@@ -1,13 +1,12 @@
-"""The folders of a store, and one process making one entry.
+"""The folders of a store, and the making of an entry by one process at a time.
 
-A working folder outlives a crash, so a stage finds its finished pieces there. A commit makes every file durable,
-gives the folder its final name, and writes the record last: what has no record is not an entry. A process that dies
-between the two renames leaves a final folder without a record. It becomes the working folder again: its files are
-what the working folder held a moment before, the stage that resumes checks them as it would have, and hours of work
-are not thrown away.
+A stage writes into a working folder, which survives a crash, so that the stage can resume. A commit makes every file
+durable, renames the folder to its final name, and writes the record last: a folder without a record is not an entry. If
+a process dies between the two, the final folder becomes the working folder again, and the resuming stage checks its
+files as usual.
 
-Entries that cannot be trusted are moved to ``quarantine/``, never deleted: they may be all that is left of a long
-run, and they show what went wrong.
+Damaged entries are moved to ``quarantine/``, never deleted: they may be all that is left of a long run, and they show
+what went wrong.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ _CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # backup progra
 
 
 class Store:
-    """A store at ``root``, which is made by the first write.
+    """A store at ``root``, created by the first write.
 
-    ``on_warning`` hears of every entry that was put aside; by default this module's logger does.
+    ``on_warning`` is called with a message for every entry that was quarantined (default: this module's logger).
     """
 
     def __init__(self, root: Path, *, on_warning: Callable[[str], None] | None = None) -> None:
@@ -62,7 +61,10 @@ class Store:
         self._warn = on_warning or logging.getLogger(__name__).warning
 
     def find(self, stage: str, fingerprint: str) -> Entry | None:
-        """The entry, if it is whole and its files are its record's; a damaged one is put away. `StoreError`."""
+        """Return an entry if it is complete and its files match its record, else None; a damaged entry is quarantined.
+
+        Raises `StoreError` where the disk fails.
+        """
         path = self.entry_path(stage, fingerprint)
         with disk_errors(path):
             try:
@@ -86,16 +88,22 @@ class Store:
         return None
 
     def working(self, stage: str, fingerprint: str, *, on_wait: Callable[[str], None] | None = None) -> Work:
-        """A context in which this process alone makes the entry; ``on_wait`` hears who else does. `StoreError`."""
+        """Return a context in which this process alone makes the entry; ``on_wait`` is called with the process that it
+        waits for.
+
+        Entering it raises `StoreError` where the disk fails.
+        """
         return Work(self, stage, fingerprint, on_wait)
 
     def begun(self, stage: str, fingerprint: str) -> int:
-        """Bytes that interrupted attempts at an entry have left on the disk."""
+        """Return the bytes on disk that interrupted attempts at an entry have left."""
         work = self.entry_path(stage, fingerprint).with_name(f"{fingerprint}.work")
         return sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file()) if work.is_dir() else 0
 
     def entry_path(self, stage: str, fingerprint: str) -> Path:
-        """Return the folder of an entry, existing or not. Raises `ValueError` for no stage's name or no fingerprint."""
+        """Return the folder of an entry, whether it exists or not. Raises `ValueError` for an invalid stage name or
+        fingerprint.
+        """
         if not STAGE.fullmatch(stage) or stage in RESERVED:
             raise ValueError(f"{stage!r} cannot be the name of a stage's folder")
         if not FINGERPRINT.fullmatch(fingerprint):
@@ -103,9 +111,10 @@ class Store:
         return self.root / stage / fingerprint
 
     def retire(self, entry: Entry) -> None:
-        """Take a sound entry away, so that its stage runs again; the next garbage collection deletes it.
+        """Move a sound entry to the trash, so that its stage runs again; the next garbage collection deletes it.
 
-        Waits for a process that works on it, and leaves what such a process has put in its place. Raises `StoreError`.
+        Waits for a process that holds the entry's lock, and keeps an entry that such a process has just made. Raises
+        `StoreError`.
         """
         away = self.root / TRASH / _stamped(entry.stage, entry.fingerprint)
         with disk_errors(entry.path), Lock(entry.path.with_name(f"{entry.fingerprint}.lock")):
@@ -115,7 +124,9 @@ class Store:
                     entry.path.rename(away)
 
     def quarantine(self, stage: str, fingerprint: str, reason: str, *, identity: int) -> None:
-        """Move a damaged entry away, unless its folder has another inode than ``identity`` by now. `OSError`."""
+        """Move a damaged entry to quarantine, unless its folder was replaced (its inode is not ``identity``). Raises
+        `OSError`.
+        """
         path = self.entry_path(stage, fingerprint)
         aside = self.root / QUARANTINE / _stamped(stage, fingerprint)
         aside.parent.mkdir(exist_ok=True)
@@ -136,9 +147,10 @@ def _stamped(stage: str, fingerprint: str) -> str:
 
 
 class Work:
-    """The right to make an entry, from entering the context until leaving it.
+    """The exclusive right to make an entry, held while the context is open.
 
-    ``existing`` is the entry, if it is there already; else ``path`` is the working folder, which stays uncommitted.
+    ``existing`` is the entry, if another process finished it first; otherwise ``path`` is the working folder, which is
+    kept for the next attempt if the context ends without a commit.
     """
 
     def __init__(self, store: Store, stage: str, fingerprint: str, on_wait: Callable[[str], None] | None) -> None:
@@ -184,29 +196,29 @@ class Work:
         result: Mapping[str, object],
         started: datetime,
         tools: Mapping[str, str],
-        known: Mapping[str, tuple[int, str]] | None = None,
+        hashed: Mapping[str, tuple[int, str]] | None = None,
     ) -> Entry:
-        """Make the working folder the entry.
+        """Turn the working folder into the entry and return it.
 
-        ``payload`` is what the fingerprint was computed from; ``started`` is aware of its time zone; ``known``
-        gives size and SHA-256 of files that were hashed while they were written. Raises `ValueError` if these
-        contradict each other, and `StoreError` if the disk refuses, a file changes meanwhile or the lock was lost:
-        the working folder then stays.
+        ``payload`` is the mapping that the fingerprint was computed from; ``started`` has a time zone; ``hashed`` gives
+        size and SHA-256 of files that were hashed while they were written. Raises `ValueError` if these contradict each
+        other, and `StoreError` if the disk fails, a file changes meanwhile or the lock was lost: the working folder is
+        kept then.
         """
         if self.existing is not None:
             raise ValueError(f"{self._final} exists already")
         finished = datetime.now(UTC)
         duration_s = max(0.0, round((finished - started) / timedelta(seconds=1), 3))
         facts = check_result(result)
-        whole = check_payload(self.stage, payload)
-        if digest_of(whole) != self.fingerprint:
-            raise ValueError(f"the payload has the fingerprint {digest_of(whole)}, not {self.fingerprint}")
+        full_payload = check_payload(self.stage, payload)
+        if digest_of(full_payload) != self.fingerprint:
+            raise ValueError(f"the payload has the fingerprint {digest_of(full_payload)}, not {self.fingerprint}")
         with disk_errors(self.path):
-            files = self._hash(known or {})
+            files = self._hash(hashed or {})
             record = Record(
                 stage=self.stage,
                 fingerprint=self.fingerprint,
-                payload=whole,
+                payload=full_payload,
                 files=files,
                 result=facts,
                 tools=dict(tools),
@@ -217,9 +229,9 @@ class Work:
         return self._become(record)
 
     def adopt(self, record: Record) -> Entry:
-        """Make the working folder the entry that another store has, whose files were checked while they came in.
+        """Commit the working folder with the record of another store's entry, whose files were checked on download.
 
-        Raises `ValueError` for a record of another entry or other files, and `StoreError` as `commit` does.
+        Raises `ValueError` for a record of another entry or with other files, and `StoreError` as `commit` does.
         """
         if self.existing is not None or (record.stage, record.fingerprint) != (self.stage, self.fingerprint):
             raise ValueError(f"{self._final} exists already, or is not what {record.stage}/{record.fingerprint} is")
@@ -244,7 +256,7 @@ class Work:
         return self.existing
 
     def discard(self) -> None:
-        """Empty the working folder: for a stage that cannot use what an earlier attempt left."""
+        """Empty the working folder, for a stage that cannot use the files of an earlier attempt."""
         if self.existing is not None:
             raise ValueError(f"{self._final} is finished: there is nothing to discard")
         with disk_errors(self.path):
@@ -261,19 +273,19 @@ class Work:
                 self._final.rename(self.path)
         self.path.mkdir(exist_ok=True)
 
-    def _hash(self, known: Mapping[str, tuple[int, str]]) -> dict[str, FileFact]:
-        found = regular_files(self.path)
-        missing = known.keys() - found.keys()
+    def _hash(self, hashed: Mapping[str, tuple[int, str]]) -> dict[str, FileFact]:
+        files = regular_files(self.path)
+        missing = hashed.keys() - files.keys()
         if missing:
             raise StoreError(f"{self.path / min(missing)} was announced as finished, but is not there")
-        if RECORD in found:
+        if RECORD in files:
             raise StoreError(f"a stage may not write {self.path / RECORD}: the store does")
-        return {name: self._fact(name, status, known.get(name)) for name, status in found.items()}
+        return {name: self._fact(name, status, hashed.get(name)) for name, status in files.items()}
 
-    def _fact(self, name: str, before: os.stat_result, known: tuple[int, str] | None) -> FileFact:
+    def _fact(self, name: str, before: os.stat_result, hashed: tuple[int, str] | None) -> FileFact:
         path = self.path / name
         fsync(path)
-        size, digest = known or (before.st_size, sha256_of(path))
+        size, digest = hashed or (before.st_size, sha256_of(path))
         after = path.stat()
         if size != after.st_size:
             raise StoreError(

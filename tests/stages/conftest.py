@@ -21,7 +21,7 @@ from quantmint.pipeline.stages.registry import STAGES
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.stage import Job, Output, Planned, Stage
 from quantmint.pipeline.store.entries import Entry
-from quantmint.pipeline.store.gc import Run, list_runs
+from quantmint.pipeline.store.gc import RunRecord, list_runs
 from quantmint.pipeline.store.tree import Store
 
 CONFIG: Mapping[str, Any] = {
@@ -213,7 +213,7 @@ class Orchestra:
         return self.trace.read_text().split() if self.trace.exists() else []
 
     @property
-    def last_run(self) -> Run:
+    def last_run(self) -> RunRecord:
         return list_runs(self.setting.store.root)[0]
 
     def committed(self, *stages: FakeStage) -> list[str]:

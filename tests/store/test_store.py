@@ -258,10 +258,10 @@ def test_known_hashes_are_believed_and_sizes_are_not(store: Store) -> None:
     with store.working("quantize", DIGEST) as work:
         (work.path / "shard").write_bytes(b"abc")
         with pytest.raises(StoreError, match="has 3 bytes, but 4 were written"):
-            work.commit(payload=PAYLOAD, result={}, started=started, tools={}, known={"shard": (4, "0" * 64)})
+            work.commit(payload=PAYLOAD, result={}, started=started, tools={}, hashed={"shard": (4, "0" * 64)})
         with pytest.raises(StoreError, match="gone was announced"):
-            work.commit(payload=PAYLOAD, result={}, started=started, tools={}, known={"gone": (4, "0" * 64)})
-        entry = work.commit(payload=PAYLOAD, result={}, started=started, tools={}, known={"shard": (3, "0" * 64)})
+            work.commit(payload=PAYLOAD, result={}, started=started, tools={}, hashed={"gone": (4, "0" * 64)})
+        entry = work.commit(payload=PAYLOAD, result={}, started=started, tools={}, hashed={"shard": (3, "0" * 64)})
     assert entry.record.files["shard"].sha256 == "0" * 64
 
 

@@ -33,7 +33,7 @@ from quantmint.pipeline.publish.hub.client import HubClient, MissingError, Refus
 from quantmint.pipeline.publish.hub.repository import CANDIDATE, MAIN, Repository, Tree
 from quantmint.pipeline.publish.release import MANIFEST, Release
 from quantmint.pipeline.recipe.destinations import Hub
-from quantmint.pipeline.store.files import Wanted
+from quantmint.pipeline.store.files import Selection
 
 
 class HubDestination(Destination):
@@ -228,7 +228,7 @@ class HubDestination(Destination):
         with suppress(MissingError):  # the answer to an earlier try got lost
             client.call(f"delete the tag {release.tag}", lambda: client.api.delete_tag(self.repo, tag=release.tag))
 
-    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Wanted = None) -> Path:
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Selection = None) -> Path:
         """Download the files to ``into`` (with the client's `.cache/huggingface/`) or to the Hub's cache."""
         with self.exclusive(progress):
             return hub.download(self._client(), self.revision_of(tag), into, select)

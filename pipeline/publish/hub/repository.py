@@ -25,7 +25,7 @@ from quantmint.pipeline.base.progress import reporter_for
 from quantmint.pipeline.publish.destination import ListedRelease, newest_first
 from quantmint.pipeline.publish.hub.client import HubClient, MissingError, MovedError
 from quantmint.pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
-from quantmint.pipeline.store.files import File, Wanted, require_digest, require_safe
+from quantmint.pipeline.store.files import File, Selection, require_digest, require_safe
 
 MAIN: Final = "main"
 """The branch with the current release."""
@@ -208,7 +208,7 @@ def content(file: File) -> bytes:
     return data
 
 
-def download(client: HubClient, revision: str, into: Path | None, select: Wanted) -> Path:
+def download(client: HubClient, revision: str, into: Path | None, select: Selection) -> Path:
     """Download a commit's files and return their folder; raise `UserError` for names that lead out of it."""
     from huggingface_hub.utils import disable_progress_bars
 
