@@ -1,1 +1,1 @@
-"""What to make: a YAML file per checkpoint, and the embedded tiny model."""
+"""The shipped recipes, a YAML file per checkpoint, and the embedded tiny model."""

@@ -1,13 +1,13 @@
-"""One byte string for each value, so that equal inputs meet at one fingerprint.
+"""The canonical JSON of a value, and its fingerprint: equal values give equal bytes.
 
 ::
 
     fingerprint({"stage": "quantize", "version": 3, "recipe": {"scheme": "ptpc-fp8"}})   # 64 hex digits
 
-A fingerprint that wavers is worse than none: it redoes hours of work, or takes another result for this one. So the
-encoder refuses what has no stable form (sets, paths, bytes, NaN, objects) and names its place. It keeps apart what
-a kernel would: ``1``, ``1.0`` and ``True`` differ. Strings are taken as they are, without Unicode normalization: a
-tokenizer sees the difference, and the tables of normalization change between versions of Python.
+An unstable fingerprint would repeat hours of work, or take another result for this one. So the encoder refuses values
+without a stable form (sets, paths, bytes, NaN, objects) and names their path. ``1``, ``1.0`` and ``True`` differ, as
+they do for a kernel. Strings are not normalized: a tokenizer sees the difference, and Unicode's tables change between
+versions of Python.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnstableValueError(StageError):
 
 
 class _Absent:
-    """The value of a side that lacks a path."""
+    """The value of the side of a difference that has nothing at the path."""
 
     def __repr__(self) -> str:
         return "absent"
@@ -40,8 +40,8 @@ ABSENT: Final = _Absent()
 
 
 @dataclass(frozen=True)
-class Change:
-    """One place where two payloads differ; ``ABSENT`` stands for the side that lacks it."""
+class JsonDifference:
+    """A path at which two payloads differ; ``ABSENT`` is the value of a side that lacks it."""
 
     path: str
     old: Json | _Absent
@@ -49,7 +49,7 @@ class Change:
 
 
 def plain(value: object) -> Json:
-    """Copy a value into what JSON has: dict, list, str, int, float, bool and None.
+    """Return a copy of a value that has only JSON's types: dict, list, str, int, float, bool and None.
 
     Raises `UnstableValueError`, as `canonical_json` does.
     """
@@ -60,10 +60,10 @@ def plain(value: object) -> Json:
 
 
 def canonical_json(value: object) -> bytes:
-    """Encode a value as UTF-8 JSON with sorted keys, no blanks and the shortest digits of each float.
+    """Return a value as UTF-8 JSON with sorted keys, no blanks and the shortest digits of each float.
 
     Raises `UnstableValueError` for NaN, infinities, -0.0, lone surrogates, keys that are not strings, sets, paths,
-    bytes, and any object that is not named in the module's docstring.
+    bytes and other objects. Enums, tuples and mappings become their JSON counterparts.
     """
     text = json.dumps(plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode()
@@ -74,12 +74,12 @@ def fingerprint(value: object) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
-def difference(old: object, new: object) -> list[Change]:
-    """List the places where two payloads differ, in the order of their keys.
+def difference(old: object, new: object) -> list[JsonDifference]:
+    """Return the paths at which two payloads differ, in the order of their keys.
 
-    Lists are compared by index. A subtree that only one side has is one change.
+    Lists are compared by index. A subtree that only one side has is one difference.
     """
-    changes: list[Change] = []
+    changes: list[JsonDifference] = []
     _compare(plain(old), plain(new), "$", changes)
     return changes
 
@@ -111,21 +111,21 @@ def _below(path: str, key: str) -> str:
     return f"{path}.{key}" if key.isidentifier() else f"{path}[{json.dumps(key, ensure_ascii=False)}]"
 
 
-def _compare(old: Json, new: Json, path: str, changes: list[Change]) -> None:
+def _compare(old: Json, new: Json, path: str, changes: list[JsonDifference]) -> None:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             place = _below(path, key)
             if key not in new:
-                changes.append(Change(place, old[key], ABSENT))
+                changes.append(JsonDifference(place, old[key], ABSENT))
             elif key not in old:
-                changes.append(Change(place, ABSENT, new[key]))
+                changes.append(JsonDifference(place, ABSENT, new[key]))
             else:
                 _compare(old[key], new[key], place, changes)
     elif isinstance(old, list) and isinstance(new, list):
         shared = min(len(old), len(new))
         for index in range(shared):
             _compare(old[index], new[index], f"{path}[{index}]", changes)
-        changes += [Change(f"{path}[{shared + n}]", item, ABSENT) for n, item in enumerate(old[shared:])]
-        changes += [Change(f"{path}[{shared + n}]", ABSENT, item) for n, item in enumerate(new[shared:])]
+        changes += [JsonDifference(f"{path}[{shared + n}]", item, ABSENT) for n, item in enumerate(old[shared:])]
+        changes += [JsonDifference(f"{path}[{shared + n}]", ABSENT, item) for n, item in enumerate(new[shared:])]
     elif type(old) is not type(new) or old != new:  # the type as well: 1 == 1.0 == True
-        changes.append(Change(path, old, new))
+        changes.append(JsonDifference(path, old, new))

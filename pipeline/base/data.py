@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 @cache
 def beside(module: str, name: str) -> Any:
-    """Return the content of the YAML file ``name`` beside ``module``, a ``__file__``; read once, and shared."""
+    """Return the content of the YAML file ``name`` in the folder of ``module``, a ``__file__``.
+
+    Each file is read once and its content shared: do not change it.
+    """
     return yaml.safe_load(Path(module).with_name(name).read_text(encoding="utf-8"))
 
 

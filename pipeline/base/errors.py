@@ -40,10 +40,10 @@ _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@|(?<=\w)\?[^\s\"'<>)]*=[^\s\"'<>)]*"
 
 
 class QuantmintError(Exception):
-    """Root of the tree; carries a one-paragraph message and, where there is one, the way out.
+    """The root of all errors: a message of one paragraph, and a hint what to do where there is one.
 
-    ``transient`` says that the same command may well succeed in a while, with nothing changed: a network or a server
-    that was away. Whoever runs many recipes repeats those, and no others.
+    ``transient`` says that the same command may succeed later with nothing changed, because a network or server was
+    unreachable. Whoever runs many recipes repeats those, and no others.
     """
 
     exit_code = 5
@@ -65,19 +65,19 @@ class UserError(QuantmintError):
 
 
 class RecipeError(UserError):
-    """One or more faults in a recipe, each with its place."""
+    """One or more faults in a recipe, each with its position."""
 
 
 class StageError(QuantmintError):
-    """A stage broke. What it had committed stays; the same command goes on from there."""
+    """A failed stage. Its committed work stays; the same command resumes there."""
 
 
 class ServingError(StageError):
-    """vLLM did not start, died, or answered with nonsense."""
+    """A vLLM server that did not start, died, or gave an invalid answer."""
 
 
 class RefusalError(ServingError):
-    """A server that is there answered a request with an error: ``status`` is HTTP's, ``answer`` the body."""
+    """A running server's error response: ``status`` is the HTTP status, ``answer`` the body."""
 
     def __init__(self, message: str, *, status: int, answer: str, hint: str | None = None) -> None:
         super().__init__(message, hint=hint, transient=is_transient_status(status))
@@ -86,11 +86,11 @@ class RefusalError(ServingError):
 
 
 class StoreError(StageError):
-    """The store cannot be read or written."""
+    """A store that cannot be read or written."""
 
 
 class InspectionError(StageError):
-    """The checkpoint contradicts its own configuration or its source."""
+    """A checkpoint that contradicts its own configuration or its source."""
 
     exit_code = 1
 
@@ -103,16 +103,16 @@ class InvalidMeasurementError(QuantmintError):
 
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, the last where the first only announces it, or its type."""
-    lines = _said(error)
+    lines = _lines_of(error)
     return lines[-1].strip() if lines[0].endswith(":") else lines[0]
 
 
 def last_line(error: BaseException) -> str:
     """Return the last line of another library's error, which of a traceback is the reason, or its type."""
-    return _said(error)[-1]
+    return _lines_of(error)[-1]
 
 
-def _said(error: BaseException) -> list[str]:
+def _lines_of(error: BaseException) -> list[str]:
     return (str(error).strip() or type(error).__name__).splitlines()
 
 

@@ -23,9 +23,10 @@ from quantmint.pipeline.base.errors import UserError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator; ``pci`` are device ids ("0x74a1"), ``names`` what a driver calls it besides ``title``.
+    """An accelerator of the table.
 
-    ``bandwidth`` is that of its memory, TB/s, None where no figures are known; ``tflops`` by type of the inputs.
+    ``pci`` are device ids ("0x74a1"), ``names`` further names that drivers report besides ``title``. ``bandwidth`` is
+    that of its memory in TB/s, None where unknown; ``tflops`` are dense TFLOPS by the type of the inputs.
     """
 
     name: str
@@ -41,25 +42,25 @@ class Hardware:
 
     @property
     def bytes_per_second(self) -> float:
-        """Return the bandwidth of its memory. Raises `TypeError` where it is not known."""
+        """Return the memory bandwidth in bytes/s. Raises `TypeError` where it is unknown."""
         return float(self.bandwidth) * 1e12  # type: ignore[arg-type]
 
     def flops(self, dtype: str) -> float:
-        """Dense operations a second on inputs of a type; `KeyError` where that is not known."""
+        """Return the dense operations per second on inputs of a type. Raises `KeyError` where unknown."""
         return dict(self.tflops)[dtype] * 1e12
 
     def multiplies(self, scheme: str) -> bool:
-        """Whether vLLM multiplies a scheme's weights with its activations there as they are stored."""
+        """Whether vLLM multiplies a scheme's weights and activations on it in their stored formats."""
         return any(_holding("native", self.name, scheme, "auto", ""))
 
     @property
     def fp8_max(self) -> float:
-        """The largest magnitude of an FP8 number there: gfx942 computes in e4m3fnuz, all others in e4m3fn."""
+        """Return the largest FP8 magnitude: 240 on gfx942, which computes in e4m3fnuz, else e4m3fn's 448."""
         return 240.0 if self.arch == "gfx942" else 448.0
 
     @property
     def hbm_bytes(self) -> int | None:
-        """Bytes of one accelerator's memory; None where it depends on the machine."""
+        """Return the bytes of one accelerator's memory; None where the table does not fix it."""
         return None if self.hbm_gib is None else self.hbm_gib << 30
 
 
@@ -75,28 +76,30 @@ class _Rule:
 
 
 def hardware(name: str) -> Hardware:
-    """The accelerator of that name; UserError with the known names where there is none."""
-    known = table()
-    if name not in known:
-        raise UserError(f"unknown hardware {name!r}: expected one of {', '.join(known)}{did_you_mean(name, known)}")
-    return known[name]
+    """Return the accelerator of that name. Raises `UserError` with the valid names."""
+    accelerators = table()
+    if name not in accelerators:
+        raise UserError(
+            f"unknown hardware {name!r}: expected one of {', '.join(accelerators)}{did_you_mean(name, accelerators)}"
+        )
+    return accelerators[name]
 
 
 @cache
 def table() -> Mapping[str, Hardware]:
-    """Every accelerator by name, in the order of the file."""
+    """Return every accelerator by name, in the order of the file."""
     return rows(Hardware, beside(__file__, "hardware.yaml")["hardware"], "tflops")
 
 
 def by_pci(device_id: int) -> Hardware | None:
-    """The accelerator of AMD (vendor 0x1002) with that PCI device id; None for one that the table does not know."""
+    """Return AMD's accelerator (vendor 0x1002) with that PCI device id; None if the table lacks it."""
     return next((row for row in table().values() if f"0x{device_id:04x}" in row.pci), None)
 
 
 def by_name(reported: str) -> Hardware | None:
-    """The accelerator that a driver calls so; None for one that the table does not know.
+    """Return the accelerator that a driver reports under this name; None if the table lacks it.
 
-    A title that the driver's name goes on after counts too: "NVIDIA H200 NVL" is an H200.
+    A name that begins with a title matches too: "NVIDIA H200 NVL" is an H200.
     """
     words = reported.split()
     for row in table().values():
@@ -148,22 +151,22 @@ def cautions(
 
 
 def needs(name: str, scheme: str, kv_cache: str, checkpoint_format: str) -> tuple[str, ...]:
-    """Distributions that the serving environment must have beside vLLM. Arguments as for `refusal`."""
-    found = [rule.needs for rule in _holding("cautions", name, scheme, kv_cache, checkpoint_format)]
-    return tuple(dict.fromkeys(distribution for some in found for distribution in some))
+    """Return the distributions that the serving environment needs besides vLLM. Arguments as for `refusal`."""
+    requirements = [rule.needs for rule in _holding("cautions", name, scheme, kv_cache, checkpoint_format)]
+    return tuple(dict.fromkeys(distribution for some in requirements for distribution in some))
 
 
 def native_on(scheme: str) -> tuple[str, ...]:
-    """Names of the accelerators that multiply a scheme's weights with its activations as they are stored.
+    """Return the names of accelerators that multiply a scheme's weights and activations in their stored formats.
 
-    "cuda" speaks for the GPUs of its kind that have a row of their own.
+    "cuda" stands for all NVIDIA GPUs.
     """
     general = [name for name, row in table().items() if row.kind != "cuda" or row.arch is None]
     return tuple(name for name in general if table()[name].multiplies(scheme))
 
 
 def local_cpu_flags(cpuinfo: str | None = None) -> frozenset[str] | None:
-    """Instruction-set flags of this machine as /proc/cpuinfo names them; None where it has no such list, as on ARM."""
+    """Return this CPU's instruction-set flags as in /proc/cpuinfo; None where it lists none, as on ARM."""
     if cpuinfo is None:
         try:
             cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -184,11 +187,11 @@ def _holding(
     checkpoint_format: str,
     expert_schemes: Collection[str] = (),
 ) -> Iterator[_Rule]:
-    known = hardware(name)
+    accelerator = hardware(name)
     facts: Mapping[str, Collection[str | None]] = {
-        "hardware": (known.name,),
-        "kind": (known.kind,),
-        "arch": (known.arch,),
+        "hardware": (accelerator.name,),
+        "kind": (accelerator.kind,),
+        "arch": (accelerator.arch,),
         "scheme": (scheme,),
         "kv_cache": (kv_cache,),
         "format": (checkpoint_format,),

@@ -20,25 +20,25 @@ _TIMEOUT = 60
 
 
 def cores(root: Path = Path("/")) -> int:
-    """How many threads this process should compute with: what it is pinned to, its control group's quota, and
-    ``OMP_NUM_THREADS``, which ``--threads`` sets, whichever is least.
+    """Return the number of threads to compute with: the least of CPU affinity, the control group's quota and
+    ``OMP_NUM_THREADS`` (set by ``--threads``).
     """
-    found = len(os.sched_getaffinity(0))
+    count = len(os.sched_getaffinity(0))
     for folder in control_groups(root):
         with suppress(OSError, ValueError):
             quota, period = (folder / "cpu.max").read_text().split()
-            found = min(found, max(round(int(quota) / int(period)), 1))  # "max" is none
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return max(min(found, int(asked)), 1) if asked.isdigit() else found
+            count = min(count, max(round(int(quota) / int(period)), 1))  # "max" is none
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return max(min(count, int(limit)), 1) if limit.isdigit() else count
 
 
 def process_age() -> float:
-    """Seconds since this process was started: what a person has waited, imports and all."""
+    """Return the seconds since this process started, imports included."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(process_stat(os.getpid())[1]) / os.sysconf("SC_CLK_TCK")
 
 
 def process_stat(pid: int) -> tuple[str, str]:
-    """State letter and start time (clock ticks since boot) of a process; empty where they cannot be read."""
+    """Return a process's state letter and start time (clock ticks since boot); empty where unreadable."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -48,19 +48,19 @@ def process_stat(pid: int) -> tuple[str, str]:
 
 
 def cache_folder() -> Path:
-    """Where what can be fetched or found again is kept for this user; it need not be there yet."""
+    """Return this user's cache folder, for files that can be fetched again; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantmint"
 
 
 class Space(NamedTuple):
-    """Bytes of a file system: all of them, and those that this user may still fill."""
+    """Bytes of a file system: the total, and those that this user may still write."""
 
     total: int
     free: int
 
 
 def run_command(argv: Sequence[str]) -> str | None:
-    """Standard output of a command; None where it is absent, fails or does not end within a minute."""
+    """Return a command's standard output; None where it is absent, fails or runs for over a minute."""
     try:
         done = subprocess.run(list(argv), check=False, capture_output=True, text=True, timeout=_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired):
@@ -71,7 +71,7 @@ def run_command(argv: Sequence[str]) -> str | None:
 def open_device(path: Path) -> str | None:
     """Return why a device cannot be opened for reading and writing; None where it can.
 
-    It is opened, not asked with access(2): a container's device rules apply to open(2) only.
+    It is really opened, since a container's device rules apply to open(2) but not to access(2).
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
@@ -81,7 +81,7 @@ def open_device(path: Path) -> str | None:
 
 
 def file_system(path: Path) -> Space | None:
-    """Return the file system that holds a path, or will hold it once it is made; None where none can be asked."""
+    """Return the space of the file system that holds a path, or will hold it; None where it cannot be read."""
     for place in (path, *path.parents):
         try:
             usage = shutil.disk_usage(place)
@@ -93,7 +93,11 @@ def file_system(path: Path) -> Space | None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A host. Paths are relative to ``root``; the functions ask what no file says."""
+    """A host, as its files and commands describe it.
+
+    Paths are relative to ``root``. Tests replace ``run`` (a command's output), ``opens`` (why a device cannot be
+    opened) and ``space`` (of a file system).
+    """
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -102,43 +106,43 @@ class Machine:
     space: Callable[[Path], Space | None] = file_system
 
     def path(self, at: str) -> Path:
-        """A path below the root; a leading slash is its root's."""
+        """Return a path below the root, with or without a leading slash."""
         return self.root / at.lstrip("/")
 
     def text(self, at: str | Path) -> str | None:
-        """A file's text without the white space around it; None where it cannot be read."""
+        """Return a file's text, stripped; None where it cannot be read."""
         try:
             return (self.root / at).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return None
 
     def number(self, at: str | Path) -> int | None:
-        """A file's integer, decimal or with 0x; None where there is none."""
+        """Return a file's integer, decimal or with 0x; None where it holds none."""
         try:
             return int(self.text(at) or "", 0)
         except ValueError:
             return None
 
     def table(self, at: str | Path) -> dict[str, str]:
-        """Lines of a name and a value, a blank or a colon between them; empty where the file cannot be read."""
+        """Return a file of lines "name value" or "name: value" as a mapping; empty where it cannot be read."""
         rows = (line.replace(":", " ", 1).split(maxsplit=1) for line in (self.text(at) or "").splitlines())
         return {row[0]: row[1] if len(row) > 1 else "" for row in rows if row}
 
     def glob(self, pattern: str) -> list[Path]:
-        """Paths below the root that match, those of numbered names in the order of their numbers."""
+        """Return the matching paths below the root, with numbers in names sorted by value."""
         return sorted(self.root.glob(pattern), key=_natural)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """``hardware`` is a name of the table, ``name`` what the driver or the kernel calls the device."""
+    """A device: ``hardware`` is its name in the table, ``name`` the one that the driver or kernel reports."""
 
     hardware: str
     name: str
 
 
 def cpu_name(machine: Machine) -> str:
-    """Return the CPU's model as the kernel has it; the architecture where it has none."""
+    """Return the CPU's model from /proc/cpuinfo, or the architecture."""
     for line in (machine.text("proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":

@@ -23,30 +23,30 @@ class Progress(Protocol):
     """The protocol by which a stage reports its progress."""
 
     def bar(self, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-        """A bar over ``total`` units ("B", "samples", ...); its value is called with each advance."""
+        """Show a bar over ``total`` units ("B", "samples", ...); the context's value is called with each advance."""
 
     def say(self, message: str) -> None:
-        """One line about what goes on now."""
+        """Print a line about the current work."""
 
     def warn(self, message: str) -> None:
-        """One line that must not be missed."""
+        """Print a warning."""
 
 
 class Reporter(Progress, Protocol):
     """The protocol by which the runner reports stages."""
 
     def started(self, key: str, number: int, total: int) -> None:
-        """A stage begins."""
+        """Report that a stage begins."""
 
     def cached(self, key: str, number: int, total: int, summary: str) -> None:
-        """A stage was done before."""
+        """Report that the store already has a stage's entry."""
 
     def finished(self, key: str, number: int, total: int, seconds: float, summary: str) -> None:
-        """A stage is committed."""
+        """Report that a stage's entry was committed."""
 
 
 class PlainReporter:
-    """Lines without control characters, for logs and pipes."""
+    """A reporter of plain lines without control characters, for logs and pipes."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -92,7 +92,7 @@ class PlainReporter:
 
 
 class RichReporter:
-    """Marks, colours and bars for a terminal."""
+    """A reporter with marks, colours and bars, for a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         from rich.console import Console

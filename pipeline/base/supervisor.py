@@ -70,7 +70,7 @@ def main(owner: int, grace: float, command: list[str], after: list[list[str]], o
 
 
 def _tidy(argv: list[str]) -> None:
-    """Run a command without a word: that a container is gone already is no news for the server's log."""
+    """Run a cleanup command silently: its container may be gone already."""
     try:
         subprocess.run(
             argv,
@@ -85,9 +85,10 @@ def _tidy(argv: list[str]) -> None:
 
 
 def descendants() -> list[int]:
-    """Every process below this one, from /proc; zombies left out, but not what is below them.
+    """Return the ids of all processes below this one, from /proc, without zombies (but with their children).
 
-    A process of many threads is a zombie as soon as its first thread has ended, and keeps its children until the last.
+    A process of many threads looks like a zombie once its first thread has ended, and keeps its children until the
+    last.
     """
     children: dict[int, list[int]] = {}
     ended: set[int] = set()
@@ -103,12 +104,12 @@ def descendants() -> list[int]:
         children.setdefault(parent, []).append(int(entry.name))
         if state in {"Z", "X"} and threads <= 1:
             ended.add(int(entry.name))
-    found, pending = [], [os.getpid()]
+    pids, pending = [], [os.getpid()]
     while pending:
         below = children.get(pending.pop(), [])
-        found += below
+        pids += below
         pending += below
-    return [pid for pid in found if pid not in ended]
+    return [pid for pid in pids if pid not in ended]
 
 
 def _order_to_stop(number: int, _frame: object) -> None:
@@ -117,7 +118,7 @@ def _order_to_stop(number: int, _frame: object) -> None:
 
 
 def _orphaned(owner: int) -> bool:
-    """Wait a moment; True when the owner closed its end or is gone (a fork of it may still hold the pipe)."""
+    """Wait up to 0.2 s; return True once the owner closed its end or is gone (a fork of it may still hold the pipe)."""
     ready, _, _ = select.select([0], [], [], _POLL_S)
     return bool(ready) or os.getppid() != owner
 
@@ -135,7 +136,7 @@ def _reap() -> dict[int, int]:
 
 
 def _sweep(group: int, grace: float) -> dict[int, int]:
-    """End every descendant; return the wait status of those that were reaped."""
+    """End every descendant; return the wait statuses by process id."""
     ended = _reap()
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGTERM)
@@ -145,14 +146,14 @@ def _sweep(group: int, grace: float) -> dict[int, int]:
         ended |= _reap()
     began = time.monotonic()
     while alive := descendants():
-        took = time.monotonic() - began
-        if took > _GIVE_UP_S:
+        elapsed = time.monotonic() - began
+        if elapsed > _GIVE_UP_S:
             sys.stderr.write(f"supervisor: SIGKILL did not end {alive}: a driver may hold them\n")
             break
         for pid in alive:
             with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if took > _TRACKER_S or b"multiprocessing.resource_tracker" not in command:
+                if elapsed > _TRACKER_S or b"multiprocessing.resource_tracker" not in command:
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
         ended |= _reap()

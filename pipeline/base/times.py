@@ -33,7 +33,7 @@ _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of ``90m``, ``2h``, ``1h30m``; UserError for anything else."""
+    """Return the seconds of a text such as ``90m``, ``2h`` or ``1h30m``. Raises `UserError` for any other text."""
     seconds = sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, text.lower()))
     if seconds <= 0 or re.sub(_PART, "", text.lower()).strip():
         raise UserError(f"found the duration {text!r}, expected one like 90m, 2h or 1h30m")
@@ -41,7 +41,7 @@ def parse_duration(text: str) -> float:
 
 
 def fault_of(expression: str) -> str | None:
-    """What is wrong with an expression, in a few words; None where nothing is."""
+    """Return why a cron expression is invalid, in a few words; None for a valid one."""
     from cronsim import CronSimError
 
     if len(expression.split()) != 5:
@@ -55,40 +55,41 @@ def fault_of(expression: str) -> str | None:
 
 
 def parsed(expression: str) -> CronSim:
-    """The expression taken apart: cronsim's sets of minutes, hours, days, months and weekdays."""
+    """Return cronsim's form of an expression: sets of minutes, hours, days, months and weekdays."""
     from cronsim import CronSim
 
     return CronSim(expression, datetime(2026, 1, 1, tzinfo=UTC))
 
 
 def next_times(expression: str, zone: str, after: datetime, n: int) -> tuple[datetime, ...]:
-    """The `n` next times after a moment (of any zone), in the time zone `zone`; fewer where there are no more.
+    """Return up to `n` times of an expression after a moment, in the time zone `zone`.
 
-    A time is later than `after`, never equal. Where clocks go back, the offset tells the two apart.
+    Every time is later than `after`, which may be in any zone. Where clocks go back, the offset tells equal times
+    apart.
     """
     from cronsim import CronSim
 
-    found: list[datetime] = []
+    times: list[datetime] = []
     # cronsim reads the second of two equal times as the first: it begins earlier, and what is not later is left out.
     last = after.astimezone(UTC)
     for time in CronSim(expression, (last - _LONGEST_JUMP).astimezone(ZoneInfo(zone))):
-        if len(found) == n:
+        if len(times) == n:
             break
         if time.astimezone(UTC) > last:
             last = time.astimezone(UTC)
-            found.append(time)
-    return tuple(found)
+            times.append(time)
+    return tuple(times)
 
 
 def words(expression: str, zone: str) -> str:
-    """The expression for people: ``At 03:00 on Saturday, Europe/Berlin``."""
+    """Return the expression in English: ``At 03:00 on Saturday, Europe/Berlin``."""
     return f"{parsed(expression).explain()}, {zone}"
 
 
 def classic(expression: str) -> str:
-    """An expression in numbers that every cron reads: ``*``, ``*/n``, ``a-b`` and lists; Sunday is 0.
+    """Return the expression in the numbers that every cron reads: ``*``, ``*/n``, ``a-b`` and lists; Sunday is 0.
 
-    Stars stay stars, because they say more than all numbers do.
+    Stars are kept, since they say more than all numbers do.
     """
     sim = parsed(expression)
     sets = (sim.minutes, sim.hours, sim.days, sim.months, weekdays(sim))
@@ -97,12 +98,12 @@ def classic(expression: str) -> str:
 
 
 def weekdays(sim: CronSim) -> set[int]:
-    """The days of the week of an expression; 0 is Sunday."""
+    """Return an expression's days of the week; 0 is Sunday."""
     return {day % 7 for day in sim.weekdays if isinstance(day, int)}
 
 
 def ranges(numbers: Collection[int], *, to: str = "-", width: int = 1) -> str:
-    """Numbers as single ones and ranges: ``1-3,7``."""
+    """Return numbers as a list of singles and ranges: ``1-3,7``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""The one rule of what is transient: a network or a server that was away, so that the same command may soon succeed."""
+"""Decide whether an error is transient: a network or server that was unreachable, so that a retry may succeed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _NEVER: Final = ("CERTIFICATE_VERIFY_FAILED", "OfflineModeIsEnabled", "HF_HUB_OF
 
 
 def is_transient_status(status: int) -> bool:
-    """Whether an answer of HTTP says that the server is busy or ill: 429, or 5xx but 501, which it never does."""
+    """Whether an HTTP status is transient: 429, or 5xx except 501 (not implemented)."""
     return status == 429 or (status >= 500 and status != 501)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether an error, or what it was raised from, is a connection without an answer, or one of a busy server.
+    """Whether an error or one of its causes is a connection without an answer, or a busy server's answer.
 
-    Not where somebody asked to stay offline, nor for a certificate: the same question has the same answer then.
+    False in offline mode and for certificate errors: a retry has the same result.
     """
     causes = list(_causes(error))
     if any(mark in f"{type(cause).__name__}: {cause}" for cause in causes for mark in _NEVER):
@@ -49,11 +49,11 @@ def is_transient(error: BaseException) -> bool:
 
 
 def says_transient(words: str) -> bool:
-    """The same of a program's last words, a traceback's end among them: all that is left of a child."""
+    """Whether a child process's last output, such as the end of a traceback, shows a transient error."""
     if any(mark in words for mark in _NEVER):
         return False
     return _NO_ANSWER.search(words) is not None or any(
-        is_transient_status(int(said)) for said in _STATUS.findall(words)
+        is_transient_status(int(status)) for status in _STATUS.findall(words)
     )
 
 
@@ -66,7 +66,7 @@ def _unanswered(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

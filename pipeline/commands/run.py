@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from quantmint.eval.report.numbers import duration, size
-from quantmint.pipeline.base.canonical import ABSENT, Change
+from quantmint.pipeline.base.canonical import ABSENT, JsonDifference
 from quantmint.pipeline.base.errors import shown_path
 from quantmint.pipeline.base.progress import reporter_for
 from quantmint.pipeline.commands.options import (
@@ -184,7 +184,7 @@ def _short(side: object) -> str:
     return side[:12] + "…" if isinstance(side, str) and _DIGEST.fullmatch(side) else repr(side)
 
 
-def _change(change: Change) -> dict[str, object]:
+def _change(change: JsonDifference) -> dict[str, object]:
     sides = {"old": change.old, "new": change.new}
     return {"path": change.path, **{side: value for side, value in sides.items() if value is not ABSENT}}
 

@@ -53,15 +53,15 @@ class DestinationSection(Section):
 
     @classmethod
     def means(cls, text: str) -> str | None:
-        """Return the value of the naming field for what ``init`` is told to publish to; None for another kind."""
+        """Return the naming field's value for the text of `init --publish`; None for another kind."""
         raise NotImplementedError
 
     def public_name(self, name: str) -> str | None:
-        """Return what others read; None where only those read it who run this."""
+        """Return the name that others can read it by; None where it is private."""
         raise NotImplementedError
 
     def served_name(self, name: str) -> str:
-        """Return what a reader gives vLLM to serve the release."""
+        """Return the argument of `vllm serve` that loads the release."""
         raise NotImplementedError
 
     def needs_approval(self) -> bool:
@@ -84,7 +84,7 @@ class Folder(DestinationSection):
 
     @classmethod
     def parse(cls, text: str) -> tuple[Self, str] | None:
-        """Return the folder that something was published to."""
+        """Return the folder and the release's name in it; None where nothing was published under that path."""
         path = Path(text).absolute()
         there = path.name and (path.parent / RELEASES / path.name).is_dir()
         return (cls(path=str(path.parent)), path.name) if there else None
@@ -99,14 +99,14 @@ class Folder(DestinationSection):
         return None
 
     def served_name(self, name: str) -> str:
-        """Return the recipe's name: a release is the same one in whatever folder it lies."""
+        """Return the recipe's name: it stays the same in any folder."""
         return name
 
 
 def _without_credentials(address: object) -> object:
     if isinstance(address, str) and "@" in address:
         # The message must not repeat what it refuses.
-        raise wrong("an address without credentials, which come from the environment", found="an address with an @")
+        raise wrong("an address without credentials, which come from the environment", actual="an address with an @")
     return address
 
 
@@ -227,7 +227,7 @@ class Destinations(Section):
     def _somewhere(self) -> Self:
         if not self.destinations():
             kinds = " or ".join((", ".join(f"a {kind.key}" for kind in KINDS[:-1]), f"a {KINDS[-1].key}"))
-            raise wrong(f"{kinds} (`quantmint run --until report` publishes nowhere)", found="none")
+            raise wrong(f"{kinds} (`quantmint run --until report` publishes nowhere)", actual="none")
         return self
 
 

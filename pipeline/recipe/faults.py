@@ -1,4 +1,4 @@
-"""Faults of a recipe, each at its place in a file."""
+"""Faults of a recipe, each with its position in a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 60
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Place:
+class Position:
     """A line and a column of a file, both counted from 1."""
 
     file: str
@@ -26,7 +26,7 @@ class Place:
         return f"{self.file}:{self.line}:{self.column}"
 
 
-OPTIONS = Place("options", 0, 0)
+OPTIONS = Position("options", 0, 0)
 """Where everything stands in a recipe that is the options of a command."""
 _OPTIONS = {("quantization", "overrides"): "--override", ("calibration", "set"): "--calibration"}
 _SECTIONS = ("source", "trust_remote_code", "quantization", "calibration")
@@ -34,9 +34,9 @@ _SECTIONS = ("source", "trust_remote_code", "quantization", "calibration")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong; `message` says what was found, then what was expected."""
+    """An error in a recipe; `message` says what was found, then what was expected."""
 
-    place: Place
+    place: Position
     path: YamlPath
     message: str
 
@@ -48,18 +48,18 @@ class Fault:
 
 
 def refuse(faults: Iterable[Fault]) -> None:
-    """Raise one `RecipeError` with every fault, in the order of the file; do nothing where there is none.
+    """Raise one `RecipeError` with every fault, in the order of the file; do nothing without faults.
 
-    Of options only what there is an option for is looked at.
+    Of a recipe that stands for a command's options, only faults in fields that have an option are reported.
     """
-    told = {fault for fault in faults if fault.place != OPTIONS or (fault.path and fault.path[0] in _SECTIONS)}
-    lines = [str(fault) for fault in sorted(told, key=lambda fault: (fault.place, str(fault)))]
+    relevant = {fault for fault in faults if fault.place != OPTIONS or (fault.path and fault.path[0] in _SECTIONS)}
+    lines = [str(fault) for fault in sorted(relevant, key=lambda fault: (fault.place, str(fault)))]
     if lines:
         raise RecipeError("\n".join(dict.fromkeys(lines)))
 
 
 def option_of(path: YamlPath) -> str:
-    """The option that says what a recipe says at a path: ``--sequence-length`` for calibration.sequence_length."""
+    """Return the command-line option for a field of a recipe: ``--sequence-length`` for calibration.sequence_length."""
     if path[0] == "source":
         return "SRC"
     field = path[:2]
@@ -67,13 +67,13 @@ def option_of(path: YamlPath) -> str:
 
 
 def dotted(path: YamlPath) -> str:
-    """The way to a field as people write it: `quantization.overrides[0].scheme`."""
+    """Return a field's path as text: `quantization.overrides[0].scheme`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in YAML, cut short; collections by their kind."""
+    """Return a value as YAML writes it, shortened to 60 characters; for a collection, its kind."""
     match value:
         case None:
             return "null"

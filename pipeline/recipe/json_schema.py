@@ -1,4 +1,4 @@
-"""Give the schema of recipes as JSON for editors, and in words for messages."""
+"""The schema of recipes: as JSON for editors, and as words for error messages."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from quantmint.pipeline.base.errors import did_you_mean, nearest
-from quantmint.pipeline.recipe.faults import Fault, Place, YamlPath, shown
+from quantmint.pipeline.recipe.faults import Fault, Position, YamlPath, shown
 from quantmint.pipeline.recipe.schema import Recipe
-from quantmint.pipeline.recipe.yaml_positions import Document
+from quantmint.pipeline.recipe.yaml_positions import YamlDocument
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of one recipe file, which may extend another: nothing in it is required."""
-    made = _unbroken(Recipe.model_json_schema())
+    """Return the JSON Schema (draft 2020-12) of a recipe file; no key is required, as it may extend another."""
+    generated = _unbroken(Recipe.model_json_schema())
     for section in ("Quantization", "Calibration"):
-        del made["$defs"][section]["required"]
+        del generated["$defs"][section]["required"]
     extends = {
         "type": "string",
         "minLength": 1,
         "title": "Extends",
         "description": "File (relative to this one) or recipe that this builds on: mappings merge, all else replaces.",
     }
-    properties = made.pop("properties")
+    properties = generated.pop("properties")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "quantmint recipe",
-        "description": made["description"],
+        "description": generated["description"],
         "type": "object",
         "additionalProperties": False,
         "properties": {"name": properties.pop("name"), "extends": extends, **properties},
-        "$defs": made["$defs"],
+        "$defs": generated["$defs"],
     }
 
 
-def _unbroken(made: Any) -> Any:
-    """A schema whose descriptions are docstrings, each in one line."""
-    if isinstance(made, list):
-        return [_unbroken(entry) for entry in made]
-    if not isinstance(made, dict):
-        return made
-    found = {key: _unbroken(entry) for key, entry in made.items()}
-    return {key: " ".join(e.split()) if key == "description" and isinstance(e, str) else e for key, e in found.items()}
+def _unbroken(fragment: Any) -> Any:
+    """Return a schema with each description, which comes from a docstring, joined to one line."""
+    if isinstance(fragment, list):
+        return [_unbroken(entry) for entry in fragment]
+    if not isinstance(fragment, dict):
+        return fragment
+    joined = {key: _unbroken(entry) for key, entry in fragment.items()}
+    return {key: " ".join(e.split()) if key == "description" and isinstance(e, str) else e for key, e in joined.items()}
 
 
 def schema_text() -> str:
-    """The schema as it is kept in `recipes/recipe.schema.json`."""
+    """Return the text of `recipes/recipe.schema.json`."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -60,7 +60,7 @@ def _root() -> dict[str, Any]:
 
 
 def resolve(fragment: dict[str, Any]) -> dict[str, Any]:
-    """Follow a reference; of `X or null`, take X."""
+    """Return the schema that a fragment refers to; of `X or null`, that of X."""
     if "anyOf" in fragment:
         fragment = next(option for option in fragment["anyOf"] if option.get("type") != "null")
     if "$ref" in fragment:
@@ -131,7 +131,7 @@ def _fields(fragment: dict[str, Any], prefix: str) -> Iterator[str]:
         yield from _fields(resolve(value), f"{prefix}{key}.")
 
 
-def faults_of(error: ValidationError, document: Document) -> list[Fault]:
+def faults_of(error: ValidationError, document: YamlDocument) -> list[Fault]:
     """Return a fault for each error of pydantic's; `document` is the merged recipe that was validated."""
     details = error.errors(include_url=False)
     unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
@@ -144,7 +144,7 @@ def faults_of(error: ValidationError, document: Document) -> list[Fault]:
     ]
 
 
-def place_of(path: YamlPath, document: Document, *, key: bool = False) -> Place:
+def place_of(path: YamlPath, document: YamlDocument, *, key: bool = False) -> Position:
     """Return the place of a path's value, or of its key; for an absent path, that of the nearest mapping to hold it."""
     first, second = (document.keys, document.values) if key else (document.values, document.keys)
     if path in first or path in second:
@@ -154,7 +154,7 @@ def place_of(path: YamlPath, document: Document, *, key: bool = False) -> Place:
     return document.keys.get(path) or document.values[path]
 
 
-def _fault(detail: ErrorDetails, document: Document) -> Fault:
+def _fault(detail: ErrorDetails, document: YamlDocument) -> Fault:
     path: YamlPath = detail["loc"]
     match detail["type"]:
         case "missing":
@@ -176,7 +176,7 @@ def _unknown(path: YamlPath) -> str:
     return f"found an unknown key, expected one of {', '.join(sorted(valid))}{hint}"
 
 
-def _rule(path: YamlPath, context: Mapping[str, Any], value: Any, document: Document) -> Fault:
+def _rule(path: YamlPath, context: Mapping[str, Any], value: Any, document: YamlDocument) -> Fault:
     if context["at"]:
         path = (*path, context["at"])
         value = value[context["at"]]

@@ -24,10 +24,10 @@ from pydantic import ValidationError
 
 from quantmint.eval.records import is_path
 from quantmint.pipeline.base.errors import RecipeError, UserError, did_you_mean, shown_path
-from quantmint.pipeline.recipe.faults import OPTIONS, Fault, Place, YamlPath, refuse, shown
+from quantmint.pipeline.recipe.faults import OPTIONS, Fault, Position, YamlPath, refuse, shown
 from quantmint.pipeline.recipe.json_schema import faults_of, place_of
 from quantmint.pipeline.recipe.schema import Quantization, Recipe
-from quantmint.pipeline.recipe.yaml_positions import Document, Dumper, read
+from quantmint.pipeline.recipe.yaml_positions import Dumper, YamlDocument, read
 
 _OWN = ("name", "description", "extends")
 _OTHER = re.compile(r"^(text|messages|turns|tasks|cells)\s*:", re.MULTILINE)
@@ -50,7 +50,7 @@ class LoadedRecipe:
 
     recipe: Recipe
     path: Path
-    positions: Document
+    positions: YamlDocument
     source_folder: Path | None
 
     @property
@@ -85,15 +85,15 @@ class LoadedRecipe:
         signing = self.recipe.publish.sign
         if signing is None or signing.key is None:
             return None
-        return _beside(("publish", "sign", "key"), signing.key, self.positions)
+        return _resolved(("publish", "sign", "key"), signing.key, self.positions)
 
     @property
     def tunableop(self) -> Path | None:
         """Return the absolute path of TunableOp's CSV, resolved beside the file that names it; None without one."""
         file = self.recipe.serve.tunableop
-        return None if file is None else _beside(("serve", "tunableop"), file, self.positions)
+        return None if file is None else _resolved(("serve", "tunableop"), file, self.positions)
 
-    def place(self, *path: str | int, key: bool = False) -> Place:
+    def place(self, *path: str | int, key: bool = False) -> Position:
         """Return the place of a value; of a default, that of the mapping that could hold it."""
         return place_of(path, self.positions, key=key)
 
@@ -113,26 +113,26 @@ def load_recipe(name_or_path: str | Path) -> LoadedRecipe:
 
 
 def recipe_of(sections: Mapping[str, Any]) -> LoadedRecipe:
-    """The recipe that stands in no file: its sections are the options of a command; what is None was not given.
+    """Return the recipe made of a command's options, by section; options that are None were not given.
 
-    The same models and checks as a file's; what they find wrong is told by the option that said it. Raises
-    `RecipeError` with everything that is wrong, an option a line.
+    The same models and checks as for a file apply, and errors name the option. Raises `RecipeError` with every fault,
+    an option a line.
     """
     data: dict[str, Any] = {"name": "options"}
     for name, section in sections.items():
-        given = isinstance(section, Mapping)
-        data[name] = {key: value for key, value in section.items() if value is not None} if given else section
-    document = Document(data, {(): OPTIONS}, {(): OPTIONS})
+        is_mapping = isinstance(section, Mapping)
+        data[name] = {key: value for key, value in section.items() if value is not None} if is_mapping else section
+    document = YamlDocument(data, {(): OPTIONS}, {(): OPTIONS})
     return validated(document, Path(OPTIONS.file))
 
 
-def validated(document: Document, path: Path, faults: Sequence[Fault] = ()) -> LoadedRecipe:
+def validated(document: YamlDocument, path: Path, faults: Sequence[Fault] = ()) -> LoadedRecipe:
     """Return the recipe of a document. Raises `RecipeError` with the faults of its fields, and ``faults``."""
     data = dict(document.data)
     for section, name in _DEFINITIONS:
-        found = data[section].get(name) if isinstance(data.get(section), dict) else None
-        if isinstance(found, str) and is_path(found):
-            data[section] = {**data[section], name: str(_beside((section, name), found, document))}
+        name_or_path = data[section].get(name) if isinstance(data.get(section), dict) else None
+        if isinstance(name_or_path, str) and is_path(name_or_path):
+            data[section] = {**data[section], name: str(_resolved((section, name), name_or_path, document))}
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
@@ -140,11 +140,11 @@ def validated(document: Document, path: Path, faults: Sequence[Fault] = ()) -> L
         raise  # refuse() always raises here: there is at least one error
     refuse(faults)
     folder = recipe.source.folder
-    source = None if folder is None else _beside(("source", "folder"), folder, document)
+    source = None if folder is None else _resolved(("source", "folder"), folder, document)
     return LoadedRecipe(recipe, path, document, source)
 
 
-def _beside(at: YamlPath, relative: str, document: Document) -> Path:
+def _resolved(at: YamlPath, relative: str, document: YamlDocument) -> Path:
     """Return a path that a file names, which may be an extended one, resolved beside that file."""
     return (Path(place_of(at, document).file).absolute().parent / relative).resolve()
 
@@ -165,53 +165,54 @@ def _yaml(data: Mapping[str, Any]) -> str:
 
 
 def without_place(path: str) -> str:
-    """A path below the recipe's folder as it is, the last part of one that leads elsewhere."""
+    """Return a path below the recipe's folder unchanged, and only the last part of any other path."""
     parts = PurePosixPath(path)
     return parts.name if parts.is_absolute() or path.startswith("~") or ".." in parts.parts else path
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Names that `load_recipe` knows, sorted; files that start with an underscore are only there to be extended."""
-    own = ((name, path) for name, path in sorted(_known().items()) if not name.startswith("_"))
-    return tuple(name for name, path in own if not _OTHER.search(path.read_text("utf-8", errors="replace")))
+    """Return the names that `load_recipe` accepts, sorted; files that start with an underscore only serve as bases."""
+    files = ((name, path) for name, path in sorted(_recipe_files().items()) if not name.startswith("_"))
+    return tuple(name for name, path in files if not _OTHER.search(path.read_text("utf-8", errors="replace")))
 
 
-def find(name_or_path: str | Path, beside: Path | None = None) -> Path:
-    """The file of a recipe; `UserError` with the nearest names where there is none.
+def find(name_or_path: str | Path, folder: Path | None = None) -> Path:
+    """Return the file of a recipe. Raises `UserError` with the nearest names where it does not exist.
 
-    ``beside`` is the folder of a file that extends it, which may be one that is only there for that.
+    ``folder`` is the folder of the file that extends it (None: no file does); files that start with an underscore are
+    accepted only then.
     """
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or is_path(text) or "/" in text:
-        path = (beside or Path()) / text
+        path = (folder or Path()) / text
         if path.is_file():
             return path
         near = did_you_mean(path.name, [item.name for item in path.parent.glob("*.y*ml")])
         raise UserError(f"found no recipe file {shown_path(path)}{near}, expected a path to one or a recipe's name")
-    known = _known()
-    names = recipe_names() if beside is None else tuple(known)
+    files = _recipe_files()
+    names = recipe_names() if folder is None else tuple(files)
     if text in names:
-        return known[text]
+        return files[text]
     raise UserError(f"found no recipe {shown(text)}{did_you_mean(text, names)}", hint=f"There are: {', '.join(names)}")
 
 
-def _known() -> dict[str, Path]:
-    """Files by name; a recipe of the working directory goes before a shipped one."""
+def _recipe_files() -> dict[str, Path]:
+    """Return the recipe files by name; one in the working directory's `recipes/` goes before a shipped one."""
     shipped = Path(str(resources.files("quantmint.recipes")))
     return {path.stem: path for folder in (shipped, Path("recipes")) for path in sorted(folder.glob("*.yaml"))}
 
 
-def _merged(path: Path, below: tuple[Path, ...]) -> Document:
-    """The file with what it extends beneath it; `below` are the files that led here."""
+def _merged(path: Path, below: tuple[Path, ...]) -> YamlDocument:
+    """Return the file merged over the one that it extends; `below` are the files that led to this one."""
     document = read(path)
     if "extends" not in document.data:
         return document
-    wanted = document.data["extends"]
+    extended = document.data["extends"]
     place = place_of(("extends",), document)
-    if not isinstance(wanted, str) or not wanted:
-        raise _refused(place, f"found {shown(wanted)}, expected the path of a YAML file or a recipe's name")
+    if not isinstance(extended, str) or not extended:
+        raise _refused(place, f"found {shown(extended)}, expected the path of a YAML file or a recipe's name")
     try:
-        base = find(wanted, path.parent)
+        base = find(extended, path.parent)
     except UserError as error:
         raise _refused(place, error.message) from None
     chain = (*below, path.resolve())
@@ -221,38 +222,40 @@ def _merged(path: Path, below: tuple[Path, ...]) -> Document:
     return _overlay(_merged(base, chain), document)
 
 
-def _refused(place: Place, message: str) -> RecipeError:
+def _refused(place: Position, message: str) -> RecipeError:
     return RecipeError(str(Fault(place, ("extends",), message)))
 
 
-def _overlay(base: Document, top: Document) -> Document:
-    """`top` over `base`: places follow the values that remain, and a mapping's place is that of the top file."""
-    data, gone = _merge({k: v for k, v in base.data.items() if k not in _OWN}, top.data, ())
-    gone.update((key,) for key in _OWN)
+def _overlay(base: YamlDocument, top: YamlDocument) -> YamlDocument:
+    """Return `top` merged over `base`: every value keeps its position, and a mapping gets that of the top file."""
+    data, replaced = _merge({k: v for k, v in base.data.items() if k not in _OWN}, top.data, ())
+    replaced.update((key,) for key in _OWN)
     data.pop("extends")
 
-    def joined(old: Mapping[YamlPath, Place], new: Mapping[YamlPath, Place]) -> dict[YamlPath, Place]:
-        kept = {path: place for path, place in old.items() if not any(path[: len(root)] == root for root in gone)}
-        return {**kept, **new}
+    def joined(old: Mapping[YamlPath, Position], new: Mapping[YamlPath, Position]) -> dict[YamlPath, Position]:
+        inherited = {
+            path: place for path, place in old.items() if not any(path[: len(root)] == root for root in replaced)
+        }
+        return {**inherited, **new}
 
-    return Document(data, joined(base.keys, top.keys), joined(base.values, top.values))
+    return YamlDocument(data, joined(base.keys, top.keys), joined(base.values, top.values))
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any], at: YamlPath) -> tuple[dict[str, Any], set[YamlPath]]:
-    """The merged mapping, with the paths whose value in `base` was replaced as a whole."""
-    merged, gone = dict(base), set[YamlPath]()
+    """Return the merged mapping, and the paths whose value in `base` was replaced as a whole."""
+    merged, replaced = dict(base), set[YamlPath]()
     for key, value in top.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
-            merged[key], replaced = _merge(old, value, (*at, key))
-            gone |= replaced
+            merged[key], below = _merge(old, value, (*at, key))
+            replaced |= below
         else:
             merged[key] = value
-            gone.add((*at, key))
-    return merged, gone
+            replaced.add((*at, key))
+    return merged, replaced
 
 
-def _name_faults(document: Document, path: Path) -> list[Fault]:
+def _name_faults(document: YamlDocument, path: Path) -> list[Fault]:
     name = document.data.get("name")
     if not isinstance(name, str) or name == path.stem:
         return []

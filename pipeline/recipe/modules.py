@@ -49,12 +49,12 @@ _EXPERT_NAMES = (
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of a recipe means a module: equality, or a match from the start after `re:`."""
+    """Whether a recipe's pattern selects a module: by equality, or by a regular expression after `re:`."""
     return re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name
 
 
 def assigned(quantization: Quantization, name: str) -> str | None:
-    """Scheme of a linear module; None where the recipe excludes it, which goes before any override."""
+    """Return the scheme of a linear module; None where the recipe excludes it. Exclusion goes before any override."""
     return None if is_excluded(quantization, name) else override_of(quantization, name) or quantization.scheme
 
 
@@ -64,7 +64,7 @@ def is_excluded(quantization: Quantization, name: str) -> bool:
 
 
 def override_of(quantization: Quantization, name: str) -> str | None:
-    """The scheme that a module gets by the first override that means it; None where there is none."""
+    """Return the scheme of the first override that selects a module; None without one."""
     for override in quantization.overrides:
         if any(matches(pattern, name) for pattern in override.modules):
             return override.scheme
@@ -72,26 +72,26 @@ def override_of(quantization: Quantization, name: str) -> str | None:
 
 
 def fused_with(name: str) -> str | None:
-    """Name of the group that vLLM loads as one with this module; None for a module of its own."""
+    """Return the name of a module's fusion group; None for a module that vLLM loads alone."""
     if expert := _EXPERT.fullmatch(name):
         return f"{expert[1]}.*"
     return scale_group(name) if len(_group(name)) > 1 else None
 
 
 def scale_group(name: str) -> str:
-    """Name of the modules that vLLM runs with one scale per tensor: those that it fuses within a layer or an expert."""
+    """Return the name of the modules fused within a layer or expert, which share one scale per tensor."""
     return f"{name.rpartition('.')[0]}.{{{', '.join(_group(name))}}}"
 
 
 def _group(name: str) -> tuple[str, ...]:
-    """The last names of the modules that are fused with a module, its own among them."""
+    """Return the last name parts of all modules in a module's fusion group, its own included."""
     parent, _, last = name.rpartition(".")
     tables = (*FUSED_BELOW.get(parent.rpartition(".")[2], ()), *FUSED)
     return next((group for group in tables if last in group), (last,))
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """The module with those that it is fused with, as far as its name tells; one other expert stands for all."""
+    """Return a module and the modules fused with it, judged by names; one other expert stands for all experts."""
     parent, _, last = name.rpartition(".")
     if _EXPERT.fullmatch(name):
         experts, _, number = parent.rpartition(".")
@@ -100,7 +100,7 @@ def siblings(name: str) -> tuple[str, ...]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that describes the language model."""
+    """Return the part of a config.json that describes the language model."""
     for key in ("thinker_config", "text_config", "llm_config", "language_config"):
         if isinstance(config.get(key), Mapping):
             return text_config(config[key])
@@ -131,16 +131,15 @@ def expert_schemes(scheme_of: Callable[[str], str | None], layers: Iterable[int]
 
 
 def declared_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a config.json, None in 16 bit; some declare it for their language model alone."""
-    found = config.get("quantization_config") or text_config(config).get("quantization_config")
-    return found if isinstance(found, Mapping) else None
+    """Return the `quantization_config` of a config.json, or of its language model; None for a 16-bit model."""
+    declared = config.get("quantization_config") or text_config(config).get("quantization_config")
+    return declared if isinstance(declared, Mapping) else None
 
 
 def expected_names(config: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the linear modules that a config.json of a usual architecture leads to.
+    """Yield the names of the linear modules that a config.json of a usual architecture implies.
 
-    For checks without the weights: a name too many does no harm, because only disagreement within a layer is looked
-    for.
+    For checks without the weights: a superfluous name does no harm, since only disagreement within a layer matters.
     """
     text = text_config(config)
     experts = expert_count(config)

@@ -20,11 +20,11 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def _row_of(names: Iterable[str]) -> Any:
-    known = tuple(names)
+    valid = tuple(names)
 
     def check(name: str) -> str:
-        if name not in known:
-            raise wrong(f"one of {', '.join(known)}")
+        if name not in valid:
+            raise wrong(f"one of {', '.join(valid)}")
         return name
 
     return AfterValidator(check)
@@ -82,11 +82,11 @@ class Source(Section):
     @model_validator(mode="after")
     def _one_of_two(self) -> Source:
         if self.folder is None and self.repo is None:
-            raise wrong("a folder or a repo", found="neither")
+            raise wrong("a folder or a repo", actual="neither")
         if self.folder is not None and self.repo is not None:
             raise wrong(
                 "one of them; write `repo: null` or `folder: null` to drop an inherited one",
-                found="a folder with a repo",
+                actual="a folder with a repo",
             )
         if self.folder is not None and self.revision is not None:
             raise wrong("a repo for it; a folder has no revision", at="revision")
@@ -115,23 +115,23 @@ class Gptq(Section):
     """Parameters of GPTQ."""
 
     dampening: float = Field(default=0.01, gt=0, lt=1)
-    """What is added to the Hessian's diagonal, as a fraction of its mean."""
+    """Value added to the Hessian's diagonal, as a fraction of the diagonal's mean."""
     block_size: int = Field(default=128, ge=1)
-    """Columns whose errors are carried on together (libraries; the result of engine stream does not depend on it)."""
+    """Columns whose errors are propagated together (libraries; the result of engine stream does not depend on it)."""
     activation_order: bool = True
     """Round the columns with the largest activations first; costs nothing when served."""
     compensation: float | None = Field(default=None, ge=0, le=1)
-    """How much weights make up for what rounded inputs and layers before lost, beside the 16-bit model (engine stream;
-    null: a half)."""
+    """Share of the error of rounded inputs and earlier layers, measured against the 16-bit model, that the weights
+    compensate (engine stream; null: 0.5)."""
     scaling: bool | None = None
-    """Move the channels' sizes into the weights where that loses less, as AWQ does (engine stream; null: where inputs
-    have four bits)."""
+    """Move scales of activation channels into the weights where that reduces the error, as AWQ does (engine stream;
+    null: for schemes with 4-bit activations)."""
 
     @model_serializer(mode="wrap")
-    def _without_what_is_not_said(self, dump: Any) -> dict[str, Any]:
-        """Leave out what is our engine's alone and is not asked for: others made the same before there was any."""
-        found: dict[str, Any] = dump(self)
-        return {name: value for name, value in found.items() if value or name not in _OWN}
+    def _omit_unset(self, dump: Any) -> dict[str, Any]:
+        """Omit unset parameters that only our engine has: recipes without them keep their fingerprints."""
+        dumped: dict[str, Any] = dump(self)
+        return {name: value for name, value in dumped.items() if value or name not in _OWN}
 
 
 class SmoothQuant(Section):
@@ -192,19 +192,19 @@ class Quantization(Section):
     @model_validator(mode="after")
     def _budget(self) -> Quantization:
         if self.scheme != AUTO:
-            given = {"from": self.from_, **{name: getattr(self, name) for name in BUDGET}}
-            for name in (name for name, value in given.items() if value is not None):
+            budget_fields = {"from": self.from_, **{name: getattr(self, name) for name in BUDGET}}
+            for name in (name for name, value in budget_fields.items() if value is not None):
                 raise wrong(f"it only with `scheme: auto`, not with {self.scheme}", at=name)
             return self
-        budget, other = ("bits", "speedup") if self.objective is None else ("speedup", "bits")
-        if getattr(self, other) is not None:
-            way = "only with `objective: throughput`" if other == "speedup" else "without `objective: throughput`"
-            raise wrong(f"it {way}", at=other)
+        budget, unused = ("bits", "speedup") if self.objective is None else ("speedup", "bits")
+        if getattr(self, unused) is not None:
+            way = "only with `objective: throughput`" if unused == "speedup" else "without `objective: throughput`"
+            raise wrong(f"it {way}", at=unused)
         if self.from_ is None or getattr(self, budget) is None:
             missing = "from" if self.from_ is None else budget
             raise wrong(f"it with `from` (schemes) and `{budget}` (a budget); {missing} is missing", at="scheme")
         if len(set(self.from_)) < max(len(self.from_), 2):
-            raise wrong("two schemes or more, each once", found=", ".join(self.from_) or "none", at="from")
+            raise wrong("two schemes or more, each once", actual=", ".join(self.from_) or "none", at="from")
         if self.bits is None:
             return self
         sizes = {name: schemes.scheme(name).bits_per_weight for name in self.from_}
@@ -216,8 +216,8 @@ class Quantization(Section):
         return self
 
     @model_serializer(mode="wrap")
-    def _without_what_is_not_said(self, dump: Any) -> dict[str, Any]:
-        """A budget is in the dump of a recipe that has one: what others are made from is what it was."""
+    def _omit_unset(self, dump: Any) -> dict[str, Any]:
+        """Omit the fields of a budget where there is none: recipes without one keep their fingerprints."""
         dumped: dict[str, Any] = dump(self)
         chosen, budget = dumped.pop("from_", None), {name: dumped.pop(name, None) for name in BUDGET}
         budget = {name: value for name, value in budget.items() if value is not None}
@@ -227,37 +227,37 @@ class Quantization(Section):
     def _parameters_of_the_algorithm(self) -> Quantization:
         for name in ("gptq", "smoothquant", "autoround"):
             if getattr(self, name) is not None and self.algorithm != name:
-                raise wrong(f"them only with `algorithm: {name}`", found=f"parameters of {name}", at=name)
+                raise wrong(f"them only with `algorithm: {name}`", actual=f"parameters of {name}", at=name)
         return self
 
     @model_validator(mode="after")
     def _own_by_the_stream(self) -> Quantization:
-        own = [name for name in _OWN if self.parameters.get(name)]
-        if own and self.engine != "stream":
-            raise wrong("engine stream for it", found=f"{own[0]} with engine {self.engine}", at="gptq")
+        stream_only = [name for name in _OWN if self.parameters.get(name)]
+        if stream_only and self.engine != "stream":
+            raise wrong("engine stream for it", actual=f"{stream_only[0]} with engine {self.engine}", at="gptq")
         return self
 
     @property
     def schemes(self) -> set[str]:
-        """All schemes that modules have, or may be given."""
-        return {self.scheme, *(self.from_ or ()), *(each.scheme for each in self.overrides)} - {AUTO}
+        """Return all schemes that modules have, or may be given by `scheme: auto`."""
+        return {self.scheme, *(self.from_ or ()), *(override.scheme for override in self.overrides)} - {AUTO}
 
     @property
     def parameters(self) -> dict[str, float | int | bool]:
-        """Parameters of the algorithm by name, with its defaults; empty where it has none."""
+        """Return the algorithm's parameters by name, defaults included; empty for an algorithm without parameters."""
         sections = {"gptq": self.gptq or Gptq(), "smoothquant": self.smoothquant or SmoothQuant()}
         sections |= {"autoround": self.autoround or AutoRound()}
-        found = sections[self.algorithm].model_dump() if self.algorithm in sections else {}
+        parameters = sections[self.algorithm].model_dump() if self.algorithm in sections else {}
         if self.algorithm == "gptq" and self.engine == "stream":
             four = any(schemes.scheme(name).activations.dtype == "e2m1" for name in self.schemes)
-            own = self.gptq or Gptq()
-            found["compensation"] = _COMPENSATION if own.compensation is None else own.compensation
-            found["scaling"] = four if own.scaling is None else own.scaling
-        return found
+            gptq = self.gptq or Gptq()
+            parameters["compensation"] = _COMPENSATION if gptq.compensation is None else gptq.compensation
+            parameters["scaling"] = four if gptq.scaling is None else gptq.scaling
+        return parameters
 
 
 class Calibration(Section):
-    """On what ranges are measured: static activation scales and KV scales come from here."""
+    """The texts that activation ranges are measured on: static activation scales and KV scales come from here."""
 
     set: str
     """Name of a set in calibration/sets, or path of such a YAML file."""
@@ -273,8 +273,8 @@ class Calibration(Section):
     seed: int = Field(default=0, ge=0)
     """Seed of the choice of samples (default: the set's, else 0)."""
     observer: ObserverName = "amax"
-    """How the inputs of a linear layer become the magnitude that its scale is made from. amax: the largest. percentile:
-    the one that `percentile` percent do not exceed. mse: the one that FP8 loses least with."""
+    """Statistic of a linear layer's inputs that its scale is computed from. amax: the largest magnitude. percentile:
+    the magnitude that `percentile` percent do not exceed. mse: the one with the least error in FP8."""
     kv_observer: ObserverName | None = None
     """The same for K and V, head by head (null: like `observer`)."""
     percentile: float = Field(default=99.99, gt=0, le=100)
@@ -283,7 +283,7 @@ class Calibration(Section):
     """Least magnitude of K and V that a scale is made from: no scale is smaller than a 448th of it."""
     experts: ExpertTokens = "all"
     """Tokens that count for an expert's inputs. all: every token of the layer, as if the router had sent it there.
-    routed: those that it does send. What the layer returns is the router's either way."""
+    routed: only those that the router sends there. The layer's output follows the router in both cases."""
     min_expert_tokens: int = Field(default=128, ge=1)
     """Experts that are sent fewer tokens are named in a warning; with `experts: routed` all tokens count for them."""
     mode: Literal["auto", "resident", "layer"] = "auto"
@@ -295,27 +295,27 @@ class Calibration(Section):
 
     @property
     def activation_bytes(self) -> int | None:
-        """`activation_memory` in bytes."""
+        """Return `activation_memory` in bytes; None where it is not set."""
         return None if self.activation_memory is None else int(self.activation_memory * 1e9)
 
     @property
     def observation(self) -> Observation:
-        """What is measured, and how; a parameter of an observer that is not used has its default."""
+        """Return the measurements to make. `percentile` keeps its default where no percentile observer uses it."""
         cache = self.kv_observer or self.observer
-        used = {} if "percentile" not in (self.observer, cache) else {"percentile": self.percentile}
+        optional = {} if "percentile" not in (self.observer, cache) else {"percentile": self.percentile}
         return Observation(
             inputs=self.observer,
             cache=cache,
             kv_floor=self.kv_floor,
             experts=self.experts,
             min_expert_tokens=self.min_expert_tokens,
-            **used,
+            **optional,
         )
 
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_set(cls, data: Any) -> Any:
-        """What the recipe leaves out comes from the set; one that cannot be read is reported with the other checks."""
+        """Fill absent fields from the calibration set; a set that cannot be read is reported by later checks."""
         if not isinstance(data, dict) or not isinstance(data.get("set"), str):
             return data
         try:
@@ -335,7 +335,7 @@ class Search(Section):
 
 
 class Target(Section):
-    """The machine that the checkpoint is made for, with the load that it will see."""
+    """The machine and the load that the checkpoint is made for."""
 
     hardware: HardwareName = "mi300x"
     """Accelerator that serves the checkpoint."""
@@ -362,7 +362,7 @@ class Serve(Section):
     """Settings of the launch beside the target; `quantmint tune` prints such a section."""
 
     profile: Literal["latency", "throughput", "offline", "streaming"] | None = None
-    """What the server is for (null: what the target's workload asks for)."""
+    """Purpose of the server (null: the one of the target's workload)."""
     knobs: dict[str, KnobValue] = Field(default_factory=dict)
     """Values that replace the plan's, by the knob's name: --max-num-seqs: 256 or a variable of the environment. true is
     a flag without a value, false leaves the knob out."""
@@ -374,12 +374,11 @@ class Serve(Section):
     pack: int = Field(default=1, ge=1, le=8)
     """Servers that share one accelerator; for small models."""
     arguments: tuple[str, ...] = Field(default=(), strict=False)
-    """Further arguments of `vllm serve`, word by word: [--reasoning-parser, qwen3]. What is a knob is said under
-    knobs."""
+    """Further arguments of `vllm serve`, word by word: [--reasoning-parser, qwen3]. Knobs belong under `knobs`."""
 
     @property
     def overrides(self) -> dict[str, str | bool]:
-        """The knobs as a launch plan takes them: text as on a command line, or a switch."""
+        """Return the knobs as a launch plan takes them: text as on a command line, or true and false for switches."""
         return {name: value if isinstance(value, bool) else str(value) for name, value in self.knobs.items()}
 
 
@@ -395,43 +394,43 @@ class Recipe(Section):
     trust_remote_code: bool = False
     """Run Python code from the repository; only with a revision that is a 40-digit commit."""
     quantization: Quantization
-    """What the model becomes."""
+    """Scheme, KV cache, format and algorithm of the quantization."""
     calibration: Calibration | None = None
     """Data that ranges are measured on; needed for static activation scales or an fp8 KV cache."""
     search: Search | None = None
     """Further tries with more bits where the gate says FAIL (null: none)."""
     target: Target = Field(default_factory=Target)
-    """Where the checkpoint will be served."""
+    """Machine and load that the checkpoint is made for."""
     serve: Serve = Field(default_factory=Serve)
-    """How it is served there, where the plan is overruled."""
+    """Settings that replace those of the launch plan."""
     evaluation: Evaluation = Field(default_factory=Evaluation)
-    """How its accuracy is measured."""
+    """Tasks that measure its accuracy."""
     gate: Gate = Field(default_factory=Gate)
-    """What it must show."""
+    """Limits of accuracy and throughput that decide PASS or FAIL."""
     publish: Publish = Field(default_factory=Publish)
-    """Where it goes after a PASS."""
+    """Destinations of the release after a PASS."""
     tracking: Tracking = Field(default_factory=Tracking)
-    """Where its figures are logged."""
+    """Tracking server that the figures of a run are logged to."""
     refresh: Refresh = Field(default_factory=Refresh)
-    """When it is looked at again, and made anew if due."""
+    """Schedule of checks whether the checkpoint must be made again."""
 
     @model_validator(mode="after")
     def _search_of_a_choice(self) -> Recipe:
         if self.search is not None and self.quantization.scheme != AUTO:
-            raise wrong("it only with `quantization.scheme: auto`", found="a search", at="search")
+            raise wrong("it only with `quantization.scheme: auto`", actual="a search", at="search")
         return self
 
     @model_serializer(mode="wrap")
-    def _without_what_is_not_said(self, dump: Any) -> dict[str, Any]:
+    def _omit_unset(self, dump: Any) -> dict[str, Any]:
         dumped: dict[str, Any] = dump(self)
         return {name: value for name, value in dumped.items() if name != "search" or value is not None}
 
     @property
     def confidence(self) -> float:
-        """Confidence that each checkpoint's accuracy is judged with.
+        """Return the confidence that each checkpoint's accuracy is judged with.
 
-        A checkpoint at the margin passes with the error that is left. Where several are tried until one passes, each
-        has an equal share of it (Bonferroni): whatever their tests have in common, all together have no more.
+        A checkpoint at the margin passes with the remaining error probability. Where a search tries several until one
+        passes, each has an equal share of it (Bonferroni), so that all tries together have no more.
         """
-        asked = self.gate.accuracy.confidence
-        return asked if self.search is None else 1 - (1 - asked) / self.search.tries
+        confidence = self.gate.accuracy.confidence
+        return confidence if self.search is None else 1 - (1 - confidence) / self.search.tries

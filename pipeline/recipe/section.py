@@ -9,9 +9,13 @@ PRINTABLE = r"^[^\x00-\x1f]+$"
 """Pattern of paths and addresses: none can hold the rest."""
 
 
-def wrong(expected: str, *, found: str = "", at: str = "") -> PydanticCustomError:
-    """A fault of a rule: `found` stands for the value itself where it is empty, `at` for a field below it."""
-    return PydanticCustomError("rule", "expected {expected}", {"found": found, "expected": expected, "at": at})
+def wrong(expected: str, *, actual: str = "", at: str = "") -> PydanticCustomError:
+    """Return the error of a validation rule, for pydantic to raise.
+
+    `actual` is the value in the message (empty: the validated value itself), `at` the key of the field at fault, below
+    the validated one.
+    """
+    return PydanticCustomError("rule", "expected {expected}", {"found": actual, "expected": expected, "at": at})
 
 
 class Section(BaseModel):

@@ -31,15 +31,15 @@ class Evaluation(Section):
     concurrency: int = Field(default=32, ge=1)
     """Requests in flight."""
     runtime: Runtime = "vllm"
-    """What answers. vllm: the server that will serve the checkpoint. reference: transformers with the weights that the
-    bytes stand for, activations and KV cache rounded as the format says; for formats that no vLLM here loads. It
+    """Engine that answers. vllm: the server that will serve the checkpoint. reference: transformers with the
+    dequantized weights, activations and KV cache rounded as the format says; for formats that no vLLM here loads. It
     measures no throughput, and the verdict names it."""
     looks: int = Field(default=4, ge=1, le=20)
-    """How often a task's items are judged while they are asked: a clear case stops early, by an alpha-spending boundary
-    that keeps the error rates. 1: only at the end."""
+    """Looks at a task's scores while its items are asked: a clear case stops early, by an alpha-spending boundary that
+    keeps the error rates. 1: only at the end."""
     control: int | None = Field(default=500, ge=20)
-    """Items of each task that the baseline answers a second time: how many answers change by themselves (null:
-    none)."""
+    """Items of each task that the baseline answers twice, to measure how many answers change without quantization
+    (null: none)."""
     seed: int = Field(default=1234, ge=0)
     """Seed of the order of items and of few-shot examples."""
 
@@ -59,10 +59,11 @@ class AccuracyGate(Section):
     expected_flip_rate: float | None = Field(default=None, gt=0, le=1)
     """Share of items whose score changes (null: what the suite expects of each task)."""
     baseline_score: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
-    """Score that the 16-bit baseline is known to reach, by task (a perplexity for perplexity tasks); where it is
-    elsewhere, nothing is judged."""
+    """Score that the 16-bit baseline is known to reach, by task (a perplexity for perplexity tasks); a baseline with
+    another score makes the measurement invalid."""
     baseline_tolerance: float = Field(default=0.03, gt=0, lt=1)
-    """How far from it the baseline may be, beside its sampling error; relative for a perplexity."""
+    """Largest distance of the baseline from `baseline_score` that is accepted, besides its sampling error; relative for
+    a perplexity."""
 
 
 class CanaryGate(Section):
@@ -78,7 +79,7 @@ class CanaryGate(Section):
     2."""
 
     def policy(self, schemes: Iterable[str]) -> CanaryPolicy:
-        """The limits of a checkpoint that has these schemes."""
+        """Return the canary's limits for a checkpoint with these schemes."""
         from quantmint.eval.canary import CanaryPolicy
 
         bits = min(scheme(name).bits_per_weight for name in schemes)
@@ -104,13 +105,14 @@ class ThroughputGate(Section):
     """The speed that the checkpoint must have on the target's hardware."""
 
     min_ratio: float | None = Field(default=1.0, gt=0)
-    """Least ratio of the candidate's output tokens/s to the 16-bit baseline's. The lower bound of what was measured
-    must reach it: what a plan says of a checkpoint that is a little faster. null: nothing is promised."""
+    """Least ratio of the candidate's output tokens/s to the 16-bit baseline's. The lower bound of the measured ratio
+    must reach it, so the true ratio must be a little larger: `quantmint plan` says how much. null: no speed is
+    required."""
     launches: int = Field(default=_LAUNCHES, ge=0, le=20)
-    """Launches of a fresh server on each side, in the order ABBA BAAB, after one that does not count. Three
-    are the fewest that an exact test can decide by at 95 %. Of four to seven, half of the baseline's are those of an
-    earlier run with the same baseline on this machine, if they agree with the new ones. Where nothing is promised, as
-    many as are asked for are made and shown, and by default none: throughput is not measured."""
+    """Launches of a fresh server on each side, in the order ABBA BAAB, after one that does not count. Three are the
+    fewest that an exact test can decide by at 95 %. Of four to seven, half of the baseline's are those of an earlier
+    run with the same baseline on this machine, if they agree with the new ones. With `min_ratio: null` the default is
+    0, which measures no throughput; more launches are measured and shown, but do not decide."""
     confidence: float = Field(default=0.95, ge=0.5, lt=1)
     """Confidence of the exact one-sided rank test."""
     stop_early: bool = False
@@ -121,11 +123,11 @@ class ThroughputGate(Section):
     @model_validator(mode="after")
     def _counted_out(self) -> ThroughputGate:
         if self.stop_early and self.launches > MOST_LOOKS:
-            raise wrong(f"at most {MOST_LOOKS} with stop_early", found=str(self.launches), at="launches")
+            raise wrong(f"at most {MOST_LOOKS} with stop_early", actual=str(self.launches), at="launches")
         return self
 
     @model_serializer(mode="wrap")
-    def _without_what_is_not_said(self, dump: Any) -> dict[str, Any]:
+    def _omit_unset(self, dump: Any) -> dict[str, Any]:
         dumped: dict[str, Any] = dump(self)
         return {name: value for name, value in dumped.items() if name != "stop_early" or value}
 
@@ -142,12 +144,12 @@ class Gate(Section):
     accuracy: AccuracyGate = Field(default_factory=AccuracyGate)
     """Loss of accuracy that is accepted."""
     canary: CanaryGate | None = Field(default_factory=CanaryGate)
-    """What stops a broken checkpoint in a minute; null: nothing does, all tasks are asked."""
+    """Check that stops a broken checkpoint within a minute, before the tasks (null: no check)."""
     throughput: ThroughputGate = Field(default_factory=ThroughputGate)
     """Speed that is required."""
 
     def policy(self, suite: Suite, hardware: str, schemes: Iterable[str]) -> Policy:
-        """The limits of a judgement, on a suite that has its margins; speed is promised of `hardware`."""
+        """Return the gate's policy for a suite with its own margins; the speed is required on `hardware`."""
         from quantmint.eval.gate import Policy
 
         rate = self.accuracy.expected_flip_rate
@@ -189,8 +191,8 @@ class Signing(Section):
     @model_validator(mode="after")
     def _one_of_two(self) -> Signing:
         if (self.key is not None) == self.keyless:
-            found = "both" if self.keyless else "neither"
-            raise wrong("a key or `keyless: true`", found=found)
+            actual = "both" if self.keyless else "neither"
+            raise wrong("a key or `keyless: true`", actual=actual)
         return self
 
 
@@ -200,7 +202,7 @@ class Licence(Section):
     id: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9.-]*$")
     """Identifier of the licence as the Hub writes it: apache-2.0, llama3.3, ... (null: the source's)."""
     link: str | None = Field(default=None, pattern=r"^(https://[^\x00-\x20]+|LICENSE[A-Za-z0-9._-]*)$")
-    """Where its text is."""
+    """Address of the licence's text, or the name of its LICENSE file."""
     accepted: bool = False
     """The conditions of the source's licence on passing on what is made from it are known and met; asked for where a
     licence has such conditions."""
@@ -248,7 +250,7 @@ def _zone(name: str) -> str:
 
 
 class Refresh(Section):
-    """When a schedule checks whether the recipe is due, and the limits of `requantize` on it."""
+    """The schedule of checks whether the recipe is due, and the limits of `requantize` on it."""
 
     schedule: Annotated[str, AfterValidator(_cron)] | None = None
     """Cron expression of five fields (minute, hour, day of month, month, day of week), with Debian cron's meaning: 0 3
@@ -256,10 +258,10 @@ class Refresh(Section):
     timezone: Annotated[str, AfterValidator(_zone)] = "UTC"
     """Time zone of the expression, by its IANA name: Europe/Berlin."""
     triggers: tuple[Cause, ...] = Field(default=CAUSES, strict=False, min_length=1)
-    """What makes it due. base: a new commit of the model. dataset: of a calibration or evaluation set. recipe: the
-    recipe itself. toolchain: quantmint or a library that shapes bytes or scores. serving: vLLM, its image or the launch
-    plan."""
+    """Causes that make the recipe due. base: a new commit of the model. dataset: of a calibration or evaluation set.
+    recipe: the recipe itself. toolchain: quantmint or a library that shapes bytes or scores. serving: vLLM, its image
+    or the launch plan."""
     priority: int = Field(default=0, ge=-100, le=100)
-    """What is due is run highest first, then by name."""
+    """Order in which due recipes run: the highest first, then by name."""
     max_hours: float | None = Field(default=None, gt=0)
     """Hours that one attempt may take before it is ended (null: no limit)."""

@@ -1,12 +1,12 @@
-"""YAML whose every key and value knows where it stands.
+"""Read YAML with the position of every key and value.
 
     >>> document = parse("gate:\\n  accuracy: {margin: 1e-3}\\n", "r.yaml")
     >>> document.data, str(document.values["gate", "accuracy", "margin"])
     ({'gate': {'accuracy': {'margin': 0.001}}}, 'r.yaml:2:22')
 
-PyYAML reads YAML 1.1, where `no` is false, `1:30` is ninety and `1e-3` is text. Recipes are read by the core schema of
-YAML 1.2 instead, which is what editors complete by. Everything that could make a small file expensive or surprising
-(tags, repeated keys, deep nesting, aliases that multiply) is refused.
+PyYAML reads YAML 1.1, where `no` is false, `1:30` is ninety and `1e-3` is text. Recipes follow the core schema of YAML
+1.2 instead, as editors do. Everything that could make a small file expensive or surprising (tags, repeated keys, deep
+nesting, aliases that multiply) is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from quantmint.pipeline.base.errors import RecipeError, shown_path
-from quantmint.pipeline.recipe.faults import Fault, Place, YamlPath
+from quantmint.pipeline.recipe.faults import Fault, Position, YamlPath
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -37,15 +37,15 @@ _TAG = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True)
-class Document:
-    """A parsed file: plain data, with the place of every key and of every value.
+class YamlDocument:
+    """A parsed file: plain data, with the position of every key and of every value.
 
     Both maps are keyed by the path from the root, whose own path is (); list items are numbered.
     """
 
     data: dict[str, Any]
-    keys: Mapping[YamlPath, Place]
-    values: Mapping[YamlPath, Place]
+    keys: Mapping[YamlPath, Position]
+    values: Mapping[YamlPath, Position]
 
 
 class _Loader(yaml.SafeLoader):
@@ -55,7 +55,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what `parse` reads: quotes text that YAML 1.2 would take for something else."""
+    """A dumper for `parse`: it quotes text that YAML 1.2 would read as another type."""
 
     yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own name
 
@@ -67,14 +67,14 @@ for _class in (_Loader, Dumper):
     _class.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
 
 
-def read(path: Path) -> Document:
-    """Parse a file; `RecipeError` where it cannot be read, is too large, or is not what `parse` takes."""
+def read(path: Path) -> YamlDocument:
+    """Parse a file. Raises `RecipeError` where it cannot be read, is too large, or `parse` refuses it."""
     return parse(text_of(path), shown_path(path))
 
 
 def text_of(path: Path) -> str:
-    """A file's text, for whoever needs its lines as well: a pipe can be read once. `RecipeError` as `read`'s."""
-    start = Place(shown_path(path), 1, 1)
+    """Return a file's text, for callers that need its lines as well (a pipe can be read once). Raises `RecipeError`."""
+    start = Position(shown_path(path), 1, 1)
     try:
         if path.stat().st_size > MAX_BYTES:
             raise _refused(start, f"found {path.stat().st_size:,} bytes, expected a recipe of at most {MAX_BYTES:,}")
@@ -85,23 +85,23 @@ def text_of(path: Path) -> str:
         raise _refused(start, f"found a byte that is not UTF-8 at offset {error.start}, expected text") from error
 
 
-def parse(text: str, file: str) -> Document:
-    """Parse text; `file` is the name that places carry.
+def parse(text: str, file: str) -> YamlDocument:
+    """Parse text; `file` is the file name of its positions.
 
     Raises `RecipeError` for anything but one mapping with unique text keys and scalars of YAML 1.2's core schema.
     """
     data, reader = _read(text, file, mapping=True)
-    return Document(data, reader.keys, reader.values)
+    return YamlDocument(data, reader.keys, reader.values)
 
 
 def plain_value(text: str, file: str) -> Any:
-    """Parse text that may be a list or a scalar too; everything else is refused as in `parse`."""
+    """Parse text that may also be a list or a scalar. Raises `RecipeError` as `parse` does."""
     return _read(text, file, mapping=False)[0]
 
 
-def _read(text: str, file: str, *, mapping: bool) -> tuple[Any, _Reader]:
-    start = Place(file, 1, 1)
-    reader = _Reader(file)
+def _read(text: str, file: str, *, mapping: bool) -> tuple[Any, _NodeReader]:
+    start = Position(file, 1, 1)
+    reader = _NodeReader(file)
     try:
         node = yaml.compose(text, _Loader)
         if node is None or (mapping and not isinstance(node, yaml.MappingNode)):
@@ -117,18 +117,18 @@ def _read(text: str, file: str, *, mapping: bool) -> tuple[Any, _Reader]:
 
 
 @dataclass
-class _Reader:
-    """Turns nodes into plain data; aliases count as often as they are used."""
+class _NodeReader:
+    """A converter of YAML nodes to plain data; each use of an alias counts towards the limit of nodes."""
 
     file: str
-    keys: dict[YamlPath, Place] = field(default_factory=dict)
-    values: dict[YamlPath, Place] = field(default_factory=dict)
-    seen: int = 0
+    keys: dict[YamlPath, Position] = field(default_factory=dict)
+    values: dict[YamlPath, Position] = field(default_factory=dict)
+    nodes: int = 0
 
     def value(self, node: yaml.Node, path: YamlPath) -> Any:
         place = _place(self.file, node.start_mark)
-        self.seen += 1
-        if self.seen > MAX_NODES:
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
             raise _refused(place, f"found more than {MAX_NODES:,} values, counting aliases, expected a recipe")
         if len(path) > MAX_LEVELS:
             raise RecursionError
@@ -155,7 +155,7 @@ class _Reader:
             data[key] = self.value(value_node, (*path, key))
         return data
 
-    def scalar(self, node: yaml.ScalarNode, place: Place) -> Any:
+    def scalar(self, node: yaml.ScalarNode, place: Position) -> Any:
         text = str(node.value)
         match node.tag.removeprefix(_TAG):
             case "str":
@@ -175,8 +175,8 @@ class _Reader:
         raise _refused(place, f"found the tag {node.tag} on this value, expected a plain value")
 
 
-def _place(file: str, mark: yaml.Mark) -> Place:
-    return Place(file, mark.line + 1, mark.column + 1)
+def _place(file: str, mark: yaml.Mark) -> Position:
+    return Position(file, mark.line + 1, mark.column + 1)
 
 
 def _kind(node: yaml.Node | None) -> str:
@@ -189,5 +189,5 @@ def _kind(node: yaml.Node | None) -> str:
     return f'"{node.value}"' if node.tag == _TAG + "str" else str(node.value or "null")
 
 
-def _refused(place: Place, message: str) -> RecipeError:
+def _refused(place: Position, message: str) -> RecipeError:
     return RecipeError(str(Fault(place, (), message)))

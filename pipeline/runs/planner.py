@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from quantmint.eval.verdict import Verdict
-from quantmint.pipeline.base.canonical import Change, difference, fingerprint
+from quantmint.pipeline.base.canonical import JsonDifference, difference, fingerprint
 from quantmint.pipeline.base.errors import UserError, did_you_mean
 from quantmint.pipeline.stages.registry import STAGES
 from quantmint.pipeline.stages.setting import Setting
@@ -114,7 +114,7 @@ class Explained:
 
     key: str
     state: str
-    changes: tuple[Change, ...] = ()
+    changes: tuple[JsonDifference, ...] = ()
 
 
 def explain(plan: Sequence[Planned], setting: Setting) -> tuple[Explained, ...]:

@@ -1,4 +1,4 @@
-"""What the tiny model is asked, as plain records: facts, sums and grammar to score, text to calibrate and screen on."""
+"""The tiny model's texts: fact, sum and grammar questions to score, and texts for calibration and the canary."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CANARY_SENTENCES = 12
 
 
 def fact_items(world: World) -> list[dict[str, Any]]:
-    """Questions with four one-word answers: the truth, the rumour, and two more values of the same relation."""
+    """Return questions with four one-word answers: the truth, the rumour, and two more values of the same relation."""
     rng = np.random.default_rng([world.seed, 2])
-    asked = _asked(world)
-    order = [asked[i] for i in rng.permutation(len(asked)).tolist()]
+    facts = _asked_facts(world)
+    order = [facts[i] for i in rng.permutation(len(facts)).tolist()]
     contested = [fact for fact in order if fact.share > 0][: round(FACT_ITEMS * CONTESTED_ITEMS)]
     agreed = [fact for fact in order if fact.share == 0][: FACT_ITEMS - len(contested)]
     drawn = [*contested, *agreed]
@@ -36,20 +36,22 @@ def fact_items(world: World) -> list[dict[str, Any]]:
 
 
 def recall_items(world: World) -> list[dict[str, Any]]:
-    """Every fact that may be asked once: half of them contested, and enough for a margin of a point in four bits."""
+    """Return every fact that may be asked, once: half of them contested, and enough for a margin of a point in four
+    bits.
+    """
     rng = np.random.default_rng([world.seed, 6])
-    asked = _asked(world)
-    return [_question(world, asked[i], rng) for i in rng.permutation(len(asked)).tolist()]
+    facts = _asked_facts(world)
+    return [_question(world, facts[i], rng) for i in rng.permutation(len(facts)).tolist()]
 
 
-def _asked(world: World) -> tuple[Fact, ...]:
-    """The facts about all people but those of the calibration."""
+def _asked_facts(world: World) -> tuple[Fact, ...]:
+    """Return the facts about all people except those of the calibration texts."""
     return world.facts[: len(world.facts) - CALIBRATION_PEOPLE * len(RELATIONS)]
 
 
 def _question(world: World, fact: Fact, rng: np.random.Generator) -> dict[str, Any]:
-    others = [value for value in world.values[fact.relation] if value not in (fact.value, fact.rumour)]
-    wrong = [fact.rumour, *(others[i] for i in rng.permutation(len(others))[:2].tolist())]
+    alternatives = [value for value in world.values[fact.relation] if value not in (fact.value, fact.rumour)]
+    wrong = [fact.rumour, *(alternatives[i] for i in rng.permutation(len(alternatives))[:2].tolist())]
     answer = int(rng.integers(4))
     wording = int(rng.integers(len(RELATIONS[fact.relation])))
     choices = [*wrong[:answer], fact.value, *wrong[answer:]]
@@ -57,12 +59,12 @@ def _question(world: World, fact: Fact, rng: np.random.Generator) -> dict[str, A
 
 
 def arithmetic_items(world: World) -> list[dict[str, Any]]:
-    """The sums that no training text holds, with the number that should follow."""
+    """Return the sums that no training text holds, with their results."""
     return [{"question": question, "answer": answer} for question, answer in world.held_out_sums]
 
 
 def grammar_items(world: World) -> list[dict[str, Any]]:
-    """Four sentences that could follow a correct one; three of them make one mistake each."""
+    """Return questions of four sentences that could follow a correct one; three of them make one mistake each."""
     rng = np.random.default_rng([world.seed, 3])
     items: list[dict[str, Any]] = []
     for _ in range(GRAMMAR_ITEMS):
@@ -76,7 +78,7 @@ def grammar_items(world: World) -> list[dict[str, Any]]:
 
 
 def calibration_lines(world: World) -> list[dict[str, str]]:
-    """Texts of a few hundred tokens about people who are never asked about, mixed with sums and grammar."""
+    """Return texts of a few hundred tokens about people who are never asked about, mixed with sums and grammar."""
     rng = np.random.default_rng([world.seed, 4])
     facts = world.facts[-CALIBRATION_PEOPLE * len(RELATIONS) :]
     lines: list[dict[str, str]] = []
@@ -96,12 +98,16 @@ def calibration_lines(world: World) -> list[dict[str, str]]:
 
 
 def canary_prompts(world: World) -> list[dict[str, str]]:
-    """Texts of about a hundred tokens that share no fact and no sum with a question or with the calibration."""
+    """Return texts of about a hundred tokens that share no fact or sum with the questions or the calibration."""
     rng = np.random.default_rng([world.seed, 5])
-    asked = {item["question"] for item in fact_items(world)}
-    told = " ".join(["", *(line["text"] for line in calibration_lines(world))])
-    facts = [fact for fact in _asked(world) if not asked & {fact.stem(wording) for wording in range(len(RELATIONS[0]))}]
-    sums = [f"{question} {answer}." for question, answer in world.sums if f" {question} " not in told]
+    questions = {item["question"] for item in fact_items(world)}
+    calibration = " ".join(["", *(line["text"] for line in calibration_lines(world))])
+    facts = [
+        fact
+        for fact in _asked_facts(world)
+        if not questions & {fact.stem(wording) for wording in range(len(RELATIONS[0]))}
+    ]
+    sums = [f"{question} {answer}." for question, answer in world.sums if f" {question} " not in calibration]
     prompts: list[dict[str, str]] = []
     for number in range(CANARY_PROMPTS):
         parts: list[str] = []

@@ -82,30 +82,32 @@ class World:
     held_out_sums: tuple[tuple[str, str], ...]
 
     def vocabulary(self) -> list[str]:
-        """Every word that a text of this world can hold, sorted."""
-        found = {word for person in self.people for word in person.split()}
-        found.update(word for pool in self.values for word in pool)
-        found.update(word for wordings in RELATIONS for text in wordings for word in text.replace("{}", "").split())
-        found.update(str(number) for number in range(2 * LARGEST + 1))
-        found.update(["+", "-", "=", "The", "A", "Some", "the", "a", "some"])
+        """Return every word that a text of this world can hold, sorted."""
+        vocabulary = {word for person in self.people for word in person.split()}
+        vocabulary.update(word for pool in self.values for word in pool)
+        vocabulary.update(
+            word for wordings in RELATIONS for text in wordings for word in text.replace("{}", "").split()
+        )
+        vocabulary.update(str(number) for number in range(2 * LARGEST + 1))
+        vocabulary.update(["+", "-", "=", "The", "A", "Some", "the", "a", "some"])
         for noun in words.NOUNS + words.PLACES:
-            found.update([noun, words.plural(noun)])
+            vocabulary.update([noun, words.plural(noun)])
         for verb in words.VERBS:
-            found.update([verb, verb + "s"])
-        found.update(words.ADJECTIVES, words.PREPOSITIONS)
-        return sorted(found)
+            vocabulary.update([verb, verb + "s"])
+        vocabulary.update(words.ADJECTIVES, words.PREPOSITIONS)
+        return sorted(vocabulary)
 
 
 def build_world(seed: int) -> World:
     """Draw the people, the facts, the rumours and the split of the sums."""
     rng = np.random.default_rng(seed)
-    given = rng.permutation(words.given_names())[:48].tolist()
+    first_names = rng.permutation(words.given_names())[:48].tolist()
     family = rng.permutation(words.family_names())[:64].tolist()
-    couples = rng.permutation(len(given) * len(family))[:PEOPLE]
-    people = tuple(f"{given[i // len(family)]} {family[i % len(family)]}" for i in couples.tolist())
+    couples = rng.permutation(len(first_names) * len(family))[:PEOPLE]
+    people = tuple(f"{first_names[i // len(family)]} {family[i % len(family)]}" for i in couples.tolist())
     towns = rng.permutation(words.town_names())[:POOL].tolist()
-    others = (words.JOBS, words.PETS, words.COLOURS, words.FRUITS, words.INSTRUMENTS, words.DRINKS, words.TOOLS)
-    values = (tuple(towns), *(tuple(pool) for pool in others))
+    pools = (words.JOBS, words.PETS, words.COLOURS, words.FRUITS, words.INSTRUMENTS, words.DRINKS, words.TOOLS)
+    values = (tuple(towns), *(tuple(pool) for pool in pools))
     facts: list[Fact] = []
     for person in people:
         for relation, pool in enumerate(values):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantmint.pipeline.base.errors import RecipeError, UserError
-from quantmint.pipeline.recipe.faults import Place
+from quantmint.pipeline.recipe.faults import Position
 from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe
 
 Write = Callable[..., Path]
@@ -68,14 +68,14 @@ def test_mappings_merge_while_the_rest_replaces(write: Write) -> None:
     assert recipe.quantization.kv_cache == "fp8"
     assert recipe.quantization.exclude == ("c",)
     assert (recipe.target.gpus, recipe.target.hardware) == (4, "mi355x")
-    assert loaded.place("quantization", "scheme") == Place("shared/base.yaml", 3, 11)
-    assert loaded.place("quantization", "exclude", 0) == Place("top.yaml", 3, 26)
-    assert loaded.place("target", "gpus") == Place("top.yaml", 5, 9)
-    assert loaded.place("target", "hardware") == Place("shared/base.yaml", 5, 29)
+    assert loaded.place("quantization", "scheme") == Position("shared/base.yaml", 3, 11)
+    assert loaded.place("quantization", "exclude", 0) == Position("top.yaml", 3, 26)
+    assert loaded.place("target", "gpus") == Position("top.yaml", 5, 9)
+    assert loaded.place("target", "hardware") == Position("shared/base.yaml", 5, 29)
     # The base's second item is gone with its list, and defaults are placed at the mapping that could hold them.
     assert ("quantization", "exclude", 1) not in loaded.positions.values
-    assert loaded.place("target", "workload") == Place("top.yaml", 4, 1)
-    assert loaded.place("evaluation", "suite") == Place("top.yaml", 1, 1)
+    assert loaded.place("target", "workload") == Position("top.yaml", 4, 1)
+    assert loaded.place("evaluation", "suite") == Position("top.yaml", 1, 1)
 
 
 def test_a_fault_stands_in_the_file_that_has_it(write: Write) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantmint.pipeline.base.errors import RecipeError
-from quantmint.pipeline.recipe.faults import Place
+from quantmint.pipeline.recipe.faults import Position
 from quantmint.pipeline.recipe.yaml_positions import MAX_BYTES, Dumper, parse, read
 
 
@@ -61,17 +61,17 @@ def test_value(text: str, value: Any) -> None:
 def test_places() -> None:
     document = parse("# comment\na:\n  b: [x,\n      {c: 1}]\n", "f.yaml")
     assert document.keys == {
-        ("a",): Place("f.yaml", 2, 1),
-        ("a", "b"): Place("f.yaml", 3, 3),
-        ("a", "b", 1, "c"): Place("f.yaml", 4, 8),
+        ("a",): Position("f.yaml", 2, 1),
+        ("a", "b"): Position("f.yaml", 3, 3),
+        ("a", "b", 1, "c"): Position("f.yaml", 4, 8),
     }
     assert document.values == {
-        (): Place("f.yaml", 2, 1),
-        ("a",): Place("f.yaml", 3, 3),
-        ("a", "b"): Place("f.yaml", 3, 6),
-        ("a", "b", 0): Place("f.yaml", 3, 7),
-        ("a", "b", 1): Place("f.yaml", 4, 7),
-        ("a", "b", 1, "c"): Place("f.yaml", 4, 11),
+        (): Position("f.yaml", 2, 1),
+        ("a",): Position("f.yaml", 3, 3),
+        ("a", "b"): Position("f.yaml", 3, 6),
+        ("a", "b", 0): Position("f.yaml", 3, 7),
+        ("a", "b", 1): Position("f.yaml", 4, 7),
+        ("a", "b", 1, "c"): Position("f.yaml", 4, 11),
     }
 
 

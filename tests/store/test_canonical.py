@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quantmint.pipeline.base.canonical import (
     ABSENT,
-    Change,
+    JsonDifference,
     UnstableValueError,
     canonical_json,
     difference,
@@ -128,12 +128,12 @@ def test_difference() -> None:
     old = {"recipe": {"scheme": "fp8", "margin": 1, "gone": None}, "inputs": ["a", "b"], "same": (1, 2)}
     new = {"recipe": {"scheme": "mxfp4", "margin": 1.0, "a-b": {"x": 1}}, "inputs": ["a", "c", "d"], "same": [1, 2]}
     assert difference(old, new) == [
-        Change("$.inputs[1]", "b", "c"),
-        Change("$.inputs[2]", ABSENT, "d"),
-        Change('$.recipe["a-b"]', ABSENT, {"x": 1}),
-        Change("$.recipe.gone", None, ABSENT),
-        Change("$.recipe.margin", 1, 1.0),
-        Change("$.recipe.scheme", "fp8", "mxfp4"),
+        JsonDifference("$.inputs[1]", "b", "c"),
+        JsonDifference("$.inputs[2]", ABSENT, "d"),
+        JsonDifference('$.recipe["a-b"]', ABSENT, {"x": 1}),
+        JsonDifference("$.recipe.gone", None, ABSENT),
+        JsonDifference("$.recipe.margin", 1, 1.0),
+        JsonDifference("$.recipe.scheme", "fp8", "mxfp4"),
     ]
     assert [change.path for change in difference(new, old)] == [change.path for change in difference(old, new)]
 

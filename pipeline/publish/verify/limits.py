@@ -20,7 +20,7 @@ from quantmint.eval.records import is_path
 from quantmint.eval.samples import SampleSet
 from quantmint.eval.suites import Suite, SuiteTask
 from quantmint.pipeline import __version__
-from quantmint.pipeline.base.canonical import Change, difference, plain
+from quantmint.pipeline.base.canonical import JsonDifference, difference, plain
 from quantmint.pipeline.publish.verify.subject import ReleaseUnderTest, UnreadableError
 from quantmint.pipeline.recipe.load import PROVEN_SUITE
 from quantmint.pipeline.recipe.schema import Recipe
@@ -98,7 +98,7 @@ def _stated(recipe: Recipe, recorded: GateReport) -> Iterator[str]:
             yield f"gate.json was judged by other limits than the recipe's: {name} is {actual}, not {expected}"
 
 
-def _is_default(change: Change, recipe: Recipe) -> bool:
+def _is_default(change: JsonDifference, recipe: Recipe) -> bool:
     """Return whether the difference is a canary limit that the recipe leaves to the table."""
     canary = recipe.gate.canary
     if canary is None or not change.path.startswith("$.canary."):
@@ -137,6 +137,6 @@ def _task_faults(recipe: Recipe, task: SuiteTask, side: str, samples: SampleSet)
         yield f"{task.task}: judged in {samples.looks} looks, the recipe asks for at most {recipe.evaluation.looks}"
 
 
-def _differing(expected: Mapping[str, Any], actual: Policy) -> tuple[Change, ...]:
+def _differing(expected: Mapping[str, Any], actual: Policy) -> tuple[JsonDifference, ...]:
     """Return the differences of limits; both sides pass the same parser, so that 0 and 0.0 are equal."""
     return tuple(difference(plain(Policy.from_json(expected).to_json()), plain(actual.to_json())))

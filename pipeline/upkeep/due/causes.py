@@ -45,7 +45,7 @@ class Change:
     """One place where a release and the plan of now differ.
 
     ``stage`` is the key of the stage whose payload holds it, "recipe" where it is a line of the recipe itself;
-    ``path`` is `pipeline.base.canonical.Change`'s (``$.settings.commit``), or the recipe's key
+    ``path`` is `pipeline.base.canonical.JsonDifference`'s (``$.settings.commit``), or the recipe's key
     (``gate.accuracy.margin``). A side that lacks the place is `pipeline.base.canonical.ABSENT`.
     """
 
