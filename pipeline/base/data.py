@@ -1,6 +1,6 @@
 """Read the YAML tables that lie beside the code.
 
->>> list(beside(__file__, "schemes.yaml"))[:2]
+>>> list(load_table(__file__, "schemes.yaml"))[:2]
 ['ptpc_fp8', 'fp8']
 """
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @cache
-def beside(module: str, name: str) -> Any:
+def load_table(module: str, name: str) -> Any:
     """Return the content of the YAML file ``name`` in the folder of ``module``, a ``__file__``.
 
     Each file is read once and its content shared: do not change it.

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from quantmint.pipeline.base.data import beside, rows
+from quantmint.pipeline.base.data import load_table, rows
 from quantmint.pipeline.base.errors import UserError, did_you_mean
 
 
@@ -88,7 +88,7 @@ def hardware(name: str) -> Hardware:
 @cache
 def table() -> Mapping[str, Hardware]:
     """Return every accelerator by name, in the order of the file."""
-    return rows(Hardware, beside(__file__, "hardware.yaml")["hardware"], "tflops")
+    return rows(Hardware, load_table(__file__, "hardware.yaml")["hardware"], "tflops")
 
 
 def by_pci(device_id: int) -> Hardware | None:
@@ -209,5 +209,5 @@ def _rules(section: str) -> tuple[_Rule, ...]:
             unless_cpu_has=tuple(row.get("unless_cpu_has", ())),
             needs=tuple(row.get("needs", ())),
         )
-        for row in beside(__file__, "hardware.yaml")[section]
+        for row in load_table(__file__, "hardware.yaml")[section]
     )

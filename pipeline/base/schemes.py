@@ -17,7 +17,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
-from quantmint.pipeline.base.data import beside, rows
+from quantmint.pipeline.base.data import load_table, rows
 
 Format = Literal["compressed-tensors", "quark"]
 Engine = Literal["stream", "llmcompressor", "quark"]
@@ -132,7 +132,7 @@ class Scheme:
 @cache
 def table() -> Mapping[str, Scheme]:
     """Every scheme by name, in the order of the file."""
-    return rows(Scheme, beside(__file__, "schemes.yaml"), "refused", "lacks")
+    return rows(Scheme, load_table(__file__, "schemes.yaml"), "refused", "lacks")
 
 
 def scheme(name: str) -> Scheme:

@@ -21,7 +21,7 @@ from quantmint.eval.report import markdown
 from quantmint.eval.report.model import Report
 from quantmint.eval.report.numbers import signed, size, unit_of
 from quantmint.eval.report.summary import meaning, notes, runtime, tiles
-from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.publish.licences import Terms
 from quantmint.pipeline.publish.release import NOTICE, RECIPE
@@ -246,7 +246,7 @@ def eval_results(facts: CardFacts) -> dict[str, str]:
     """Return the texts of .eval_results by name in the release, of the tasks that are benchmarks of the Hub."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
-    benchmarks = beside(__file__, "benchmarks.yaml")
+    benchmarks = load_table(__file__, "benchmarks.yaml")
     texts: dict[str, str] = {}
     for result in GateReport.from_json(facts.report["gate"]).accuracy:
         row = benchmarks.get(result.task)

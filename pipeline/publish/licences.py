@@ -19,7 +19,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal
 
-from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.recipe.sections import Licence
 
 Redistribution = Literal["yes", "conditions", "no", "unknown"]
@@ -126,7 +126,7 @@ def refusal(base: Terms, name: str) -> str | None:
 @cache
 def table() -> Mapping[str, Mapping[str, Any]]:
     """Return the rows of licences.yaml by identifier."""
-    rows = beside(__file__, "licences.yaml")
+    rows = load_table(__file__, "licences.yaml")
     merged = {key: {**rows.get(row.get("same"), {}), **row} for key, row in rows.items()}
     return MappingProxyType({key: MappingProxyType(row) for key, row in merged.items()})
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from quantmint.calibration.lazy import torch
-from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.base.machine import Machine as Host
 from quantmint.pipeline.base.machine import cpu_name
@@ -169,7 +169,7 @@ def rates_of(target: str) -> tuple[Rates, Origin]:
 
 def rates_for(device: str, cores: int) -> tuple[Rates, Literal["table", "borrowed"]]:
     """The row of a device by its name ("cpu", "NVIDIA H100 80GB HBM3"), else that of a machine with a like device."""
-    for name, row in beside(__file__, "machines.yaml").items():
+    for name, row in load_table(__file__, "machines.yaml").items():
         when = row["when"]
         if str(when["device"]) in device and when.get("cores", cores) == cores:
             return known(name), "table"
@@ -178,5 +178,5 @@ def rates_for(device: str, cores: int) -> tuple[Rates, Literal["table", "borrowe
 
 def known(name: str) -> Rates:
     """A row of the table `machines.yaml`."""
-    row = beside(__file__, "machines.yaml")[name]
+    row = load_table(__file__, "machines.yaml")[name]
     return Rates(machine=row["machine"], **row["rates"])

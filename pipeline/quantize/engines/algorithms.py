@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
-from quantmint.pipeline.base.data import beside, rows
+from quantmint.pipeline.base.data import load_table, rows
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
 
@@ -73,7 +73,7 @@ class Algorithm:
 @cache
 def table() -> Mapping[str, Algorithm]:
     """Every algorithm by name, in the order of the file."""
-    return rows(Algorithm, beside(__file__, "algorithms.yaml"))
+    return rows(Algorithm, load_table(__file__, "algorithms.yaml"))
 
 
 def algorithm(name: str) -> Algorithm:

@@ -16,7 +16,7 @@ from functools import cache
 from math import ceil
 from typing import Any, ClassVar
 
-from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import tensor_bytes
 
@@ -91,7 +91,7 @@ class StoredTensor:
 
 
 def _table(name: str) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    table: dict[str, dict[str, dict[str, dict[str, Any]]]] = beside(__file__, name)
+    table: dict[str, dict[str, dict[str, dict[str, Any]]]] = load_table(__file__, name)
     return table
 
 

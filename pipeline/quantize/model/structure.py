@@ -26,7 +26,7 @@ from quantmint.calibration.lazy import torch
 from quantmint.calibration.parts import attention_modules, text_obstacle
 from quantmint.calibration.replica import Renaming, on_disk, sources
 from quantmint.pipeline.base.canonical import fingerprint
-from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.errors import StoreError, UserError
 from quantmint.pipeline.base.machine import cache_folder, versions
 from quantmint.pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint, TensorInfo, read_json
@@ -185,7 +185,7 @@ _CONVOLUTION = "convolution"
 @cache
 def _carried_matrices() -> tuple[tuple[re.Pattern[str], str], ...]:
     """Patterns over names of parameters that are matrices and stay as they are, with the reason."""
-    return tuple((re.compile(pattern), reason) for pattern, reason in beside(__file__, "carried.yaml").items())
+    return tuple((re.compile(pattern), reason) for pattern, reason in load_table(__file__, "carried.yaml").items())
 
 
 class _Reading:

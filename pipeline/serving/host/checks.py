@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from quantmint.pipeline.base import hardware
-from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.machine import Machine
 from quantmint.pipeline.serving.environment import parse_version
 from quantmint.pipeline.serving.host.context import (
@@ -302,7 +302,7 @@ class MachineCheck:
 @cache
 def checks() -> Mapping[str, MachineCheck]:
     """Return every check by name, in the order of `checks.yaml`."""
-    return MappingProxyType({row["name"]: MachineCheck(**row) for row in beside(__file__, "checks.yaml")})
+    return MappingProxyType({row["name"]: MachineCheck(**row) for row in load_table(__file__, "checks.yaml")})
 
 
 def run_checks(context: CheckContext, names: Collection[str] | None = None) -> tuple[HostFinding, ...]:

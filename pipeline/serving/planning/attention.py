@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.serving.environment import Version, parse_version, within
 from quantmint.pipeline.serving.model.facts import ModelFacts
 
@@ -32,7 +32,7 @@ class BackendLimits(NamedTuple):
 
 def backend_limits(backend: str | None, version: Version) -> BackendLimits:
     """Return the limits of a backend in a vLLM version, from `attention.yaml`; no limits for a backend not in it."""
-    for row in beside(__file__, "attention.yaml")["limits"].get(backend, ()):
+    for row in load_table(__file__, "attention.yaml")["limits"].get(backend, ()):
         first, end = (parse_version(bound) if bound else () for bound in row["vllm"])
         if within(version, first, end):
             heads = None if row["heads"] == "any" else tuple(row["heads"])
@@ -53,7 +53,7 @@ def aiter_mla(facts: ModelFacts, tensor: int, version: Version) -> bool:
 
 def bidirectional_images(facts: ModelFacts) -> bool:
     """Return whether tokens of one image attend to each other in both directions, which AITER's backends cannot do."""
-    return facts.multimodal and facts.model_type in beside(__file__, "attention.yaml")["mm_prefix"]
+    return facts.multimodal and facts.model_type in load_table(__file__, "attention.yaml")["mm_prefix"]
 
 
 def attention_backend(facts: ModelFacts, kind: str, env: Mapping[str, str], argv: Sequence[str]) -> str | None:

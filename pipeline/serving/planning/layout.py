@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final, NamedTuple
 
-from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.serving.model.facts import ModelFacts
 from quantmint.pipeline.serving.plan import Memory, ParallelLayout
 from quantmint.pipeline.serving.planning.draft import LaunchDraft
@@ -143,7 +143,7 @@ def load_level(profile: Profile) -> str:
 @cache
 def layout_rules() -> tuple[LayoutRule, ...]:
     """Return the rules of `layouts.yaml`, in the order of the file."""
-    return tuple(LayoutRule(**entry) for entry in beside(__file__, "layouts.yaml"))
+    return tuple(LayoutRule(**entry) for entry in load_table(__file__, "layouts.yaml"))
 
 
 def layout_words(layout: ParallelLayout) -> str:

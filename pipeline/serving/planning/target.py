@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from quantmint.pipeline.base import hardware as accelerators
-from quantmint.pipeline.base.data import beside, rows
+from quantmint.pipeline.base.data import load_table, rows
 from quantmint.pipeline.base.errors import UserError, did_you_mean
 
 _FORM = re.compile(r"(?P<name>[a-z0-9_.-]+)(?::(?P<gpus>\d+)(?:x(?P<nodes>\d+))?)?", re.IGNORECASE)
@@ -111,4 +111,4 @@ def profile(
 @cache
 def profiles() -> Mapping[str, Profile]:
     """Return every profile by name, in the order of `profiles.yaml`."""
-    return rows(Profile, beside(__file__, "profiles.yaml"))
+    return rows(Profile, load_table(__file__, "profiles.yaml"))

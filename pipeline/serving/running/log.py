@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.modules import declared_quantization
@@ -79,7 +79,7 @@ def scan_log(log: str) -> LogScan:
 
 def _findings(log: str) -> tuple[LogFinding, ...]:
     findings: dict[tuple[str, str], LogFinding] = {}
-    for row in beside(__file__, "log_patterns.yaml")["findings"]:
+    for row in load_table(__file__, "log_patterns.yaml")["findings"]:
         for match in re.finditer(row["pattern"], log):
             key = (row["pattern"], match["what"] if row.get("each") else "")
             if key not in findings:
@@ -94,7 +94,7 @@ def _findings(log: str) -> tuple[LogFinding, ...]:
 
 def _values(log: str, fact: str) -> tuple[str, ...]:
     """Return the distinct values of a fact, in the order of the patterns, then of the log."""
-    patterns = beside(__file__, "log_patterns.yaml")["facts"][fact]
+    patterns = load_table(__file__, "log_patterns.yaml")["facts"][fact]
     return tuple({line["value"]: None for pattern in patterns for line in re.finditer(pattern, log)})
 
 
@@ -124,7 +124,7 @@ class Diagnosis(NamedTuple):
 
 def diagnose(log: str) -> Diagnosis:
     """Return the cause that the log of a server names which ended before it answered."""
-    for row in beside(__file__, "failures.yaml"):
+    for row in load_table(__file__, "failures.yaml"):
         match = re.search(row["pattern"], log)
         if match is not None:
             groups = {name: value or "" for name, value in match.groupdict().items()}

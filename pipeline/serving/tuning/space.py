@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
-from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.serving.environment import parse_version
 from quantmint.pipeline.serving.knobs.table import knob as knob_of
@@ -130,7 +130,7 @@ def default_axes(
         "{double_concurrency}": str(2 * concurrency),
     }
     axes = []
-    for row in beside(__file__, "sweeps.yaml")[kind]:
+    for row in load_table(__file__, "sweeps.yaml")[kind]:
         holds = all(facts.get(fact) in values for fact, values in row.get("when", {}).items())
         knob = knob_of(row["knob"])
         if holds and knob.exists_in(parse_version(version)):
@@ -165,7 +165,7 @@ def gated() -> frozenset[str]:
 
     They are those marked in `sweeps.yaml`, and those that set number formats.
     """
-    marked = {row["knob"] for rows in beside(__file__, "sweeps.yaml").values() for row in rows if row.get("gated")}
+    marked = {row["knob"] for rows in load_table(__file__, "sweeps.yaml").values() for row in rows if row.get("gated")}
     return frozenset(
         marked | {"--kv-cache-dtype", "--dtype", "--quantization", "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16"}
     )

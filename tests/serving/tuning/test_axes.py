@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.serving.knobs.table import table
 from quantmint.pipeline.serving.tuning import space
@@ -28,7 +28,7 @@ def axes(kind: str = "rocm", version: str = "0.33.0", **facts: str) -> dict[str,
 
 
 def test_every_knob_of_the_file_is_one_of_the_table_and_the_reverse() -> None:
-    named = {row["knob"] for rows in beside(space.__file__, "sweeps.yaml").values() for row in rows}
+    named = {row["knob"] for rows in load_table(space.__file__, "sweeps.yaml").values() for row in rows}
     assert named <= table().keys()
     assert {name for name, knob in table().items() if knob.sweep} - ELSEWHERE <= named
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quantmint.pipeline.base.data import beside
+from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.quantize.engines.libraries.job import (
     LibraryJob,
     UnfitError,
@@ -32,7 +32,7 @@ _CACHE = ("FP8E4M3PerTensorSpec", {"observer_method": "min_max"})
 
 def specs() -> Mapping[str, Mapping[str, Any]]:
     """By scheme, the ``weights`` and the ``inputs``: a class of Quark's configuration with its arguments, or None."""
-    found: dict[str, dict[str, Any]] = beside(__file__, "quark.yaml")
+    found: dict[str, dict[str, Any]] = load_table(__file__, "quark.yaml")
     return found
 
 
