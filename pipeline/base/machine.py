@@ -92,7 +92,7 @@ def file_system(path: Path) -> Space | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Host:
     """A host, as its files and commands describe it.
 
     Paths are relative to ``root``. Tests replace ``run`` (a command's output), ``opens`` (why a device cannot be
@@ -141,7 +141,7 @@ class Device:
     name: str
 
 
-def cpu_name(machine: Machine) -> str:
+def cpu_name(machine: Host) -> str:
     """Return the CPU's model from /proc/cpuinfo, or the architecture."""
     for line in (machine.text("proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")

@@ -87,7 +87,7 @@ def init(
 
     Example: quantmint recipe init models/support-3b --text manuals.md --target mi300x
     """
-    from quantmint.pipeline.base.machine import Machine
+    from quantmint.pipeline.base.machine import Host
     from quantmint.pipeline.recipe.draft import Wish, default_name, default_scheme, draft, write
     from quantmint.pipeline.recipe.faults import refuse
     from quantmint.pipeline.recipe.load import load_recipe
@@ -99,7 +99,7 @@ def init(
             return default if given is None else given
         return str(click.prompt(question, default=default, err=True))
 
-    target = asked(target, "served on", detect(Machine()).hardware)
+    target = asked(target, "served on", detect(Host()).hardware)
     scheme = asked(scheme, "scheme", default_scheme(target))
     name = asked(name, "name", default_name(model, scheme))
     publish = asked(publish, "published to", "published")

@@ -201,7 +201,7 @@ def doctor(
 
     Example: quantmint doctor --target mi300x:8
     """
-    from quantmint.pipeline.base.machine import Machine
+    from quantmint.pipeline.base.machine import Host
     from quantmint.pipeline.serving.host.checks import run_checks
     from quantmint.pipeline.serving.host.context import gather_context, model_needs, root_fix_script
     from quantmint.pipeline.serving.planning.target import parse_target
@@ -210,7 +210,7 @@ def doctor(
         raise click.UsageError("--json and --fix-script both print on standard output: give one of them")
     wanted, meant = (None, None) if model is None else model_needs(model)
     asked = meant if target is None else None if target == "auto" else parse_target(target)
-    subject = gather_context(Machine(), target=asked, vllm=vllm, checkpoint=wanted)
+    subject = gather_context(Host(), target=asked, vllm=vllm, checkpoint=wanted)
     findings = run_checks(subject)
     failed = any(finding.status == "fail" for finding in findings)
     if as_json:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from quantmint.calibration.container import memory_limit
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.base.machine import Machine, cpu_name
+from quantmint.pipeline.base.machine import Host, cpu_name
 
 
 def resolve_device(wanted: str) -> str:
@@ -53,7 +53,7 @@ def device_memory(device: str) -> int:
 def device_title(devices: Iterable[str]) -> str:
     """Return the title of devices: ``8 x AMD Instinct MI300X``, or the model of the CPU."""
     found = Counter(
-        torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name(Machine())
+        torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name(Host())
         for device in devices
     )
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in found.items())

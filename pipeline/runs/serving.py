@@ -27,7 +27,7 @@ from quantmint.eval import workloads
 from quantmint.eval.errors import DefinitionError
 from quantmint.pipeline.base.argument import classify
 from quantmint.pipeline.base.errors import QuantmintError, UserError, did_you_mean
-from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.base.processes import stop_signals
 from quantmint.pipeline.base.progress import Progress, reporter_for
 from quantmint.pipeline.publish.addresses import published_folder, serving_name
@@ -249,7 +249,7 @@ def target_for(text: str | None, recipe: Recipe | None) -> ServingTarget:
     if text is None and recipe is not None:
         return parse_target(f"{recipe.target.hardware}:{recipe.target.gpus}")
     if text is None or text == "auto":
-        return detect(Machine()).target
+        return detect(Host()).target
     return parse_target(text)
 
 
@@ -400,7 +400,7 @@ def _report(plan: LaunchPlan, servers: Sequence[RunningServer], logs: Path) -> I
 def _unready(request: ServeRequest, plan: LaunchPlan) -> Iterator[str]:
     """Yield what this machine lacks for the plan, as `quantmint doctor` words it."""
     vllm = None if request.environment is None else request.environment.executable
-    for finding in preflight(plan, Machine(), vllm=vllm, checkpoint=checkpoint_needs(request.model.facts)):
+    for finding in preflight(plan, Host(), vllm=vllm, checkpoint=checkpoint_needs(request.model.facts)):
         if finding.status in ("warn", "fail"):
             yield f"{finding.name}: found {finding.found}, expected {finding.expected}; {finding.fix}"
 

@@ -14,7 +14,7 @@ from typing import Any
 from quantmint.eval import workloads
 from quantmint.eval.errors import DefinitionError
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.base.machine import Machine, cores
+from quantmint.pipeline.base.machine import Host, cores
 from quantmint.pipeline.base.progress import Reporter
 from quantmint.pipeline.quantize.digest import file_digests, folder_digest
 from quantmint.pipeline.recipe.schema import Serve
@@ -206,7 +206,7 @@ def open_subject(
         kind=place.accelerator.kind,
         workload=load,
         vllm=environment or VllmEnvironment(Path("vllm"), version),
-        machine=MappingProxyType(machine_facts(place, Machine()) if measuring else {"target": str(place)}),
+        machine=MappingProxyType(machine_facts(place, Host()) if measuring else {"target": str(place)}),
         planner=planner(request),
     )
     existing = serve.model_dump(mode="json", exclude_defaults=True)

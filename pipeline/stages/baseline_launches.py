@@ -20,7 +20,7 @@ from quantmint.eval.measurements import Launch, reusable
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import QuantmintError
 from quantmint.pipeline.base.hardware import hardware
-from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.serving.host.detect import CUDA, detect, local_device, nvidia_smi, select_devices
 from quantmint.pipeline.stages.serve import ServeStage, image_settings, vllm_version
@@ -94,7 +94,7 @@ def launches_to_reuse(setting: Setting, model: str, version: int) -> tuple[Launc
 
 def _machine(setting: Setting) -> dict[str, object]:
     """Return what tells this machine and its visible devices from another: host name, device, and the GPUs' UUIDs."""
-    machine = Machine()
+    machine = Host()
     kind = hardware(setting.recipe.target.hardware).kind
     device = local_device("cpu" if kind == "cpu" else "cuda", machine)
     uuids: list[str] = []

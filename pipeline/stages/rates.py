@@ -12,8 +12,7 @@ from typing import Literal, TypeAlias
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.hardware import hardware
-from quantmint.pipeline.base.machine import Machine as Host
-from quantmint.pipeline.base.machine import cpu_name
+from quantmint.pipeline.base.machine import Host, cpu_name
 from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS
 from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE
 

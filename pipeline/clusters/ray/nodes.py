@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from quantmint.calibration.room import free_bytes
 from quantmint.pipeline.base.errors import UserError, first_line
-from quantmint.pipeline.base.machine import Machine, cpu_name, versions
+from quantmint.pipeline.base.machine import Host, cpu_name, versions
 from quantmint.pipeline.base.processes import child_environment
 from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
 
@@ -200,7 +200,7 @@ def local_facts(folders: Sequence[Path], probes: Sequence[Path] = ()) -> NodeFac
     """Return the facts of this machine, with digests of ``folders``; ``probes`` are files that another node wrote."""
     digests = {str(folder): _digest(folder) for folder in folders}
     unshared = tuple(str(probe.parent) for probe in probes if not probe.exists())
-    return NodeFacts(local_versions(), digests, unshared, cpu_name(Machine()), free_bytes("cpu"))
+    return NodeFacts(local_versions(), digests, unshared, cpu_name(Host()), free_bytes("cpu"))
 
 
 @lru_cache(maxsize=1)

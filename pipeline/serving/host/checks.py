@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from quantmint.pipeline.base import hardware
 from quantmint.pipeline.base.data import load_table
-from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.serving.environment import parse_version
 from quantmint.pipeline.serving.host.context import (
     CheckContext,
@@ -312,7 +312,7 @@ def run_checks(context: CheckContext, names: Collection[str] | None = None) -> t
 
 
 def preflight(
-    plan: LaunchPlan, machine: Machine, *, vllm: str | Path | None = None, checkpoint: CheckpointNeeds | None = None
+    plan: LaunchPlan, machine: Host, *, vllm: str | Path | None = None, checkpoint: CheckpointNeeds | None = None
 ) -> tuple[HostFinding, ...]:
     """Run the checks that a plan requires of the machine; those of other hardware are left out."""
     if not plan.host:

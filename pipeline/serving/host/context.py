@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from quantmint.pipeline.base.errors import QuantmintError, UserError
-from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.serving.environment import find_vllm
 from quantmint.pipeline.serving.host.detect import DetectedAccelerators, detect
 from quantmint.pipeline.serving.model.facts import ModelFacts, model_facts
@@ -93,7 +93,7 @@ class CheckContext:
     None without a model. ``utilization`` is the share of the memory that vLLM will take.
     """
 
-    machine: Machine
+    machine: Host
     target: ServingTarget
     detected: DetectedAccelerators | None
     detection_error: str = ""
@@ -114,7 +114,7 @@ class CheckContext:
 
 
 def gather_context(
-    machine: Machine,
+    machine: Host,
     *,
     target: ServingTarget | None = None,
     vllm: str | Path | None = None,
@@ -147,7 +147,7 @@ def plan_target(plan: LaunchPlan) -> ServingTarget:
     return ServingTarget(offered.hardware, accelerators, layout.nodes, hbm_bytes)
 
 
-def _installed_packages(machine: Machine, vllm: str | Path | None) -> tuple[InstalledPackages | None, str]:
+def _installed_packages(machine: Host, vllm: str | Path | None) -> tuple[InstalledPackages | None, str]:
     """Return the packages of the serving environment, or None and the reason why they are not known."""
     try:
         environment = find_vllm(vllm, environ=machine.environ)

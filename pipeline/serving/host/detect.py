@@ -18,7 +18,7 @@ from typing import Any
 from quantmint.pipeline.base import hardware as accelerators
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import Hardware
-from quantmint.pipeline.base.machine import Device, Machine, cpu_name
+from quantmint.pipeline.base.machine import Device, Host, cpu_name
 from quantmint.pipeline.serving.plan import VisibleDevices
 from quantmint.pipeline.serving.planning.target import ServingTarget, check_target
 
@@ -48,7 +48,7 @@ class AmdGpu:
     device: Path | None
 
 
-def amd_gpus(machine: Machine) -> tuple[AmdGpu, ...]:
+def amd_gpus(machine: Host) -> tuple[AmdGpu, ...]:
     """Return every compute GPU of this machine, in the order of ROCm's indices."""
     gpus = []
     for folder in machine.glob(f"{_NODES}/[0-9]*"):
@@ -75,12 +75,12 @@ def amd_gpus(machine: Machine) -> tuple[AmdGpu, ...]:
     return tuple(gpus)
 
 
-def _memory(machine: Machine, node: Path) -> int:
+def _memory(machine: Host, node: Path) -> int:
     banks = (machine.table(bank) for bank in machine.glob(f"{node.relative_to(machine.root)}/mem_banks/*/properties"))
     return sum(int(bank.get("size_in_bytes", "0")) for bank in banks if bank.get("heap_type") in _LOCAL_HEAPS)
 
 
-def _device(machine: Machine, facts: dict[str, str]) -> Path | None:
+def _device(machine: Host, facts: dict[str, str]) -> Path | None:
     """Return the device's folder on the bus; a partition has none, and gets that of its device (function 0)."""
     location = int(facts.get("location_id", "0"))
     address = f"{int(facts.get('domain', '0')):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
@@ -127,7 +127,7 @@ class DetectedAccelerators:
         return {name: getattr(self, name) for name in names}
 
 
-def detect(machine: Machine) -> DetectedAccelerators:
+def detect(machine: Host) -> DetectedAccelerators:
     """Return the accelerators of a machine.
 
     UserError for a GPU that the hardware table lacks, for GPUs of different kinds, and when all are hidden.
@@ -175,7 +175,7 @@ def _one_kind(rows: Sequence[Hardware]) -> Hardware:
     return rows[0]
 
 
-def nvidia_smi(machine: Machine, fields: Sequence[str], *options: str) -> list[list[str]]:
+def nvidia_smi(machine: Host, fields: Sequence[str], *options: str) -> list[list[str]]:
     """Return one row of cells a GPU, one cell a field; no rows without nvidia-smi or with an unknown field."""
     query = f"--query-gpu={','.join(fields)}"
     output = machine.run(("nvidia-smi", query, "--format=csv,noheader,nounits", *options)) or ""
@@ -183,7 +183,7 @@ def nvidia_smi(machine: Machine, fields: Sequence[str], *options: str) -> list[l
     return [row for row in rows if len(row) == len(fields)]
 
 
-def _nvidia(machine: Machine) -> DetectedAccelerators | None:
+def _nvidia(machine: Host) -> DetectedAccelerators | None:
     rows = nvidia_smi(machine, _MEMORY)
     rows = [rows[index] for index in select_devices(machine.environ.get(CUDA), [row[0] for row in rows])]
     if not rows:
@@ -265,9 +265,9 @@ def _entries(value: str) -> tuple[str, ...]:
     return tuple(takewhile(lambda entry: entry not in ("", "-1", "NoDevFiles"), entries))
 
 
-def local_device(kind: str, machine: Machine | None = None) -> Device:
+def local_device(kind: str, machine: Host | None = None) -> Device:
     """Return the record of a device by PyTorch's name ("cpu", "cuda:1", "auto"); UserError as in `detect`."""
-    machine = machine or Machine()
+    machine = machine or Host()
     detected = None if kind.startswith("cpu") else detect(machine)
     if detected is None or detected.hardware == "cpu":
         return Device("cpu", cpu_name(machine))

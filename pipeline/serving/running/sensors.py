@@ -81,7 +81,7 @@ def summarize(cells: Sequence[Sequence[SensorReading]]) -> Machine:
 
 def sensor_for(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, env: Mapping[str, str]) -> Sensor | None:
     """Return the sensor of a server that was started with ``env`` on top of our variables; None without one."""
-    machine = host.Machine(environ={**os.environ, **env})
+    machine = host.Host(environ={**os.environ, **env})
     if kind == "cpu":
         return read_cpu
     if kind == "rocm":
@@ -91,7 +91,7 @@ def sensor_for(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, env: Mapping[
     return partial(read_nvidia, machine, uuids) if uuids else None
 
 
-def amd_sensor(machine: host.Machine, gpus: int) -> Sensor | None:
+def amd_sensor(machine: host.Host, gpus: int) -> Sensor | None:
     """Return a sensor of the first ``gpus`` visible GPUs, each device once; None without their driver's files."""
     present = amd_gpus(machine)
     visible = visible_amd(machine.environ, [gpu.uuid for gpu in present])[:gpus]
@@ -100,7 +100,7 @@ def amd_sensor(machine: host.Machine, gpus: int) -> Sensor | None:
     return partial(read_amd, machine, tuple(folders)) if folders else None
 
 
-def read_amd(machine: host.Machine, devices: Sequence[Path]) -> SensorReading | None:
+def read_amd(machine: host.Host, devices: Sequence[Path]) -> SensorReading | None:
     """Return the state of AMD devices, by their folders on the bus; None when no file can be read."""
     clocks, temperatures, powers = [], [], []
     counters: dict[str, int] = {}
@@ -138,7 +138,7 @@ def _limiters(device: Path) -> dict[str, int]:
     return {name: count for name, count in counts if name is not None and count != unknown}
 
 
-def read_nvidia(machine: host.Machine, uuids: Sequence[str]) -> SensorReading | None:
+def read_nvidia(machine: host.Host, uuids: Sequence[str]) -> SensorReading | None:
     """Return the state of NVIDIA GPUs by their UUIDs; None when nvidia-smi reports none."""
     rows = nvidia_smi(machine, _FIELDS, "-i", ",".join(uuids))
     if not rows:

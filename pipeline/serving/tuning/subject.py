@@ -13,7 +13,7 @@ from quantmint.eval.workloads import Cell, Workload
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import hardware
-from quantmint.pipeline.base.machine import Machine, cores, cpu_name
+from quantmint.pipeline.base.machine import Host, cores, cpu_name
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.host.detect import DetectedAccelerators, detect
 from quantmint.pipeline.serving.knobs.overrides import LAYOUT
@@ -145,7 +145,7 @@ def planner(request: ServingRequest) -> Planner:
     return plan
 
 
-def machine_facts(target: ServingTarget, machine: Machine) -> dict[str, str]:
+def machine_facts(target: ServingTarget, machine: Host) -> dict[str, str]:
     """Return the machine's CPU, usable cores and accelerators; UserError when it is not the target."""
     facts = {"target": str(target), "cpu": cpu_name(machine), "cores": str(cores())}
     if target.accelerator.kind == "cpu":

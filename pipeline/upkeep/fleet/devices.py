@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, nvidia_smi, select_devices, visible_amd
 from quantmint.pipeline.store.locks import HEARTBEAT_S, Lock, is_held
 from quantmint.pipeline.upkeep.fleet.events import folder_of
@@ -43,7 +43,7 @@ NONE: Final = Devices(None, {})
 """What a fleet has that runs its recipes elsewhere."""
 
 
-def devices_of(machine: Machine) -> Devices:
+def devices_of(machine: Host) -> Devices:
     """The devices that a machine's variables leave."""
     environ = machine.environ
     uuids = [gpu.uuid for gpu in amd_gpus(machine)]

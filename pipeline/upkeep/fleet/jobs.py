@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from quantmint.pipeline.base.hardware import hardware
-from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.store.files import DamagedError
 from quantmint.pipeline.store.locks import Lock
 from quantmint.pipeline.store.tree import Store
@@ -300,7 +300,7 @@ def foresee(
     recipes: Sequence[str], options: Options, warn: Callable[[str], None]
 ) -> tuple[tuple[Job, ...], tuple[Ended, ...]]:
     """What would run, in its order, and how the others would leave without an attempt."""
-    devices = NONE if options.on is not None else devices_of(Machine())
+    devices = NONE if options.on is not None else devices_of(Host())
     room = Room(0.0, 1, left_s=options.max_s, left_bytes=options.max_disk)
     left: list[Ended] = []
     jobs: dict[str, Job] = {}

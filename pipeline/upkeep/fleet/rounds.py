@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from quantmint.pipeline.base.errors import QuantmintError, redact
-from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.store.disk import disk_errors
 from quantmint.pipeline.store.locks import Lock
 from quantmint.pipeline.upkeep.fleet import jobs
@@ -70,7 +70,7 @@ class Fleet:
         self._tell_warning = warn
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._one_look = threading.Lock()  # what two looks at once would ask the Hub for is mostly the same
-        self._devices = NONE if options.on is not None else devices_of(Machine())
+        self._devices = NONE if options.on is not None else devices_of(Host())
         self._slots = options.slots(len(self._devices.values))
         self._looking: list[Request] = []
         self._waiting: dict[str, Job] = {}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.serving.host.context import HostFinding
 
 
@@ -29,7 +29,7 @@ def finding(vllm: Path) -> Callable[..., HostFinding]:
     from quantmint.pipeline.serving.host.context import gather_context
     from quantmint.pipeline.serving.planning.target import parse_target
 
-    def one(name: str, machine: Machine, *, target: str | None = None, **given: object) -> HostFinding:
+    def one(name: str, machine: Host, *, target: str | None = None, **given: object) -> HostFinding:
         parsed = None if target is None else parse_target(target)
         return checks()[name].run(gather_context(machine, target=parsed, vllm=given.pop("vllm", vllm), **given))
 

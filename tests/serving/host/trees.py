@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantmint.pipeline.base.machine import Machine, Space
+from quantmint.pipeline.base.machine import Host, Space
 
 GIB = 1 << 30
 #: What the driver keeps for itself of the memory of a card.
@@ -108,7 +108,7 @@ def infiniband(root: Path, states: Sequence[tuple[str, str]]) -> None:
         write(root, f"{at}/rate", "400 Gb/sec (4X NDR)")
 
 
-def machine(root: Path, environ: Mapping[str, str] | None = None, **changes: Any) -> Machine:
+def machine(root: Path, environ: Mapping[str, str] | None = None, **changes: Any) -> Host:
     """A machine below ``root`` on which every question to the kernel is answered well, but for the ``changes``.
 
     ``installed`` (distribution: version) is the serving environment's, ``smi`` what nvidia-smi prints.
@@ -125,4 +125,4 @@ def machine(root: Path, environ: Mapping[str, str] | None = None, **changes: Any
         "opens": lambda path: None,
         "space": lambda path: Space(64 * GIB, 60 * GIB),
     }
-    return Machine(root=root, **given | changes)
+    return Host(root=root, **given | changes)

@@ -5,19 +5,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quantmint.pipeline.base.machine import Machine
+from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.upkeep.fleet.devices import Devices, devices_of, free_of, take
 
 UUIDS = "GPU-aaaa\nGPU-bbbb\nGPU-cccc\nGPU-dddd\n"
 
 
-def machine(tmp_path: Path, **environ: str) -> Machine:
+def machine(tmp_path: Path, **environ: str) -> Host:
     """A machine with four NVIDIA GPUs."""
-    return Machine(root=tmp_path, environ=environ, run=lambda argv: UUIDS if argv[0] == "nvidia-smi" else None)
+    return Host(root=tmp_path, environ=environ, run=lambda argv: UUIDS if argv[0] == "nvidia-smi" else None)
 
 
 def test_a_machine_without_accelerators(tmp_path: Path) -> None:
-    none = devices_of(Machine(root=tmp_path, environ={}, run=lambda _: None))
+    none = devices_of(Host(root=tmp_path, environ={}, run=lambda _: None))
     assert none == Devices(None, {})
     assert none.environment({"PATH": "x", "CUDA_VISIBLE_DEVICES": "3"}, ()) == {
         "PATH": "x",
