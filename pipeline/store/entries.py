@@ -40,7 +40,7 @@ class FileFact:
 
 
 @dataclass(frozen=True)
-class Record:
+class EntryRecord:
     """The record of an entry: times are ISO 8601 in UTC, ``result`` is small facts for later stages."""
 
     stage: str
@@ -65,7 +65,7 @@ class Record:
         return (json.dumps(asdict(self), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
     @classmethod
-    def from_json(cls, raw: bytes) -> Record:
+    def from_json(cls, raw: bytes) -> EntryRecord:
         """Read a record and check everything that does not need its files. Raises `ValueError` with the reason."""
         try:
             data = json.loads(raw)
@@ -136,7 +136,7 @@ class Entry:
     stage: str
     fingerprint: str
     path: Path
-    record: Record
+    record: EntryRecord
 
     def file(self, name: str) -> Path:
         """Return the path of an output file. Raises `StoreError` if the entry has no file of that name."""
@@ -168,7 +168,7 @@ class Entry:
             raise StoreError(f"{self.path / min(extra)} is not in the record of its entry", hint="move it elsewhere")
 
 
-def mismatch(path: Path, record: Record) -> str | None:
+def mismatch(path: Path, record: EntryRecord) -> str | None:
     """Return how the first file that differs from the record differs; None if all agree. Raises `OSError`."""
     for name, fact in record.files.items():
         reason = _fault(path / name, fact, always=False)

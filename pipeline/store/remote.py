@@ -25,7 +25,7 @@ from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import QuantmintError, StoreError, UserError
 from quantmint.pipeline.base.machine import Device
 from quantmint.pipeline.base.progress import Progress
-from quantmint.pipeline.store.entries import Entry, Record
+from quantmint.pipeline.store.entries import Entry, EntryRecord
 from quantmint.pipeline.store.files import PARTIAL, File, fetch, require_safe
 from quantmint.pipeline.store.objects import Objects
 from quantmint.pipeline.store.tree import Work
@@ -49,7 +49,7 @@ class Parcel:
     """
 
     folder: str
-    record: Record
+    record: EntryRecord
     inputs: dict[str, str]
     device: Device | None
 
@@ -77,7 +77,7 @@ def decode(raw: bytes, stage: str, expected: str) -> Parcel:
         data = json.loads(raw)
         if data.pop("schema") != SCHEMA:
             raise ValueError(f"expected schema {SCHEMA}")
-        record = Record.from_json(json.dumps(data.pop("record")).encode())
+        record = EntryRecord.from_json(json.dumps(data.pop("record")).encode())
         require_safe(record.files)
         device = Device(**device_fields) if (device_fields := data.pop("device")) is not None else None
         parcel = Parcel(record=record, device=device, **data)

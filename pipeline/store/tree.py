@@ -30,8 +30,8 @@ from quantmint.pipeline.store.entries import (
     FINGERPRINT,
     RECORD,
     Entry,
+    EntryRecord,
     FileFact,
-    Record,
     check_payload,
     check_result,
     mismatch,
@@ -73,7 +73,7 @@ class Store:
             except (FileNotFoundError, NotADirectoryError):
                 return None  # nothing here, or only half: `working` deals with that, under the lock
             try:
-                record = Record.from_json(raw)
+                record = EntryRecord.from_json(raw)
                 reason = f"its record is of {record.stage}/{record.fingerprint[:12]}"
                 if (record.stage, record.fingerprint) == (stage, fingerprint):
                     reason = mismatch(path, record) or ""
@@ -215,7 +215,7 @@ class Work:
             raise ValueError(f"the payload has the fingerprint {digest_of(full_payload)}, not {self.fingerprint}")
         with disk_errors(self.path):
             files = self._hash(hashed or {})
-            record = Record(
+            record = EntryRecord(
                 stage=self.stage,
                 fingerprint=self.fingerprint,
                 payload=full_payload,
@@ -228,7 +228,7 @@ class Work:
             )
         return self._become(record)
 
-    def adopt(self, record: Record) -> Entry:
+    def adopt(self, record: EntryRecord) -> Entry:
         """Commit the working folder with the record of another store's entry, whose files were checked on download.
 
         Raises `ValueError` for a record of another entry or with other files, and `StoreError` as `commit` does.
@@ -241,9 +241,9 @@ class Work:
             raise ValueError(f"{self.path} has other files than its record")
         return self._become(replace(record, files=files))
 
-    def _become(self, record: Record) -> Entry:
+    def _become(self, record: EntryRecord) -> Entry:
         data = record.to_json()
-        Record.from_json(data)  # what `find` will ask of it, asked while there is still something to go back to
+        EntryRecord.from_json(data)  # what `find` will ask of it, asked while there is still something to go back to
         with disk_errors(self.path):
             for folder in folders(self.path):
                 fsync(folder)

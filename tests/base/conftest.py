@@ -1,4 +1,4 @@
-"""The project of the stages' tests, for what is told in it."""
+"""The project fixture of the stages' tests, for the tests of progress."""
 
 from __future__ import annotations
 

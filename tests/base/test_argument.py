@@ -1,4 +1,4 @@
-"""What a word of the command line is taken for."""
+"""Classification of command-line arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TAG = "v20261121-3f1c0a52"
         ("", "name", "", None),
     ],
 )
-def test_what_a_person_means(
+def test_arguments_are_classified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, kind: str, place: str, revision: str | None
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""A program that is asked while it runs: its answers, its refusals, its end."""
+"""Questions to a running program: replies, refusals, and a program that ends too early."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def argv(marker: str = "x") -> list[str]:
     return [sys.executable, "-c", PROGRAM, marker]
 
 
-def test_questions_news_and_answers(tmp_path: Path) -> None:
+def test_questions_get_news_and_replies(tmp_path: Path) -> None:
     news: list[Mapping[str, Any]] = []
     with conversation(argv(), tmp_path / "log", what="it", env={}) as talk:
         assert talk.ask({"what": "add", "numbers": [1, 2]}, news.append) == {"sum": 3}
@@ -71,7 +71,7 @@ def test_a_program_that_ends_before_it_answers_is_quoted(tmp_path: Path) -> None
         raise AssertionError("it never came")
 
 
-def test_another_user_is_not_listened_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_of_another_user_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     users = iter([os.geteuid() + 1, os.geteuid()])
     monkeypatch.setattr("quantmint.pipeline.base.processes._user_of", lambda _: next(users))
     first = PROGRAM.replace("lines =", "turned_away = connection.recv(1)\nconnection = socket.socket(socket.AF_UNIX)\n"
@@ -81,7 +81,7 @@ def test_another_user_is_not_listened_to(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_it_does_not_outlive_us(tmp_path: Path, number: signal.Signals) -> None:
+def test_the_program_ends_with_its_owner(tmp_path: Path, number: signal.Signals) -> None:
     marker = f"conversation-{time.time_ns()}"
     ready = tmp_path / "ready"
     owner = subprocess.Popen(

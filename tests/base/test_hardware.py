@@ -1,4 +1,4 @@
-"""Figures of the accelerators that the planner counts with, and how a driver's name leads to a row."""
+"""Figures of accelerators that the planner uses, and the lookup of a row by a driver's name."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_hardware_facts():
         ("cuda", "fp8", "fp8", None, None),
     ],
 )
-def test_what_does_not_load_is_refused(name, scheme, kv_cache, flags, expected):
+def test_checkpoints_that_vllm_cannot_load_are_refused(name, scheme, kv_cache, flags, expected):
     found = refusal(name, scheme, kv_cache, "quark", cpu_flags=flags)
     assert found is None if expected is None else expected in (found or "")
 
@@ -115,7 +115,7 @@ def test_experts_that_do_not_load_are_refused(name, scheme, flags, expected):
     assert "runtime: reference" in (reason or "runtime: reference")
 
 
-def test_what_loads_with_a_catch_is_cautioned():
+def test_checkpoints_that_load_with_restrictions_get_cautions():
     assert "may clip" in cautions("mi300x", "ptpc_fp8", "fp8", "compressed-tensors")[0]
     assert cautions("mi300x", "ptpc_fp8", "fp8", "quark") == ()
     assert cautions("mi355x", "ptpc_fp8", "fp8", "compressed-tensors") == ()
@@ -127,7 +127,7 @@ def test_what_loads_with_a_catch_is_cautioned():
     assert cautions("cpu", "fp8_block", "auto", "compressed-tensors", cpu_flags={"amx_tile"}) == ()
 
 
-def test_what_is_multiplied_as_it_is_stored():
+def test_schemes_multiplied_in_their_stored_formats():
     assert native_on("ptpc_fp8") == ("mi300x", "mi325x", "mi350x", "mi355x", "cuda")
     assert native_on("mxfp4") == ("mi350x", "mi355x")
     assert native_on("w4a16") == ()

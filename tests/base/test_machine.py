@@ -1,4 +1,4 @@
-"""How many cores are ours, and how long a process has run."""
+"""Number of usable cores, available memory, and the age of a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quantmint.pipeline.quantize.device import device_memory
     [("max 100000", "", 64), ("350000 100000", "", 4), ("50000 100000", "", 1), ("max 100000", "3", 3),
      ("200000 100000", "3", 2), ("max 100000", "many", 64)],
 )  # fmt: skip
-def test_cores_are_the_least_of_affinity_quota_and_what_was_asked_for(
+def test_cores_are_the_least_of_affinity_quota_and_omp_num_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, asked: str, expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
@@ -45,7 +45,7 @@ def groups(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_memory_is_the_least_that_a_control_group_on_the_way_leaves(groups: Path) -> None:
+def test_memory_is_the_least_that_any_parent_control_group_leaves(groups: Path) -> None:
     assert memory_limit(groups) == 4 << 30
     assert memory_left(groups) == 4 << 30  # each of the two leaves that: 8 - 5 + 1 above, 4 - 1 + 1 in ours
     (groups / "sys/fs/cgroup/jobs/memory.current").write_text(f"{7 << 30}\n")

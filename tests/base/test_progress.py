@@ -1,4 +1,4 @@
-"""What a log, a terminal and a program see."""
+"""Progress as a log, a terminal and a program receive it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tell(reporter: Reporter, message: str) -> None:
             advance(1)
 
 
-def test_a_log_has_lines_and_nothing_else() -> None:
+def test_a_log_has_plain_lines_only() -> None:
     stream = io.StringIO()
     tell(PlainReporter(stream), "all well")
     assert stream.getvalue().splitlines() == [
@@ -45,7 +45,7 @@ def test_a_log_has_lines_and_nothing_else() -> None:
     ]
 
 
-def test_a_log_hears_of_long_work_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_gets_a_line_a_minute_of_long_work(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, clock = io.StringIO(), itertools.count(step=25)
     monkeypatch.setattr("quantmint.pipeline.base.progress.time.monotonic", lambda: next(clock))
     with PlainReporter(stream).bar(10, "samples") as advance:
@@ -54,7 +54,7 @@ def test_a_log_hears_of_long_work_once_a_minute(monkeypatch: pytest.MonkeyPatch)
     assert [line.split()[0] for line in stream.getvalue().splitlines()] == ["30", "60", "90", "100"]
 
 
-def test_what_is_quoted_cannot_move_the_cursor() -> None:
+def test_quoted_text_cannot_move_the_cursor() -> None:
     stream = io.StringIO()
     tell(PlainReporter(stream), ALIEN)
     assert CONTROL.search(stream.getvalue()) is None

@@ -1,4 +1,4 @@
-"""Which errors say that the same command may succeed in a while: networks and servers that were away, nothing else."""
+"""Errors after which the same command may succeed: unreachable networks and servers, and no others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def raised_from(cause: BaseException) -> Exception:
     ],
     ids=repr,
 )
-def test_faults_that_pass(error: Exception, may: bool) -> None:
+def test_transient_and_permanent_errors(error: Exception, may: bool) -> None:
     assert is_transient(error) is may
 
 
@@ -64,12 +64,12 @@ def test_faults_that_pass(error: Exception, may: bool) -> None:
         ("ValueError: 500 items were asked", False),
     ],
 )
-def test_what_a_program_said_last(words: str, may: bool) -> None:
+def test_last_output_of_a_program(words: str, may: bool) -> None:
     assert says_transient(words) is may
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 403, 404, 501])
-def test_what_a_server_answers(status: int) -> None:
+def test_http_statuses(status: int) -> None:
     assert is_transient_status(status) is (status in {429, 500, 503})
     assert RefusalError("x", status=status, answer="").transient is is_transient_status(status)
 

@@ -1,4 +1,4 @@
-"""What is wrong with a choice of schemes and its budget, at its place."""
+"""Faults of `scheme: auto` and its budget, with their positions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HEAD = "name: r\nsource: {repo: org/model}\ntarget: {hardware: mi355x}\ncalibrat
         ("scheme: auto\n  from: [mxfp4, fp8]\n  bits: 5\nsearch: {tries: 1}", ":9:17: search.tries: found 1, expected"),
     ],
 )
-def test_a_choice_that_is_none(message: Callable[[str], str], section: str, expected: str) -> None:
+def test_faults_of_a_choice_of_schemes(message: Callable[[str], str], section: str, expected: str) -> None:
     assert expected in message(f"{HEAD}  {section}\n")
 
 
@@ -94,7 +94,7 @@ def test_each_try_has_an_equal_share_of_the_error(load: Callable[[str], LoadedRe
     assert load(f"{text}search: {{tries: 5}}\n").recipe.confidence == pytest.approx(0.99)
 
 
-def test_what_is_not_said_is_in_no_dump_and_in_no_fingerprint(load: Callable[[str], LoadedRecipe]) -> None:
+def test_unset_fields_are_in_no_dump_and_no_fingerprint(load: Callable[[str], LoadedRecipe]) -> None:
     plain = load(f"{HEAD}  scheme: mxfp4\n").recipe.model_dump(mode="json")
     assert {"from", "from_", "bits", "objective", "speedup"}.isdisjoint(plain["quantization"])
     assert "search" not in plain

@@ -1,4 +1,4 @@
-"""What the calibration section, and the granularity of cache scales, may say."""
+"""Valid and invalid values of the section `calibration`, and of the granularity of cache scales."""
 
 from __future__ import annotations
 

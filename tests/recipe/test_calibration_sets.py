@@ -106,7 +106,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     hub_module.dataset_commit.cache_clear()
 
 
-def test_a_branch_becomes_a_commit_and_stays_it(hub: list[tuple[str, str]]) -> None:
+def test_a_branch_is_resolved_to_a_commit_once(hub: list[tuple[str, str]]) -> None:
     chosen = load_set("ultrachat")
     commit = at_commit(chosen).revision
     assert commit == COMMIT[1:] + COMMIT[:1]

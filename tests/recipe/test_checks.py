@@ -1,4 +1,4 @@
-"""What no one could make, serve or prove."""
+"""Recipes that cannot be made, served or proven are refused."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_each_scheme_is_a_recipe(here: Path, scheme: str, text: bool) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "auto", "fp8", "ptpc_fp8"])
-def test_what_no_vllm_for_a_cpu_serves_is_answered_by_the_reference(
+def test_schemes_that_no_cpu_vllm_serves_use_the_reference_runtime(
     here: Path, quantmint: Quantmint, scheme: str
 ) -> None:
     options = ("--target", "cpu", "--scheme", scheme, "--text", "manual.md", "--name", "mine")
@@ -95,7 +95,7 @@ def test_what_no_vllm_for_a_cpu_serves_is_answered_by_the_reference(
     assert "a small one may FAIL by its format alone" in suite.replace("\n  # ", " ")
 
 
-def test_all_or_nothing(here: Path) -> None:
+def test_all_files_are_written_or_none(here: Path) -> None:
     with pytest.raises(UserError, match="expected a folder with a model"):
         draft(Wish("no such model", "a", "mi300x", "ptpc_fp8"), Path("recipes"))
     broken = {**draft(Wish("model", "a", "mi300x", "ptpc_fp8", here / "manual.md"), Path("recipes"))}
@@ -115,12 +115,12 @@ def test_all_or_nothing(here: Path) -> None:
         ("no.jsonl", b'{"words": "a"}\n', "expected prose, or JSON lines with the key text"),
     ],
 )
-def test_texts_that_are_none(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+def test_texts_that_cannot_be_used(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=said):
         passages(tmp_path / name)
 
 
-def test_what_is_held_out_is_spread_and_bounded() -> None:
+def test_held_out_passages_are_spread_and_bounded() -> None:
     held, kept = split([str(number) for number in range(40_000)])
     assert (len(held), len(held) + len(kept), held[1]) == (800, 40_000, "50")

@@ -1,4 +1,4 @@
-"""Names, paths, `extends`, and what stays the same."""
+"""Loading of recipes: names, paths, `extends`, and the published text."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_files_are_named_relative_to_the_file_that_names_them(
     assert proven["evaluation"]["suite"] == "quantmint/suite/own.yaml"
 
 
-def test_mappings_merge_while_the_rest_replaces(write: Write) -> None:
+def test_mappings_merge_and_other_values_replace(write: Write) -> None:
     write(BASE, "shared/base.yaml")
     path = write(
         "name: top\nextends: shared/base.yaml\n"
@@ -78,7 +78,7 @@ def test_mappings_merge_while_the_rest_replaces(write: Write) -> None:
     assert loaded.place("evaluation", "suite") == Position("top.yaml", 1, 1)
 
 
-def test_a_fault_stands_in_the_file_that_has_it(write: Write) -> None:
+def test_a_fault_names_the_file_that_has_it(write: Write) -> None:
     write("source: {repo: org/model}\nquantization: {scheme: fp7}\ntarget: {gpu: 1}\n", "base.yaml")
     path = write("name: r\nextends: base.yaml\ntarget: {gpus: none}\n")
     with pytest.raises(RecipeError) as refused:
@@ -123,7 +123,7 @@ def test_circles_are_refused(write: Write) -> None:
         ("", "r.yaml:2:9: extends: found null, expected the path of a YAML file or a recipe's name"),
     ],
 )
-def test_extends_of_what_is_not_there(write: Write, extends: str, expected: str) -> None:
+def test_extends_of_a_missing_file(write: Write, extends: str, expected: str) -> None:
     write(BASE, "base.yaml")
     with pytest.raises(RecipeError) as refused:
         load_recipe(write(f"name: r\nextends: {extends}\n"))

@@ -1,4 +1,4 @@
-"""Every kind of fault, with its exact message."""
+"""The exact message of every kind of fault."""
 
 from __future__ import annotations
 
@@ -130,6 +130,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_message(case: str, message: Callable[[str], str]) -> None:
+def test_the_exact_message(case: str, message: Callable[[str], str]) -> None:
     text, expected = CASES[case]
     assert message(text) == expected

@@ -1,4 +1,4 @@
-"""Promises that their proof could never show are refused when the recipe is read."""
+"""Gates whose limits the evaluation cannot prove are refused when the recipe is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `serve`: what overrules a launch plan, named as the table of knobs names it."""
+"""The section `serve`: settings that replace a launch plan's, by the names in the table of knobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def faults(text: str, folder: Path) -> str:
     return str(error.value)
 
 
-def test_what_a_sweep_prints_is_read(tmp_path: Path) -> None:
+def test_the_section_that_a_sweep_prints_is_valid(tmp_path: Path) -> None:
     (tmp_path / "tuned.csv").write_text("Validator,PT_VERSION,2.9.0\n")
     serve = load(
         "serve:\n  profile: offline\n"

@@ -1,4 +1,4 @@
-"""The recipes that are shipped, their schema, and the configurations they are checked against."""
+"""The shipped recipes, their schema, and the configurations that they are checked against."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARAMETERS = {
 }
 
 
-def test_what_is_shipped() -> None:
+def test_names_of_shipped_recipes() -> None:
     assert set(recipe_names()) >= {
         *("tiny-ptpc-fp8kv", "tiny-ptpc", "tiny-mxfp4-auto"),
         *("llama8b-fp8kv", "llama70b-fp8kv", "llama405b-fp8kv", "mixtral8x7b-fp8kv", "mixtral8x22b-fp8kv"),

@@ -1,4 +1,4 @@
-"""YAML as recipes are written in it: positions, YAML 1.2 scalars, and what is refused."""
+"""YAML of recipes: positions, YAML 1.2 scalars, and refused syntax."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from quantmint.pipeline.recipe.yaml_positions import MAX_BYTES, Dumper, parse, r
         ("v0.1", "v0.1"),
     ],
 )
-def test_value(text: str, value: Any) -> None:
+def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
     if text == "!!float 8":
         assert parse(f"k: {text}", "f").data == {"k": 8.0}
         return
@@ -58,7 +58,7 @@ def test_value(text: str, value: Any) -> None:
     assert type(found) is type(value)
 
 
-def test_places() -> None:
+def test_positions_of_keys_and_values() -> None:
     document = parse("# comment\na:\n  b: [x,\n      {c: 1}]\n", "f.yaml")
     assert document.keys == {
         ("a",): Position("f.yaml", 2, 1),
@@ -101,7 +101,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str) -> None:
+def test_refused_syntax(case: str) -> None:
     text, expected = REFUSED[case]
     with pytest.raises(RecipeError) as refused:
         parse(text, "f")
@@ -118,7 +118,7 @@ def test_aliases_may_share_but_not_multiply() -> None:
         parse(bomb, "f")
 
 
-def test_file_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_not_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = Path("f.yaml")
     path.write_bytes(b"a: \xff\n")
@@ -146,6 +146,6 @@ PLAIN = st.recursive(
 
 
 @given(st.dictionaries(st.text("abcnoty01.:", max_size=6), PLAIN, max_size=4))
-def test_what_is_dumped_is_read_back(data: dict[str, Any]) -> None:
+def test_dumped_values_are_read_back(data: dict[str, Any]) -> None:
     text = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True)
     assert parse(text, "f").data == data

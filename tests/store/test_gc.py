@@ -33,7 +33,7 @@ def age(path: Path, hours: float) -> None:
         os.utime(part, (then, then))
 
 
-def test_what_recent_runs_refer_to_is_kept(store: Store, make: Make) -> None:
+def test_entries_of_recent_runs_are_kept(store: Store, make: Make) -> None:
     old, shared, new, lonely = (make(store, number) for number in range(4))
     first = run(store, "a", old, shared)
     run(store, "a", new, shared)
@@ -56,14 +56,14 @@ def test_what_recent_runs_refer_to_is_kept(store: Store, make: Make) -> None:
     assert removed(plan_gc(store, keep=2)) == set()
 
 
-def test_the_young_are_kept(store: Store, make: Make) -> None:
+def test_young_entries_are_kept(store: Store, make: Make) -> None:
     entry = make(store)
     now = time.time()
     assert removed(plan_gc(store, keep=1, now=now + 0.9 * HOUR)) == set()
     assert removed(plan_gc(store, keep=1, now=now + 1.1 * HOUR)) == {entry.path}
 
 
-def test_what_a_process_works_on_is_kept(store: Store, make: Make) -> None:
+def test_locked_entries_are_kept(store: Store, make: Make) -> None:
     entry = make(store)
     age(entry.path, 2)
     other = "f" * 64
@@ -134,7 +134,7 @@ def test_a_killed_run_keeps_nothing_beside_newer_ones(
     assert entry.path in removed(plan_gc(store, keep=1, now=time.time() + 2 * HOUR))
 
 
-def test_leftovers(store: Store, make: Make, warnings: list[str]) -> None:
+def test_leftovers_are_removed_after_their_grace_period(store: Store, make: Make, warnings: list[str]) -> None:
     entry = make(store, 1)
     entry.file("a.bin").unlink()
     assert store.find(entry.stage, entry.fingerprint) is None
@@ -196,7 +196,7 @@ def old(path: Path, seconds: float) -> Path:
     return path
 
 
-def test_what_is_known_of_recipes_stays(store: Store) -> None:
+def test_the_refresh_folder_is_kept(store: Store) -> None:
     refresh = store.root / "refresh"
     kept = [old(refresh / name, 2e7) for name in ("a.json", "logs/a/1.log", "devices/here-0.lock")]
     assert plan_gc(store, keep=0).remove == ()

@@ -1,4 +1,4 @@
-"""Objects below a URL: conditional writes in a folder, whose errors are ours, and what can be read on the way."""
+"""Objects below a URL: conditional writes in a folder, translated errors, and unencrypted addresses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def folder(tmp_path: Path) -> Objects:
     return Objects(f"file://{tmp_path}/objects")
 
 
-def test_a_small_object_is_written_in_place_of_the_one_that_was_seen(folder: Objects) -> None:
+def test_put_if_replaces_only_the_object_with_the_expected_mark(folder: Objects) -> None:
     assert folder.put_if("pointer", b"first", None)
     assert not folder.put_if("pointer", b"second", None), "another was there"
     seen = folder.read("pointer")

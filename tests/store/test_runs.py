@@ -21,7 +21,7 @@ def test_a_run_is_listed_from_its_start(tmp_path: Path) -> None:
     assert run.path.name == f"{run.id}.json"
 
 
-def test_its_end(tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_recorded(tmp_path: Path) -> None:
     run = RunLog.start(tmp_path, "tiny", "2" * 64, PLAN).finish("PASS", 0, facts={"report": "report.html"})
     assert list_runs(tmp_path) == [run]
     assert (run.verdict, run.exit_code, run.facts) == ("PASS", 0, {"report": "report.html"})
@@ -30,13 +30,13 @@ def test_its_end(tmp_path: Path) -> None:
     assert [path.name for path in run.path.parent.iterdir()] == [run.path.name]
 
 
-def test_newest_first(tmp_path: Path) -> None:
+def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     runs = [RunLog.start(tmp_path, name, "2" * 64, []).run for name in ("b", "a", "c")]
     assert list_runs(tmp_path) == runs[::-1]
 
 
 @pytest.mark.parametrize("bad", [b"", b"{", b"[]", b"{}", b"\xff", b'{"schema": 2}', b'{"schema": 1, "plan": [1]}'])
-def test_unreadable_files_are_passed_over(tmp_path: Path, bad: bytes) -> None:
+def test_unreadable_files_are_skipped(tmp_path: Path, bad: bytes) -> None:
     run = RunLog.start(tmp_path, "tiny", "2" * 64, PLAN).run
     (run.path.parent / "0.json").write_bytes(bad)
     (run.path.parent / "1.json").write_text(json.dumps({**json.loads(run.path.read_bytes()), "recipe": 1}))

@@ -13,7 +13,7 @@ import pytest
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import StoreError
 from quantmint.pipeline.store.disk import sha256_of
-from quantmint.pipeline.store.entries import Entry, Record
+from quantmint.pipeline.store.entries import Entry, EntryRecord
 from quantmint.pipeline.store.tree import Store
 
 MIB = 1 << 20
@@ -49,10 +49,10 @@ def test_an_entry_is_found_again(store: Store, make: Make) -> None:
     assert [p.name for p in (store.root / "quantize").iterdir()] == [made.fingerprint]
 
 
-def test_the_record(store: Store, make: Make) -> None:
+def test_the_fields_of_a_record(store: Store, make: Make) -> None:
     entry = make(store)
     data = json.loads((entry.path / "record.json").read_bytes())
-    assert Record.from_json(entry.record.to_json()) == entry.record
+    assert EntryRecord.from_json(entry.record.to_json()) == entry.record
     assert data["files"]["a.bin"]["size"] == 5
     assert fingerprint(data["payload"]) == entry.fingerprint == data["fingerprint"]
     assert data["started"] <= data["finished"]
@@ -67,7 +67,7 @@ def test_equal_outputs_have_equal_digests(tmp_path: Path, make: Make) -> None:
 
 
 @pytest.mark.parametrize(("stage", "digest"), [("runs", DIGEST), ("../x", DIGEST), ("", DIGEST), ("quantize", "abc")])
-def test_names_that_would_leave_the_tree(store: Store, stage: str, digest: str) -> None:
+def test_names_that_would_leave_the_store_are_refused(store: Store, stage: str, digest: str) -> None:
     with pytest.raises(ValueError, match=r"fingerprint|name of a stage"):
         store.find(stage, digest)
 
@@ -124,7 +124,7 @@ WHOLE = {"size": 0, "sha256": "0" * 64, "mtime_ns": 0}
         (edit_record(payload=OTHER_PAYLOAD, fingerprint=fingerprint(OTHER_PAYLOAD)), "its record is of quantize/"),
     ],
 )
-def test_a_damaged_entry_is_put_aside(
+def test_a_damaged_entry_is_quarantined(
     store: Store, make: Make, warnings: list[str], damage: Callable[[Entry], None], reason: str
 ) -> None:
     entry = make(store, files={"small": b"abc", "large": b"a" * 2 * MIB})
@@ -253,7 +253,7 @@ def test_a_working_folder_without_a_file_does_not_outlive_a_refusal(store: Store
     assert list((store.root / "sensitivity").iterdir()) == []
 
 
-def test_known_hashes_are_believed_and_sizes_are_not(store: Store) -> None:
+def test_known_digests_are_trusted_and_sizes_are_checked(store: Store) -> None:
     started = datetime.now(UTC)
     with store.working("quantize", DIGEST) as work:
         (work.path / "shard").write_bytes(b"abc")
@@ -283,7 +283,7 @@ def test_a_commit_that_contradicts_itself(store: Store, change: dict[str, object
         assert (work.path / "shard").exists()
 
 
-def test_a_link_is_not_kept(store: Store) -> None:
+def test_symbolic_links_are_refused(store: Store) -> None:
     with store.working("quantize", DIGEST) as work:
         (work.path / "x").symlink_to("/dev/null")
         with pytest.raises(StoreError, match="neither a file nor a folder"):

@@ -1,4 +1,4 @@
-"""What a stage ran on is what the metadata of distributions says, without an import."""
+"""Versions and licences of a stage's distributions, from their metadata."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_a_tool_needs_and_what_we_ask_of_it(site: Path) -> None:
+def test_requirements_and_requested_extras_are_listed(site: Path) -> None:
     found = environment_here(["root_tool", "not-there"])
     assert {name: (one.version, one.licence) for name, one in found.distributions.items()} == {
         "ours": ("4", None),

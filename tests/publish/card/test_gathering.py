@@ -19,7 +19,7 @@ from quantmint.pipeline.stages.card import gather, settings
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.stage import Job
 from quantmint.pipeline.store.disk import sha256_of
-from quantmint.pipeline.store.entries import Entry, FileFact, Record
+from quantmint.pipeline.store.entries import Entry, EntryRecord, FileFact
 from quantmint.pipeline.store.tree import Store
 from tests.eval.report import made as reports
 
@@ -44,7 +44,9 @@ def entry(folder: Path, stage: str, **changes: Any) -> Entry:
         "payload": {"stage": stage, "version": 1, "settings": {}, "inputs": {}}, "result": {}, "tools": {},
         "started": "2026-11-21T11:00:00.000Z", "finished": "2026-11-21T12:00:00.000Z",
     }  # fmt: skip
-    return Entry(stage, "0" * 64, folder, Record(stage, "0" * 64, files=files, duration_s=1.0, **{**values, **changes}))
+    return Entry(
+        stage, "0" * 64, folder, EntryRecord(stage, "0" * 64, files=files, duration_s=1.0, **{**values, **changes})
+    )
 
 
 @pytest.fixture
