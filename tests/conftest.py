@@ -185,11 +185,11 @@ def _make(
 ) -> Made:
 
     from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
-    from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale
     from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
     from quantmint.pipeline.quantize.formats.layout import Choice
     from quantmint.pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 
     source = open_checkpoint(folder)
     structure = read_structure(folder, source.tensors)

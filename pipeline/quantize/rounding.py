@@ -7,21 +7,17 @@ round the largest magnitude's exponent up where its mantissa would not fit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.schemes import ActivationFormat
-from quantmint.pipeline.quantize.engines.stream.kernels import FP8_MAX, MX_GROUP
+from quantmint.pipeline.quantize.schemes.elements import ELEMENT_TYPES
+from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, INT8_MAX, MX_GROUP
 
 Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]
 """Scales of K and of V by layer: one number, or [heads, 1, 1] with one for each KV head."""
-_INT8_MAX = 127.0
 _LEAST = 1e-10  # of a row of zeros, so that nothing divides by it
-# Bits of exponent and of mantissa, largest value, and the mantissa bits that decide whether a scale is rounded up;
-# e4m3 is decided as e2m1 is, because its largest value is 1.75 * 2 ** 8.
-_MX = {"e2m1": (2, 1, 6.0, 1), "e2m3": (2, 3, 7.5, 3), "e3m2": (3, 2, 28.0, 2), "e4m3": (4, 3, FP8_MAX, 1)}
 
 
 def round_activations(
@@ -69,20 +65,21 @@ def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:
     In bfloat16 for such x, which holds all results, else in float32. The scale is 2 ** (floor(log2 amax) - emax), one
     exponent more where amax would round up to the next power of two; 2 ** -126 is the least. x is below 2 ** 100.
     """
-    exponent_bits, mantissa_bits, largest, deciding = _MX[dtype]
+    element = ELEMENT_TYPES[dtype]
+    mantissa_bits, largest = element.mantissa_bits, element.largest
     x = x if x.dtype == torch.bfloat16 else x.float()
     integers, digits = (torch.int16, 7) if x.dtype == torch.bfloat16 else (torch.int32, 23)
     groups = x.reshape(*x.shape[:-1], -1, MX_GROUP)
     magnitude = groups.view(integers) & torch.iinfo(integers).max
     # The exponent's field is read as an integer: adding half a step of the mantissa carries into it.
-    field = (magnitude.amax(-1, keepdim=True) + (1 << (digits - 1 - deciding))) >> digits
-    field = (field - (math.frexp(largest)[1] - 1)).clamp_(min=1)
+    field = (magnitude.amax(-1, keepdim=True) + (1 << (digits - 1 - element.deciding))) >> digits
+    field = (field - element.max_exponent).clamp_(min=1)
     scale = (field << digits).view(x.dtype)
     if dtype == "e4m3":
         values = (groups.float() / scale.float()).clamp_(-largest, largest)
         return values.to(torch.float8_e4m3fn).to(x.dtype).mul_(scale).reshape(x.shape)
     # As `to_nearest`, with the scale's exponent added to that of the format's smallest normal number.
-    least = (field + (1 - (2 ** (exponent_bits - 1) - 1))).clamp_(min=1) << digits
+    least = (field + element.least_exponent).clamp_(min=1) << digits
     power = magnitude.bitwise_and_(-(1 << digits)).clamp_(min=least).view(x.dtype)
     shift = 1.5 * 2.0 ** (digits - mantissa_bits)
     rounded = torch.add(groups, power, alpha=shift).sub_(power, alpha=shift)
@@ -98,8 +95,8 @@ def _by_row(x: torch.Tensor, dtype: str | None, group: int | None) -> torch.Tens
     grouped = x if group is None else pad(x, (0, -width % group)).reshape(*x.shape[:-1], -1, group)
     largest = grouped.abs().amax(-1, keepdim=True).clamp(min=_LEAST)
     if dtype == "int8":
-        scale = largest / _INT8_MAX
-        rounded = (grouped / scale).round().clamp(-_INT8_MAX, _INT8_MAX)
+        scale = largest / INT8_MAX
+        rounded = (grouped / scale).round().clamp(-INT8_MAX, INT8_MAX)
     else:
         scale = largest / FP8_MAX
         rounded = (grouped / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()

@@ -23,7 +23,6 @@ from quantmint.pipeline.quantize.device import device_memory, device_title, reso
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
 from quantmint.pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
 from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
-from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale
 from quantmint.pipeline.quantize.engines.stream.layerwise import Rounded, gptq_bytes, round_layers
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json
@@ -33,6 +32,7 @@ from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.loader import load_view
 from quantmint.pipeline.quantize.model.selection import ABSORBED_BITS, select
 from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 from quantmint.pipeline.recipe.load import choice_yaml
 from quantmint.pipeline.recipe.modules import assigned, expert_count, text_config
 from quantmint.pipeline.recipe.schema import AUTO, Gptq, Quantization

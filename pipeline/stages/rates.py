@@ -13,8 +13,8 @@ from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.base.machine import Host, cpu_name
-from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS
 from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE
+from quantmint.pipeline.quantize.schemes.registry import KERNELS
 
 Origin: TypeAlias = Literal["table", "measured", "borrowed", "data sheet"]
 _MEASURED_S = 0.2

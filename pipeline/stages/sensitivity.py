@@ -25,11 +25,11 @@ from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.budget import Group, Option, Roofline
 from quantmint.pipeline.quantize.device import resolve_devices
 from quantmint.pipeline.quantize.engines.stream.gptq import CARRIED, factored, gptq
-from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS, fp8_scale, kernel_name
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
-from quantmint.pipeline.quantize.inspection.numbers import dequantize
 from quantmint.pipeline.quantize.model.experts import expert_slice, part_of
 from quantmint.pipeline.quantize.rounding import round_activations
+from quantmint.pipeline.quantize.schemes.registry import KERNELS, SCHEMES
+from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 from quantmint.pipeline.recipe.modules import fused_with, is_excluded, override_of, text_config
 from quantmint.pipeline.recipe.schema import AUTO, Quantization
 from quantmint.pipeline.serving.reference.model import round_inputs
@@ -271,15 +271,15 @@ class _Changes:
             return self._rounded(weight, kernel)
         dampening, ordered = float(self._told["dampening"]), bool(self._told["activation_order"])
         factor = factored(hessian, kernel, dampening=dampening, ordered=ordered)
-        return dequantize(kernel, gptq(weight.detach().to(self._dtype), factor, kernel).parts).float()
+        return KERNELS[kernel].decode(gptq(weight.detach().to(self._dtype), factor, kernel).parts).float()
 
     def _rounded(self, weight: torch.Tensor, kernel: str) -> torch.Tensor:
-        return dequantize(kernel, KERNELS[kernel].compute(weight.detach().to(self._dtype), None)).float()
+        return KERNELS[kernel].decode(KERNELS[kernel].compute(weight.detach().to(self._dtype), None)).float()
 
 
 def _kernel(name: str) -> str:
-    """What computes a scheme's weights; it has the name of a scheme that they are read back by."""
-    return kernel_name(name, "compressed-tensors")
+    """Return the name of the kernel whose values stand for a scheme's weights."""
+    return SCHEMES[name].kernel.name
 
 
 class _entering:  # noqa: N801 - a function with a memory

@@ -35,8 +35,9 @@ def command(device: str, piece: float | None, as_json: bool) -> None:
     import torch
     import torch._inductor.config
 
-    from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS, amax
     from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE
+    from quantmint.pipeline.quantize.schemes.registry import KERNELS
+    from quantmint.pipeline.quantize.schemes.scales import amax
 
     torch._logging.set_logs(dynamo=logging.ERROR)  # a branch on the numbers is meant, and costs one call more
     torch.set_num_threads(1)

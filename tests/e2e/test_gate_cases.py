@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.commands.cli import main
-from quantmint.pipeline.quantize.engines.stream.kernels import ptpc_fp8
+from quantmint.pipeline.quantize.schemes.fp8 import ptpc_fp8
 from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.runner import RunOutcome, run_plan
 from quantmint.pipeline.runs.session import open_setting

@@ -13,12 +13,13 @@ import torch
 
 from quantmint.pipeline.quantize.engines.stream import gptq
 from quantmint.pipeline.quantize.engines.stream.engine import Written, write_checkpoint
-from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.schemes.registry import KERNELS
+from quantmint.pipeline.quantize.schemes.scales import amax, fp8_scale
 from quantmint.pipeline.store.disk import sha256_of
 from tests.bench.model import SHAPES, write_model
 

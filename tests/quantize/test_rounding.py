@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from quantmint.pipeline.base.schemes import ActivationFormat, table
-from quantmint.pipeline.quantize.engines.stream.kernels import mxfp4
-from quantmint.pipeline.quantize.inspection.numbers import dequantize
 from quantmint.pipeline.quantize.rounding import round_activations, round_fp8, round_mx
+from quantmint.pipeline.quantize.schemes.mx import mxfp4
+from quantmint.pipeline.quantize.schemes.registry import dequantize
 
 # Values of the OCP Microscaling 1.0 elements that are not negative: every mantissa of every exponent.
 _GRIDS = {

@@ -219,9 +219,9 @@ def _dequantized(folder: Path) -> Any:
     from quantmint.pipeline.quantize.formats.checkpoint import Reader, open_checkpoint
     from quantmint.pipeline.quantize.formats.layout import layout_of
     from quantmint.pipeline.quantize.inspection.findings import expected_tensors
-    from quantmint.pipeline.quantize.inspection.numbers import dequantize
     from quantmint.pipeline.quantize.model.builder import meta_model
     from quantmint.pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.schemes.registry import dequantize
 
     checkpoint = open_checkpoint(folder)
     config, read = dict(checkpoint.config), Reader(checkpoint)

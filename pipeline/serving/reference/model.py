@@ -17,15 +17,15 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.base.schemes import ActivationFormat
 from quantmint.pipeline.base.schemes import scheme as row_of
-from quantmint.pipeline.quantize.engines.stream.kernels import MX_GROUP
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Claims, layout_of
 from quantmint.pipeline.quantize.inspection.findings import check_structure, expected_tensors
-from quantmint.pipeline.quantize.inspection.numbers import dequantize
 from quantmint.pipeline.quantize.model.builder import meta_model
 from quantmint.pipeline.quantize.model.experts import ExpertSlice, expert_slice
 from quantmint.pipeline.quantize.model.structure import Structure, read_structure
 from quantmint.pipeline.quantize.rounding import Scales, round_activations
+from quantmint.pipeline.quantize.schemes.registry import dequantize
+from quantmint.pipeline.quantize.schemes.scales import MX_GROUP
 from quantmint.pipeline.recipe.modules import text_config
 
 _NAMES = {"e4m3": "FP8", "int8": "INT8", "e2m1": "FP4", "e2m3": "FP6", "e3m2": "FP6"}

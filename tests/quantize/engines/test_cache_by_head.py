@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from quantmint.calibration.replica import load_resident
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
-from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice, layout
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 from tests.measuring import observe
 
 

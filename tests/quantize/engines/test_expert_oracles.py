@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from quantmint.calibration.observers import Observation
 from quantmint.calibration.replica import load_resident
 from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges
-from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 from tests.measuring import observe
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ import torch
 
 from quantmint.pipeline.quantize.engines.stream import gptq as gptq_module
 from quantmint.pipeline.quantize.engines.stream.gptq import compensated, factored, gptq, gptq_stack
-from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS, MX_GROUP
-from quantmint.pipeline.quantize.inspection.numbers import dequantize
+from quantmint.pipeline.quantize.schemes.registry import KERNELS, dequantize
+from quantmint.pipeline.quantize.schemes.scales import MX_GROUP
 
 ALL = ["mxfp4", "mxfp4_unsigned_zero", "ptpc_fp8", "fp8", "w4a16"]
 
@@ -188,7 +188,7 @@ def test_what_is_stored_is_the_target(kernel: str) -> None:
 def test_mxfp4_tries_the_scales_beside_the_nearest() -> None:
     """On SmolLM2 the sum of errors is 3.8 % larger without the larger one."""
     target = torch.full((MX_GROUP, 3), 0.75)
-    tried = gptq_module._tried(target, gptq_module._E2M1, torch.float32)
+    tried = gptq_module._tried(target, gptq_module._grid("mxfp4"), torch.float32)
     assert tried.tolist() == [[0.125] * 3, [0.0625] * 3, [0.25] * 3]
 
 

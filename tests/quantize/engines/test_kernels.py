@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale, ptpc_fp8
-from quantmint.pipeline.quantize.inspection.numbers import dequantize
+from quantmint.pipeline.quantize.schemes.fp8 import ptpc_fp8
+from quantmint.pipeline.quantize.schemes.registry import dequantize
+from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 
 DTYPES = [torch.bfloat16, torch.float16]
 SIXTEEN_BITS = st.integers(0, 0xFFFF)

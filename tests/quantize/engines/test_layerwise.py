@@ -20,9 +20,9 @@ from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shar
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
-from quantmint.pipeline.quantize.inspection.numbers import dequantize
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure, read_structure
+from quantmint.pipeline.quantize.schemes.registry import dequantize
 from quantmint.pipeline.recipe.schema import Quantization
 from tests.zoo.models import build
 

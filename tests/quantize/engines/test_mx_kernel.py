@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantmint.pipeline.quantize.engines.stream.kernels import E8M0_UNCERTAIN, MX_GROUP, mxfp4, mxfp4_unsigned_zero
-from quantmint.pipeline.quantize.inspection.numbers import dequantize
+from quantmint.pipeline.quantize.schemes.mx import mxfp4, mxfp4_unsigned_zero
+from quantmint.pipeline.quantize.schemes.registry import KERNELS, dequantize
+from quantmint.pipeline.quantize.schemes.scales import MX_GROUP
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,5 +87,5 @@ def test_the_exponent_of_a_group_tells_that_it_is_finite(dtype: Any) -> None:
     groups = torch.ones(len(every), MX_GROUP, dtype=dtype)
     groups[:, 3] = every
     exponents = mxfp4(groups)["weight_scale"].reshape(-1)
-    assert bool((exponents[~every.isfinite()] >= E8M0_UNCERTAIN).all())
-    assert bool((exponents[every.isfinite() & (every.float().abs() < 2.0**126)] < E8M0_UNCERTAIN).all())
+    assert bool((exponents[~every.isfinite()] >= KERNELS["mxfp4"].uncertain).all())
+    assert bool((exponents[every.isfinite() & (every.float().abs() < 2.0**126)] < KERNELS["mxfp4"].uncertain).all())

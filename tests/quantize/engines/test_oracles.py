@@ -120,7 +120,7 @@ def test_a_mixture_equals_llmcompressor_but_for_the_mask_that_it_forgets(
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
     from quantmint.calibration.replica import load_resident
-    from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale
+    from quantmint.pipeline.quantize.schemes.scales import fp8_scale
     from tests.measuring import observe
 
     ours = quantize("qwen3-moe", "compressed-tensors").checkpoint
@@ -178,7 +178,7 @@ def test_transformers_loads_what_we_write(quantize: Callable[..., Any], blocks: 
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
-    from quantmint.pipeline.quantize.inspection.numbers import dequantize
+    from quantmint.pipeline.quantize.schemes.registry import dequantize
 
     made = quantize(model, "compressed-tensors", sharded=True)
     stored = tensors(made.checkpoint)

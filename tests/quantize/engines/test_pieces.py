@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from quantmint.pipeline.quantize.engines.stream import schedule
-from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS, amax
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
+from quantmint.pipeline.quantize.schemes.registry import KERNELS
+from quantmint.pipeline.quantize.schemes.scales import amax
 
 NAMES = ("self_attn.k_proj", "mlp.up_proj", "self_attn.q_proj", "mlp.gate_proj", "self_attn.v_proj", "mlp.down_proj")
 ROWS = (1, 127, 128, 129, 384, 391)

@@ -15,13 +15,13 @@ from quantmint.calibration.encodings import decode_blocks
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.quantize.engines.stream import schedule
 from quantmint.pipeline.quantize.engines.stream.engine import Written, write_checkpoint
-from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS, kernel_name
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice
-from quantmint.pipeline.quantize.inspection.numbers import compare, dequantize
+from quantmint.pipeline.quantize.inspection.numbers import compare
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.quantize.schemes.registry import KERNELS, dequantize, kernel_name
 
 SCHEMES = ["ptpc_fp8", "fp8", "fp8_block", "mxfp4"]
 EXPERTS, HIDDEN, INNER = 3, 192, 160

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from quantmint.pipeline.base.schemes import ActivationFormat
 from quantmint.pipeline.base.schemes import scheme as row_of
-from quantmint.pipeline.quantize.engines.stream.kernels import FP8_MAX
 from quantmint.pipeline.quantize.formats.checkpoint import Reader, open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import layout_of, weight_tensors
-from quantmint.pipeline.quantize.inspection.numbers import dequantize
 from quantmint.pipeline.quantize.rounding import kv_cache, round_activations, round_fp8
+from quantmint.pipeline.quantize.schemes.registry import dequantize
+from quantmint.pipeline.quantize.schemes.scales import FP8_MAX
 from tests.serving.served.cases import MODEL
 from tests.serving.served.readings import Reading
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from quantmint.pipeline.base.machine import Host, cpu_name
-from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS
+from quantmint.pipeline.quantize.schemes.registry import KERNELS
 from quantmint.pipeline.stages.cost import CARRIED
 from quantmint.pipeline.stages.rates import known, measured, rates_for, rates_here
 

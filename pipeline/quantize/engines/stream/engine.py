@@ -24,13 +24,13 @@ from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.digest import companions
 from quantmint.pipeline.quantize.engines.algorithms import RECIPE, record
-from quantmint.pipeline.quantize.engines.stream.kernels import fp8_scale
 from quantmint.pipeline.quantize.engines.stream.plan import STATIC_ROLES, ShardPlan
 from quantmint.pipeline.quantize.engines.stream.schedule import Order, WriteShards, write_shards
 from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
 from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, torch_dtype
 from quantmint.pipeline.quantize.formats.layout import Choice, layout
 from quantmint.pipeline.quantize.inspection.numbers import Error
+from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 from quantmint.pipeline.store.disk import write_atomic
 
 

@@ -22,35 +22,23 @@ states lack already: QEP, arXiv 2504.09629).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.room import ROUNDED_AT_A_TIME
-from quantmint.pipeline.quantize.engines.stream.kernels import (
-    E2M1_MAX,
-    FP8_MAX,
-    INT4_GROUP,
-    INT4_MAX,
-    KERNELS,
-    MX_GROUP,
-    amax,
-    e8m0,
-    int4_scale,
-    pack_e2m1,
-    pack_int4,
-    to_nearest,
-)
 from quantmint.pipeline.quantize.engines.stream.schedule import many_small_workers
-from quantmint.pipeline.quantize.inspection.numbers import dequantize
+from quantmint.pipeline.quantize.schemes.elements import pack_e2m1, pack_int4, to_nearest
+from quantmint.pipeline.quantize.schemes.registry import KERNELS
+from quantmint.pipeline.quantize.schemes.scales import INT4_GROUP, MX_GROUP, amax, e8m0, int4_scale
+from quantmint.pipeline.quantize.schemes.scheme import Grid
 
 if TYPE_CHECKING:
-    from quantmint.pipeline.quantize.engines.stream.kernels import Parts
+    from quantmint.pipeline.quantize.schemes.scheme import Parts
 
 _BLOCK = 128
 """Columns that one product of matrices brings up to date."""
@@ -61,27 +49,16 @@ _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Of the scale to the nearest, that of integers may be these: what clips the largest number leaves the others finer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Element:
-    """A type of elements: bits of mantissa, exponent of the least normal number, least and largest value.
-
-    ``group`` is how many have a scale that is chosen for them; 1 where the scale is given.
-    """
-
-    mantissa: int
-    least: int
-    lowest: float
-    limit: float
-    group: int = 1
-
-
-_E4M3, _E2M1 = _Element(3, -6, -FP8_MAX, FP8_MAX), _Element(1, 0, -E2M1_MAX, E2M1_MAX, MX_GROUP)
-_INT4 = _Element(2, 2, -INT4_MAX - 1, INT4_MAX, INT4_GROUP)  # below 4 all are subnormal: steps of 1
-_ELEMENTS: Mapping[str, _Element] = MappingProxyType(
-    {"ptpc_fp8": _E4M3, "fp8": _E4M3, "mxfp4": _E2M1, "mxfp4_unsigned_zero": _E2M1, "w4a16": _INT4}
-)
-CARRIED = frozenset(_ELEMENTS)
+CARRIED = frozenset(name for name, kernel in KERNELS.items() if kernel.grid is not None)
 """Kernels that GPTQ can stand for."""
+
+
+def _grid(kernel: str) -> Grid:
+    """Return the grid of a kernel; `KeyError` where GPTQ cannot stand for it."""
+    grid = KERNELS[kernel].grid
+    if grid is None:
+        raise KeyError(kernel)
+    return grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +143,7 @@ def factored(hessian: torch.Tensor, kernel: str, *, dampening: float = 0.01, ord
     cannot be decomposed. Inputs that are always zero cost the damping alone. Not ``ordered``, columns keep their
     places. Raises `KeyError` for a kernel that GPTQ is not made for.
     """
-    group = _ELEMENTS[kernel].group
+    group = _grid(kernel).group
     diagonal = hessian.diagonal()
     mean, none = diagonal.mean(), hessian.new_empty(0)
     if not bool(hessian.isfinite().all()):
@@ -253,14 +230,15 @@ def _gptq(
     if factor.fault is not None:
         return Made(nearest, costs, costs, factor.fault)
     before = costs if target is None else _costs(source, _nearest(weight, kernel, largest), factor, kernel)
-    columns, element = _rows_of(source.mT, factor.order), _ELEMENTS[kernel]
+    columns, element = _rows_of(source.mT, factor.order), _grid(kernel)
     if element.group > 1:
         elements, scales = _rounded(columns, factor, element, None, wanted.dtype)
         numbers = _in_place(elements, factor.order)
         rows = numbers.flatten(0, -2)
-        packed = pack_int4(rows) if element is _INT4 else pack_e2m1(rows, signed_zero=False)
+        integers = element.group == INT4_GROUP
+        packed = pack_int4(rows) if integers else pack_e2m1(rows, signed_zero=False)
         packed = packed.view(*numbers.shape[:-1], -1)
-        stored = scales.to(wanted.dtype) if element is _INT4 else (scales.view(torch.int32) >> 23).to(torch.uint8)
+        stored = scales.to(wanted.dtype) if integers else (scales.view(torch.int32) >> 23).to(torch.uint8)
         groups = factor.order[..., :: element.group] // element.group
         made = {next(iter(nearest)): packed, "weight_scale": _in_place(stored, groups)}
     else:
@@ -299,7 +277,7 @@ def _costs(source: torch.Tensor, parts: Parts, factor: Factor, kernel: str) -> t
     """(w-q) H (w-q)^T of each row as it is read back, float32 [O]."""
     last = source.ndim - 2
     rows = {role: part.flatten(0, last) if part.ndim else part for role, part in parts.items()}
-    error = source - dequantize("mxfp4" if _ELEMENTS[kernel] is _E2M1 else kernel, rows).view_as(source)
+    error = source - KERNELS[kernel].decode(rows).view_as(source)
     with in_tf32():  # what is compared differs by more
         return (error @ factor.hessian).mul_(error).sum(dim=-1)
 
@@ -321,7 +299,7 @@ def _in_place(ordered: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(
-    columns: torch.Tensor, factor: Factor, element: _Element, scales: torch.Tensor | None, dtype: torch.dtype
+    columns: torch.Tensor, factor: Factor, element: Grid, scales: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round columns, float32 [I, O] in the factor's order, with scales of [1, O], or chosen ones where that is None.
 
@@ -352,10 +330,10 @@ def _rounded(
     return elements, chosen
 
 
-def _tried(target: torch.Tensor, element: _Element, dtype: torch.dtype) -> torch.Tensor:
+def _tried(target: torch.Tensor, element: Grid, dtype: torch.dtype) -> torch.Tensor:
     """Return candidate scales of a group [..., group, O]: float32 [..., n, O], first the one of RTN."""
     largest = target.abs().amax(dim=-2)
-    if element is _INT4:
+    if element.group == INT4_GROUP:
         return torch.stack([int4_scale((largest * share).to(dtype)) for share in _SHARES], dim=-2).float()
     nearest = e8m0(largest)
     # Of a scale of 2 ** -127 float32 has no normal number, and the largest element times 2 ** 127 is too much for it.
@@ -393,7 +371,7 @@ def _group(
     reach: torch.Tensor,
     price: torch.Tensor,
     scales: torch.Tensor | None,
-    element: _Element,
+    element: Grid,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a few columns [n, O] with ``scales`` [1, O], or with each that `_tried` names where that is None.

@@ -49,20 +49,21 @@ from quantmint.pipeline.quantize.engines.stream.gptq import (
     gptq_stack,
     in_tf32,
 )
-from quantmint.pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, Step
 from quantmint.pipeline.quantize.engines.stream.scaling import Reader, scale_layer
 from quantmint.pipeline.quantize.engines.stream.shard import ERRORS, error_of
 from quantmint.pipeline.quantize.formats.checkpoint import torch_dtype
 from quantmint.pipeline.quantize.formats.layout import Choice
-from quantmint.pipeline.quantize.inspection.numbers import Error, dequantize
+from quantmint.pipeline.quantize.inspection.numbers import Error
 from quantmint.pipeline.quantize.model.experts import expert_slice
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.rounding import round_activations, round_mx
+from quantmint.pipeline.quantize.schemes.registry import KERNELS, dequantize
+from quantmint.pipeline.quantize.schemes.scales import amax, fp8_scale
 from quantmint.pipeline.recipe.modules import fused_with
 
 if TYPE_CHECKING:
-    from quantmint.pipeline.quantize.engines.stream.kernels import Parts
+    from quantmint.pipeline.quantize.schemes.scheme import Parts
 
 _MADE = "made"  # a file a layer
 _STATES = "layers"  # what an interrupted run is gone on with

@@ -19,12 +19,13 @@ from math import ceil, lcm, prod
 from pathlib import Path
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.quantize.engines.stream.kernels import BLOCK, KERNELS, kernel_name
 from quantmint.pipeline.quantize.formats.checkpoint import ITEM_BITS, Checkpoint, TensorInfo, encode_header
 from quantmint.pipeline.quantize.formats.layout import Choice, StoredTensor, layout, weight_tensors
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.source import divided, whole
 from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.quantize.schemes.registry import KERNELS, kernel_name
+from quantmint.pipeline.quantize.schemes.scales import BLOCK
 from quantmint.pipeline.recipe.modules import scale_group, text_config
 
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.errors import StageError
-from quantmint.pipeline.quantize.engines.stream.kernels import BLOCK, E8M0_UNCERTAIN, KERNELS, Parts, amax
 from quantmint.pipeline.quantize.engines.stream.plan import (
     NUMBERS,
     STATIC_ROLES,
@@ -40,7 +39,10 @@ from quantmint.pipeline.quantize.engines.stream.plan import (
 from quantmint.pipeline.quantize.engines.stream.worker import Sink, Worker
 from quantmint.pipeline.quantize.formats.checkpoint import Files, torch_dtype
 from quantmint.pipeline.quantize.formats.layout import StoredTensor
-from quantmint.pipeline.quantize.inspection.numbers import Error, dequantize
+from quantmint.pipeline.quantize.inspection.numbers import Error
+from quantmint.pipeline.quantize.schemes.registry import KERNELS
+from quantmint.pipeline.quantize.schemes.scales import amax
+from quantmint.pipeline.quantize.schemes.scheme import Parts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,16 +54,8 @@ _STRIDE = 64
 def error_of(weight: torch.Tensor, made: Parts, kernel: str) -> Error:
     """Compare rows of a weight [O, I] with what a kernel made of them: all where the bus is what is waited for."""
     stride = _STRIDE if weight.device.type == "cpu" else 1
-    source, scale = weight[::stride].float(), made["weight_scale"]
-    if "fp8" not in kernel:
-        parts = {role: part[::stride] for role, part in made.items()}
-        restored = dequantize("mxfp4" if kernel.startswith("mxfp4") else kernel, parts)
-    else:
-        step = scale[::stride].unsqueeze(1) if scale.ndim == 1 else scale
-        if scale.ndim == 2:  # of blocks
-            step = scale.repeat_interleave(BLOCK // stride, 0)[: len(source)].repeat_interleave(BLOCK, 1)
-            step = step[:, : source.shape[1]]
-        restored = made["weight"][::stride].float() * step.float()
+    source = weight[::stride].float()
+    restored = KERNELS[kernel].sample(made, stride)
     # By rows in float32 and over rows in float64; one wait for a GPU, not two.
     sums = [each.square().sum(1).double().sum() for each in (source, source - restored)]
     signal, noise = torch.stack(sums).tolist()
@@ -267,7 +261,7 @@ class OpenShard:
         scale = parts["weight_scale"]
         if scale.is_floating_point():  # it was made from the largest number
             self._require_finite(step.origin, scale)
-        elif step.made is not None or (scale.numel() and int(scale.amax()) >= E8M0_UNCERTAIN):
+        elif step.made is not None or (scale.numel() and int(scale.amax()) >= kernel.uncertain):
             self._require_finite(step.origin, amax(weight))
         return parts, error if step.made is not None else error_of(weight, parts, step.kernel)
 

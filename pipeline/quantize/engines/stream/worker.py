@@ -19,9 +19,9 @@ from typing import Any
 from quantmint.calibration.encodings import decode_blocks
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.errors import StageError
-from quantmint.pipeline.quantize.engines.stream.kernels import BLOCK
 from quantmint.pipeline.quantize.engines.stream.plan import Origin, blocks
 from quantmint.pipeline.quantize.formats.checkpoint import Files, torch_dtype
+from quantmint.pipeline.quantize.schemes.scales import BLOCK
 
 _FLUSH = 16 << 20  # bytes of a file that the disk is asked to begin with together
 

@@ -1,0 +1,1 @@
+"""Quantization schemes: one module a family, each scheme one object."""

@@ -1,0 +1,151 @@
+"""Element types smaller than a byte, and FP8, by their bits: round, encode, pack, decode.
+
+>>> codes = encode_minifloat(scaled, E2M1, signed_zero=False)   # uint8 codes 0 to 15
+>>> pack_nibbles(codes)                                         # two in a byte
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.quantize.schemes.scales import FP8_MAX
+
+_NIBBLES_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ's order puts the outputs 0 to 7 of a word
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """A floating-point element type: bits of exponent and of mantissa, and its largest finite value.
+
+    ``deciding`` are the mantissa bits that decide whether the scale of a microscaling group is rounded up.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    largest: float
+    deciding: int
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element, its sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def least_exponent(self) -> int:
+        """The exponent of the smallest normal number."""
+        return 2 - (1 << (self.exponent_bits - 1))
+
+    @property
+    def max_exponent(self) -> int:
+        """The exponent of the largest finite value."""
+        return math.frexp(self.largest)[1] - 1
+
+
+# OCP Microscaling 1.0. The scale of e4m3 is decided as that of e2m1, because its largest value is 1.75 * 2 ** 8.
+E2M1 = ElementType(2, 1, 6.0, 1)
+E2M3 = ElementType(2, 3, 7.5, 3)
+E3M2 = ElementType(3, 2, 28.0, 2)
+E4M3 = ElementType(4, 3, FP8_MAX, 1)
+ELEMENT_TYPES = {"e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2, "e4m3": E4M3}
+
+
+def to_nearest(numbers: torch.Tensor, mantissa: int, least: int, *, out: torch.Tensor) -> torch.Tensor:
+    """Round float32 to ``mantissa`` bits, ties to even, at most as finely as 2 ** ``least`` is; fills ``out``.
+
+    A number is rounded to a multiple of a power of two by adding 1.5 * 2 ** 23 times that, which leaves a float32 no
+    smaller digit, and taking it away.
+    """
+    power = (numbers.view(torch.int32) & 0x7F800000).clamp_(min=(least + 127) << 23).view(torch.float32)
+    shift = 1.5 * 2.0 ** (23 - mantissa)
+    return torch.add(numbers, power, alpha=shift, out=out).sub_(power, alpha=shift)
+
+
+def encode_minifloat(scaled: torch.Tensor, element: ElementType, *, signed_zero: bool) -> torch.Tensor:
+    """Round float32 to the nearest value of an element type, ties to even, and return its codes: uint8, same shape.
+
+    Numbers beyond the largest value become it. Negative numbers that round to zero keep their sign where
+    ``signed_zero`` is set.
+    """
+    magnitude = scaled.abs().clamp_(max=element.largest)
+    rounded = to_nearest(magnitude, element.mantissa_bits, element.least_exponent, out=torch.empty_like(magnitude))
+    # Codes of subnormal and normal numbers follow each other, as the bits of a float do.
+    subnormal = rounded * 2.0 ** (element.mantissa_bits - element.least_exponent)
+    bits = rounded.view(torch.int32) >> (23 - element.mantissa_bits)
+    normal = bits - ((126 + element.least_exponent) << element.mantissa_bits)
+    code = torch.where(rounded < 2.0**element.least_exponent, subnormal.int(), normal)
+    negative = (scaled < 0) if signed_zero else (scaled < 0) & (code > 0)
+    return code.add_(negative.int() << (element.bits - 1)).to(torch.uint8)
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Pack codes of 4 bits, uint8 [O, I], two in a byte, the even column in the low bits: uint8 [O, I/2]."""
+    pairs = codes.view(codes.shape[0], codes.shape[1] // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def pack_e2m1(scaled: torch.Tensor, *, signed_zero: bool) -> torch.Tensor:
+    """Round numbers divided by their scale, float32 [O, I], to E2M1, two in a byte: uint8 [O, I/2]."""
+    return pack_nibbles(encode_minifloat(scaled, E2M1, signed_zero=signed_zero))
+
+
+def pack_six_bits(codes: torch.Tensor) -> torch.Tensor:
+    """Pack codes of 6 bits, uint8 [O, I], four in three bytes, the first in the lowest bits: uint8 [O, I*3/4]."""
+    first, second, third, fourth = codes.int().view(codes.shape[0], -1, 4).unbind(-1)
+    word = first | (second << 6) | (third << 12) | (fourth << 18)
+    return torch.stack([(word >> shift) & 255 for shift in (0, 8, 16)], dim=-1).to(torch.uint8).flatten(1)
+
+
+def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
+    """Whole numbers from -8 to 7 of any dtype, [O, I]: 8 added, eight in an int32, the first in its lowest bits."""
+    pairs = (numbers + 8).to(torch.uint8).view(numbers.shape[0], -1, 2)
+    return (pairs[..., 0] + 16 * pairs[..., 1]).view(torch.int32)
+
+
+def decode_elements(dtype: str, bits: int, stored: torch.Tensor) -> torch.Tensor:
+    """Return stored elements as float32 [O, I]; by a table of all bytes where a processor has no instruction."""
+    if dtype in ELEMENT_TYPES and bits == 6:
+        low, middle, high = stored.int().reshape(stored.shape[0], -1, 3).unbind(-1)
+        word = low | (middle << 8) | (high << 16)
+        codes = torch.stack([(word >> shift) & 63 for shift in (0, 6, 12, 18)], dim=-1).flatten(1)
+        return minifloat_values(dtype, stored.device)[codes]
+    if stored.dtype in (torch.float8_e4m3fn, torch.uint8):
+        values = _values_of_bytes(dtype, stored.device).index_select(0, stored.view(torch.uint8).reshape(-1).int())
+        return values.view(stored.shape[0], -1)
+    return stored.float()
+
+
+@cache
+def _values_of_bytes(dtype: str, device: torch.device) -> torch.Tensor:
+    """Return the values of each byte: float32 [256], or [256, 2] of two elements of 4 bits, the lowest bits first."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    if dtype == "e4m3":
+        return codes.view(torch.float8_e4m3fn).float()
+    return minifloat_values(dtype, device)[torch.stack((codes & 15, codes >> 4), dim=-1).int()]
+
+
+@cache
+def minifloat_values(dtype: str, device: torch.device) -> torch.Tensor:
+    """Return every value of an element type in float32, in the order of its codes: sign, exponent, mantissa."""
+    element = ELEMENT_TYPES[dtype]
+    steps = 2**element.mantissa_bits
+    values = []
+    for code in range(2 ** (element.bits - 1)):
+        exponent, mantissa = divmod(code, steps)
+        fraction = mantissa / steps if exponent == 0 else 1 + mantissa / steps
+        values.append(fraction * 2.0 ** (max(exponent, 1) - 1 + element.least_exponent))
+    return torch.tensor([*values, *(-value for value in values)], device=device)
+
+
+def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
+    """Return integers, float32 [O, I], of 32-bit words of eight along I, 8 added to each (see `pack_int4`)."""
+    nibbles = torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)], dim=-1)
+    return (nibbles.flatten(1) - 8).float()
+
+
+def unpack_int4_transposed(packed: torch.Tensor) -> torch.Tensor:
+    """Return integers, float32 [O, I], of [I, O/8] words in AWQ's order of nibbles, each in two's complement."""
+    nibbles = torch.stack([(packed >> (4 * place)) & 15 for place in _NIBBLES_AWQ], dim=-1).flatten(1)
+    return ((nibbles ^ 8) - 8).float().t()

@@ -1,0 +1,99 @@
+"""FP8 e4m3fn weights with a floating-point scale: per output channel, per tensor, or per block of 128 x 128.
+
+Bytes equal those of llm-compressor 0.14, which equal amd-quark 0.13's. In plain PyTorch: the same lines as C++ from
+``torch.compile`` (PyTorch 2.13) took twice as long on a CPU, and on a GPU the bus is the bound. `make bench-kernels`
+measures both again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.quantize.schemes.elements import decode_elements
+from quantmint.pipeline.quantize.schemes.scales import BLOCK, FP8_MAX, amax, fp8_scale
+from quantmint.pipeline.quantize.schemes.scheme import Grid, Kernel, Parts, WeightScheme
+
+
+def ptpc_fp8(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
+    """FP8 e4m3fn with one scale an output channel; activations get theirs per token when the model runs.
+
+    The quotient is rounded to the dtype of ``weight``, [O, I] of 16 or 32 bits, then to FP8: two roundings, which is
+    what both reference libraries do. Returns ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [O].
+    """
+    largest = amax(weight, dim=1)
+    scale = fp8_scale(largest)
+    return {"weight": _to_fp8(weight, scale.unsqueeze(1), largest.unsqueeze(1)), "weight_scale": scale}
+
+
+def fp8(weight: torch.Tensor, largest: torch.Tensor | None = None) -> Parts:
+    """FP8 e4m3fn with one scale for the whole matrix; the scale of its input comes from calibration.
+
+    ``largest`` is the largest magnitude of the whole, or of all the matrices that share its scale; None where
+    ``weight`` is the whole and not some rows. Returns ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [].
+    """
+    if largest is None:
+        largest = amax(weight)
+    scale = fp8_scale(largest)
+    return {"weight": _to_fp8(weight, scale, largest), "weight_scale": scale}
+
+
+def fp8_block(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
+    """FP8 e4m3fn with one scale a block of 128 x 128; blocks at the edges are smaller.
+
+    Returns ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [ceil(O/128), ceil(I/128)].
+    """
+    from torch.nn.functional import pad
+
+    rows, columns = weight.shape
+    padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    # By columns first: a reduction over the outer dimension is the one that vector units like.
+    by_column = amax(blocks.view(blocks.shape[0], BLOCK, -1), dim=1)
+    largest = amax(by_column.view(blocks.shape[0], blocks.shape[2], BLOCK), dim=2)
+    scale = fp8_scale(largest)
+    quotient = _to_fp8(blocks, scale[:, None, :, None], largest[:, None, :, None])
+    return {"weight": quotient.view(padded.shape)[:rows, :columns].contiguous(), "weight_scale": scale}
+
+
+def _to_fp8(weight: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    quotient = weight / scale
+    # Rounding is monotone, so the quotient of the largest is the largest quotient: it exceeds the format only where
+    # the scale is subnormal, and then all are brought back.
+    if not bool((largest / scale <= FP8_MAX).all()):
+        quotient.clamp_(-FP8_MAX, FP8_MAX)
+    return quotient.to(torch.float8_e4m3fn)
+
+
+def _decode(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Decode with scales per channel, [O] or [O, 1], or one per tensor, [] or [1]."""
+    weight, scale = decode_elements("e4m3", 8, parts["weight"]), parts["weight_scale"].float()
+    return weight * (scale.reshape(-1, 1) if scale.numel() == weight.shape[0] else scale.reshape(()))
+
+
+def _decode_blocks(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Decode with scales [O/128, I/128], rounded up."""
+    weight, scale = decode_elements("e4m3", 8, parts["weight"]), parts["weight_scale"].float()
+    rows, columns = weight.shape
+    return weight * scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+
+
+def _decode_sample(parts: Parts, stride: int) -> torch.Tensor:
+    weight, scale = parts["weight"][::stride].float(), parts["weight_scale"]
+    step = scale[::stride].unsqueeze(1) if scale.ndim == 1 else scale
+    if scale.ndim == 2:  # of blocks
+        step = scale.repeat_interleave(BLOCK // stride, 0)
+        step = step[: len(weight)].repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+    return weight * step.float()
+
+
+_GRID = Grid(3, -6, -FP8_MAX, FP8_MAX)
+_PTPC = Kernel("ptpc_fp8", ptpc_fp8, _decode, grid=_GRID, decode_sample=_decode_sample)
+_TENSOR = Kernel("fp8", fp8, _decode, whole=True, grid=_GRID, decode_sample=_decode_sample)
+_BLOCKS = Kernel("fp8_block", fp8_block, _decode_blocks, rows=BLOCK, decode_sample=_decode_sample)
+
+SCHEMES = (
+    WeightScheme("ptpc_fp8", _decode, {"compressed-tensors": _PTPC, "quark": _PTPC}, 24.0),
+    WeightScheme("fp8", _decode, {"compressed-tensors": _TENSOR, "quark": _TENSOR}, 20.0),
+    WeightScheme("fp8_block", _decode_blocks, {"compressed-tensors": _BLOCKS}, 24.0),
+)

@@ -1,0 +1,50 @@
+"""Integer weights: INT4 in groups of 128 (w4a16), INT8 per output channel (int8_w8a8)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.quantize.schemes.elements import pack_int4, unpack_int4, unpack_int4_transposed
+from quantmint.pipeline.quantize.schemes.scales import INT4_GROUP, INT4_MAX, amax, int4_scale
+from quantmint.pipeline.quantize.schemes.scheme import Grid, Kernel, Parts, WeightScheme
+
+
+def w4a16(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
+    """INT4 in groups of 128 along the input, each with a scale of the weight's dtype; activations keep 16 bit.
+
+    Returns ``weight_packed`` int32 [O, I/8], see `pack_int4`, and ``weight_scale`` [O, I/128]. I must be divisible by
+    128. The scale is a 7.5th of the largest magnitude, so that an element may be clipped by half a step.
+    """
+    groups = weight.view(weight.shape[0], -1, INT4_GROUP)
+    scale = int4_scale(amax(groups, dim=2))
+    numbers = (groups / scale.unsqueeze(2)).round_().clamp_(-INT4_MAX - 1, INT4_MAX)
+    return {"weight_packed": pack_int4(numbers.view(weight.shape)), "weight_scale": scale}
+
+
+def _decode_int4(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Decode with scales [O, I/128], or [I/128, O] of Quark's transposed layout."""
+    scale = parts["weight_scale"]
+    if "weight_packed" in parts:
+        numbers = unpack_int4(parts["weight_packed"])
+    else:
+        numbers, scale = unpack_int4_transposed(parts["weight"]), scale.t()
+    return numbers * scale.float().repeat_interleave(INT4_GROUP, dim=1)
+
+
+def _decode_int8(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Decode with scales [O] or [O, 1]."""
+    return parts["weight"].float() * parts["weight_scale"].float().reshape(-1, 1)
+
+
+_INT4 = Kernel(
+    "w4a16",
+    w4a16,
+    _decode_int4,
+    grid=Grid(2, 2, -INT4_MAX - 1, INT4_MAX, INT4_GROUP),  # below 4 all are subnormal: steps of 1
+)
+
+SCHEMES = (
+    WeightScheme("int8_w8a8", _decode_int8, {}, 20.0),
+    WeightScheme("w4a16", _decode_int4, {"compressed-tensors": _INT4}, 6.0),
+)

@@ -1,0 +1,103 @@
+"""OCP microscaling weights: elements in groups of 32 along the input, each group with a power of two (E8M0) as scale.
+
+Bytes equal those of llm-compressor 0.14 (compressed-tensors layout) and amd-quark 0.13 (Quark layout).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.quantize.schemes.elements import E2M1, decode_elements, pack_e2m1
+from quantmint.pipeline.quantize.schemes.scales import MX_GROUP, e8m0, inverse_power, power
+from quantmint.pipeline.quantize.schemes.scheme import Decode, Grid, Kernel, Parts, WeightScheme
+
+
+def mxfp4(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
+    """OCP MXFP4: E2M1 elements in groups of 32 along the input, each with a power of two as its scale (E8M0).
+
+    The exponent is that of the group's largest magnitude, rounded up from a mantissa of 1.75, less 2, the exponent of
+    E2M1's largest value. Elements go to the nearest value, ties to the even mantissa. Negative elements that round to
+    nothing keep their sign, as llm-compressor has it. I must be divisible by 32.
+
+    Returns ``weight_packed`` uint8 [O, I/2], the even column in the low nibble, and ``weight_scale`` uint8 [O, I/32].
+    """
+    return _mxfp4(weight, signed_zero=True)
+
+
+def mxfp4_unsigned_zero(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
+    """`mxfp4` as Quark has it: the tensor is called ``weight``, and zero has no sign."""
+    made = _mxfp4(weight, signed_zero=False)
+    return {"weight": made["weight_packed"], "weight_scale": made["weight_scale"]}
+
+
+def _mxfp4(weight: torch.Tensor, *, signed_zero: bool) -> Parts:
+    made = _mxfp4_of_bits(weight, signed_zero) if weight.dtype == torch.bfloat16 else None
+    return _mxfp4_of_numbers(weight, signed_zero) if made is None else made
+
+
+def _mxfp4_of_bits(weight: torch.Tensor, signed_zero: bool) -> Parts | None:
+    """MXFP4 of bfloat16 by its bits; None where a group is so small that the bits of its elements are not logarithmic.
+
+    Subtracting the scale's exponent field from an element's bits leaves 128 times its binary exponent plus its
+    mantissa, y, with y = 128 for 1.0. E2M1 has one mantissa bit, so codes of normal values (1, 1.5, 2, 3, 4, 6) are
+    y / 64 rounded to even; below lie 0.5 with y from -127 to 63, and 0.
+    """
+    rows, columns = weight.shape
+    bits = weight.view(torch.int16)
+    magnitude = bits & 0x7FFF
+    largest = magnitude.view(rows, columns // MX_GROUP, MX_GROUP).amax(dim=-1)
+    # 7 mantissa bits: adding a quarter of their range carries 1.75 into the next exponent.
+    exponent = (((largest + 32) >> 7) - E2M1.max_exponent).clamp_(min=0)
+    if bool(((exponent <= 2) & (largest > 0)).any()):
+        return None
+    base = ((exponent.clamp(min=2) << 7) - 128).unsqueeze(-1)
+    y = (magnitude.view(rows, -1, MX_GROUP) - base).view(rows, columns)
+    code = (y >> 6).bitwise_and_(1).add_(y).add_(31).bitwise_right_shift_(6)
+    below_one = (y - 64).bitwise_right_shift_(15).add_(y.add_(127).bitwise_right_shift_(15)).add_(2)  # 0, 1 or 2
+    torch.maximum(code, below_one, out=code).clamp_(max=7)
+    # The sign is bit 15 of an element and bit 3 of its code; adding 7 of 8 carries into that bit unless all is zero.
+    if signed_zero:
+        sign = magnitude.add_(0x7FFF).bitwise_and_(bits).bitwise_right_shift_(12).bitwise_and_(8)
+    else:
+        sign = torch.add(code, 7, out=y).bitwise_and_(bits >> 12).bitwise_and_(8)
+    pairs = code.bitwise_or_(sign).view(torch.int32)  # the even column is the low half
+    packed = (pairs >> 12).bitwise_or_(pairs).to(torch.uint8)
+    return {"weight_packed": packed, "weight_scale": exponent.to(torch.uint8)}
+
+
+def _mxfp4_of_numbers(weight: torch.Tensor, signed_zero: bool) -> Parts:
+    """MXFP4 of anything that float32 holds."""
+    rows, columns = weight.shape
+    groups = weight.float().view(rows, columns // MX_GROUP, MX_GROUP)
+    exponent = e8m0(groups.abs().amax(dim=-1))
+    scaled = groups * inverse_power(exponent).unsqueeze(-1)
+    packed = pack_e2m1(scaled.view(rows, columns), signed_zero=signed_zero)
+    return {"weight_packed": packed, "weight_scale": exponent.to(torch.uint8)}
+
+
+def _decode_as(dtype: str, bits: int) -> Decode:
+    """Return the decoder of elements of a type with E8M0 scales, uint8 [O, I/32]."""
+
+    def decode(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        stored = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
+        scale = power(parts["weight_scale"]).repeat_interleave(MX_GROUP, dim=1)
+        return decode_elements(dtype, bits, stored) * scale
+
+    return decode
+
+
+_FP4, _FP6_E2M3, _FP6_E3M2, _FP8 = (_decode_as(*of) for of in (("e2m1", 4), ("e2m3", 6), ("e3m2", 6), ("e4m3", 8)))
+_GRID = Grid(E2M1.mantissa_bits, E2M1.least_exponent, -E2M1.largest, E2M1.largest, MX_GROUP)
+_MXFP4 = Kernel("mxfp4", mxfp4, _FP4, grid=_GRID)
+_MXFP4_QUARK = Kernel("mxfp4_unsigned_zero", mxfp4_unsigned_zero, _FP4, grid=_GRID)
+_BOTH = {"compressed-tensors": _MXFP4, "quark": _MXFP4_QUARK}
+
+SCHEMES = (
+    WeightScheme("mxfp4", _FP4, _BOTH, 6.0),
+    WeightScheme("mxfp4_weight_only", _FP4, _BOTH, 6.0),
+    WeightScheme("mxfp4_fp8", _FP4, {"quark": _MXFP4_QUARK}, 6.0),
+    WeightScheme("mxfp6_e2m3", _FP6_E2M3, {}, 18.0),
+    WeightScheme("mxfp6_e3m2", _FP6_E3M2, {}, 16.0),
+    WeightScheme("mxfp8", _FP8, {}, 24.0),
+)

@@ -1,0 +1,37 @@
+"""All schemes and kernels by name.
+
+>>> kernel_name("mxfp4", "quark")
+'mxfp4_unsigned_zero'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.quantize.schemes import fp8, integers, mx
+from quantmint.pipeline.quantize.schemes.scheme import Kernel, WeightScheme
+
+SCHEMES: Mapping[str, WeightScheme] = MappingProxyType(
+    {scheme.name: scheme for family in (fp8, mx, integers) for scheme in family.SCHEMES}
+)
+"""Every scheme of ``pipeline/base/schemes.yaml``, by name."""
+KERNELS: Mapping[str, Kernel] = MappingProxyType(
+    {kernel.name: kernel for scheme in SCHEMES.values() for kernel in scheme.kernels.values()}
+)
+"""Every kernel of the streaming engine, by name."""
+
+
+def kernel_name(scheme: str, checkpoint_format: str) -> str:
+    """Return the kernel of a scheme's weights in a layout; `KeyError` where only libraries write it."""
+    return SCHEMES[scheme].kernels[checkpoint_format].name
+
+
+def dequantize(scheme: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Rebuild a weight of [O, I] in float32 from its stored parts, by role.
+
+    Per-channel scales are [O] or [O, 1], per-tensor ones [] or [1], block scales [O/128, I/128], MX scales E8M0 bytes
+    of [O, I/32]; those of INT4 groups are [O, I/128] or, in Quark's transposed layout, [I/128, O].
+    """
+    return SCHEMES[scheme].decode(parts)

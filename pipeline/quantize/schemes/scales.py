@@ -1,0 +1,81 @@
+"""Scales of quantized weights: floating-point ones in a weight's own dtype, and E8M0 powers of two.
+
+Magnitudes are compared as integers: without the sign bit, the bits of a floating-point number have its order. Integers
+of 16 bits are what a CPU's vector unit processes fastest.
+"""
+
+from __future__ import annotations
+
+from quantmint.calibration.lazy import torch
+
+FP8_MAX = 448.0
+"""Largest finite value of float8 e4m3fn."""
+BLOCK = 128
+"""Side of a block of fp8_block, elements."""
+MX_GROUP = 32
+"""Elements that share an MX scale."""
+INT4_GROUP = 128
+"""Elements that share a scale of w4a16."""
+INT4_MAX = 7.0
+"""Largest value of a four-bit integer; the least is -8."""
+INT8_MAX = 127.0
+"""Largest value of an eight-bit integer; the least is -128."""
+
+
+def amax(weight: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """The largest magnitude, of everything or along a dimension, in the weight's own dtype of 16 or 32 bits.
+
+    A NaN counts as larger than infinity: what is finite here is finite everywhere.
+    """
+    if not weight.numel():
+        return weight.new_zeros(() if dim is None else weight.shape[:dim])
+    integers, mask = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFFFFFF)}[weight.element_size()]
+    magnitudes = weight.view(integers) & mask
+    largest = magnitudes.amax() if dim is None else magnitudes.amax(dim=dim)
+    return largest.view(weight.dtype)
+
+
+def fp8_scale(largest: torch.Tensor) -> torch.Tensor:
+    """amax / 448 in amax's own dtype; where amax is 0, that dtype's epsilon, so that nothing divides by zero.
+
+    The scale is rounded to the dtype that it is stored in *before* anything is divided by it: what is multiplied back
+    when the model runs is the very number that was divided by. (compressed-tensors, ``calculate_qparams``.)
+    """
+    scale = largest / torch.tensor(FP8_MAX, dtype=largest.dtype, device=largest.device)
+    return torch.where(scale == 0, torch.finfo(largest.dtype).eps, scale)
+
+
+def int4_scale(largest: torch.Tensor) -> torch.Tensor:
+    """amax / 7.5 in amax's own dtype; where amax is 0, that dtype's epsilon. (compressed-tensors again.)"""
+    # By a tensor, which a CUDA graph can make: by the inverse of a number it is another quotient now and then.
+    scale = largest / largest.new_full((), INT4_MAX + 0.5)
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def int8_scale(largest: torch.Tensor) -> torch.Tensor:
+    """Return amax / 127.5 in amax's own dtype; that dtype's epsilon where amax is 0. (compressed-tensors.)"""
+    scale = largest / largest.new_full((), INT8_MAX + 0.5)
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def e8m0(largest: torch.Tensor, max_exponent: int = 2, deciding: int = 1) -> torch.Tensor:
+    """Return the E8M0 exponents of groups with these largest magnitudes in float32: int32 of the same shape.
+
+    ``max_exponent`` is the exponent of the element's largest value. The exponent is one more where the magnitude,
+    rounded to ``deciding`` bits of mantissa, is the next power of two.
+    """
+    # float32's exponent field is E8M0 already: adding half a step of the mantissa carries into the next exponent.
+    return (((largest.view(torch.int32) + (1 << (22 - deciding))) >> 23) - max_exponent).clamp_(min=0)
+
+
+def inverse_power(exponent: torch.Tensor) -> torch.Tensor:
+    """Return 2 ** (127 - exponent) in float32 of E8M0 exponents in int32, by its bits: exp2 is not exact everywhere."""
+    return ((254 - exponent) << 23).view(torch.float32)
+
+
+def power(exponent: torch.Tensor) -> torch.Tensor:
+    """Return 2 ** (exponent - 127) in float32 of E8M0 bytes; NaN for 255."""
+    # By their bits: exp2 is not exact for every integer everywhere, and ldexp runs on the current GPU alone. Of
+    # 2 ** -127 float32 has no normal number.
+    powers = torch.where(exponent == 0, 1 << 22, exponent.int() << 23).view(torch.float32)
+    return powers.masked_fill(exponent == 255, torch.nan)
