@@ -1,4 +1,4 @@
-"""Read the YAML tables that lie beside the code.
+"""Read the YAML tables in the folders of the modules that use them.
 
 >>> list(load_table(__file__, "schemes.yaml"))[:2]
 ['ptpc_fp8', 'fp8']

@@ -3,19 +3,19 @@
 ::
 
     QuantmintError                  5  something broke; the same command resumes
-    ├── UserError                   2  what was asked for is wrong: nothing was started
-    │   ├── RecipeError             2  ... and it stands in a recipe, at file:line:column
-    │   └── ManifestError           2  ... or what was named is no release (`pipeline.publish.manifest`)
+    ├── UserError                   2  a wrong argument, file or environment: nothing was started
+    │   ├── RecipeError             2  ... in a recipe, at file:line:column
+    │   └── ManifestError           2  ... an argument that is not a release (`pipeline.publish.manifest`)
     ├── StageError                  5  a stage broke
-    │   ├── ServingError            5  vLLM did not start, died or answered nonsense
-    │   │   └── RefusalError        5  ... it is there, and answered a request with an error
+    │   ├── ServingError            5  vLLM did not start, died or gave an invalid answer
+    │   │   └── RefusalError        5  ... it runs, and answered a request with an error
     │   ├── StoreError              5  the store cannot be read or written
     │   ├── DamagedError            5  a release is not what was published (`pipeline.store.files`)
     │   ├── UnstableValueError      5  a value in a fingerprint has no stable form (`pipeline.base.canonical`)
     │   └── InspectionError         1  the checkpoint is structurally wrong: it must not be served
-    └── InvalidMeasurementError     4  the numbers do not mean what they should
+    └── InvalidMeasurementError     4  a measurement is invalid and must not be judged
 
-A message is one paragraph: what was found, what was expected. ``hint`` is what to do about it.
+A message is one paragraph: the value found and the value expected. ``hint`` says what to do.
 `eval` and `calibration` know nothing of this tree: they raise their own `eval.errors.MeasurementError` and
 `calibration.errors.CalibrationError`, which the stages translate.
 """
@@ -31,10 +31,10 @@ from quantmint.pipeline.base.transience import is_transient_status
 
 SECRET = re.compile(
     r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|ACCOUNT|STORAGE|PRIVATE)_?KEY|CONNECTION_?STRING"
-    r"|WEBHOOK",  # who knows such an address may write to it
+    r"|WEBHOOK",  # the address alone allows writing to it
     re.IGNORECASE,
 )
-"""Names of variables that hold what nobody else may know."""
+"""Pattern of the names of secret environment variables."""
 _TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{12,}")
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@|(?<=\w)\?[^\s\"'<>)]*=[^\s\"'<>)]*")  # a user; a query, which may sign it
 
@@ -102,13 +102,15 @@ class InvalidMeasurementError(QuantmintError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error, the last where the first only announces it, or its type."""
+    """Return the first line of another library's error; the last line if the first ends with a colon; its type if
+    empty.
+    """
     lines = _lines_of(error)
     return lines[-1].strip() if lines[0].endswith(":") else lines[0]
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of another library's error, which of a traceback is the reason, or its type."""
+    """Return the last line of another library's error (a traceback's reason), or its type if it is empty."""
     return _lines_of(error)[-1]
 
 
@@ -117,7 +119,7 @@ def _lines_of(error: BaseException) -> list[str]:
 
 
 def redact(text: str, environment: Mapping[str, str], *secrets: str | None) -> str:
-    """Return a text for logs: without secrets of the environment, ``secrets``, tokens, and keys in addresses."""
+    """Return a text for logs with secrets replaced: the environment's, ``secrets``, tokens, and keys in addresses."""
     values = [value for name, value in environment.items() if SECRET.search(name) and len(value) >= 6]
     for value in sorted({*values, *filter(None, secrets)}, key=len, reverse=True):
         text = text.replace(value, "[secret]")
@@ -125,7 +127,7 @@ def redact(text: str, environment: Mapping[str, str], *secrets: str | None) -> s
 
 
 def shown_path(path: Path | str) -> str:
-    """Return a path as the user would type it from here; an address as it is."""
+    """Return a path relative to the working directory where it is below it; an address unchanged."""
     if isinstance(path, str) and not Path(path).is_absolute():
         return path
     try:

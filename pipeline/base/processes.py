@@ -1,12 +1,11 @@
-"""Run programs that end when this process does: children below `supervisor.py`, with their output in a file.
+"""Run child processes that end when this process does, with their output in a log file.
 
-The supervisor ends the whole process group when this process closes a pipe, which the kernel does for it even after
-SIGKILL. The environment that a child gets holds no secret.
+`supervisor.py` runs each of them: it ends the child's whole process group when this process closes a pipe, which the
+kernel does even after SIGKILL. A child's environment holds no secret that it was not given.
 
-A program that is asked questions while it runs (`conversation`) connects to a Unix socket of ours, whose name it is
-given. JSON lines go both ways; its last words, should it end in between, are in its log. The name is an abstract one of
-Linux: nothing lies on a disk, so nothing is left there after a kill. Anybody on this machine could connect to it, so
-only our own user is accepted.
+A `conversation` sends questions to a running program: JSON lines over a Unix socket whose name is the program's last
+argument. The socket has an abstract name, so that a killed process leaves no file. Every user of the machine could
+connect to it, so connections of other users are closed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import Any
 from quantmint.pipeline.base import supervisor
 from quantmint.pipeline.base.errors import SECRET, InvalidMeasurementError, StageError
 
-#: Who and where we are; libraries; which devices are ours; where compiled kernels are kept; which network to use.
+#: Variables for identity and locale, libraries, visible devices, caches of compiled kernels, and network interfaces.
 _PASSED = re.compile(
     r"""
     PATH | HOME | USER | LOGNAME | LANG | LANGUAGE | LC_\w+ | TZ | TMPDIR | LD_LIBRARY_PATH | PYTHONPATH
@@ -41,7 +40,7 @@ _PASSED = re.compile(
     re.VERBOSE,
 )
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-"""What keeps a server from looking at the network, and from telling others."""
+"""Variables that keep a server from using the Hub and from reporting usage."""
 _GRACE_S = 5.0
 _WATCH_S = 0.5
 _POLL_S = 0.2
@@ -60,11 +59,11 @@ def child_environment(ours: Mapping[str, str], planned: Mapping[str, str]) -> di
 
 
 class Child:
-    """A program that starts at once; as a context manager, it and all that it started have ended at the exit.
+    """A program that starts at once. At the exit of its context, it and all its descendants have ended.
 
-    ``grace`` are the seconds between SIGTERM and SIGKILL, ``after`` are commands that the supervisor runs when all has
-    ended, whatever ended it. Standard output goes to the log too, or to the file ``output``. The log is begun anew
-    unless ``append``.
+    ``grace`` is the time between SIGTERM and SIGKILL in seconds; ``after`` are commands that the supervisor runs after
+    the end, whatever caused it. Standard output goes to the file ``output`` if there is one, else to the log. The log
+    is overwritten unless ``append``.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Child:
 
     @property
     def supervisor_pid(self) -> int:
-        """Return the id of the process that the command, and all that it starts, is below."""
+        """Return the supervisor's process id: the command and its descendants are below it."""
         return self._supervisor.pid
 
     @property
@@ -113,20 +112,23 @@ class Child:
         return self._supervisor.poll()
 
     def log(self, most: int = _LOG_TAIL) -> str:
-        """Return the last bytes of the log, 4 MiB at most."""
+        """Return the last ``most`` bytes of the log as text (default 4 MiB)."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - most))
             return log.read().decode("utf-8", errors="replace")
 
     def let_go(self, *, hurry: bool = False) -> None:
-        """Order the command to stop, without waiting for it."""
+        """Order the command to stop, without waiting for it; ``hurry`` shortens its grace period to half a second."""
         if hurry:
             self._supervisor.send_signal(signal.SIGINT)
         if self._supervisor.stdin is not None:
             self._supervisor.stdin.close()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until every process has ended; an interrupt stops only the wait. Raises `subprocess.TimeoutExpired`."""
+        """Wait until the command and its descendants have ended; return the exit code.
+
+        Raises `subprocess.TimeoutExpired` after ``timeout`` seconds. An interrupt ends the wait, not the command.
+        """
         code = self._supervisor.wait(timeout)
         if self._supervisor.stdout is not None:
             self._supervisor.stdout.close()
@@ -140,7 +142,7 @@ class Child:
 
 
 def stop(children: Iterable[Child]) -> None:
-    """End all children at the same time; at once where Ctrl-C is the reason."""
+    """End all children at the same time and wait for them; after Ctrl-C without their full grace period."""
     ending = list(children)
     for child in ending:
         child.let_go(hurry=isinstance(sys.exception(), KeyboardInterrupt))
@@ -149,7 +151,7 @@ def stop(children: Iterable[Child]) -> None:
 
 
 def measuring_child(argv: Sequence[str], log: Path, *, env: Mapping[str, str], secrets: Collection[str] = ()) -> Child:
-    """Start a program with our environment without secrets, except those named in ``secrets``."""
+    """Start a program with our environment and ``env``; of our secrets it gets only those named in ``secrets``."""
     ours = {name: value for name, value in os.environ.items() if name in secrets or not SECRET.search(name)}
     return Child(argv, {**ours, **env}, log, grace=_GRACE_S, append=True)
 
@@ -164,10 +166,10 @@ def run_logged(
     started: Callable[[int], None] = lambda _: None,
     secrets: Collection[str] = (),
 ) -> None:
-    """Run a `measuring_child` to its end; it ends, with all that it started, whenever this function is left early.
+    """Run a `measuring_child` to its end; it is stopped, with its descendants, if an exception leaves this function.
 
-    ``watch`` is called with the end of the log twice a second, ``started`` once with the process that the program is a
-    child of. Raises `StageError` with the last lines of the log when the program fails.
+    ``watch`` is called twice a second with the end of the log, ``started`` once with the supervisor's process id,
+    ``what`` names the program in errors. Raises `StageError` with the last lines of the log if the program fails.
     """
     with measuring_child(argv, log, env=env, secrets=secrets) as child:
         started(child.supervisor_pid)
@@ -202,10 +204,10 @@ class Conversation:
     def ask(
         self, message: Mapping[str, Any], news: Callable[[Mapping[str, Any]], None] = lambda _: None
     ) -> Mapping[str, Any]:
-        """Return the reply to a message; ``news`` is called with every line that comes before it.
+        """Send a message and return the reply; ``news`` is called with every line that arrives before it.
 
-        Raises `InvalidMeasurementError` with the program's reason where it refuses, `StageError` where it ends before
-        it answers.
+        Raises `InvalidMeasurementError` with the program's reason if it refuses, and `StageError` if it ends before it
+        replies.
         """
         try:
             self._lines.write(json.dumps(message).encode() + b"\n")
@@ -227,9 +229,10 @@ class Conversation:
 def conversation(
     argv: Sequence[str], log: Path, *, what: str, env: Mapping[str, str], secrets: Collection[str] = ()
 ) -> Iterator[Conversation]:
-    """Start a program with the name of its socket, @ for the zero byte, as the last argument; it has ended at the exit.
+    """Run a program within the block and yield a `Conversation` with it; at the exit, it has ended.
 
-    ``secrets`` names the variables with tokens that it may have, ``what`` is its name in errors.
+    The program's last argument is the socket's abstract name, with @ for the zero byte. ``secrets`` names the secret
+    variables that it may have; ``what`` is its name in errors.
     """
     with ExitStack() as stack:
         with socket.socket(socket.AF_UNIX) as listener:

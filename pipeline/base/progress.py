@@ -148,5 +148,5 @@ def _quoted(text: str) -> str:
 
 
 def reporter_for(*, json: bool) -> Reporter:
-    """Bars on a terminal, lines elsewhere and with ``--json``."""
+    """Return a reporter: bars on a terminal, plain lines elsewhere and with ``--json``."""
     return PlainReporter() if json or not sys.stderr.isatty() else RichReporter()

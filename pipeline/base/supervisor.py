@@ -1,16 +1,17 @@
-"""Outlives its owner just long enough to end what it started: ``python supervisor.py OWNER_PID GRACE_S COMMAND...``.
+"""Run a command and end it when its owner ends: ``python supervisor.py OWNER_PID GRACE_S COMMAND...``.
 
-With ``--after JSON`` before the command, a list of argument lists, those run when all is over, however it came to that:
-a container is no child of the client that started it, and is ended by name. With ``--output PATH`` there, what the
-command writes to its standard output goes to that file.
+``--after JSON`` before the command is a list of argument lists to run after its end, however it ended: a container, for
+example, is not a descendant and must be stopped by name. ``--output PATH`` sends the command's standard output to a
+file.
 
 Standard input is a pipe whose other end only the owner holds. The kernel closes it however the owner ends, SIGKILL
-included; that, or a signal, is the order to stop: SIGTERM to the command's process group, and after GRACE_S seconds, or
-sooner after SIGINT, for which somebody sits and waits, SIGKILL to every descendant. The supervisor is a subreaper: a
-process that left the group or lost its parent is found.
+included. That, or a signal, is the order to stop: SIGTERM to the command's process group, then SIGKILL to every
+descendant after GRACE_S seconds, or after half a second if the signal was SIGINT. The supervisor is a subreaper, so it
+also finds processes that left the group or lost their parent.
 
-Standard output carries the command's pid. Standard error goes to its log, with the command's own output.
-Exits with the command's exit code (128 + N for signal N). Linux only, standard library only: it starts in some 20 ms.
+It prints the command's pid on standard output; its standard error goes to the log, with the command's output. It exits
+with the command's exit code (128 + N for signal N). Linux and the standard library only, so that it starts in some 20
+ms.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.2
-_GIVE_UP_S = 30.0  # a process inside a driver call cannot be killed, and waiting for ever helps nobody
+_GIVE_UP_S = 30.0  # a process inside a driver call cannot be killed; do not wait for ever
 _AFTER_S = 60.0  # for each command that tidies up
 _TRACKER_S = 0.5  # in which Python's own process frees the shared memory of those that were killed
 _HURRY_S = 0.5  # instead of GRACE_S after SIGINT; a vLLM that still loads heeds no SIGTERM
@@ -44,8 +45,8 @@ def main(owner: int, grace: float, command: list[str], after: list[list[str]], o
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _order_to_stop)
-    # PDEATHSIG: should the supervisor itself be killed, the server still hears of it.
-    # Kept until the end: an object that is dropped asks for the status of a command that has ended, and eats it.
+    # PDEATHSIG: if the supervisor itself is killed, the server still gets SIGTERM.
+    # Kept until the end: a Popen object that is garbage-collected reaps its command, and its status would be lost.
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

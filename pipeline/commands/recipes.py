@@ -88,7 +88,7 @@ def init(
     Example: quantmint recipe init models/support-3b --text manuals.md --target mi300x
     """
     from quantmint.pipeline.base.machine import Host
-    from quantmint.pipeline.recipe.draft import Wish, default_name, default_scheme, draft, write
+    from quantmint.pipeline.recipe.draft import DraftOptions, default_name, default_scheme, draft, write
     from quantmint.pipeline.recipe.faults import refuse
     from quantmint.pipeline.recipe.load import load_recipe
     from quantmint.pipeline.serving.host.detect import detect
@@ -104,7 +104,7 @@ def init(
     name = asked(name, "name", default_name(model, scheme))
     publish = asked(publish, "published to", "published")
     written = write(
-        draft(Wish(model, name, target, scheme, text, publish, gpus), folder),
+        draft(DraftOptions(model, name, target, scheme, text, publish, gpus), folder),
         prove=lambda recipe: refuse(check(load_recipe(recipe))),
     )
     if as_json:

@@ -29,7 +29,7 @@ _URL: Final = re.compile(
 
 
 class DestinationSection(Section):
-    """A place as it is named; ``name`` in the methods is that of the recipe."""
+    """A destination in a recipe; the parameter ``name`` of its methods is the recipe's name."""
 
     key: ClassVar[str]
     """Key of the recipe's section `publish`, and option of `quantmint publish`."""

@@ -1,7 +1,7 @@
 """Draft a first recipe for a user's own model: `quantmint recipe init`.
 
-A text is cut into passages; some of them, evenly spread, are held out for a task that asks for their perplexity, and
-the others calibrate. No passage is in both.
+A text is cut into passages. Evenly spread ones are held out for a perplexity task, the others calibrate; no passage
+does both.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _BASES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("mxfp4", "mxfp4_fp8", AUTO), "_base-mxfp4"),
 }
 _CHOICES: Final = ("mxfp4", "ptpc_fp8")
-"""What `scheme: auto` of a first recipe chooses from."""
+"""Schemes that `scheme: auto` of a drafted recipe chooses from."""
 _SPREAD: Final = 0.02  # nats a word, between documents: what shipped suites expect of a sound checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DraftOptions:
     """The options of a draft: ``model`` is a folder or org/name, ``publish`` a destination (None: ./published)."""
 
     model: str
@@ -62,18 +62,18 @@ def default_scheme(target: str) -> str:
     return "mxfp4" if hardware(target).arch == "gfx950" else "ptpc_fp8"
 
 
-def draft(wish: Wish, folder: Path) -> Mapping[Path, str]:
+def draft(options: DraftOptions, folder: Path) -> Mapping[Path, str]:
     """Return the text of each file of a recipe in ``folder``, by path; the recipe comes last.
 
     Raises `UserError` for a model that is neither a folder nor a repository, and for a text of too few passages.
     """
     files: dict[Path, str] = {}
     samples = 0
-    if wish.text is not None:
-        held_out, calibrating = split(passages(wish.text))
+    if options.text is not None:
+        held_out, calibrating = split(passages(options.text))
         samples = min(512, max(1, sum(len(text.split()) for text in calibrating) // 512))  # a word has a token or more
-        files |= _evaluation(wish.name, folder / f"{wish.name}-eval", wish.text.name, held_out, calibrating)
-    files[folder / f"{wish.name}.yaml"] = _recipe(wish, folder, samples)
+        files |= _evaluation(options.name, folder / f"{options.name}-eval", options.text.name, held_out, calibrating)
+    files[folder / f"{options.name}.yaml"] = _recipe(options, folder, samples)
     return files
 
 
@@ -145,25 +145,25 @@ def _evaluation(
     return {
         folder / f"{texts}.jsonl": _lines(calibrating),
         folder / f"{texts}.yaml": (
-            f"# Calibrates: {len(calibrating)} passages of {origin}; none of them is asked for by {name}-suite.\n"
+            f"# Calibrates: {len(calibrating)} passages of {origin}; {name}-suite uses none of them.\n"
             f"name: {texts}\ndescription: Passages of {origin}.\nfile: {texts}.jsonl\ntext: text\n"
         ),
         folder / f"{task}.jsonl": _lines(held_out),
         folder / f"{task}.yaml": (
-            f"# A task as lm-eval defines it: the perplexity of {len(held_out)} passages that calibrate nothing.\n"
+            f"# A task as lm-eval defines it: the perplexity of {len(held_out)} passages outside calibration.\n"
             f"task: {task}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {task}.jsonl}}}}\n"
             'test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: text\n'
             "metric_list: [{metric: word_perplexity}]\n"
         ),
         folder / f"{name}-suite.yaml": (
-            "# What decides. Add tasks of lm-eval, such as {task: gsm8k, metric: exact_match, filter: strict-match,\n"
-            "# items: 1319, data: [openai/gsm8k]}, or your own beside this file: docs/own-evaluation.md.\n"
+            "# The tasks that decide the verdict. Add lm-eval's, such as {task: gsm8k, metric: exact_match,\n"
+            "# filter: strict-match, items: 1319, data: [openai/gsm8k]}, or your own: docs/own-evaluation.md.\n"
             f"name: {name}-suite\ndescription: Prose of {origin}.\nexpected_flip_rate: 0.03\ntasks:\n"
-            f"  # A perplexity's margin is relative, and this the least of whole per cents that {count} passages\n"
-            "  # can show: the checkpoint may be so much more perplexed than the 16-bit model. Large models rise by\n"
-            "  # less than 1 % in eight bits; one of 135M parameters rose by 2.7 % in FP8, and by far more in four\n"
-            "  # bits: a small one may FAIL by its format alone. Accept that price before the first run, for a\n"
-            "  # margin that is widened after a verdict is told to every reader.\n"
+            "  # A perplexity's margin is relative: 0.02 accepts 2 % more than the 16-bit model has. This is the\n"
+            f"  # least whole per cent that {count} passages can test. Large models rise by less than 1 % in eight\n"
+            "  # bits; one of 135M parameters rose by 2.7 % in FP8 and by far more in four bits, so a small model may\n"
+            "  # FAIL by its format alone. Choose the margin before the first run: reports tell every reader of a\n"
+            "  # margin that was widened after a verdict.\n"
             f"  - {{task: {task}, metric: word_perplexity, items: {len(held_out)}, expected_spread: {_SPREAD}, "
             f"margin: {margin:.2f}}}\n"
         ),
@@ -174,34 +174,38 @@ def _lines(texts: Sequence[str]) -> str:
     return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
 
 
-def _recipe(wish: Wish, folder: Path, samples: int) -> str:
+def _recipe(options: DraftOptions, folder: Path, samples: int) -> str:
     """Return the recipe's text; ``samples`` are the calibration text's samples of 512 tokens, 0 without a text."""
-    cpu, evaluation = wish.target == "cpu", f"{wish.name}-eval"
-    base = _BASES.get(wish.scheme, "_base")
+    cpu, evaluation = options.target == "cpu", f"{options.name}-eval"
+    base = _BASES.get(options.scheme, "_base")
     lines = [
-        f"# quantmint plan {wish.name}: what this makes, and what it takes. Keys: quantmint recipe schema.",
-        f"name: {wish.name}",
-        f"description: {_own_name(wish.model)} in {wish.scheme} for {wish.gpus} x {wish.target}.",
+        f"# quantmint plan {options.name}: what this makes, and what it takes. Keys: quantmint recipe schema.",
+        f"name: {options.name}",
+        f"description: {_own_name(options.model)} in {options.scheme} for {options.gpus} x {options.target}.",
         f"extends: {base}",
         "",
-        f"source: {_source(wish.model, folder)}",
-        f"quantization: {_quantization(wish.scheme, base, cpu=cpu)}",
+        f"source: {_source(options.model, folder)}",
+        f"quantization: {_quantization(options.scheme, base, cpu=cpu)}",
     ]
-    if samples and wish.scheme != "ptpc_fp8":
+    if samples and options.scheme != "ptpc_fp8":
         lines.append(
-            f"calibration: {{set: {evaluation}/{wish.name}-texts.yaml, samples: {samples}, sequence_length: 512}}"
+            f"calibration: {{set: {evaluation}/{options.name}-texts.yaml, samples: {samples}, sequence_length: 512}}"
         )
     length, loads = (2048, ["tiny"]) if cpu else (8192, ["throughput", "latency", "tiny"])
     with suppress(OSError, ValueError, KeyError):  # a model of the Hub is held against its configuration by the plan
-        length = min(length, json.loads((Path(wish.model) / "config.json").read_bytes())["max_position_embeddings"])
+        length = min(length, json.loads((Path(options.model) / "config.json").read_bytes())["max_position_embeddings"])
     load = next((name for name in loads if max(cell.longest for cell in workloads.load(name).cells) <= length), "tiny")
-    lines.append(f"target: {{hardware: {wish.target}, gpus: {wish.gpus}, workload: {load}, max_model_len: {length}}}")
-    evaluation_keys = (
-        [] if wish.text is None else [f"suite: {evaluation}/{wish.name}-suite.yaml", f"concurrency: {8 if cpu else 64}"]
+    lines.append(
+        f"target: {{hardware: {options.target}, gpus: {options.gpus}, workload: {load}, max_model_len: {length}}}"
     )
-    if _needs_reference(wish, base):
+    evaluation_keys = (
+        []
+        if options.text is None
+        else [f"suite: {evaluation}/{options.name}-suite.yaml", f"concurrency: {8 if cpu else 64}"]
+    )
+    if _needs_reference(options, base):
         lines.append(
-            f"# vLLM for a CPU has no kernels for {wish.scheme}: transformers computes what the checkpoint means."
+            f"# vLLM for a CPU has no kernels for {options.scheme}: transformers computes what the checkpoint means."
         )
         evaluation_keys.append("runtime: reference")
     if evaluation_keys:
@@ -212,16 +216,16 @@ def _recipe(wish: Wish, folder: Path, samples: int) -> str:
             lines.append(
                 "serve: {knobs: {--dtype: float32}}  # bfloat16 is slow without AVX-512; both sides are served so"
             )
-    place = section_of(wish.publish or "published")
+    place = section_of(options.publish or "published")
     lines.append(f"publish: {place}  # only what passed; `licence: {{id: apache-2.0}}` where the model says none")
     return "\n".join(lines) + "\n"
 
 
-def _needs_reference(wish: Wish, base: str) -> bool:
+def _needs_reference(options: DraftOptions, base: str) -> bool:
     """Return whether no vLLM for a CPU serves the scheme, so that the reference runtime has to answer."""
-    names = _CHOICES if wish.scheme == AUTO else (wish.scheme,)
+    names = _CHOICES if options.scheme == AUTO else (options.scheme,)
     layout = "compressed-tensors" if base == "_base-ptpc" else "quark"
-    return wish.target == "cpu" and any(refusal("cpu", name, "auto", layout) is not None for name in names)
+    return options.target == "cpu" and any(refusal("cpu", name, "auto", layout) is not None for name in names)
 
 
 def _own_name(model: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from quantmint.pipeline.base.errors import RecipeError
 
-#: Where a value is, from the root: keys of mappings, numbers of list items.
+#: Path of a value from the root: keys of mappings, indices of list items.
 YamlPath = tuple[str | int, ...]
 
 _SHOWN = 60
@@ -27,7 +27,7 @@ class Position:
 
 
 OPTIONS = Position("options", 0, 0)
-"""Where everything stands in a recipe that is the options of a command."""
+"""Position of every value in a recipe that is made of a command's options."""
 _OPTIONS = {("quantization", "overrides"): "--override", ("calibration", "set"): "--calibration"}
 _SECTIONS = ("source", "trust_remote_code", "quantization", "calibration")
 

@@ -31,9 +31,9 @@ from quantmint.pipeline.recipe.yaml_positions import Dumper, YamlDocument, read
 
 _OWN = ("name", "description", "extends")
 _OTHER = re.compile(r"^(text|messages|turns|tasks|cells)\s*:", re.MULTILINE)
-"""What no recipe says, and each calibration set, suite or workload does that lies beside them."""
+"""Keys of calibration sets, suites and workloads, which may lie in the same folder; no recipe has them."""
 _DEFINITIONS = (("calibration", "set"), ("target", "workload"), ("evaluation", "suite"))
-"""A name of ours, or a path that is relative to the file that says it."""
+"""Fields with a shipped name, or a path relative to the file that states it."""
 _PLACES = (("source", "folder"), ("calibration", "set"), ("target", "workload"), ("serve", "tunableop"))
 PROVEN_SUITE = "quantmint/suite"
 """Folder of a release that holds the recipe's own suite, with its tasks and their data."""
@@ -150,13 +150,13 @@ def _resolved(at: YamlPath, relative: str, document: YamlDocument) -> Path:
 
 
 def choice_yaml(quantization: Quantization) -> str:
-    """Return the scheme of each module as a block that stands in a recipe."""
+    """Return the scheme and overrides as a YAML block for a recipe."""
     section = quantization.model_dump(mode="json", include={"scheme", "overrides"})
     return _yaml({"quantization": section})
 
 
 def sections_yaml(sections: Mapping[str, Any]) -> str:
-    """Return sections as a block that stands in a recipe."""
+    """Return sections as a YAML block for a recipe."""
     return _yaml(sections)
 
 

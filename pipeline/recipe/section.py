@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
 PRINTABLE = r"^[^\x00-\x1f]+$"
-"""Pattern of paths and addresses: none can hold the rest."""
+"""Pattern of paths and addresses: they cannot hold control characters."""
 
 
 def wrong(expected: str, *, actual: str = "", at: str = "") -> PydanticCustomError:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from quantmint.pipeline.base.progress import Progress
 
 Advance = Callable[[int], None]
-"""Called with the bytes that are done since the last call."""
+"""Called with the number of bytes done since the last call."""
 Pieces = Callable[[str, int], Iterator[bytes]]
-"""The bytes of a file from an offset on."""
+"""Function of a file's name and an offset: yields its bytes from there on."""
 Selection = Callable[[str], bool] | None
-"""Whether a file is needed, by its name (None: all are)."""
+"""Whether to take a file, by its name (None: take all)."""
 PARTIAL: Final = ".partial"
-"""What is put behind a file's name while it comes in."""
+"""Suffix of a file that is being downloaded."""
 _CHUNK: Final = 1 << 22  # bytes
 _FORBIDDEN = re.compile(r'[\x00-\x1f\x7f\\:*?"<>|\ud800-\udfff]')  # what a file system refuses or reads otherwise
 
@@ -75,7 +75,7 @@ def require_safe(names: Iterable[str]) -> None:
 
 
 def chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
-    """The bytes of a file from ``start`` on, in pieces."""
+    """Yield the bytes of a file from ``start`` on, in pieces of 4 MiB at most."""
     with path.open("rb") as reader:
         reader.seek(start)
         while chunk := reader.read(_CHUNK):
@@ -83,7 +83,7 @@ def chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
 
 
 def digest_of(path: Path, advance: Advance) -> str:
-    """SHA-256 in hex of a file that may be large."""
+    """Return the SHA-256 of a file in hex; ``advance`` is called with the bytes of each piece."""
     hasher = hashlib.sha256()
     for chunk in chunks(path):
         hasher.update(chunk)

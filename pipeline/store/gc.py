@@ -140,12 +140,12 @@ GRACE_S: Final = 3600.0
 QUARANTINE_S: Final = 7 * 86400.0
 ANSWERS_S: Final = 30 * 86400.0
 LAUNCHES_S: Final = 30 * 86400.0
-UNFINISHED_S: Final = 7 * 86400.0  # a run of another machine without an end: nobody quantizes for longer than this
+UNFINISHED_S: Final = 7 * 86400.0  # a run of another machine without an end counts as dead after this
 
 _AGES: Final = {  # kind -> (seconds for which it is kept anyway, why it is removed then)
     "entry": (GRACE_S, "no recent run refers to it"),
-    "half": (GRACE_S, "half-written, and nobody goes on with it"),
-    "work": (GRACE_S, "left by a stage that broke, and nobody goes on with it"),
+    "half": (GRACE_S, "half-written, and no process continues it"),
+    "work": (GRACE_S, "left by a stage that broke, and no process continues it"),
     "lock": (GRACE_S, "lock of a dead process"),
     "scrap": (GRACE_S, "temporary file of a dead process"),
     "quarantine": (QUARANTINE_S, "in quarantine for more than a week"),

@@ -3,19 +3,19 @@
 ::
 
     with Lock(root / "quantize" / "3f2a.lock") as lock:
-        ...                 # nobody else is here
-        lock.check()        # before a step that cannot be undone: is it still ours?
+        ...                 # no other process is here
+        lock.check()        # before a step that cannot be undone: raises if the lock was lost
 
-No byte-range locks: shared filesystems implement them badly or not at all. The file appears by hard link, whole,
-and says who holds it. On the holder's own machine (same boot, same pid namespace: containers share host names) the
-process table decides whether it lives, so a killed holder frees the lock at once and a suspended one keeps it. From
-elsewhere its heartbeat decides: the age of the file by the filesystem's own clock.
+There are no byte-range locks: shared filesystems implement them badly or not at all. The file is created complete, by a
+hard link, and names its holder. On the holder's own machine (same boot, same pid namespace: containers share host
+names) the process table decides whether the holder lives, so a killed holder frees the lock at once and a suspended one
+keeps it. On other machines the heartbeat decides: the age of the file by the filesystem's own clock.
 
-**Who may remove a dead holder's file.** Between judging it dead and removing it, another waiter may have replaced
-it by a live one. So whoever wants a content C gone from the name first takes the claim on C, a lock file of its own
-named after C's digest, and then looks again. A release does the same. A claim whose owner died is taken over by the
-same rule, one level deeper. What remains is the limit of every lease: a holder on another machine, paused for
-longer than ``stale_after``, wakes up beside its successor. `Lock.check` tells it.
+**Removing a dead holder's file.** After a waiter judges the file dead, another waiter may have replaced it by a live
+one. So to remove a file with content C, a process first takes the claim on C, a lock file named after C's digest, and
+then reads the file again. A release does the same. A claim whose owner died is taken over by the same rule, one level
+deeper. One limit remains, as for every lease: a holder on another machine that is paused for longer than
+``stale_after`` resumes while its successor holds the lock. `Lock.check` detects that.
 """
 
 from __future__ import annotations

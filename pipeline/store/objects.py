@@ -252,7 +252,7 @@ _REFUSALS: Final = (
     (("NoSuchBucket", "ContainerNotFound"), "there is no such bucket", "Create it first; quantmint does not."),
     (
         ("without LOCATION", "PermanentRedirect", "AuthorizationHeaderMalformed"),
-        "the bucket is in another region than was asked",
+        "the bucket is in another region than the request names",
         "Set AWS_REGION to the bucket's region.",
     ),
     (("TimeTooSkewed",), "the clock of this machine is wrong, says the server", "Set it and run again."),

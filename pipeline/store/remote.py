@@ -36,7 +36,7 @@ _WEIGHTS: Final = "checkpoint/"
 _SERVED: Final = "serve"
 _LAUNCH: Final = "launch.json"
 HERE_ONLY: Final = frozenset({"source", "quantize", "publish"})
-"""Families that stay: paths of this machine, weights, and what was published from here."""
+"""Stages that are never shared: their entries hold local paths, weights, or publications from here."""
 
 
 @dataclass(frozen=True, slots=True)

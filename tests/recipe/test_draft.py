@@ -13,7 +13,7 @@ from quantmint.eval import suites
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import table
 from quantmint.pipeline.base.schemes import table as schemes
-from quantmint.pipeline.recipe.draft import Wish, default_scheme, draft, passages, split, write
+from quantmint.pipeline.recipe.draft import DraftOptions, default_scheme, draft, passages, split, write
 from quantmint.pipeline.recipe.load import load_recipe, recipe_names
 from tests.stages.conftest import quantmint
 
@@ -73,8 +73,8 @@ def test_a_text_calibrates_or_is_judged(here: Path, quantmint: Quantmint) -> Non
 @pytest.mark.parametrize("text", [True, False])
 def test_each_scheme_is_a_recipe(here: Path, scheme: str, text: bool) -> None:
     for target in table():
-        wish = Wish("org/model", target, target, scheme, here / "manual.md" if text else None)
-        write(draft(wish, Path("recipes")))
+        options = DraftOptions("org/model", target, target, scheme, here / "manual.md" if text else None)
+        write(draft(options, Path("recipes")))
     assert default_scheme("mi355x") == "mxfp4"
 
 
@@ -92,13 +92,13 @@ def test_schemes_that_no_cpu_vllm_serves_use_the_reference_runtime(
     text = Path("recipes/mine.yaml").read_text()
     assert (f"vLLM for a CPU has no kernels for {scheme}" in text) == (not served)
     suite = Path("recipes/mine-eval/mine-suite.yaml").read_text()
-    assert "a small one may FAIL by its format alone" in suite.replace("\n  # ", " ")
+    assert "a small model may FAIL by its format alone" in suite.replace("\n  # ", " ")
 
 
 def test_all_files_are_written_or_none(here: Path) -> None:
     with pytest.raises(UserError, match="expected a folder with a model"):
-        draft(Wish("no such model", "a", "mi300x", "ptpc_fp8"), Path("recipes"))
-    broken = {**draft(Wish("model", "a", "mi300x", "ptpc_fp8", here / "manual.md"), Path("recipes"))}
+        draft(DraftOptions("no such model", "a", "mi300x", "ptpc_fp8"), Path("recipes"))
+    broken = {**draft(DraftOptions("model", "a", "mi300x", "ptpc_fp8", here / "manual.md"), Path("recipes"))}
     broken[Path("recipes/a.yaml")] += "gate: nonsense\n"
     with pytest.raises(UserError, match="gate"):
         write(broken)
