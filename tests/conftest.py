@@ -239,6 +239,7 @@ def by_llmcompressor(
             job("mxfp4_weight_only", "llama", "MXFP4A16", ids[:2], 2),
             job("w4a16", "llama", "W4A16", ids[:2], 2),
             job("int8_w8a8", "llama", "INT8", ids[:2], 2),
+            job("mxfp8", "llama", "MXFP8", ids[:2], 2),
         ]
         _by_library("llmcompressor", warm_library, jobs, root)
         return root / name
@@ -269,7 +270,10 @@ def by_quark(
             job("ptpc_fp8-kv", "ptpc_fp8", kv_cache=True),
             job("ptpc_fp8-kv-qwen3", "ptpc_fp8", model="qwen3", kv_cache=True),
             job("fp8-kv", "fp8", kv_cache=True),
-            *(job(scheme, scheme) for scheme in ("mxfp4", "mxfp4_weight_only", "mxfp4_fp8")),
+            *(
+                job(scheme, scheme)
+                for scheme in ("mxfp4", "mxfp4_weight_only", "mxfp4_fp8", "mxfp6_e2m3", "mxfp6_e3m2")
+            ),
             *(job(f"file-{scheme}", scheme, file=True) for scheme in ("fp8", "ptpc_fp8")),
         ]
         _by_library("quark", warm_library, jobs, root)

@@ -51,7 +51,7 @@ def test_a_format_without_the_scheme(load: Load) -> None:
     ("scheme", "engine", "layout", "algorithm", "expected"),
     [
         ("w4a16", "stream", "quark", "gptq", "engine stream has no w4a16 in quark, expected quark"),
-        ("int8_w8a8", "stream", "quark", "gptq", "engine stream has no int8_w8a8, expected quark"),
+        ("int8_w8a8", "stream", "quark", "gptq", "engine stream has no int8_w8a8 in quark, expected quark"),
         ("mxfp4", "stream", "quark", "awq", "engine stream has no awq for mxfp4: llmcompressor and quark have"),
         ("fp8_block", "stream", "compressed-tensors", "gptq", "no gptq for fp8_block: llmcompressor has"),
         ("mxfp6_e2m3", "quark", "quark", "gptq", "engine quark has no gptq for mxfp6_e2m3: no engine has"),

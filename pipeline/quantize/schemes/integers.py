@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.quantize.schemes.elements import pack_int4, unpack_int4, unpack_int4_transposed
-from quantmint.pipeline.quantize.schemes.scales import INT4_GROUP, INT4_MAX, amax, int4_scale
+from quantmint.pipeline.quantize.schemes.scales import INT4_GROUP, INT4_MAX, INT8_MAX, amax, int4_scale, int8_scale
 from quantmint.pipeline.quantize.schemes.scheme import Grid, Kernel, Parts, WeightScheme
 
 
@@ -20,6 +20,16 @@ def w4a16(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
     scale = int4_scale(amax(groups, dim=2))
     numbers = (groups / scale.unsqueeze(2)).round_().clamp_(-INT4_MAX - 1, INT4_MAX)
     return {"weight_packed": pack_int4(numbers.view(weight.shape)), "weight_scale": scale}
+
+
+def int8(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
+    """INT8 with one scale an output channel; activations get theirs per token when the model runs.
+
+    The scale is a 127.5th of the largest magnitude. Returns ``weight`` int8 [O, I] and ``weight_scale`` [O].
+    """
+    scale = int8_scale(amax(weight, dim=1))
+    numbers = (weight / scale.unsqueeze(1)).round_().clamp_(-INT8_MAX - 1, INT8_MAX)
+    return {"weight": numbers.to(torch.int8), "weight_scale": scale}
 
 
 def _decode_int4(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -43,8 +53,9 @@ _INT4 = Kernel(
     _decode_int4,
     grid=Grid(2, 2, -INT4_MAX - 1, INT4_MAX, INT4_GROUP),  # below 4 all are subnormal: steps of 1
 )
+_INT8 = Kernel("int8_w8a8", int8, _decode_int8)
 
 SCHEMES = (
-    WeightScheme("int8_w8a8", _decode_int8, {}, 20.0),
+    WeightScheme("int8_w8a8", _decode_int8, {"compressed-tensors": _INT8}, 20.0),
     WeightScheme("w4a16", _decode_int4, {"compressed-tensors": _INT4}, 6.0),
 )

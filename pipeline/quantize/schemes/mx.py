@@ -5,11 +5,21 @@ Bytes equal those of llm-compressor 0.14 (compressed-tensors layout) and amd-qua
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from quantmint.calibration.lazy import torch
-from quantmint.pipeline.quantize.schemes.elements import E2M1, decode_elements, pack_e2m1
-from quantmint.pipeline.quantize.schemes.scales import MX_GROUP, e8m0, inverse_power, power
+from quantmint.pipeline.quantize.schemes.elements import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    ElementType,
+    decode_elements,
+    encode_minifloat,
+    pack_e2m1,
+    pack_six_bits,
+)
+from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, MX_GROUP, amax, e8m0, inverse_power, power
 from quantmint.pipeline.quantize.schemes.scheme import Decode, Grid, Kernel, Parts, WeightScheme
 
 
@@ -87,17 +97,54 @@ def _decode_as(dtype: str, bits: int) -> Decode:
     return decode
 
 
+def mxfp8(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
+    """OCP MXFP8: E4M3 elements in groups of 32 along the input, each with a power of two as its scale (E8M0).
+
+    Returns ``weight`` float8_e4m3fn [O, I] and ``weight_scale`` uint8 [O, I/32]. I must be divisible by 32.
+    """
+    exponent, scaled = _scaled(weight, E4M3)
+    elements = scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return {"weight": elements, "weight_scale": exponent.to(torch.uint8)}
+
+
+def _mxfp6(element: ElementType) -> Callable[[torch.Tensor, torch.Tensor | None], Parts]:
+    """Return the encoder of OCP MXFP6 with elements of 6 bits."""
+
+    def encode(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
+        """Encode for Quark, where zero has no sign.
+
+        Returns ``weight`` uint8 [O, I*3/4], see `pack_six_bits`, and ``weight_scale`` uint8 [O, I/32].
+        """
+        exponent, scaled = _scaled(weight, element)
+        packed = pack_six_bits(encode_minifloat(scaled, element, signed_zero=False))
+        return {"weight": packed, "weight_scale": exponent.to(torch.uint8)}
+
+    return encode
+
+
+def _scaled(weight: torch.Tensor, element: ElementType) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the E8M0 exponents, int32 [O, I/32], and the weight divided by its scales, float32 [O, I]."""
+    rows, columns = weight.shape
+    groups = weight.view(rows, columns // MX_GROUP, MX_GROUP)
+    exponent = e8m0(amax(groups, dim=2).float(), element.max_exponent, element.deciding)
+    scaled = groups.float() * inverse_power(exponent).unsqueeze(-1)
+    return exponent, scaled.view(rows, columns)
+
+
 _FP4, _FP6_E2M3, _FP6_E3M2, _FP8 = (_decode_as(*of) for of in (("e2m1", 4), ("e2m3", 6), ("e3m2", 6), ("e4m3", 8)))
 _GRID = Grid(E2M1.mantissa_bits, E2M1.least_exponent, -E2M1.largest, E2M1.largest, MX_GROUP)
 _MXFP4 = Kernel("mxfp4", mxfp4, _FP4, grid=_GRID)
 _MXFP4_QUARK = Kernel("mxfp4_unsigned_zero", mxfp4_unsigned_zero, _FP4, grid=_GRID)
+_MXFP6_E2M3 = Kernel("mxfp6_e2m3", _mxfp6(E2M3), _FP6_E2M3, uncertain=255 - E2M3.max_exponent)
+_MXFP6_E3M2 = Kernel("mxfp6_e3m2", _mxfp6(E3M2), _FP6_E3M2, uncertain=255 - E3M2.max_exponent)
+_MXFP8 = Kernel("mxfp8", mxfp8, _FP8, uncertain=255 - E4M3.max_exponent)
 _BOTH = {"compressed-tensors": _MXFP4, "quark": _MXFP4_QUARK}
 
 SCHEMES = (
     WeightScheme("mxfp4", _FP4, _BOTH, 6.0),
     WeightScheme("mxfp4_weight_only", _FP4, _BOTH, 6.0),
     WeightScheme("mxfp4_fp8", _FP4, {"quark": _MXFP4_QUARK}, 6.0),
-    WeightScheme("mxfp6_e2m3", _FP6_E2M3, {}, 18.0),
-    WeightScheme("mxfp6_e3m2", _FP6_E3M2, {}, 16.0),
-    WeightScheme("mxfp8", _FP8, {}, 24.0),
+    WeightScheme("mxfp6_e2m3", _FP6_E2M3, {"quark": _MXFP6_E2M3}, 18.0),
+    WeightScheme("mxfp6_e3m2", _FP6_E3M2, {"quark": _MXFP6_E3M2}, 16.0),
+    WeightScheme("mxfp8", _FP8, {"compressed-tensors": _MXFP8}, 24.0),
 )

@@ -71,6 +71,8 @@ def test_compressed_tensors_equals_llmcompressor(
         ("mxfp4", "mxfp4", False),
         ("mxfp4_weight_only", "mxfp4_weight_only", False),
         ("w4a16", "w4a16", False),
+        ("mxfp8", "mxfp8", False),
+        ("int8_w8a8", "int8_w8a8", False),
     ],
 )
 def test_every_scheme_equals_llmcompressor(
@@ -94,6 +96,8 @@ def test_every_scheme_equals_llmcompressor(
         ("mxfp4", "mxfp4", False),
         ("mxfp4_weight_only", "mxfp4_weight_only", False),
         ("mxfp4_fp8", "mxfp4_fp8", False),
+        ("mxfp6_e2m3", "mxfp6_e2m3", False),
+        ("mxfp6_e3m2", "mxfp6_e3m2", False),
     ],
 )
 def test_every_scheme_equals_quark(

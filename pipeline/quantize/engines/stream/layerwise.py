@@ -328,8 +328,9 @@ class _Layers:
         kernel, scheme_name = KERNELS[str(step.kernel)], self._choice.schemes[step.name]
 
         def stored(weight: torch.Tensor) -> torch.Tensor:
-            if scheme(scheme_name).weight.scale == "e8m0":  # the same numbers, without what is packed between
-                return round_mx(weight, "e2m1")
+            row = scheme(scheme_name).weight
+            if row.scale == "e8m0":  # the same numbers, without what is packed between
+                return round_mx(weight, row.dtype)
             return dequantize(scheme_name, kernel.compute(weight, None))
 
         return Reader(self._own(module).float(), lambda rows, largest: self._served(step, largest)(rows), stored)
