@@ -12,7 +12,7 @@ from quantmint.eval.gate import GateReport
 from quantmint.eval.report.numbers import tone, unit_of
 from quantmint.eval.report.plots import (
     LETTER,
-    Grid,
+    PanelGrid,
     Row,
     colour,
     drawn,
@@ -84,7 +84,7 @@ def _path(gate: GateReport, result: Accuracy) -> Path | None:
 def paths(tasks: Sequence[Path], *, width: int, name: str) -> str:
     """Draw how each task was decided: its bounds at each look against the margin, a panel a task."""
     columns = 1 if width < 500 else 2 if width < 700 or len(tasks) in (2, 4) else 3
-    grid = Grid(width, min(columns, max(1, len(tasks))), len(tasks), 132, left=52, right=14, top=36)
+    grid = PanelGrid(width, min(columns, max(1, len(tasks))), len(tasks), 132, left=52, right=14, top=36)
     with panels(width, grid.height, grid.rows, grid.columns) as (drawing, axes):
         room = width / grid.columns - grid.right
         for axis, (result, margin, looks) in zip(grid.place(axes), tasks, strict=False):

@@ -137,7 +137,7 @@ LETTER = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class PanelGrid:
     """Panels of equal size in pixels: room for the ticks at the left of and below each, and for a title above."""
 
     width: int

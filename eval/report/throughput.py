@@ -13,7 +13,7 @@ from quantmint.eval.measurements import Launch
 from quantmint.eval.report.model import Report
 from quantmint.eval.report.numbers import signed, tone
 from quantmint.eval.report.plots import (
-    Grid,
+    PanelGrid,
     Row,
     at_values,
     colour,
@@ -113,7 +113,7 @@ def _ratios(gate: GateReport, cells: Sequence[Throughput], *, width: int, name: 
 def _speeds(shapes: Sequence[Sequence[Measured]], *, unit: str, width: int, name: str) -> str:
     """Output tokens/s against the load, one panel a shape of request: each launch a dot, lines join the medians."""
     columns = 1 if width < 500 or len(shapes) == 1 else 2
-    grid = Grid(width, columns, len(shapes), 230, left=62, right=16, top=30 if len(shapes) > 1 else 12)
+    grid = PanelGrid(width, columns, len(shapes), 230, left=62, right=16, top=30 if len(shapes) > 1 else 12)
     with panels(width, grid.height, grid.rows, grid.columns) as (drawing, axes):
         for axis, group in zip(grid.place(axes), shapes, strict=False):
             loads = [item.load for item in group]
@@ -146,7 +146,7 @@ def _speeds(shapes: Sequence[Sequence[Measured]], *, unit: str, width: int, name
 def _latencies(group: Sequence[Measured], *, unit: str, width: int, name: str) -> str:
     """Draw what a higher load costs each request, one panel a latency: solid the median, dashed the 99th percentile."""
     columns = 1 if width < 500 else min(3, len(LATENCIES))
-    grid = Grid(width, columns, len(LATENCIES), 170, left=50, right=18, top=34)
+    grid = PanelGrid(width, columns, len(LATENCIES), 170, left=50, right=18, top=34)
     said = []
     with panels(width, grid.height, grid.rows, grid.columns) as (drawing, axes):
         for axis, (field, words) in zip(grid.place(axes), LATENCIES.items(), strict=False):

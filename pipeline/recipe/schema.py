@@ -152,17 +152,17 @@ class Quantization(Section):
     """The formats of weights, activations and KV cache, and the layout of the checkpoint."""
 
     scheme: SchemeChoice
-    """Scheme of every linear layer that is neither excluded nor overridden. auto: each group of layers gets the one of
-    `from` that it was measured to do best with."""
+    """Scheme of every linear layer that is neither excluded nor overridden. auto: each group of layers gets the scheme
+    of `from` that costs it least within the budget, by measurement."""
     from_: tuple[SchemeName, ...] | None = Field(default=None, alias="from", strict=False)
-    """What `scheme: auto` chooses from, two schemes or more."""
+    """Schemes that `scheme: auto` chooses from, two or more."""
     bits: float | None = Field(default=None, gt=0)
-    """What `scheme: auto` may spend: mean bits of a weight of the decoder's quantized linear layers, scales counted."""
+    """Budget of `scheme: auto`: mean bits per weight over the decoder's quantized linear layers, scales included."""
     objective: Literal["throughput"] | None = None
-    """throughput: in the place of `bits`, the least loss that is as fast as `speedup` says, by the data sheet of
-    target.hardware for the cells of target.workload."""
+    """throughput: the budget is a speed, not `bits`. The choice has the least loss among those with the estimated
+    `speedup`, by the data sheet of target.hardware, for the cells of target.workload."""
     speedup: float | None = Field(default=None, gt=1)
-    """How many times as fast as in 16 bit the quantized linear layers must be, by that estimate."""
+    """Least speed of the quantized linear layers relative to 16 bit, by the estimate of `objective: throughput`."""
     kv_cache: Literal["auto", "fp8"] = "auto"
     """fp8: calibrated static scales for K (after RoPE) and V. auto: 16 bit, like the model."""
     kv_cache_granularity: Literal["tensor", "head"] = "tensor"
@@ -171,9 +171,10 @@ class Quantization(Section):
     format: Format = "compressed-tensors"
     """Layout of the checkpoint; vLLM reads both."""
     engine: Engine = "stream"
-    """What makes it. stream: quantmint's own, one pass over the disk. The others are libraries."""
+    """Software that quantizes. stream: quantmint's own engine, which reads the source once. The others are
+    libraries."""
     algorithm: Literal["none", "gptq", "awq", "smoothquant", "rotation", "autoround"] = "none"
-    """What is done beside rounding to the nearest. Engine stream has gptq alone."""
+    """Algorithm used instead of plain round-to-nearest. Engine stream supports only gptq."""
     gptq: Gptq | None = None
     """Parameters of `algorithm: gptq`."""
     smoothquant: SmoothQuant | None = None
@@ -181,8 +182,9 @@ class Quantization(Section):
     autoround: AutoRound | None = None
     """Parameters of `algorithm: autoround`."""
     shared_scales: bool = True
-    """Give q, k, v and gate, up one weight scale each where scales are per tensor (engine stream): vLLM runs them with
-    the largest of their scales and would round the others twice. false: the libraries' bytes."""
+    """Give q, k, v and gate, up one weight scale each where scales are per tensor (engine stream): vLLM runs a fusion
+    group with its largest scale and would round the other modules twice. false: separate scales, as the libraries
+    write."""
     exclude: tuple[ModuleName, ...] = Field(default=(), strict=False)
     """Modules left in 16 bit besides embeddings, lm_head, routers, norms, vision towers and MTP heads. Exact names, or
     re: before a regular expression that matches from the start of a name."""
@@ -276,9 +278,9 @@ class Calibration(Section):
     """Statistic of a linear layer's inputs that its scale is computed from. amax: the largest magnitude. percentile:
     the magnitude that `percentile` percent do not exceed. mse: the one with the least error in FP8."""
     kv_observer: ObserverName | None = None
-    """The same for K and V, head by head (null: like `observer`)."""
+    """Statistic of K and V, per head, that their scales are computed from (null: like `observer`)."""
     percentile: float = Field(default=99.99, gt=0, le=100)
-    """For `percentile` observers, percent."""
+    """Percent of the magnitudes that `percentile` observers keep below the scale's range."""
     kv_floor: float | None = Field(default=None, gt=0)
     """Least magnitude of K and V that a scale is made from: no scale is smaller than a 448th of it."""
     experts: ExpertTokens = "all"
@@ -287,8 +289,8 @@ class Calibration(Section):
     min_expert_tokens: int = Field(default=128, ge=1)
     """Experts that are sent fewer tokens are named in a warning; with `experts: routed` all tokens count for them."""
     mode: Literal["auto", "resident", "layer"] = "auto"
-    """resident: the whole model on each device. layer: one layer at a time. auto: what takes less memory. The ranges
-    are the same."""
+    """resident: the whole model on each device. layer: one layer at a time. auto: the one that takes less memory. The
+    measured ranges are the same."""
     activation_memory: float | None = Field(default=None, ge=0)
     """Gigabytes of host memory for hidden states in layer mode; the rest is spilled to the store (null: a quarter of
     what is free)."""
@@ -355,17 +357,17 @@ class Speculative(Section):
     model: str | None = Field(default=None, min_length=1, pattern=PRINTABLE)
     """Folder of the model that proposes; null where the served one does it by itself (mtp, ngram)."""
     tokens: int = Field(default=2, ge=1)
-    """Tokens proposed at a time. More than 2 were seen to be accepted less and to slow."""
+    """Tokens proposed at a time. In measurements, more than 2 were accepted less often and served slower."""
 
 
 class Serve(Section):
-    """Settings of the launch beside the target; `quantmint tune` prints such a section."""
+    """Settings of the launch besides `target`; `quantmint tune` prints such a section."""
 
     profile: Literal["latency", "throughput", "offline", "streaming"] | None = None
     """Purpose of the server (null: the one of the target's workload)."""
     knobs: dict[str, KnobValue] = Field(default_factory=dict)
-    """Values that replace the plan's, by the knob's name: --max-num-seqs: 256 or a variable of the environment. true is
-    a flag without a value, false leaves the knob out."""
+    """Values that replace those of the launch plan, by the name of the knob: --max-num-seqs: 256 or a variable of the
+    environment. true is a flag without a value, false leaves the knob out."""
     speculative: Speculative | None = None
     """Speculative decoding (null: none)."""
     tunableop: str | None = Field(default=None, min_length=1, pattern=PRINTABLE)

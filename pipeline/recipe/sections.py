@@ -22,12 +22,12 @@ Runtime = Literal["vllm", "reference"]
 
 
 class Evaluation(Section):
-    """The tasks that baseline and candidate both answer, and how they are asked."""
+    """The tasks that baseline and candidate both answer, and the requests' settings."""
 
     suite: str = "core"
-    """Name of a suite in eval/suites, or the path of a YAML file, whose own tasks lie beside it."""
+    """Name of a suite in eval/suites, or the path of a YAML file, whose own tasks are in the same folder."""
     limit: int | None = Field(default=None, ge=1)
-    """Use at most so many items of each task, drawn by the seed (null: all of them)."""
+    """Largest number of items of each task, drawn by the seed (null: all items)."""
     concurrency: int = Field(default=32, ge=1)
     """Requests in flight."""
     runtime: Runtime = "vllm"
@@ -117,8 +117,8 @@ class ThroughputGate(Section):
     """Confidence of the exact one-sided rank test."""
     stop_early: bool = False
     """true: launches end as soon as every cell is decided, or one is lost, and `launches` are the most, 7 of them. The
-    looks share the error, so that a series that goes on to its end shows a little less than one that was fixed. No
-    launch of an earlier run is used."""
+    looks share the error probability, so a series that runs to its end proves slightly less than a fixed one. No launch
+    of an earlier run is used."""
 
     @model_validator(mode="after")
     def _counted_out(self) -> ThroughputGate:
@@ -171,7 +171,7 @@ class Gate(Section):
 
 
 class Tracking(Section):
-    """The tracking server that the figures of a run are logged to, beside the report."""
+    """The tracking server that the figures of a run are logged to, besides the report."""
 
     mlflow: Address | None = Field(default=None, min_length=1)
     """Tracking URI of an MLflow server (null: none). A key for it is read from MLflow's own variables."""
@@ -204,8 +204,8 @@ class Licence(Section):
     link: str | None = Field(default=None, pattern=r"^(https://[^\x00-\x20]+|LICENSE[A-Za-z0-9._-]*)$")
     """Address of the licence's text, or the name of its LICENSE file."""
     accepted: bool = False
-    """The conditions of the source's licence on passing on what is made from it are known and met; asked for where a
-    licence has such conditions."""
+    """true: you know and meet the source licence's conditions on derived models. Required where a licence has such
+    conditions."""
 
 
 class Publish(Destinations):

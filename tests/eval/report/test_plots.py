@@ -11,7 +11,7 @@ from quantmint.eval.report import numbers
 from quantmint.eval.report.layers import BIT_DB, heatmap, scale, span
 from quantmint.eval.report.model import Stage
 from quantmint.eval.report.numbers import signed, unit_of
-from quantmint.eval.report.plots import HEATS, Grid, number, shorten, whole_ticks
+from quantmint.eval.report.plots import HEATS, PanelGrid, number, shorten, whole_ticks
 from quantmint.eval.report.run import _packed, command
 
 
@@ -67,7 +67,7 @@ def test_words_that_do_not_fit_keep_both_ends() -> None:
 
 
 def test_panels_of_a_grid_do_not_overlap() -> None:
-    grid = Grid(760, 3, 5, 132)
+    grid = PanelGrid(760, 3, 5, 132)
     assert (grid.rows, grid.height) == (2, 2 * (30 + 132 + 42))
 
     class Axis:
