@@ -137,7 +137,7 @@ def _schemes(
             expected, why = " or ".join(row.formats), dict(row.refused)[layout]
             yield loaded.fault(path, f"found {name} in {layout}, expected format {expected}: {why}")
             continue
-        if quantization.from_ is not None and "stream" not in row.engines:
+        if quantization.from_ is not None and row.refusal("stream", layout) is not None:
             yield loaded.fault(path, f"found {name}, expected a scheme that engine stream makes, which measures it")
             continue
         loads = partial(refusal, hardware, name, expert_schemes=of_experts & {name}, cpu_flags=cpu_flags)

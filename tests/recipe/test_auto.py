@@ -52,7 +52,7 @@ def test_faults_of_a_choice_of_schemes(message: Callable[[str], str], section: s
             "  format: compressed-tensors",
             "r.yaml:7:17: quantization.from[1]: found mxfp4_fp8 in compressed-tensors",
         ),
-        (", mxfp6_e2m3", "  format: quark", "r.yaml:7:28: quantization.from[2]: found mxfp6_e2m3, expected a scheme"),
+        (", int8_w8a8", "  format: quark", "r.yaml:7:28: quantization.from[2]: found int8_w8a8, expected a scheme"),
         ("", "  format: quark\ncalibration: null", "quantization.scheme: found auto without calibration, expected a"),
         ("", "  format: quark\n  algorithm: awq", "quantization.algorithm: engine stream has no awq for mxfp4: "),
     ],
