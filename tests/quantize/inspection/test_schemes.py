@@ -15,7 +15,10 @@ from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 PAIRS = [(name, layout) for name, row in table().items() for layout in row.formats if "stream" in row.makers(layout)]
 MODULE = "model.layers.0.mlp.down_proj"
 # What rounding to the type keeps of random weights, dB.
-EXPECTED_DB = {"ptpc_fp8": 29, "fp8": 29, "fp8_block": 29, "mxfp4": 16, "mxfp4_weight_only": 16, "mxfp4_fp8": 16}
+EXPECTED_DB = {
+    "ptpc_fp8": 29, "fp8": 29, "fp8_block": 29, "mxfp4": 16, "mxfp4_weight_only": 16, "mxfp4_fp8": 16,
+    "mxfp6_e2m3": 28, "mxfp6_e3m2": 23, "mxfp8": 29, "int8_w8a8": 38,
+}  # fmt: skip
 EXPECTED_DB |= {"w4a16": 17}
 
 
