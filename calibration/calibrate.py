@@ -57,7 +57,7 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CalibrationOutcome:
     """Ranges, and how they were taken; ``warnings`` are sentences about experts that few tokens reached."""
 
     ranges: Ranges
@@ -77,7 +77,7 @@ def calibrate(
     activation_bytes: int | None = None,
     trust_remote_code: bool = False,
     elsewhere: Places | None = None,
-) -> Outcome:
+) -> CalibrationOutcome:
     """Measure the 16-bit model in ``folder`` on batches of tokens: int64 ids of [batch, sequence], no padding.
 
     How batches are composed decides the last bit. Each of the ``devices`` has a copy of the model, or of its layer, and
@@ -98,7 +98,7 @@ def calibrate(
         decision = decide(mode, need, places, free, replicas[0].obstacle)
         watcher.say(f"{decision.mode} mode on {', '.join(places)}: {decision.reason}")
         if elsewhere is not None:
-            order = Order(
+            order = ShareOrder(
                 folder.resolve(),  # a relative path is another one elsewhere
                 work.resolve(),
                 observation,
@@ -117,7 +117,7 @@ def calibrate(
     warnings = found.warnings()
     for sentence in warnings:
         watcher.warn(sentence)
-    return Outcome(ranges_of(replicas[0], magnitudes), decision, warnings)
+    return CalibrationOutcome(ranges_of(replicas[0], magnitudes), decision, warnings)
 
 
 def _here(
@@ -156,7 +156,7 @@ def _here(
     return found
 
 
-def _by_shares(elsewhere: Places, order: Order, batches: Sequence[torch.Tensor], watcher: Watcher) -> Measurement:
+def _by_shares(elsewhere: Places, order: ShareOrder, batches: Sequence[torch.Tensor], watcher: Watcher) -> Measurement:
     shares = prepared(order, batches, len(elsewhere.free))
     missing = [share for share in shares if not is_finished(order, share)]
     if len(missing) < len(shares):
@@ -176,7 +176,7 @@ _BATCHES = "batches.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ShareOrder:
     """The settings of all shares; ``folder`` of the model and ``work`` lie where every machine sees them.
 
     ``threads`` are PyTorch's on a CPU, 0 where GPUs compute: how a product is cut among them may decide its last bit.
@@ -210,7 +210,7 @@ class Places(Protocol):
     def free(self) -> Mapping[str, int]:
         """Bytes that are free, by the name of each place: a GPU, or a machine that computes on its CPU."""
 
-    def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
+    def measure(self, order: ShareOrder, shares: Sequence[Share]) -> Iterator[Share]:
         """Have each measured by `measure_share`, and give it when it is finished."""
 
 
@@ -220,7 +220,7 @@ def split(count: int, places: int, mode: Literal["resident", "layer"]) -> tuple[
     return tuple(tuple(range(turn, count, shares)) for turn in range(shares))
 
 
-def prepared(order: Order, batches: Sequence[torch.Tensor], places: int) -> tuple[Share, ...]:
+def prepared(order: ShareOrder, batches: Sequence[torch.Tensor], places: int) -> tuple[Share, ...]:
     """Write what the machines need. A split that an earlier run of this work began with is kept: so are its shares,
     where they were computed as these are to be.
 
@@ -246,7 +246,7 @@ def prepared(order: Order, batches: Sequence[torch.Tensor], places: int) -> tupl
     )
 
 
-def is_finished(order: Order, share: Share) -> bool:
+def is_finished(order: ShareOrder, share: Share) -> bool:
     """Whether a share was measured, by this run or an earlier one.
 
     The folder is listed: of a name that was asked for in vain, a network filesystem says for a while that there is
@@ -256,7 +256,7 @@ def is_finished(order: Order, share: Share) -> bool:
         return _final(order, share) in order.work.iterdir()
 
 
-def measure_share(order: Order, share: Share, device: str) -> None:
+def measure_share(order: ShareOrder, share: Share, device: str) -> None:
     """Measure a share on a device of this machine, and keep what was seen in the order's work folder.
 
     In resident mode the model stays loaded for the next share. Raises `CalibrationError` as
@@ -296,7 +296,7 @@ def measured(
     return run_layers(one, batches, observation, activations, advance)
 
 
-def joined(order: Order, shares: Sequence[Share]) -> Measurement:
+def joined(order: ShareOrder, shares: Sequence[Share]) -> Measurement:
     """Return the sum of all shares. Raises `CalibrationError` where one of them cannot be seen or read."""
     found = Measurement(order.observation)
     for share in shares:
@@ -312,5 +312,5 @@ def _loaded(folder: Path, device: str, *, trust_remote_code: bool) -> Replica:
     return load_resident(folder, device, trust_remote_code=trust_remote_code)
 
 
-def _final(order: Order, share: Share) -> Path:
+def _final(order: ShareOrder, share: Share) -> Path:
     return order.work / f"share-{share.number:05}.pt"

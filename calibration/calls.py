@@ -207,7 +207,7 @@ def loop_of(model: Any) -> Loop:
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
     reasons: list[NotReplayableError] = []
     for length in _LENGTHS:
-        run = _Run(model, layers, length, {})
+        run = _LayerRun(model, layers, length, {})
         try:
             with torch.inference_mode(), _answering_no():
                 states, _ = run.play(tokens)
@@ -251,7 +251,7 @@ def record(replica: Replica, batches: Iterable[torch.Tensor]) -> Iterator[tuple[
     loop = replica.walkable
     for batch in batches:
         with torch.inference_mode():
-            tape = _Run(replica.model, loop.layers, loop.length, pool).play(batch.to(replica.device))
+            tape = _LayerRun(replica.model, loop.layers, loop.length, pool).play(batch.to(replica.device))
         yield tape
 
 
@@ -273,7 +273,7 @@ _Pool = dict[tuple[int, "torch.dtype", "torch.Size"], "torch.Tensor"]
 and of all batches are the same, and so are position embeddings."""
 
 
-class _Run:
+class _LayerRun:
     """One run of a model in whose layers' place recorders return hidden states, or tuples that begin with them."""
 
     def __init__(self, model: Any, layers: Sequence[str], length: int, pool: _Pool) -> None:

@@ -1,7 +1,7 @@
 """X^T X of what enters linear modules, batch by batch, and what the 16-bit model has more there.
 
 A layer's modules are taken in turns (`Way`), and a turn needs no more of a forward than what enters its modules: it
-ends there. What one turn has run is not run again by the next ones, as far as there is room (`Kept`): a part of the
+ends there. What one turn has run is not run again by the next ones while there is room (`KeptTensors`): a part of the
 layer whose result is a linear module's, as attention's is that of `o_proj`, answers with what it made of the batch.
 """
 
@@ -92,7 +92,7 @@ class Enough(Exception):  # noqa: N818 - nothing is wrong
     """All that was to be seen of a layer was seen."""
 
 
-class Kept:
+class KeptTensors:
     """Intermediate tensors of a batch within a layer, kept for reuse; at most ``room`` bytes in all."""
 
     def __init__(self, way: Way, room: int) -> None:
@@ -143,7 +143,7 @@ class Kept:
 class Sums:
     """X^T X by the first module that an input meets, of the modules of a turn, and what the 16-bit model has more."""
 
-    def __init__(self, way: Way, modules: Sequence[str], kept: Kept) -> None:
+    def __init__(self, way: Way, modules: Sequence[str], kept: KeptTensors) -> None:
         self._way, self._modules, self._kept = way, frozenset(modules), kept
         self._found: dict[str, Inputs] = {}
         self._first: dict[str, str] = {}  # by module

@@ -33,7 +33,7 @@ from quantmint.calibration.weights import held
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ModuleChange:
     """Another form of some ``modules``, by the model's own names, which they have in the context that it makes."""
 
     name: str
@@ -42,7 +42,7 @@ class Change:
 
 
 Tensors = Mapping[str, "torch.Tensor"]
-Changes = Callable[[str, Tensors, Callable[[], Tensors]], Sequence[Change]]
+Changes = Callable[[str, Tensors, Callable[[], Tensors]], Sequence[ModuleChange]]
 """Takes the name of a layer, the largest magnitude of each linear module's inputs there by name on disk, and what
 measures X^T X of the inputs [tokens, in_features] of each, by the model's own names: another pass through the layer."""
 
@@ -70,7 +70,7 @@ def measure(
     layers = replica.walkable.layers
     batches = [sample.unsqueeze(0) for sample in samples]
     identity = digest_of([facts, sorted(replica.owned.items())], batches)
-    kept = _Kept(work, identity)
+    kept = _KeptStates(work, identity)
     output = language_model(replica.model).get_output_embeddings()
     head = next(name for name, module in replica.model.named_modules() if module is output)
     with replica.around(layers, *held(replica.model, head)):
@@ -304,7 +304,7 @@ def _wide(calls: list[list[Call]]) -> list[list[Call]]:
     return [[call.mapped(wide) for call in of_sample] for of_sample in calls]
 
 
-class _Kept:
+class _KeptStates:
     """Tensors of all samples between two layers, with a few facts, in a file each that is there when it is whole."""
 
     def __init__(self, folder: Path, identity: str) -> None:

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from quantmint.calibration.activations import Activations, States
 from quantmint.calibration.caches import empty_cache
 from quantmint.calibration.experts import ExpertSums, rounding_experts, stacks
-from quantmint.calibration.hessians import Enough, Inputs, Kept, Rounding, Sums, Way
+from quantmint.calibration.hessians import Enough, Inputs, KeptTensors, Rounding, Sums, Way
 from quantmint.calibration.hooks import entering, following
 from quantmint.calibration.layers import PARTS, Walk
 from quantmint.calibration.lazy import torch
@@ -45,7 +45,7 @@ _ALIKE = 0.02  # share of what a layer adds that may be lost to the rounding of 
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class InputSample:
     """A sample of a module's inputs: some ``rows``, [n, I] in the model's dtype, and the ``largest`` magnitude of each
     channel over all tokens that were run, float32 [I]."""
 
@@ -53,7 +53,7 @@ class Seen:
     largest: torch.Tensor
 
 
-Look = Callable[[Sequence[str], Sequence[str], bool], Mapping[str, Seen]]
+Look = Callable[[Sequence[str], Sequence[str], bool], Mapping[str, InputSample]]
 """Takes modules whose inputs are to be seen, others whose outputs are, and whether all batches are run for it: a few
 are enough for rows."""
 Fold = Callable[[int, Look], None]
@@ -100,7 +100,7 @@ def run_sequential(
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _BatchShare:
     """The batches of a device, by number, with the 16-bit weights of its layer, the way through that, and what is kept
     of batches there. ``parts`` are the same batches by the number of their part."""
 
@@ -109,7 +109,7 @@ class _Share:
     parts: Mapping[int, Sequence[int]]
     original: Mapping[str, torch.Tensor]
     way: Way
-    kept: Kept
+    kept: KeptTensors
 
 
 class _Sequential(Walk):
@@ -135,13 +135,13 @@ class _Sequential(Walk):
             way = self._way(layer, linear) if self._beside and linear else Way([list(linear)])
             room = self.activations.spare(self.replica.device) // len(self.replicas)
             shares = [
-                _Share(
+                _BatchShare(
                     one,
                     numbers,
                     dict(list(enumerate(self.parts))[turn :: len(self.replicas)]),
                     {each: one.model.get_parameter(each) for each in weights},
                     way,
-                    Kept(way, room),
+                    KeptTensors(way, room),
                 )
                 for turn, (one, numbers) in enumerate(zip(self.replicas, self.dealt, strict=True))
             ]
@@ -155,7 +155,7 @@ class _Sequential(Walk):
         self.leave(layer)
 
     def _sums(
-        self, share: _Share, *, layer: int, linear: Mapping[str, Rounding], turn: Sequence[str], whole: bool
+        self, share: _BatchShare, *, layer: int, linear: Mapping[str, Rounding], turn: Sequence[str], whole: bool
     ) -> Sums:
         """Return the inputs of a turn's modules; the 16-bit model's layer is run as a ``whole`` once."""
         sums, one = Sums(share.way, turn, share.kept), share.replica
@@ -172,7 +172,7 @@ class _Sequential(Walk):
             sums.end_batch()
         return sums
 
-    def _leave(self, share: _Share, *, layer: int, linear: Mapping[str, Rounding], experts: Sequence[str]) -> None:
+    def _leave(self, share: _BatchShare, *, layer: int, linear: Mapping[str, Rounding], experts: Sequence[str]) -> None:
         """Take batches through the layer with its new weights."""
         sums, one = Sums(share.way, [], share.kept), share.replica
         for number in share.numbers:
@@ -196,7 +196,7 @@ class _Sequential(Walk):
         layer: int,
         experts: Sequence[str],
         linear: Mapping[str, Rounding],
-        shares: Sequence[_Share],
+        shares: Sequence[_BatchShare],
         solve: Solve,
     ) -> None:
         """Give the stacked experts of a layer their weights, whose other modules have theirs: a stack after the other.
@@ -207,7 +207,7 @@ class _Sequential(Walk):
         for name in experts:  # a copy gets the new weights
             _set(model, name, model.get_parameter(name).detach().clone())
 
-        def see(share: _Share, name: str, numbers: range) -> ExpertSums:
+        def see(share: _BatchShare, name: str, numbers: range) -> ExpertSums:
             of_experts, one = ExpertSums(name, numbers), share.replica
             sums = Sums(share.way, [], share.kept)
             for number in share.numbers:
@@ -239,7 +239,7 @@ class _Sequential(Walk):
         with ThreadPoolExecutor(len(shares)) as pool:
             return list(pool.map(there, shares))
 
-    def _joined(self, work: Callable[[_Share], _Summed], shares: Sequence[_Share]) -> _Summed:
+    def _joined(self, work: Callable[[_BatchShare], _Summed], shares: Sequence[_BatchShare]) -> _Summed:
         """Return the sums over all parts on the first device, added in the order of the parts.
 
         Each device sums one part after the other, and waits with its result until those before it are added: so one
@@ -264,7 +264,7 @@ class _Sequential(Walk):
                 added.notify_all()
                 return True
 
-        def sum_parts(share: _Share) -> None:
+        def sum_parts(share: _BatchShare) -> None:
             try:
                 for part, numbers in share.parts.items():
                     if not add(part, work(replace(share, numbers=numbers))):
@@ -345,7 +345,7 @@ class _Sequential(Walk):
         self._ways[kind] = name, Way(by_turn, frozenset(alone if adds else ()), ends)
         return self._ways[kind][1]
 
-    def _seen(self, layer: int, inputs: Sequence[str], outputs: Sequence[str], whole: bool) -> dict[str, Seen]:
+    def _seen(self, layer: int, inputs: Sequence[str], outputs: Sequence[str], whole: bool) -> dict[str, InputSample]:
         rows: dict[str, dict[int, torch.Tensor]] = {name: {} for name in (*inputs, *outputs)}
         few = -(-_SAMPLES // self.batches[0].shape[0])
         step = 1 if whole else max(1, len(self.calls) // few)
@@ -377,7 +377,7 @@ class _Sequential(Walk):
 
         found = self._each(see, list(zip(self.replicas, looked, strict=True)))
         return {
-            name: Seen(
+            name: InputSample(
                 torch.cat([of[number] for number in sorted(of)]),
                 torch.stack([each[name] for each in found if name in each]).amax(0),
             )

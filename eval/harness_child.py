@@ -38,7 +38,7 @@ Model = Callable[[Mapping[str, Any], Callable[[int], None], Callable[[int], None
 """A model of lm-eval from its arguments, and from what is told of requests as they come to be and are done."""
 
 
-class Harness:
+class TaskHarness:
     """lm-eval with its model and the tasks that were loaded."""
 
     def __init__(self, opening: Mapping[str, Any], tell: Tell, model: Model | None = None) -> None:
@@ -230,12 +230,12 @@ class Session:
 
     def __init__(self, model: Model | None = None) -> None:
         self._model = model
-        self._harness: Harness | None = None
+        self._harness: TaskHarness | None = None
 
     def reply(self, what: str, given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         """The reply to a message. Raises `MeasurementError` where what was asked for cannot be measured."""
         if what == "open":
-            self._harness = Harness(given, tell, self._model)
+            self._harness = TaskHarness(given, tell, self._model)
             return {}
         assert self._harness is not None  # noqa: S101 - "open" is the first message
         if what == "load":

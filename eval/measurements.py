@@ -53,7 +53,7 @@ class CellResult(Part):  # earlier records have the most requests in flight, too
 
 
 @dataclass(frozen=True, slots=True)
-class Machine(Record):
+class MachineState(Record):
     """The accelerators (on a CPU server: the cores) while the cells of a launch ran; None where nothing tells.
 
     `clock_mhz` is the median clock under load, `clock_mhz_low` its 5th percentile, `temperature_c` the highest
@@ -91,7 +91,7 @@ class Launch(Record):
     kv_cache_dtype: str | None
     started_seconds: float
     client_cpu: float | None
-    machine: Machine
+    machine: MachineState
     started: str | None = None
     attention_backend: str | None = None
     faults: tuple[str, ...] = ()
@@ -248,7 +248,7 @@ Both = tuple[SampleSet, SampleSet]
 
 
 @dataclass(frozen=True, slots=True)
-class Structure(Record):
+class StructureCheck(Record):
     """Verdict of the inspection of the checkpoint's files, with one sentence for each reason."""
 
     verdict: Verdict
@@ -270,7 +270,7 @@ class Measurements(Record):
     """
 
     artefact: str
-    structure: Structure
+    structure: StructureCheck
     baseline: Server
     candidate: Server
     samples: Mapping[str, Both] = field(default_factory=dict)

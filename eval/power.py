@@ -138,7 +138,7 @@ def more_items(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PlannedOutcome:
     """Chances of PASS and of FAIL over all looks, and the items that are asked on average, since clear cases stop."""
 
     passes: float
@@ -148,7 +148,7 @@ class Outcome:
 
 def outcome(
     items: int, looks: int, margin: float, flip_rate: float, difference: float = 0.0, confidence: float = 0.95
-) -> Outcome:
+) -> PlannedOutcome:
     """Return the chances of a planned evaluation of 0/1 scores where `difference` is true.
 
     >>> found = outcome(14042, 4, margin=0.01, flip_rate=0.04)
@@ -170,7 +170,7 @@ def outcome(
         total += running * (count - before)
         passes += up
         running -= up + down
-    return Outcome(passes, 1 - running - passes, total)
+    return PlannedOutcome(passes, 1 - running - passes, total)
 
 
 def mean_passes(items: int, margin: float, deviation: float, confidence: float = 0.95, looks: int = 1) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 from quantmint.eval import record
 from quantmint.eval.canary import Canary
 from quantmint.eval.gate import GateReport, Policy, judge
-from quantmint.eval.measurements import CellResult, Launch, Machine, Measurements, Server, Structure
+from quantmint.eval.measurements import CellResult, Launch, MachineState, Measurements, Server, StructureCheck
 from quantmint.eval.samples import Sample, SampleSet
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.canonical import fingerprint
@@ -101,10 +101,10 @@ class Checkpoint:
                 for name, factor in self.speeds.items()
             }
             tokens = 1_262_352 * (1 if side == "baseline" else 2)
-            launches.append(Launch(side, number, cells, tokens, "auto", 40.0, 0.3, Machine()))  # type: ignore[arg-type]
+            launches.append(Launch(side, number, cells, tokens, "auto", 40.0, 0.3, MachineState()))  # type: ignore[arg-type]
         return Measurements(
             artefact=digest(self.name),
-            structure=Structure(self.structure),
+            structure=StructureCheck(self.structure),
             baseline=Server("0.32.0", argv=argv, env={}, **place),
             candidate=Server("0.32.0", argv=argv, env={}, faults=self.faults, **place),
             samples=samples,

@@ -31,7 +31,7 @@ Place = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Size(Part):
+class _ComparedSize(Part):
     baseline_bytes: Annotated[int, Field(gt=0)]
     candidate_bytes: Annotated[int, Field(gt=0)]
 
@@ -42,7 +42,7 @@ class _Digests(Part):
 
 
 @dataclass(frozen=True, slots=True)
-class Report(Part):
+class ComparedReport(Part):
     """A checkpoint with its judgement: what a comparison takes from its report, whose fields have these names.
 
     `answers` maps a task to the candidate's samples: empty where the gate's record is not at hand, which `unread` then
@@ -54,7 +54,7 @@ class Report(Part):
     scheme: str
     created: str
     digests: _Digests
-    size: _Size
+    size: _ComparedSize
     gate: GateReport
     kv_tokens: Mapping[str, int] = field(default_factory=dict)
     launches: tuple[Launch, ...] = ()
@@ -91,7 +91,7 @@ class Report(Part):
         return next((found for found in self.gate.throughput if found.cell == cell), None)
 
 
-def read(report: Path, record: Path | None) -> Report:
+def read(report: Path, record: Path | None) -> ComparedReport:
     """Read a `report.json`, with the `gate.json` of the same judgement where there is one.
 
     Raises `MeasurementError` that names what the report lacks. A record that cannot be read, or that is of another
@@ -116,10 +116,10 @@ def read(report: Path, record: Path | None) -> Report:
     return replace(contender, answers=answers, unread=None)
 
 
-def from_report(data: Any, origin: Path) -> Report:
+def from_report(data: Any, origin: Path) -> ComparedReport:
     """Take from a report what a comparison needs; raises `MeasurementError` that names the missing part."""
     try:
-        return Report.from_json(data)
+        return ComparedReport.from_json(data)
     except MeasurementError as error:
         raise MeasurementError(f"{origin}: not a report of this version: {error}") from error
 
@@ -167,14 +167,14 @@ class Mark:
     """
 
     letter: str
-    contender: Report
+    contender: ComparedReport
     worst: Accuracy | None
     slowest: Throughput | None
     on_front: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ComparedGroup:
     """The contenders that were judged against one baseline.
 
     `tasks` are all of theirs, each with its metric; `speeds` the cells that were measured in each place.
@@ -193,21 +193,21 @@ class Group:
 class Comparison:
     """All that the page and the terminal show. `warnings` come before any figure."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ComparedGroup, ...]
     warnings: tuple[str, ...]
 
 
-def side_by_side(contenders: Sequence[Report], confidence: float = 0.95) -> Comparison:
+def side_by_side(contenders: Sequence[ComparedReport], confidence: float = 0.95) -> Comparison:
     """Put contenders side by side, lettered in their order; `confidence` is that of the direct differences."""
     lettered = [(f"{ascii_uppercase[n % 26]}{n // 26 or ''}", contender) for n, contender in enumerate(contenders)]
-    baselines: dict[str, list[tuple[str, Report]]] = {}
+    baselines: dict[str, list[tuple[str, ComparedReport]]] = {}
     for name, contender in lettered:
         baselines.setdefault(contender.baseline, []).append((name, contender))
     groups = tuple(_group(members, confidence) for members in baselines.values())
     return Comparison(groups, tuple(_warnings(lettered, groups)))
 
 
-def _group(members: Sequence[tuple[str, Report]], confidence: float) -> Group:
+def _group(members: Sequence[tuple[str, ComparedReport]], confidence: float) -> ComparedGroup:
     contenders = [contender for _, contender in members]
     shared = _shared_tasks(contenders)
     worst = [_worst(contender, shared) for contender in contenders]
@@ -223,7 +223,7 @@ def _group(members: Sequence[tuple[str, Report]], confidence: float) -> Group:
         for (name, contender), result, cell, best in zip(members, worst, slowest, front(scores), strict=True)
     )
     answers = {number: c.answers for number, c in enumerate(contenders) if c.answers}
-    return Group(
+    return ComparedGroup(
         model=contenders[0].model,
         baseline=contenders[0].baseline,
         marks=marks,
@@ -237,24 +237,24 @@ def _group(members: Sequence[tuple[str, Report]], confidence: float) -> Group:
     )
 
 
-def _gated(contender: Report) -> dict[tuple[str, str], Accuracy]:
+def _gated(contender: ComparedReport) -> dict[tuple[str, str], Accuracy]:
     margins = contender.gate.policy.margins
     found = contender.gate.accuracy
     return {(r.task, r.metric): r for r in found if r.task in margins and r.recovery is not None}
 
 
-def _shared_tasks(contenders: Iterable[Report]) -> frozenset[tuple[str, str]]:
+def _shared_tasks(contenders: Iterable[ComparedReport]) -> frozenset[tuple[str, str]]:
     """Gated tasks that every contender with any accuracy was asked: only these rank them."""
     asked = [frozenset(found) for c in contenders if (found := _gated(c))]
     return frozenset.intersection(*asked) if asked else frozenset()
 
 
-def _worst(contender: Report, shared: frozenset[tuple[str, str]]) -> Accuracy | None:
+def _worst(contender: ComparedReport, shared: frozenset[tuple[str, str]]) -> Accuracy | None:
     found = [result for key, result in _gated(contender).items() if key in shared]
     return min(found, key=lambda result: result.recovery or 0.0, default=None)
 
 
-def _slowest(contenders: Sequence[Report]) -> list[Throughput | None]:
+def _slowest(contenders: Sequence[ComparedReport]) -> list[Throughput | None]:
     """Each one's least ratio over the cells that all contenders measured in the same place share."""
     found: list[Throughput | None] = []
     for contender in contenders:
@@ -266,7 +266,7 @@ def _slowest(contenders: Sequence[Report]) -> list[Throughput | None]:
     return found
 
 
-def _warnings(lettered: Sequence[tuple[str, Report]], groups: Sequence[Group]) -> Iterable[str]:
+def _warnings(lettered: Sequence[tuple[str, ComparedReport]], groups: Sequence[ComparedGroup]) -> Iterable[str]:
     if len(groups) > 1:
         members = [", ".join(mark.letter for mark in group.marks) for group in groups]
         parts = "; ".join(f"{n} against {g.model} ({g.baseline[:20]})" for n, g in zip(members, groups, strict=True))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantmint.eval.accuracy import better
-from quantmint.eval.comparison.model import Comparison, Group, Mark, where
+from quantmint.eval.comparison.model import ComparedGroup, Comparison, Mark, where
 from quantmint.eval.report.accuracy import changes
 from quantmint.eval.report.page import environment
 from quantmint.eval.report.plots import Spot, drawn, plane
@@ -27,7 +27,7 @@ def render(comparison: Comparison) -> str:
     )
 
 
-def _plots(group: Group, index: int) -> dict[str, Any]:
+def _plots(group: ComparedGroup, index: int) -> dict[str, Any]:
     found: dict[str, Any] = {"planes": []}
     for name, kinds in (("forest", ("binary", "graded")), ("perplexity", ("perplexity",))):
         results = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from quantmint.eval.report.model import LayerError, Report
+from quantmint.eval.report.model import Report, ShownLayerError
 from quantmint.eval.report.plots import (
     HEATS,
     LETTER,
@@ -64,7 +64,7 @@ def cache(report: Report) -> dict[str, Any] | None:
     }
 
 
-def _where(error: LayerError) -> str:
+def _where(error: ShownLayerError) -> str:
     return error["kind"] if error["layer"] is None else f"{error['kind']} of layer {error['layer']}"
 
 

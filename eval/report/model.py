@@ -26,7 +26,7 @@ class Size(TypedDict):
     parts: list[SizePart]
 
 
-class LayerError(TypedDict):
+class ShownLayerError(TypedDict):
     """Error of one quantized linear: signal to quantization noise of its weight, in dB (higher is better).
 
     `kind` is the linear's role, such as `q_proj`, `layer` the number of its decoder layer, None outside the layers.
@@ -68,7 +68,7 @@ class TaskFlips(TypedDict):
     flips: list[Flip]
 
 
-class Stage(TypedDict):
+class ShownStage(TypedDict):
     """One stage of the run. `started` is an ISO 8601 time in UTC; `cached` stages were made before this run began."""
 
     name: str
@@ -110,12 +110,12 @@ class Report(TypedDict):
     gate: dict[str, Any]
     size: Size
     kv_tokens: dict[str, int]
-    layers: list[LayerError]
+    layers: list[ShownLayerError]
     kv_scales: list[KvScale]
     flips: list[TaskFlips]
     prompts: dict[str, str]
     launches: list[dict[str, Any]]
-    stages: list[Stage]
+    stages: list[ShownStage]
     servers: list[ServedSide]
     recipe: str
     reproduce: list[str]

@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from quantmint.eval.report.model import Report, Stage
+from quantmint.eval.report.model import Report, ShownStage
 from quantmint.eval.report.numbers import duration
 from quantmint.eval.report.plots import LETTER, colour, drawn, figure, inline, plain_ticks
 from quantmint.eval.report.summary import answered_by
@@ -39,7 +39,7 @@ def command(env: Mapping[str, str], argv: Sequence[str]) -> str:
     return " \\\n  ".join(lines)
 
 
-def timeline(stages: Sequence[Stage], *, width: int, name: str) -> str:
+def timeline(stages: Sequence[ShownStage], *, width: int, name: str) -> str:
     """One row a stage, in the order of time. What lies between stages is cut out: a result of last week is near."""
     places, cuts = _packed(stages)
     said = [(stage["name"], duration(stage["seconds"])) for stage, _ in places]
@@ -73,9 +73,9 @@ def timeline(stages: Sequence[Stage], *, width: int, name: str) -> str:
         return inline(drawing, name=name, label=f"Stages. {label}")
 
 
-def _packed(stages: Sequence[Stage]) -> tuple[list[tuple[Stage, float]], list[float]]:
+def _packed(stages: Sequence[ShownStage]) -> tuple[list[tuple[ShownStage, float]], list[float]]:
     """Each stage with its place once idle time is cut out, and the places of cuts that were longer than a minute."""
-    places: list[tuple[Stage, float]] = []
+    places: list[tuple[ShownStage, float]] = []
     cuts: list[float] = []
     place, clock = 0.0, -math.inf
     for stage in sorted(stages, key=_began):
@@ -90,5 +90,5 @@ def _packed(stages: Sequence[Stage]) -> tuple[list[tuple[Stage, float]], list[fl
     return places, cuts
 
 
-def _began(stage: Stage) -> float:
+def _began(stage: ShownStage) -> float:
     return datetime.fromisoformat(stage["started"]).timestamp()

@@ -207,7 +207,7 @@ class Units:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PairedChange:
     """The change of one task: `difference` is candidate - baseline per item, for perplexity in nats per word.
 
     Both are signed so that below 0 is worse. `changes` are the items' changes as parts of `span`, the range of scores
@@ -275,7 +275,7 @@ class Change:
         return low * self.span, high * self.span
 
 
-def change(pairs: Pairs) -> Change:
+def change(pairs: Pairs) -> PairedChange:
     """The change between two models; `MeasurementError` below two units, where no variance exists."""
     import numpy as np
 
@@ -304,7 +304,7 @@ def change(pairs: Pairs) -> Change:
         # Without a floor, the same score on all of ten items would be reported as certainty.
         error = max(error, 1 / len(units.weights))
     values, counts = np.unique(moved / span, return_counts=True)
-    return Change(
+    return PairedChange(
         kind="perplexity" if perplexity else "binary" if binary else "graded",
         items=items,
         units=units,
@@ -351,7 +351,7 @@ def design_effect(sums: NDArray[np.float64], squares: NDArray[np.float64], sizes
     return DesignEffect(1 + correlation * (size - 1), max(1.0, satterthwaite(sizes * (1 + correlation * (sizes - 1)))))
 
 
-def recovery(change: Change, confidence: float) -> tuple[float | None, float | None, float | None]:
+def recovery(change: PairedChange, confidence: float) -> tuple[float | None, float | None, float | None]:
     """candidate / baseline (of perplexities: baseline / candidate), with a two-sided interval at `confidence`.
 
     None where the baseline scores 0; without bounds where these are not finite: a baseline that cannot be told from 0.

@@ -72,10 +72,10 @@ def _boundary(information: tuple[float, ...], confidence: float) -> tuple[float,
         raise ValueError(f"confidence {confidence} is outside [0.5, 1)")
     alpha = 1 - confidence
     levels: list[float] = []
-    walk = Walk.start()
+    walk = BoundaryWalk.start()
     before = 0.0
 
-    def missing(z: float, walk: Walk, step: float, root: float, due: float) -> float:
+    def missing(z: float, walk: BoundaryWalk, step: float, root: float, due: float) -> float:
         return walk.beyond(step, z * root, 1) - due
 
     for number, fraction in enumerate(information):
@@ -109,7 +109,7 @@ def crossing(
     """
     levels = boundary(information, confidence)
     chances: list[tuple[float, float]] = []
-    walk = Walk.start(drift)
+    walk = BoundaryWalk.start(drift)
     for number, (fraction, level) in enumerate(zip(information, levels, strict=True)):
         step = fraction - walk.fraction
         limit = spread * _NORMAL.inv_cdf(level) * math.sqrt(fraction)
@@ -121,7 +121,7 @@ def crossing(
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class BoundaryWalk:
     """A Brownian motion with drift that has not left its bounds so far: X(t) is normal(drift * t, t) without bounds.
 
     `mass` is the probability at the `nodes` of a quadrature rule, shape (nodes,) each.
@@ -133,7 +133,7 @@ class Walk:
     mass: NDArray[np.float64]
 
     @classmethod
-    def start(cls, drift: float = 0.0) -> Walk:
+    def start(cls, drift: float = 0.0) -> BoundaryWalk:
         """Before any item: at 0 with certainty."""
         import numpy as np
 
@@ -146,7 +146,7 @@ class Walk:
 
         return float(np.sum(self.mass * ndtr(side * (self.nodes + self.drift * step - limit) / math.sqrt(step))))
 
-    def step(self, step: float, low: float, high: float, following: float) -> Walk:
+    def step(self, step: float, low: float, high: float, following: float) -> BoundaryWalk:
         """The walk after `step` more information, where it lies between `low` and `high`.
 
         The density is smooth over sqrt(step), the next look's kernel over sqrt(following): panels are no wider.
@@ -157,14 +157,14 @@ class Walk:
         middle, reach = self.drift * fraction, _REACH * math.sqrt(fraction)
         low, high = max(low, middle - reach), min(high, middle + reach)
         if low >= high:
-            return Walk(fraction, self.drift, np.zeros(1), np.zeros(1))
+            return BoundaryWalk(fraction, self.drift, np.zeros(1), np.zeros(1))
         panels = math.ceil((high - low) / math.sqrt(min(step, following)))
         points, weights = np.polynomial.legendre.leggauss(_NODES)
         width = (high - low) / panels
         nodes = (low + width * (np.arange(panels)[:, None] + (points + 1) / 2)).ravel()
         distance = (nodes[:, None] - self.nodes - self.drift * step) / math.sqrt(step)
         density = np.sum(self.mass * np.exp(-0.5 * distance**2), axis=1) / math.sqrt(2 * math.pi * step)
-        return Walk(fraction, self.drift, nodes, density * np.tile(weights, panels) * width / 2)
+        return BoundaryWalk(fraction, self.drift, nodes, density * np.tile(weights, panels) * width / 2)
 
 
 def _check(information: Sequence[float]) -> None:

@@ -16,7 +16,7 @@ from quantmint.pipeline.commands.tables import plain, table, terminal
 from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from quantmint.eval.comparison.model import Comparison, Group
+    from quantmint.eval.comparison.model import ComparedGroup, Comparison
 
 FORMATS = ("html", "markdown", "junit", "json")
 
@@ -125,7 +125,7 @@ def _show(comparison: Comparison) -> None:
             console.print(f"[yellow]note:[/] {plain(note)}")
 
 
-def _print_marks(console: Console, group: Group) -> None:
+def _print_marks(console: Console, group: ComparedGroup) -> None:
     who = table("", "checkpoint", "weights", "reported", "verdict", "measured on")
     figures = ("size", "of 16 bit", "recovery", "flips", "speed", "KV tokens", "canary")
     figures_table = table("", *figures, right=figures)
@@ -160,7 +160,7 @@ def _print_marks(console: Console, group: Group) -> None:
         console.print("* nothing here beats it in recovery of the worst shared task, size and speed together")
 
 
-def _print_tasks(console: Console, group: Group) -> None:
+def _print_tasks(console: Console, group: ComparedGroup) -> None:
     if not group.tasks:
         return
     numbers = ("change", "interval", "items")
@@ -183,7 +183,7 @@ def _print_tasks(console: Console, group: Group) -> None:
     console.print(rows)
 
 
-def _print_direct(console: Console, group: Group) -> None:
+def _print_direct(console: Console, group: ComparedGroup) -> None:
     from quantmint.eval.accuracy import better
 
     if not group.direct:

@@ -23,7 +23,7 @@ from quantmint.pipeline.commands.options import (
 from quantmint.pipeline.commands.tables import table, terminal
 from quantmint.pipeline.store.tree import Store
 from quantmint.pipeline.upkeep.due.due import Due, all_recipes, look
-from quantmint.pipeline.upkeep.fleet.events import Event, Summary, line_of, worst
+from quantmint.pipeline.upkeep.fleet.events import Event, RoundSummary, line_of, worst
 from quantmint.pipeline.upkeep.fleet.jobs import Options, Request, devices_needed, foresee
 
 SOMETHING_DUE: Final = 10
@@ -141,7 +141,7 @@ def requantize(
     return summary.exit_code
 
 
-def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> Summary:
+def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> RoundSummary:
     from quantmint.pipeline.base.processes import stop_signals
     from quantmint.pipeline.upkeep.fleet.rounds import Fleet
     from quantmint.pipeline.upkeep.notices import outlets
@@ -198,7 +198,7 @@ def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
     return worst(ended.exit_code for ended in left if ended.state in {"broken", "damaged", "failed"})
 
 
-def _print(summary: Summary) -> None:
+def _print(summary: RoundSummary) -> None:
     rows = [
         (
             ended.recipe,

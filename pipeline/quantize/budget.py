@@ -115,7 +115,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _BudgetStep:
     group: str
     before: Option
     after: Option
@@ -126,8 +126,10 @@ class _Step:
         return -_slope(self.before, self.after), self.group, self.after.price
 
 
-def _steps(groups: Sequence[Group]) -> list[_Step]:
-    found = [_Step(group.name, *pair) for group in groups for pair in zip(group.hull, group.hull[1:], strict=False)]
+def _steps(groups: Sequence[Group]) -> list[_BudgetStep]:
+    found = [
+        _BudgetStep(group.name, *pair) for group in groups for pair in zip(group.hull, group.hull[1:], strict=False)
+    ]
     return sorted(found, key=lambda step: step.key)
 
 

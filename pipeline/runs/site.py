@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from quantmint.eval.accuracy import margin_in_units
-from quantmint.eval.comparison.model import Report, read
+from quantmint.eval.comparison.model import ComparedReport, read
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.records import Record
 from quantmint.eval.report.model import DATA, PAGE
@@ -129,7 +129,7 @@ def row_of(run: RunRecord, store: Store) -> tuple[RunRow, Path | None]:
     return row, None if entry is None or judged is None else entry.path
 
 
-def judgement(report: Report, page: str) -> Judged:
+def judgement(report: ComparedReport, page: str) -> Judged:
     """Return the figures of a report that the index shows."""
     gate = report.gate
     tasks = []

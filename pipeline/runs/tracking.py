@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from quantmint.eval.comparison.model import Report, from_report
+from quantmint.eval.comparison.model import ComparedReport, from_report
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.gate import GateReport
 from quantmint.eval.report.model import DATA, JUNIT, PAGE
@@ -87,13 +87,13 @@ def params(recipe: Mapping[str, Any]) -> dict[str, str]:
     return {_key(name): _short(value) for name, value in _flat(sections, "")}
 
 
-def metrics(report: Report) -> dict[str, float]:
+def metrics(report: ComparedReport) -> dict[str, float]:
     """Return every finite figure of the gate, by task, cell and kind."""
     figures = _figures(report, report.gate)
     return {_key(name): float(value) for name, value in figures if value is not None and math.isfinite(value)}
 
 
-def tags(report: Report) -> dict[str, str]:
+def tags(report: ComparedReport) -> dict[str, str]:
     """Return tags to search by, and a note with the verdict's reasons."""
     gate = report.gate
     note = "\n".join([f"**{gate.verdict.value}**", "", *(f"- {reason}" for reason in gate.reasons)])
@@ -112,7 +112,7 @@ def tags(report: Report) -> dict[str, str]:
     return {f"quantmint.{name}": _short(value) for name, value in named.items()} | {"mlflow.note.content": _short(note)}
 
 
-def _figures(report: Report, gate: GateReport) -> Iterator[tuple[str, float | None]]:
+def _figures(report: ComparedReport, gate: GateReport) -> Iterator[tuple[str, float | None]]:
     yield "size/bytes", report.size.candidate_bytes
     yield "size/ratio", report.size_ratio
     for result in gate.accuracy:

@@ -22,7 +22,7 @@ from quantmint.pipeline.serving.planning.target import ServingTarget
 from quantmint.pipeline.stages.calibrate import needs_ranges
 from quantmint.pipeline.stages.cost import (
     Cost,
-    Machine,
+    MachineCapacity,
     calibrate_cost,
     calibrate_volume,
     gptq_volume,
@@ -35,19 +35,19 @@ from quantmint.pipeline.stages.rates import HOST_BYTES, HOST_CORES, Origin, Rate
 from quantmint.pipeline.stages.rounding_cost import change_seconds, hessian_seconds, rounding_seconds
 
 
-def machine_here(device: str) -> tuple[Machine, Origin]:
+def machine_here(device: str) -> tuple[MachineCapacity, Origin]:
     """Return this machine with PyTorch's ``device``; where the table does not know it, a second is spent to measure."""
     devices, count = resolve_devices(device), cores()  # several GPUs are taken to be of a kind
     rates, origin = rates_here(devices[0], count)
-    return Machine(rates, count, device_memory("cpu"), devices, device_memory(devices[0])), origin
+    return MachineCapacity(rates, count, device_memory("cpu"), devices, device_memory(devices[0])), origin
 
 
-def machine_of(target: ServingTarget) -> tuple[Machine, Origin]:
+def machine_of(target: ServingTarget) -> tuple[MachineCapacity, Origin]:
     """Return a node of another machine: its accelerators by the table, its host as such nodes have one."""
     rates, origin = rates_of(target.hardware)
     gpus, memory = target.gpus, target.memory or HOST_BYTES
     devices = tuple(f"{target.hardware}:{number}" for number in range(gpus))
-    return Machine(rates, gpus * HOST_CORES, gpus * HOST_BYTES, devices, memory), origin
+    return MachineCapacity(rates, gpus * HOST_CORES, gpus * HOST_BYTES, devices, memory), origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def forecast_weights(
     source: Checkpoint,
     structure: Structure,
     recipe: Recipe,
-    where: tuple[Machine, Origin],
+    where: tuple[MachineCapacity, Origin],
     *,
     written: Recipe | None = None,
 ) -> WeightForecast:
@@ -109,7 +109,7 @@ def forecast_weights(
 
 
 def gptq_seconds(
-    source: Checkpoint, structure: Structure, recipe: Recipe, schemes: Mapping[str, str], machine: Machine
+    source: Checkpoint, structure: Structure, recipe: Recipe, schemes: Mapping[str, str], machine: MachineCapacity
 ) -> float:
     """Return what GPTQ computes beside its forwards: Hessians, cross terms where it compensates, factors, rounding."""
     assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
@@ -123,7 +123,7 @@ def gptq_seconds(
     return hessians + rounding_seconds(shapes, recipe.quantization.schemes, rates)
 
 
-def sensitivity_cost(source: Checkpoint, structure: Structure, recipe: Recipe, machine: Machine) -> Cost:
+def sensitivity_cost(source: Checkpoint, structure: Structure, recipe: Recipe, machine: MachineCapacity) -> Cost:
     """Return the cost of measuring every group in every scheme: a pass through the layers and one back, in float32.
 
     The way back runs each layer forward and back, and its linear modules once for each scheme.
@@ -161,7 +161,7 @@ _FORWARDS = 3
 """Forwards of each layer that GPTQ takes, the one that channels are scaled by among them, but for its own products."""
 
 
-def _after(cost: Cost, once: Cost, seconds: float, rounding: int, machine: Machine) -> Cost:
+def _after(cost: Cost, once: Cost, seconds: float, rounding: int, machine: MachineCapacity) -> Cost:
     """Return the cost of a checkpoint that is written after GPTQ.
 
     ``once`` is that of a forward; beside forwards it takes ``seconds``, and ``rounding`` bytes of the device.

@@ -57,7 +57,7 @@ _CPU_PIECES, _PINNED_PIECES, _DEVICE_PIECES = 6, 2, 6
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineCapacity:
     """A machine's rates, cores and memory in bytes, of the host and of each of the ``devices`` that compute."""
 
     rates: Rates
@@ -85,7 +85,7 @@ class Cost:
     mode: str | None = None
 
 
-def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
+def quantize_cost(volume: QuantizeVolume, machine: MachineCapacity) -> Cost:
     """The stream engine: read, compute, hash and write overlap over all files; what is finished is synced meanwhile."""
     rates = machine.rates
     started = len(workers_of(machine.devices, machine.cores))
@@ -131,7 +131,7 @@ def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
     )
 
 
-def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
+def calibrate_cost(volume: CalibrateVolume, machine: MachineCapacity) -> Cost:
     """One forward over the set: layer by layer while the next one is read, or with the whole model on the device.
 
     In layer mode hidden states stay on the device where they take half of what is free beside two layers, else in

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quantmint.eval import record
 from quantmint.eval.gate import Policy, judge
 from quantmint.eval.gate.judgement import claims
-from quantmint.eval.measurements import Both, Measurements, Server, Side, Structure
+from quantmint.eval.measurements import Both, Measurements, Server, Side, StructureCheck
 from quantmint.eval.report.history import widened
 from quantmint.eval.samples import SampleSet
 from quantmint.eval.verdict import Verdict
@@ -88,7 +88,7 @@ class GateStage(Stage):
         )
         measurements = Measurements(
             artefact=model.artefact,
-            structure=Structure(
+            structure=StructureCheck(
                 Verdict(str(job.inputs["inspect"].record.result["verdict"])), reasons_of(job.inputs["inspect"])
             ),
             baseline=_server(job, "baseline"),

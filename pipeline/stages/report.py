@@ -14,8 +14,7 @@ from quantmint.eval import prompts, record
 from quantmint.eval.gate import GateReport
 from quantmint.eval.measurements import Measurements, Server
 from quantmint.eval.report import flips
-from quantmint.eval.report.model import CARD, DATA, JUNIT, PAGE, Report, ServedSide, TaskFlips
-from quantmint.eval.report.model import Stage as ShownStage
+from quantmint.eval.report.model import CARD, DATA, JUNIT, PAGE, Report, ServedSide, ShownStage, TaskFlips
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base import hardware

@@ -18,7 +18,7 @@ from typing import Any
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import Replica, replica, sources
 from quantmint.calibration.room import measuring
-from quantmint.calibration.sensitivity import Change, Tensors, measure
+from quantmint.calibration.sensitivity import ModuleChange, Tensors, measure
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.base.schemes import scheme
@@ -214,16 +214,16 @@ class _Changes:
         self._own, self._dtype = sources(one.model, one.owned), one.model.dtype
         self._made = cache(self._of)  # of the layer at hand: each sample needs them again
 
-    def __call__(self, layer: str, largest: Tensors, hessians: Callable[[], Tensors]) -> list[Change]:
+    def __call__(self, layer: str, largest: Tensors, hessians: Callable[[], Tensors]) -> list[ModuleChange]:
         self._made.cache_clear()
         self._hessians = dict(hessians()) if self._told else {}
-        found: list[Change] = []
+        found: list[ModuleChange] = []
         for group, modules in self._groups.items():
             own = tuple(dict.fromkeys(self._site(module) for module in modules))
             if all(name.startswith(f"{layer}.") for name in own):
                 for name in _fitting([self._linear[module] for module in modules], self._schemes):
                     changed = partial(self._changed, modules, name, largest)
-                    found.append(Change(_change(group, name), own, changed))
+                    found.append(ModuleChange(_change(group, name), own, changed))
         return found
 
     def _site(self, module: str) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quantmint.pipeline.serving.running.server import RunningServer
 
 
-class Servers(Protocol):
+class ServerPool(Protocol):
     """The servers of a run: one at a time."""
 
     def get(self, side: str, plan: LaunchPlan) -> RunningServer:
@@ -58,7 +58,7 @@ class Job:
     path: Path
     inputs: Mapping[str, Entry]
     progress: Progress
-    servers: Servers
+    servers: ServerPool
     again: bool = False
 
 

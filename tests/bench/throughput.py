@@ -29,7 +29,7 @@ import yaml
 from quantmint.eval.gate import throughput
 from quantmint.eval.gate.report import Finding, Policy
 from quantmint.eval.gate.validity import check_launches
-from quantmint.eval.measurements import Launch, Measurements, Server, Side, Structure
+from quantmint.eval.measurements import Launch, Measurements, Server, Side, StructureCheck
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import QuantmintError
 from quantmint.pipeline.base.hardware import hardware
@@ -246,7 +246,7 @@ def measurements(setting: Setting, launches: tuple[Launch, ...], kv_cache: str |
 
     return Measurements(
         artefact="",
-        structure=Structure(Verdict.PASS),
+        structure=StructureCheck(Verdict.PASS),
         baseline=server("auto"),
         candidate=server(cache),
         launches=launches,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quantmint.calibration import layers
-from quantmint.calibration.calibrate import Outcome, calibrate
+from quantmint.calibration.calibrate import CalibrationOutcome, calibrate
 from quantmint.calibration.calls import replay_obstacle
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.measurement import rotary_part
@@ -56,8 +56,8 @@ BROKEN = {
 
 
 @pytest.fixture
-def run(tmp_path: Path, listener: Any) -> Callable[..., Outcome]:
-    def run(folder: Path, batches: list[torch.Tensor], **more: Any) -> Outcome:
+def run(tmp_path: Path, listener: Any) -> Callable[..., CalibrationOutcome]:
+    def run(folder: Path, batches: list[torch.Tensor], **more: Any) -> CalibrationOutcome:
         settings = {"devices": ["cpu"], "work": tmp_path / "work", "watcher": listener, **more}
         return calibrate(folder, batches, settings.pop("observation", Observation()), **settings)
 
@@ -66,7 +66,11 @@ def run(tmp_path: Path, listener: Any) -> Callable[..., Outcome]:
 
 @pytest.mark.parametrize("name", WALKED)
 def test_layer_mode_finds_what_resident_mode_finds(
-    zoo: Zoo, blocks: torch.Tensor, run: Callable[..., Outcome], same: Callable[[Ranges, Ranges], None], name: str
+    zoo: Zoo,
+    blocks: torch.Tensor,
+    run: Callable[..., CalibrationOutcome],
+    same: Callable[[Ranges, Ranges], None],
+    name: str,
 ) -> None:
     """A state that another batch has left would change what is found: batches come in the other order."""
     batches = list(blocks[:10].split(4))
@@ -81,7 +85,11 @@ def test_layer_mode_finds_what_resident_mode_finds(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in names() if name not in (*WALKED, *WHOLE, *BROKEN)])
 def test_all_others_too(
-    zoo: Zoo, blocks: torch.Tensor, run: Callable[..., Outcome], same: Callable[[Ranges, Ranges], None], name: str
+    zoo: Zoo,
+    blocks: torch.Tensor,
+    run: Callable[..., CalibrationOutcome],
+    same: Callable[[Ranges, Ranges], None],
+    name: str,
 ) -> None:
     resident = run(zoo(name), [blocks[:4]], mode="resident")
     same(resident.ranges, run(zoo(name), [blocks[:4]], mode="layer").ranges)
@@ -89,7 +97,7 @@ def test_all_others_too(
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_cannot_be_walked_is_run_whole(
-    zoo: Zoo, blocks: torch.Tensor, run: Callable[..., Outcome], name: str
+    zoo: Zoo, blocks: torch.Tensor, run: Callable[..., CalibrationOutcome], name: str
 ) -> None:
     decision = run(zoo(name), [blocks[:2]]).decision
     assert decision.mode == "resident"
@@ -108,7 +116,7 @@ def test_an_obstacle_is_known_without_weights(zoo: Zoo, name: str) -> None:
 @pytest.mark.parametrize("mode", ["resident", "layer"])
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_be_run_is_said(
-    zoo: Zoo, blocks: torch.Tensor, run: Callable[..., Outcome], name: str, mode: str
+    zoo: Zoo, blocks: torch.Tensor, run: Callable[..., CalibrationOutcome], name: str, mode: str
 ) -> None:
     with pytest.raises(CalibrationError, match=BROKEN[name]):
         run(zoo(name), [blocks[:2]], mode=mode)
@@ -252,7 +260,7 @@ def test_experts_of_images_have_no_range(zoo: Zoo, blocks: torch.Tensor) -> None
 def test_what_is_carried_is_committed_too(
     zoo: Zoo,
     blocks: torch.Tensor,
-    run: Callable[..., Outcome],
+    run: Callable[..., CalibrationOutcome],
     same: Callable[[Ranges, Ranges], None],
     monkeypatch: pytest.MonkeyPatch,
     listener: Any,

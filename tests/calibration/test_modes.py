@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantmint.calibration.calibrate import Outcome, calibrate
+from quantmint.calibration.calibrate import CalibrationOutcome, calibrate
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.observers import Observation
 from quantmint.calibration.ranges import Ranges
@@ -28,8 +28,8 @@ OBSERVATIONS = {
 
 
 @pytest.fixture
-def run(tmp_path: Path, listener: Any) -> Callable[..., Outcome]:
-    def run(folder: Path, batches: list[torch.Tensor], observation: Observation, **more: Any) -> Outcome:
+def run(tmp_path: Path, listener: Any) -> Callable[..., CalibrationOutcome]:
+    def run(folder: Path, batches: list[torch.Tensor], observation: Observation, **more: Any) -> CalibrationOutcome:
         work = tmp_path / "layers"
         settings = {"devices": ["cpu"], "work": work, "watcher": listener, **more}
         listener.done = 0
@@ -46,7 +46,7 @@ def run(tmp_path: Path, listener: Any) -> Callable[..., Outcome]:
 def test_layer_mode_finds_what_resident_mode_finds(
     models: Callable[..., Path],
     blocks: torch.Tensor,
-    run: Callable[..., Outcome],
+    run: Callable[..., CalibrationOutcome],
     same: Same,
     name: str,
     observation: Observation,
@@ -63,7 +63,7 @@ def test_layer_mode_finds_what_resident_mode_finds(
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_two_devices_find_what_one_finds(
-    models: Callable[..., Path], blocks: torch.Tensor, run: Callable[..., Outcome], same: Same, name: str
+    models: Callable[..., Path], blocks: torch.Tensor, run: Callable[..., CalibrationOutcome], same: Same, name: str
 ) -> None:
     batches = list(blocks.split(4))
     one = run(models(name), batches, Observation(), mode="resident")
@@ -76,7 +76,7 @@ def test_two_devices_find_what_one_finds(
 def test_resident_mode_keeps_what_it_has_when_it_is_interrupted(
     models: Callable[..., Path],
     blocks: torch.Tensor,
-    run: Callable[..., Outcome],
+    run: Callable[..., CalibrationOutcome],
     same: Same,
     listener: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -108,7 +108,7 @@ def test_resident_mode_keeps_what_it_has_when_it_is_interrupted(
 
 
 def test_sequences_of_several_lengths(
-    models: Callable[..., Path], blocks: torch.Tensor, run: Callable[..., Outcome], same: Same
+    models: Callable[..., Path], blocks: torch.Tensor, run: Callable[..., CalibrationOutcome], same: Same
 ) -> None:
     batches = [blocks[:4], blocks[4:8, :50], blocks[8:9, :7]]
     reference = observe(load_resident(models("gemma3-text"), "cpu"), batches)
@@ -116,7 +116,7 @@ def test_sequences_of_several_lengths(
 
 
 def test_the_mode_and_its_reason_are_told(
-    models: Callable[..., Path], blocks: torch.Tensor, run: Callable[..., Outcome], listener: Any
+    models: Callable[..., Path], blocks: torch.Tensor, run: Callable[..., CalibrationOutcome], listener: Any
 ) -> None:
     decision = run(models("llama"), [blocks[:2]], Observation(), devices=["cpu", "cpu"]).decision
     assert decision.mode == "layer"
@@ -128,7 +128,7 @@ def test_the_mode_and_its_reason_are_told(
 
 @pytest.mark.parametrize("mode", ["resident", "layer"])
 def test_a_value_that_is_not_finite_is_named_by_its_name_on_disk(
-    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, run: Callable[..., Outcome], mode: str
+    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, run: Callable[..., CalibrationOutcome], mode: str
 ) -> None:
     import shutil
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quantmint.calibration.replica import Replica, replica
-from quantmint.calibration.sensitivity import Change, Tensors, measure
+from quantmint.calibration.sensitivity import ModuleChange, Tensors, measure
 
 PARTS = ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")
 LAYERS = 3
@@ -61,14 +61,14 @@ class Moving:
         self.largest: dict[str, float] = {}
         self.hessians: dict[str, torch.Tensor] = {}
 
-    def __call__(self, layer: str, largest: Tensors, hessians: Callable[[], Tensors]) -> list[Change]:
+    def __call__(self, layer: str, largest: Tensors, hessians: Callable[[], Tensors]) -> list[ModuleChange]:
         if layer.endswith(f".{self.last}"):
             raise InterruptedError
         self.layers.append(layer)
         self.largest |= {name: float(amax) for name, amax in largest.items()}
         self.hessians |= hessians()
         names = [f"{layer}.{part}" for part in PARTS]
-        return [Change(name, (name,), partial(self.moved, self.model.get_submodule(name))) for name in names]
+        return [ModuleChange(name, (name,), partial(self.moved, self.model.get_submodule(name))) for name in names]
 
     @staticmethod
     @contextmanager

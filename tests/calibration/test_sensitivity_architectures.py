@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from quantmint.calibration.replica import replica
-from quantmint.calibration.sensitivity import Change, Tensors, measure
+from quantmint.calibration.sensitivity import ModuleChange, Tensors, measure
 
 Zoo = Callable[..., Path]
 SAMPLES = [torch.randint(4, 512, (24,), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -34,9 +34,9 @@ def moved(model: Any, names: Sequence[str]) -> Iterator[None]:
 def costs(folder: Path, groups: Mapping[str, Sequence[str]], work: Path) -> dict[str, float]:
     one = replica(folder, "cpu")
 
-    def changes(layer: str, _largest: Tensors, _hessians: Callable[[], Tensors]) -> list[Change]:
+    def changes(layer: str, _largest: Tensors, _hessians: Callable[[], Tensors]) -> list[ModuleChange]:
         return [
-            Change(group, tuple(names), partial(moved, one.model, names))
+            ModuleChange(group, tuple(names), partial(moved, one.model, names))
             for group, names in groups.items()
             if names[0].startswith(f"{layer}.")
         ]

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from quantmint.calibration import layers
-from quantmint.calibration.calibrate import Order, Share, calibrate, is_finished, joined, measure_share, prepared, split
+from quantmint.calibration.calibrate import (
+    Share,
+    ShareOrder,
+    calibrate,
+    is_finished,
+    joined,
+    measure_share,
+    prepared,
+    split,
+)
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.layers import Walk
 from quantmint.calibration.measurement import Measurement
@@ -52,7 +61,7 @@ class InTurn:
     measured: list[int] = field(default_factory=list)
     until: int | None = None
 
-    def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
+    def measure(self, order: ShareOrder, shares: Sequence[Share]) -> Iterator[Share]:
         for share in reversed(shares):
             if self.until is not None and len(self.measured) == self.until:
                 raise CalibrationError("lost")
@@ -120,7 +129,7 @@ def test_what_is_measured_elsewhere_has_no_relative_path(
     (tmp_path / "elsewhere").mkdir()
 
     class Elsewhere(InTurn):
-        def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
+        def measure(self, order: ShareOrder, shares: Sequence[Share]) -> Iterator[Share]:
             with chdir(tmp_path / "elsewhere"):
                 yield from super().measure(order, shares)
 
@@ -134,7 +143,7 @@ def test_a_share_that_cannot_be_seen_is_not_left_out(
     models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path
 ) -> None:
     class Unseen(InTurn):
-        def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
+        def measure(self, order: ShareOrder, shares: Sequence[Share]) -> Iterator[Share]:
             yield from super().measure(order, shares)
             (order.work / "share-00001.pt").unlink()
 
@@ -155,7 +164,9 @@ def test_shares_of_other_threads_are_measured_again(
 def test_a_share_by_layers_goes_on_at_its_layer(
     models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = Order(models("llama"), tmp_path, Observation(cache="mse"), "layer", None, False, torch.get_num_threads())
+    order = ShareOrder(
+        models("llama"), tmp_path, Observation(cache="mse"), "layer", None, False, torch.get_num_threads()
+    )
     (share,) = prepared(order, [blocks[:2, :16]], 1)
     seen: list[int] = []
     measured = Walk.measured

@@ -238,9 +238,9 @@ def test_what_is_there_is_never_overwritten(quantmint: Quantmint, source: Path, 
 def test_an_unsound_checkpoint_never_gets_its_configuration(
     quantmint: Quantmint, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantmint.pipeline.quantize.inspection.findings import Finding, Inspection
+    from quantmint.pipeline.quantize.inspection.findings import Inspection, InspectionFinding
 
-    found = Inspection("compressed-tensors", (Finding("zero", "a.weight", "is all zero"),), (), {}, 14)
+    found = Inspection("compressed-tensors", (InspectionFinding("zero", "a.weight", "is all zero"),), (), {}, 14)
     monkeypatch.setattr("quantmint.pipeline.stages.quantize.inspect_checkpoint", lambda *_, **__: found)
     for _ in range(2):
         ended = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8")

@@ -9,7 +9,7 @@ import numpy as np
 
 from quantmint.eval.canary import Canary
 from quantmint.eval.gate.judgement import claims
-from quantmint.eval.measurements import CellResult, Launch, Machine, Measurements, Server, Structure, order
+from quantmint.eval.measurements import CellResult, Launch, MachineState, Measurements, Server, StructureCheck, order
 from quantmint.eval.samples import Sample, SampleSet
 from quantmint.eval.verdict import Verdict
 
@@ -63,7 +63,7 @@ def make_launches(a_side: int = 4) -> tuple[Launch, ...]:
         quick = side == "candidate"
         wobble = WOBBLE[sum(launch.side == side for launch in made) % len(WOBBLE)]
         cells = {name: make_cell(name, wobble * both[quick][0], both[quick][1]) for name, both in SPEED.items()}
-        machine = Machine(clock_mhz=2080.0 if quick else 2095.0, temperature_c=71.0, power_w=690.0, samples=60)
+        machine = MachineState(clock_mhz=2080.0 if quick else 2095.0, temperature_c=71.0, power_w=690.0, samples=60)
         made.append(
             Launch(
                 side,
@@ -97,7 +97,7 @@ def good_measurements() -> Measurements:
     facts = make_pair("tiny_facts", 2000, right=1741, losses=21, gains=19)
     return Measurements(
         artefact="sha256:" + "ab" * 32,
-        structure=Structure(Verdict.PASS),
+        structure=StructureCheck(Verdict.PASS),
         baseline=baseline,
         candidate=replace(
             baseline,

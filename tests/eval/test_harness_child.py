@@ -109,13 +109,13 @@ class Told:
     def __init__(
         self, server: Completions, tasks: Path, tokenizer: Path, folder: Path, seed: int = 7, length: int = 64
     ) -> None:
-        from quantmint.eval.harness_child import Harness
+        from quantmint.eval.harness_child import TaskHarness
 
         self.news: list[Mapping[str, Any]] = []
         self.reply: Mapping[str, int] = {}
         self._folder = folder
         endpoint = harness.Endpoint(server.base_url, "m", tokenizer, length, seed, concurrency=3, batch_size=4)
-        self._harness = Harness(harness.opening(endpoint, tasks, only_ours=True)["open"], self.news.append)
+        self._harness = TaskHarness(harness.opening(endpoint, tasks, only_ours=True)["open"], self.news.append)
 
     def load(self, task: SuiteTask) -> dict[str, Any]:
         return self._harness.load(task)

@@ -15,7 +15,7 @@ from quantmint.eval.gate import Policy, judge
 from quantmint.eval.gate.reach import detectable_shift, reach
 from quantmint.eval.gate.report import GateReport
 from quantmint.eval.gate.validity import check_launches, disagreement, is_sound
-from quantmint.eval.measurements import CellResult, Launch, Machine, Measurements, order, reusable, reuse_order
+from quantmint.eval.measurements import CellResult, Launch, MachineState, Measurements, order, reusable, reuse_order
 from quantmint.eval.suites import load
 from quantmint.eval.verdict import Verdict
 from tests.bench.gate import LAUNCHES
@@ -26,7 +26,7 @@ BASELINE, CANDIDATE = (1000.0, 1004.0, 998.0, 1002.0), (1250.0, 1254.0, 1247.0, 
 
 
 def launch(side: Any, number: int, speed: float, **changes: Any) -> Launch:
-    made = Launch(side, number, {"c": make_cell("c", speed)}, None, None, 1.0, None, Machine())
+    made = Launch(side, number, {"c": make_cell("c", speed)}, None, None, 1.0, None, MachineState())
     return replace(made, **changes)
 
 
@@ -110,7 +110,7 @@ def test_reused_launches_that_void_a_series(measurements: Measurements, name: st
 
 def test_clocks_of_a_gpu_must_be_alike() -> None:
     def at(clock: float) -> list[Launch]:
-        return [launch("baseline", n, 1000.0, machine=Machine(clock_mhz=clock)) for n in range(2)]
+        return [launch("baseline", n, 1000.0, machine=MachineState(clock_mhz=clock)) for n in range(2)]
 
     assert disagreement(at(2000), at(1980), "mi300x") is None
     assert disagreement(at(2000), at(1800), "mi300x") == "the clock changed from 1,800 to 2,000 MHz"
@@ -123,7 +123,7 @@ def test_launches_that_would_void_a_series_are_not_sound() -> None:
     assert is_sound(sound, ())
     for changes in (
         {"faults": ("default KV scales were used",)},
-        {"machine": Machine(throttled=("thermal",))},
+        {"machine": MachineState(throttled=("thermal",))},
         {"client_cpu": 0.99},
         {"server_cpu": 0.95},
         {"cells": {"c": replace(cell, failed=1)}},

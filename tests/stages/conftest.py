@@ -283,7 +283,7 @@ def write_gate() -> Callable[..., Path]:
     from quantmint.eval import record
     from quantmint.eval.canary import Canary
     from quantmint.eval.gate import Policy, judge
-    from quantmint.eval.measurements import Measurements, Server, Structure
+    from quantmint.eval.measurements import Measurements, Server, StructureCheck
     from quantmint.eval.samples import Sample, SampleSet
     from quantmint.eval.verdict import Verdict
 
@@ -298,7 +298,7 @@ def write_gate() -> Callable[..., Path]:
         argv = ("vllm", "serve", "MODEL")
         measurements = Measurements(
             artefact=artefact,
-            structure=Structure(Verdict.PASS),
+            structure=StructureCheck(Verdict.PASS),
             baseline=Server("0.32.0", "mi300x", argv, {}),
             candidate=Server("0.32.0", "mi300x", argv, {}, faults=faults),
             samples={"t": (answers(0), answers(lost))},

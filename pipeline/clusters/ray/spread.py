@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from quantmint.calibration.calibrate import Order, Share
+from quantmint.calibration.calibrate import Share, ShareOrder
 from quantmint.calibration.room import free_bytes
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.base.progress import Progress
@@ -189,7 +189,7 @@ class RayWorkers:
         """PyTorch's name of each slot's device."""
         return self.resources.device
 
-    def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
+    def measure(self, order: ShareOrder, shares: Sequence[Share]) -> Iterator[Share]:
         """Measure each share in a task of its own; yield the shares as they finish."""
         limit = order.activation_bytes
         order = replace(order, activation_bytes=self.states if limit is None else limit // self.together)

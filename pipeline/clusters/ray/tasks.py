@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quantmint.calibration.calibrate import Order as ShareOrder
-from quantmint.calibration.calibrate import Share, measure_share
+from quantmint.calibration.calibrate import Share, ShareOrder, measure_share
 from quantmint.calibration.durable import fsync
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.errors import QuantmintError, StageError, UserError, first_line, last_line

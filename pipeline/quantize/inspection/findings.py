@@ -18,7 +18,7 @@ INSPECTION = "inspection.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class InspectionFinding:
     """A contradiction; ``rule`` is its short name, ``where`` a tensor, a module or a file."""
 
     rule: str
@@ -43,7 +43,7 @@ class Inspection:
     """Everything that was looked at. ``bytes_by_part`` splits the weights' bytes by what they are."""
 
     checkpoint_format: str
-    findings: tuple[Finding, ...]
+    findings: tuple[InspectionFinding, ...]
     layers: tuple[LayerError, ...]
     bytes_by_part: Mapping[str, int]
     quantized_modules: int
@@ -108,13 +108,15 @@ def expected_tensors(
     return expected
 
 
-def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims) -> Iterator[Finding]:
+def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims) -> Iterator[InspectionFinding]:
     """Hold the promise against the headers, both ways."""
     form = layout_of(checkpoint.config)
     expected = expected_tensors(checkpoint, structure, claims)
-    yield from (Finding(*fault) for fault in structure.faults)
+    yield from (InspectionFinding(*fault) for fault in structure.faults)
     for module, reason in claims.unknown.items():
-        yield Finding("unknown scheme", module, f"its configuration ({reason}) is no scheme that quantmint knows")
+        yield InspectionFinding(
+            "unknown scheme", module, f"its configuration ({reason}) is no scheme that quantmint knows"
+        )
     for tensors in expected.values():
         for stored in tensors:
             yield from _check_tensor(checkpoint, stored)
@@ -133,23 +135,25 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
                 continue  # it is the embedding, which servers take in its place
             held = "a stack" if entry is None else entry[1].dtype
             message = f"it is {held}, the configuration does not keep it in 16 bit ({reason})"
-            yield Finding("not quantized", f"{module}.weight", message)
+            yield InspectionFinding("not quantized", f"{module}.weight", message)
         elif reason == UNQUANTIZED:
-            yield Finding("unservable", f"{module}.weight", f"it is {entry[1].dtype}; {reason}, and cannot load it")
+            yield InspectionFinding(
+                "unservable", f"{module}.weight", f"it is {entry[1].dtype}; {reason}, and cannot load it"
+            )
     yield from _check_fusion(structure, claims, load_view(checkpoint.config))
     sixteen = [m for m in (*structure.linear, *structure.kept) if m not in expected and m not in claims.unknown]
     for module in sixteen:
         entry = checkpoint.tensors.get(f"{module}.weight")
         if entry is not None and entry[1].dtype not in (*SIXTEEN_BIT, "F32"):
             message = f"it is {entry[1].dtype}, the configuration keeps it in 16 bit"
-            yield Finding("undeclared", f"{module}.weight", message)
+            yield InspectionFinding("undeclared", f"{module}.weight", message)
     for name in checkpoint.tensors:
         extra = name.endswith(_QUANTIZED_ONLY) and name not in promised
         if extra and name.rpartition(".")[0] not in claims.unknown:
-            yield Finding("undeclared", name, "it is stored, but the configuration does not declare it")
+            yield InspectionFinding("undeclared", name, "it is stored, but the configuration does not declare it")
 
 
-def _check_fusion(structure: Structure, claims: Claims, view: LoaderView | None) -> Iterator[Finding]:
+def _check_fusion(structure: Structure, claims: Claims, view: LoaderView | None) -> Iterator[InspectionFinding]:
     """Yield a finding for each group of modules that vLLM loads as one and that have more than one scheme."""
     groups: defaultdict[str, dict[str | None, str]] = defaultdict(dict)
     for module in (*structure.linear, *structure.kept):
@@ -158,7 +162,7 @@ def _check_fusion(structure: Structure, claims: Claims, view: LoaderView | None)
     for group, modules in groups.items():
         if len(modules) > 1:
             said = " and ".join(f"{module} in {scheme or '16 bit'}" for scheme, module in list(modules.items())[:2])
-            yield Finding("split", group, f"vLLM loads it as one, and the configuration has {said}")
+            yield InspectionFinding("split", group, f"vLLM loads it as one, and the configuration has {said}")
 
 
 def _scale_dtype(checkpoint: Checkpoint, module: str, role: str) -> str:
@@ -166,26 +170,28 @@ def _scale_dtype(checkpoint: Checkpoint, module: str, role: str) -> str:
     return entry[1].dtype if entry is not None and entry[1].dtype in _SCALE_DTYPES else "BF16"
 
 
-def _check_tensor(checkpoint: Checkpoint, stored: StoredTensor) -> Iterator[Finding]:
+def _check_tensor(checkpoint: Checkpoint, stored: StoredTensor) -> Iterator[InspectionFinding]:
     entry = checkpoint.tensors.get(stored.name)
     if entry is None:
         rule = "missing scale" if stored.role.endswith("_scale") else "not quantized"
-        yield Finding(rule, stored.name, f"{stored.dtype} {list(stored.shape)} is declared, but not stored")
+        yield InspectionFinding(rule, stored.name, f"{stored.dtype} {list(stored.shape)} is declared, but not stored")
         return
     info = entry[1]
     if info.dtype != stored.dtype:
         rule = "not quantized" if info.dtype in SIXTEEN_BIT and stored.role == "weight" else "wrong dtype"
-        yield Finding(rule, stored.name, f"it is {info.dtype}, the configuration promises {stored.dtype}")
+        yield InspectionFinding(rule, stored.name, f"it is {info.dtype}, the configuration promises {stored.dtype}")
     elif info.shape != stored.shape:
-        yield Finding("wrong shape", stored.name, f"it is {list(info.shape)}, expected {list(stored.shape)}")
+        yield InspectionFinding("wrong shape", stored.name, f"it is {list(info.shape)}, expected {list(stored.shape)}")
 
 
-def _check_kv_tensor(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
+def _check_kv_tensor(checkpoint: Checkpoint, name: str) -> Iterator[InspectionFinding]:
     entry = checkpoint.tensors.get(name)
     scheme = checkpoint.config["quantization_config"].get("kv_cache_scheme") or {}
     if entry is None:
-        yield Finding("missing scale", name, "a static FP8 KV cache is declared, its scale is not stored")
+        yield InspectionFinding("missing scale", name, "a static FP8 KV cache is declared, its scale is not stored")
     elif entry[1].dtype not in _SCALE_DTYPES:
-        yield Finding("wrong dtype", name, f"it is {entry[1].dtype}, a KV scale is one of {', '.join(_SCALE_DTYPES)}")
+        yield InspectionFinding(
+            "wrong dtype", name, f"it is {entry[1].dtype}, a KV scale is one of {', '.join(_SCALE_DTYPES)}"
+        )
     elif entry[1].parameters != 1 and (scheme.get("strategy") != "attn_head" or not entry[1].parameters):
-        yield Finding("wrong shape", name, f"it is {list(entry[1].shape)}, expected a single KV scale")
+        yield InspectionFinding("wrong shape", name, f"it is {list(entry[1].shape)}, expected a single KV scale")

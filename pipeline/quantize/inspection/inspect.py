@@ -11,15 +11,15 @@ from functools import partial
 from typing import Any
 
 from quantmint.eval.report.model import KvScale, Size
-from quantmint.eval.report.model import LayerError as ReportedError
+from quantmint.eval.report.model import ShownLayerError as ReportedError
 from quantmint.pipeline.base.machine import cores
 from quantmint.pipeline.quantize.engines.algorithms import Alters, recorded_alterations
 from quantmint.pipeline.quantize.engines.stream.schedule import many_small_workers
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, TensorInfo
 from quantmint.pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of
 from quantmint.pipeline.quantize.inspection.findings import (
-    Finding,
     Inspection,
+    InspectionFinding,
     LayerError,
     check_structure,
     expected_tensors,
@@ -69,7 +69,7 @@ def inspect_checkpoint(
     findings = list(check_structure(checkpoint, structure, claims))
     if not any(claims.schemes.values()) and not claims.unknown:
         findings.append(
-            Finding("not quantized", str(checkpoint.folder), "the configuration quantizes no module at all")
+            InspectionFinding("not quantized", str(checkpoint.folder), "the configuration quantizes no module at all")
         )
     expected = expected_tensors(checkpoint, structure, claims)
     wanted = {n: found if isinstance(found, tuple) else (found,) for n, found in (expected_scales or {}).items()}
@@ -81,9 +81,9 @@ def inspect_checkpoint(
         read, original = Reader(checkpoint, device), None if source is None else SourceReader(source, device)
         weights = carried(source, origin, expected) if source is not None else {}
         weights |= {f"{module}.weight": origin.weights[module] for module in expected if module in origin.weights}
-        look = _Look(read, original, weights, expected, claims, wanted, alters, proven, unsound)
+        look = _Inspector(read, original, weights, expected, claims, wanted, alters, proven, unsound)
         for name, results in zip(expected, pool.map(look.module, expected), strict=True):
-            findings += [result for result in results if isinstance(result, Finding)]
+            findings += [result for result in results if isinstance(result, InspectionFinding)]
             layers += [result for result in results if isinstance(result, LayerError)]
             advance(sum(stored.nbytes for stored in expected[name]))
         scales: dict[str, float] = {}
@@ -95,7 +95,7 @@ def inspect_checkpoint(
             measured = wanted.get(name, (None,) * len(values))
             if len(values) != len(measured):
                 message = f"{len(values)} scales, calibration measured {len(measured)}"
-                findings.append(Finding("wrong shape", name, message))
+                findings.append(InspectionFinding("wrong shape", name, message))
                 continue
             for value, expected_value in zip(values, measured, strict=True):
                 findings += check_kv_scale(name, value, expected_value, allow_one=allow_unit_kv_scales)
@@ -111,10 +111,10 @@ def inspect_checkpoint(
                 # A head that shared the embedding's tensor has its own once the two differ.
                 own_head = name.endswith(".weight") and name.removesuffix(".weight") in structure.kept
                 if not own_head or untouched(name, checkpoint.tensors[name][1].shape):
-                    findings.append(Finding("undeclared", name, "the source has no such tensor"))
+                    findings.append(InspectionFinding("undeclared", name, "the source has no such tensor"))
     if expected_bytes is not None and checkpoint.nbytes != expected_bytes:
         message = f"{checkpoint.nbytes:,} bytes of tensors, predicted {expected_bytes:,}"
-        findings.append(Finding("size", str(checkpoint.folder), message))
+        findings.append(InspectionFinding("size", str(checkpoint.folder), message))
     return Inspection(
         checkpoint_format=form.name,
         findings=tuple(findings),
@@ -127,7 +127,7 @@ def inspect_checkpoint(
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Inspector:
     """A unit of work for any thread: one quantized module, or one tensor that was carried over."""
 
     read: Reader
@@ -140,7 +140,7 @@ class _Look:
     proven: Mapping[str, float] | None
     unsound: Collection[str]
 
-    def module(self, module: str) -> list[Finding | LayerError]:
+    def module(self, module: str) -> list[InspectionFinding | LayerError]:
         tensors, scheme = self.expected[module], self.claims.schemes[module] or ""
         if any(stored.name in self.unsound for stored in tensors):
             return []
@@ -152,12 +152,14 @@ class _Look:
         for name in self.wanted.keys() & {stored.name for stored in tensors}:
             value, wanted = float(self.read(name).float().reshape(())), self.wanted[name][0]
             if value != wanted:
-                results.append(Finding("wrong scale", name, f"{value:g}; the calibrated range gives {wanted:g}"))
+                results.append(
+                    InspectionFinding("wrong scale", name, f"{value:g}; the calibrated range gives {wanted:g}")
+                )
         return results
 
-    def copy(self, name: str, *, exact: bool) -> list[Finding]:
+    def copy(self, name: str, *, exact: bool) -> list[InspectionFinding]:
         if self.original is None or name not in self.read:
-            return [Finding("missing", name, "the source has it, the checkpoint does not")]
+            return [InspectionFinding("missing", name, "the source has it, the checkpoint does not")]
         proven = self.proven is not None
         return list(check_copy(name, self.read, self.original, self.weights[name], exact=exact, proven=proven))
 

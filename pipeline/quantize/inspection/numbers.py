@@ -15,7 +15,7 @@ from quantmint.pipeline.base.schemes import scheme as row_of
 from quantmint.pipeline.quantize.engines.algorithms import Alters
 from quantmint.pipeline.quantize.formats.checkpoint import Reader
 from quantmint.pipeline.quantize.formats.layout import StoredTensor
-from quantmint.pipeline.quantize.inspection.findings import Finding, LayerError
+from quantmint.pipeline.quantize.inspection.findings import InspectionFinding, LayerError
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.source import SourceReader
 from quantmint.pipeline.quantize.schemes.registry import SCHEMES
@@ -63,7 +63,7 @@ def check_module(
     original: Callable[[int, int], torch.Tensor] | None,
     alters: Alters = "nothing",
     proven: float | None = None,
-) -> Iterator[Finding | LayerError]:
+) -> Iterator[InspectionFinding | LayerError]:
     """Check one quantized module's stored numbers, against its 16-bit weight where that is known.
 
     ``original`` returns rows [first, last) of the weight in the source, decoded.
@@ -80,9 +80,9 @@ def check_module(
             signed = scheme == "w4a16" and alters == "rounding"
             yield from check_scale(stored.name, parts[stored.role], signed=signed)
         elif stored.role.endswith("_scale") and bool((parts[stored.role] == 255).any()):
-            yield Finding("not finite", stored.name, "an E8M0 scale is 255, which is NaN")
+            yield InspectionFinding("not finite", stored.name, "an E8M0 scale is 255, which is NaN")
         elif stored.role.endswith("_zero_point") and bool(parts[stored.role].any()):
-            yield Finding("wrong zero point", stored.name, "it is not zero, which symmetric numbers have")
+            yield InspectionFinding("wrong zero point", stored.name, "it is not zero, which symmetric numbers have")
     comparable = original is not None and alters in ("nothing", "rounding")
     error, broken, shape = Error(), 0, [0, 0]
     few = BLOCK * prod(weight.shape[1:])  # a block's rows
@@ -98,9 +98,9 @@ def check_module(
             break
     if proven is None and "weight_shape" in parts and parts["weight_shape"].tolist() != shape:
         stored_shape = parts["weight_shape"].tolist()
-        yield Finding("wrong shape", f"{module}.weight_shape", f"it says {stored_shape}, expected {shape}")
+        yield InspectionFinding("wrong shape", f"{module}.weight_shape", f"it says {stored_shape}, expected {shape}")
     if broken:
-        yield Finding("not finite", f"{module}.weight", f"{broken} of {prod(shape)} values are NaN or Inf")
+        yield InspectionFinding("not finite", f"{module}.weight", f"{broken} of {prod(shape)} values are NaN or Inf")
         return
     if not comparable and proven is None:
         return
@@ -112,7 +112,7 @@ def check_module(
     yield LayerError(module, scheme, sqnr)
     if not sqnr >= floor:
         message = f"SQNR {sqnr:.1f} dB against its source, rounding to {scheme} keeps {floor:g}"
-        yield Finding("error too large", module, message)
+        yield InspectionFinding("error too large", module, message)
 
 
 def _pieces(scheme: str, weight: StoredTensor, size: int) -> Iterator[tuple[int, int]]:
@@ -133,24 +133,24 @@ def _rows(part: torch.Tensor, scheme: str, weight: StoredTensor, first: int, las
     return part[first:last] if part.shape[0] == weight.shape[0] else part
 
 
-def check_scale(name: str, scale: torch.Tensor, *, signed: bool = False) -> Iterator[Finding]:
+def check_scale(name: str, scale: torch.Tensor, *, signed: bool = False) -> Iterator[InspectionFinding]:
     """A scale multiplies: NaN, Inf and zero are wrong, and negative ones where it is not ``signed``."""
     values = scale.float().reshape(-1)
     negative = (values < 0) & (not signed)
     for what, wrong in (("NaN or Inf", ~values.isfinite()), ("zero", values == 0), ("negative", negative)):
         count = int(wrong.sum())
         if count:
-            yield Finding("bad scale", name, f"{count} of {values.numel()} values are {what}")
+            yield InspectionFinding("bad scale", name, f"{count} of {values.numel()} values are {what}")
 
 
-def check_kv_scale(name: str, value: float, expected: float | None, *, allow_one: bool) -> Iterator[Finding]:
+def check_kv_scale(name: str, value: float, expected: float | None, *, allow_one: bool) -> Iterator[InspectionFinding]:
     """A static KV scale is finite, positive, not the default of 1.0, and what calibration measured."""
     if not math.isfinite(value) or value <= 0:
-        yield Finding("bad scale", name, f"a KV scale of {value:g}: expected a finite number above zero")
+        yield InspectionFinding("bad scale", name, f"a KV scale of {value:g}: expected a finite number above zero")
     elif value == 1.0 and not allow_one:
-        yield Finding("default scale", name, "exactly 1.0, the value of a cache that was never calibrated")
+        yield InspectionFinding("default scale", name, "exactly 1.0, the value of a cache that was never calibrated")
     elif expected is not None and value != expected:
-        yield Finding("wrong scale", name, f"{value:g}; the calibrated range gives {expected:g}")
+        yield InspectionFinding("wrong scale", name, f"{value:g}; the calibrated range gives {expected:g}")
 
 
 def check_copy(
@@ -161,7 +161,7 @@ def check_copy(
     *,
     exact: bool = True,
     proven: bool = False,
-) -> Iterator[Finding]:
+) -> Iterator[InspectionFinding]:
     """Check that a tensor that stays in 16 bit is the source's: bit for bit, or in dtype and shape where not ``exact``.
 
     ``weight`` says where the source has it. What was ``proven`` while it was carried over is read no further than its
@@ -169,7 +169,7 @@ def check_copy(
     """
     info = read.info(name)
     if (info.dtype, info.shape) != (source.dtype(weight), source.shape(weight)):
-        yield Finding("altered", name, "it stays in 16 bit, but differs from the source")
+        yield InspectionFinding("altered", name, "it stays in 16 bit, but differs from the source")
         return
     rows = info.shape[0] if info.shape else 1
     step = max(read.piece // max(prod(info.shape[1:]), 1), 1)
@@ -177,10 +177,10 @@ def check_copy(
         last = min(first + step, rows)
         pieces = [read.rows(name, first, last), source.rows(weight, first, last)]
         if exact and not torch.equal(*(piece.contiguous().reshape(-1).view(torch.uint8) for piece in pieces)):
-            yield Finding("altered", name, "it stays in 16 bit, but differs from the source")
+            yield InspectionFinding("altered", name, "it stays in 16 bit, but differs from the source")
             return
         if pieces[0].is_floating_point() and not bool(pieces[0].isfinite().all()):
-            yield Finding("not finite", name, "it holds NaN or Inf, as its source does")
+            yield InspectionFinding("not finite", name, "it holds NaN or Inf, as its source does")
             return
         if proven:
             return

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from quantmint.eval.measurements import Machine
+from quantmint.eval.measurements import MachineState
 from quantmint.pipeline.base import machine as host
 from quantmint.pipeline.serving.host.detect import CUDA, amd_gpus, nvidia_smi, select_devices, visible_amd
 
@@ -58,7 +58,7 @@ Sensor = Callable[[], SensorReading | None]
 """Returns the state now; cheap enough to call once a second. None when it cannot be read."""
 
 
-def summarize(cells: Sequence[Sequence[SensorReading]]) -> Machine:
+def summarize(cells: Sequence[Sequence[SensorReading]]) -> MachineState:
     """Return the state of a launch from the readings of each cell, taken under load."""
     readings = [reading for cell in cells for reading in cell]
     clocks = sorted(clock for reading in readings for clock in reading.clocks_mhz)
@@ -69,7 +69,7 @@ def summarize(cells: Sequence[Sequence[SensorReading]]) -> Machine:
         if len(cell) > 1:  # a counter that falls was reset and is ignored
             first, last = cell[0].counters, cell[-1].counters
             throttled.update(name for name, count in last.items() if count > first.get(name, count))
-    return Machine(
+    return MachineState(
         clock_mhz=median(clocks) if clocks else None,
         clock_mhz_low=clocks[math.ceil(0.05 * len(clocks)) - 1] if clocks else None,
         temperature_c=max(temperatures, default=None),

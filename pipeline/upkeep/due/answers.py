@@ -85,7 +85,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ReleasePlaces:
     """What the places of a recipe hold. ``newest`` is the release that it is held against, ``there`` one of each place.
 
     ``empty`` are the places that have none; ``unasked`` and ``damaged`` hold a sentence for each place that did not
@@ -120,7 +120,7 @@ class Answers:
             return answer
         raise UnaskedError(_told(repo, answer))
 
-    def releases(self, loaded: LoadedRecipe) -> Places:
+    def releases(self, loaded: LoadedRecipe) -> ReleasePlaces:
         """What was answered of a recipe's releases."""
         there: list[Released] = []
         empty: list[str] = []
@@ -138,7 +138,7 @@ class Answers:
                 unasked.append(_told(place, answer))
         # Of one that lies in several places, the first place's.
         newest = max(there, key=lambda one: (one.created, one.tag), default=None)
-        return Places(newest, tuple(there), tuple(empty), tuple(unasked), tuple(damaged))
+        return ReleasePlaces(newest, tuple(there), tuple(empty), tuple(unasked), tuple(damaged))
 
 
 def ask(recipes: Sequence[LoadedRecipe], home: Path) -> Answers:

@@ -41,7 +41,7 @@ _PART: Final = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]|\[(?P<quoted>\"(?:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class DueChange:
     """One place where a release and the plan of now differ.
 
     ``stage`` is the key of the stage whose payload holds it, "recipe" where it is a line of the recipe itself;
@@ -73,22 +73,22 @@ def changes(
     *,
     written: Collection[YamlPath],
     quantmint: str,
-) -> tuple[Change, ...]:
+) -> tuple[DueChange, ...]:
     """Everything that a release was made from and that is another thing now.
 
     ``payloads`` are those of a plan by the keys of its stages, ``recipe`` is `LoadedRecipe.text_proven` as a mapping,
     ``written`` the places in the recipe that somebody wrote and did not leave to a default, ``quantmint`` this version.
     """
-    found: list[Change] = []
+    found: list[DueChange] = []
     for one in difference(released.recipe, recipe):
         at = keys(one.path)
         # A key that the release's quantmint did not know yet, and that nobody has written, is a new default.
         fresh = one.old is ABSENT and not any(place[: len(at)] == at for place in written)
         why: Cause = "toolchain" if fresh else "recipe"
-        found.append(Change(why, RECIPE, one.path.removeprefix("$."), one.old, one.new))
+        found.append(DueChange(why, RECIPE, one.path.removeprefix("$."), one.old, one.new))
     edited = frozenset(keys(change.path) for change in found if change.cause == "recipe")
     if released.quantmint != quantmint:
-        found.append(Change("toolchain", "package", f"$.tools.{_QUANTMINT}", released.quantmint, quantmint))
+        found.append(DueChange("toolchain", "package", f"$.tools.{_QUANTMINT}", released.quantmint, quantmint))
     follows: Cause = "recipe" if edited else "toolchain"
     for key in (*payloads, *(key for key in released.stages if key not in payloads)):
         if key in _DRAWN:
@@ -96,13 +96,13 @@ def changes(
         made, payload = released.stages.get(key), payloads.get(key)
         if made is None or payload is None:
             sides = (ABSENT if made is None else key, ABSENT if payload is None else key)
-            found.append(Change(follows, key, "$", *sides))
+            found.append(DueChange(follows, key, "$", *sides))
         else:
             moved = any(change.cause == "base" for change in found)
             for one in difference(_by_name(made.payload), _by_name(payload)):
                 at = keys(one.path)
                 if at[0] != "inputs":
-                    found.append(Change(_cause(key, at, edited, moved), key, one.path, one.old, one.new))
+                    found.append(DueChange(_cause(key, at, edited, moved), key, one.path, one.old, one.new))
     return tuple(found)
 
 
@@ -114,7 +114,7 @@ def keys(path: str) -> YamlPath:
     )
 
 
-def tool_of(change: Change) -> str | None:
+def tool_of(change: DueChange) -> str | None:
     """The tool whose version a change is; None for a change of another kind."""
     match keys(change.path):
         case ("tools", str(name)) if change.stage != RECIPE:
@@ -122,7 +122,7 @@ def tool_of(change: Change) -> str | None:
     return None
 
 
-def apart_from_unknown(found: Collection[Change]) -> tuple[frozenset[str], tuple[Change, ...]]:
+def apart_from_unknown(found: Collection[DueChange]) -> tuple[frozenset[str], tuple[DueChange, ...]]:
     """Tools that are not installed here, so that nobody can say whether they are others now; the remaining changes.
 
     Of vLLM's its launch goes too, which follows from it.
@@ -170,7 +170,7 @@ def _by_name(payload: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**payload, "settings": {**settings, "tasks": {str(task["task"]): task for task in tasks}}}
 
 
-def what_changed(changes: Sequence[Change]) -> tuple[str, ...]:
+def what_changed(changes: Sequence[DueChange]) -> tuple[str, ...]:
     """One phrase for each thing that is another now, each once, what all else follows from first.
 
     What follows from an edited line of the recipe, or from another version of vLLM, is not told beside that.
@@ -178,7 +178,7 @@ def what_changed(changes: Sequence[Change]) -> tuple[str, ...]:
     edited = any(change.stage == RECIPE and change.cause == "recipe" for change in changes)
     upgraded = any(keys(change.path) == ("tools", "vllm") for change in changes)
 
-    def follows(change: Change) -> bool:
+    def follows(change: DueChange) -> bool:
         if change.stage == RECIPE:
             return False
         launched = keys(change.path)[:2] == ("settings", "launch")
@@ -188,7 +188,7 @@ def what_changed(changes: Sequence[Change]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(told))
 
 
-def phrase(change: Change) -> str:
+def phrase(change: DueChange) -> str:
     """One change for people."""
     subject, whole = _subject(change), not keys(change.path)
     if change.before is ABSENT:
@@ -198,7 +198,7 @@ def phrase(change: Change) -> str:
     return f"{subject} {shown(change.before)} -> {shown(change.after)}"
 
 
-def _subject(change: Change) -> str:
+def _subject(change: DueChange) -> str:
     at = keys(change.path)
     if change.stage == RECIPE:
         return f"recipe: {change.path}"

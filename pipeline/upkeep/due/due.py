@@ -29,8 +29,8 @@ from quantmint.pipeline.stages.setting import Commits, Setting, SourceIdentity
 from quantmint.pipeline.stages.source import identify
 from quantmint.pipeline.stages.stage import Planned
 from quantmint.pipeline.store.tree import Store
-from quantmint.pipeline.upkeep.due.answers import Answers, Places, Released, UnaskedError, ask
-from quantmint.pipeline.upkeep.due.causes import RECIPE, Change, apart_from_unknown, changes, what_changed
+from quantmint.pipeline.upkeep.due.answers import Answers, Released, ReleasePlaces, UnaskedError, ask
+from quantmint.pipeline.upkeep.due.causes import RECIPE, DueChange, apart_from_unknown, changes, what_changed
 from quantmint.pipeline.upkeep.schedule.export import here
 
 State = Literal["current", "due", "held", "broken", "damaged", "unknown"]
@@ -53,7 +53,7 @@ class Due:
     recipe: str
     state: State
     reason: str
-    changes: tuple[Change, ...] = ()
+    changes: tuple[DueChange, ...] = ()
     stages: tuple[tuple[str, Literal["rerun", "cached"]], ...] = ()
     release: Released | None = None
     unknown: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ def _found(recipe: str, loaded: LoadedRecipe, answers: Answers, store: Store, vl
         return Due(name, recipe, state, reason, release=release, unknown=unknown, loaded=loaded)
     except QuantmintError as error:
         return Due(name, recipe, "broken", str(error), release=release, loaded=loaded)
-    differing: tuple[Change, ...] = ()
+    differing: tuple[DueChange, ...] = ()
     if release is not None:
         payloads: Mapping[str, Mapping[str, object]] = {planned.key: planned.payload for planned in now.plan}
         written = loaded.positions.values.keys()
@@ -134,7 +134,7 @@ def _found(recipe: str, loaded: LoadedRecipe, answers: Answers, store: Store, vl
     unknown = tuple(dict.fromkeys(silent))
     state, reason = _at_fault(*_state(now, release, differing, said, unknown), said)
     if release is None and state not in ("unknown", "damaged"):
-        differing = (Change("recipe", RECIPE, "name", ABSENT, name),)
+        differing = (DueChange("recipe", RECIPE, "name", ABSENT, name),)
     return Due(
         name,
         recipe,
@@ -150,13 +150,13 @@ def _found(recipe: str, loaded: LoadedRecipe, answers: Answers, store: Store, vl
     )
 
 
-def _at_fault(state: State, reason: str, said: Places) -> tuple[State, str]:
+def _at_fault(state: State, reason: str, said: ReleasePlaces) -> tuple[State, str]:
     """A run that is due makes another release; what else is found of a damaged one is less than that it is."""
     return ("damaged", said.damaged[0]) if said.damaged and state != "due" else (state, reason)
 
 
 def _state(
-    now: Now, release: Released | None, differing: Sequence[Change], said: Places, unknown: Sequence[str]
+    now: Now, release: Released | None, differing: Sequence[DueChange], said: ReleasePlaces, unknown: Sequence[str]
 ) -> tuple[State, str]:
     counted = [change for change in differing if change.cause in now.setting.recipe.refresh.triggers]
     held = None if now.judged is None else f"these inputs were judged {now.judged.value}"
@@ -185,7 +185,7 @@ def _state(
     return "current", f"nothing changed; {_readers_get(release, release.tag)}"
 
 
-def _made_before(now: Now, said: Places) -> str:
+def _made_before(now: Now, said: ReleasePlaces) -> str:
     """What is told where a run would find every stage made: its inputs were these before."""
     ours = now.packaged()
     if ours is None or said.empty or any(ours not in one.tags for one in said.there):

@@ -153,7 +153,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class RoundSummary:
     """A round: when it began and ended (ISO 8601, UTC), and how each recipe left it, the first first.
 
     ``grown_bytes`` is None where nobody limited the disk; ``stopped_by`` the signal that ended the round.

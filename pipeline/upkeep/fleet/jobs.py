@@ -95,7 +95,7 @@ class Options:
 
 
 @dataclass
-class Job:
+class FleetJob:
     """A due recipe. ``ready`` is when it may begin, in seconds of the fleet's monotonic clock.
 
     ``needs`` is how many devices it takes: none are asked for on a machine without any, where a run says so itself.
@@ -164,12 +164,12 @@ class Room:
     left_bytes: int | None = None
 
 
-def ordered(waiting: Iterable[Job]) -> list[Job]:
+def ordered(waiting: Iterable[FleetJob]) -> list[FleetJob]:
     """The queue, the next one first."""
     return sorted(waiting, key=lambda one: (-one.priority, one.name))
 
 
-def next_begin(waiting: Iterable[Job], room: Room) -> tuple[Job, tuple[int, ...]] | None:
+def next_begin(waiting: Iterable[FleetJob], room: Room) -> tuple[FleetJob, tuple[int, ...]] | None:
     """The recipe that begins now, and the numbers of its devices; None where none may."""
     if room.slots < 1:
         return None
@@ -183,7 +183,7 @@ def next_begin(waiting: Iterable[Job], room: Room) -> tuple[Job, tuple[int, ...]
     return None
 
 
-def unaffordable(one: Job, room: Room) -> str | None:
+def unaffordable(one: FleetJob, room: Room) -> str | None:
     """Why a recipe is not begun any more in this round, now or later; None where it may be."""
     if room.left_bytes is not None and room.left_bytes <= 0:
         return "the round's disk is used up"
@@ -219,22 +219,24 @@ def not_run(request: Request, due: Due, options: Options, devices: Devices) -> E
     return _left(request, due, "failed", 2, f"its target has {needed} devices, and this fleet has {there}")
 
 
-def queued(request: Request, due: Due, options: Options, devices: Devices, warn: Callable[[str], None]) -> Job | Ended:
+def queued(
+    request: Request, due: Due, options: Options, devices: Devices, warn: Callable[[str], None]
+) -> FleetJob | Ended:
     """A recipe that was looked at: a job for the queue, or how it leaves the round without an attempt."""
     if (ended := not_run(request, due, options, devices)) is not None:
         return ended
     needs = 0 if devices.variable is None else devices_needed(due)
-    return Job(request, due, read_state(options.store, due.name, warn=warn), needs=needs)
+    return FleetJob(request, due, read_state(options.store, due.name, warn=warn), needs=needs)
 
 
-def unrun(job: Job, state: State, code: int, reason: str) -> Ended:
+def unrun(job: FleetJob, state: State, code: int, reason: str) -> Ended:
     """How a job leaves the round that was queued; what an attempt of it said stays."""
     ended = _left(job.request, job.due, state, code, reason)
     log = None if job.last is None else str(job.last.log)
     return replace(ended, attempts=job.attempts, duration_s=round(job.seconds, 1), log=log)
 
 
-def ran(job: Job, attempted: Attempted, stopped_by: int | None) -> Ended:
+def ran(job: FleetJob, attempted: Attempted, stopped_by: int | None) -> Ended:
     """How a job leaves the round whose last attempt has ended."""
     if attempted.cut_short and job.why == "signal":
         return unrun(job, "interrupted", 128 + (stopped_by or 0), "told to stop; it goes on from there next time")
@@ -264,7 +266,7 @@ def _left(request: Request, due: Due, state: State, code: int, reason: str) -> E
     )
 
 
-def state_after(job: Job, ended: Ended) -> RecipeState:
+def state_after(job: FleetJob, ended: Ended) -> RecipeState:
     """What is kept of a recipe after its last attempt of a round."""
     now, before = now_utc(), job.state
     common = replace(before, last_attempt=now, reason=ended.reason)
@@ -298,17 +300,17 @@ def again_in_s(ended: Attempted, *, failed: int, retries: int, first: float) -> 
 
 def foresee(
     recipes: Sequence[str], options: Options, warn: Callable[[str], None]
-) -> tuple[tuple[Job, ...], tuple[Ended, ...]]:
+) -> tuple[tuple[FleetJob, ...], tuple[Ended, ...]]:
     """What would run, in its order, and how the others would leave without an attempt."""
     devices = NONE if options.on is not None else devices_of(Host())
     room = Room(0.0, 1, left_s=options.max_s, left_bytes=options.max_disk)
     left: list[Ended] = []
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, FleetJob] = {}
     for recipe, due in zip(recipes, options.look()(recipes), strict=True):
         found = queued(Request(recipe), due, options, devices, warn)
-        if isinstance(found, Job) and (reason := unaffordable(found, room)) is not None:
+        if isinstance(found, FleetJob) and (reason := unaffordable(found, room)) is not None:
             found = unrun(found, "left", 0, reason)
-        if isinstance(found, Job):
+        if isinstance(found, FleetJob):
             jobs.setdefault(found.name, found)
         else:
             left.append(found)

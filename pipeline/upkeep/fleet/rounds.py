@@ -32,14 +32,14 @@ from quantmint.pipeline.upkeep.fleet.events import (
     Ended,
     Event,
     Kind,
+    RoundSummary,
     State,
-    Summary,
     folder_of,
     now_utc,
     read_state,
     write_state,
 )
-from quantmint.pipeline.upkeep.fleet.jobs import Job, Look, Options, Request, Room
+from quantmint.pipeline.upkeep.fleet.jobs import FleetJob, Look, Options, Request, Room
 
 if TYPE_CHECKING:
     from quantmint.pipeline.upkeep.due.due import Due
@@ -73,8 +73,8 @@ class Fleet:
         self._devices = NONE if options.on is not None else devices_of(Host())
         self._slots = options.slots(len(self._devices.values))
         self._looking: list[Request] = []
-        self._waiting: dict[str, Job] = {}
-        self._running: dict[str, Job] = {}
+        self._waiting: dict[str, FleetJob] = {}
+        self._running: dict[str, FleetJob] = {}
         self._ended: list[Ended] = []
         self._warnings: list[str] = []
         self._closed = False
@@ -95,14 +95,14 @@ class Fleet:
         """End the children, free the locks and let ``run`` return; ``number`` is the signal's that asked for it."""
         self._inbox.put(partial(self._end_all, number))
 
-    def run(self) -> Summary:
+    def run(self) -> RoundSummary:
         """Work until all is done and `close` was called, or until `stop`. Raises what ``on_event`` raises."""
         try:
             while True:
                 self._advance()
                 over = self._closed or self._stopped_by is not None
                 if over and not (self._looking or self._waiting or self._running):
-                    return Summary(
+                    return RoundSummary(
                         started=self._started,
                         finished=now_utc(),
                         ended=tuple(self._ended),
@@ -173,7 +173,7 @@ class Fleet:
             self._waiting[due.name] = job
             self._tell("queued", job)
 
-    def _confirm(self, job: Job, found: tuple[Due, ...] | None, error: str) -> None:
+    def _confirm(self, job: FleetJob, found: tuple[Due, ...] | None, error: str) -> None:
         """The recipe is ours, and was looked at again: attempt it if that is still to be done."""
         if self._running.get(job.name) is not job:
             return  # it was told to stop
@@ -189,7 +189,7 @@ class Fleet:
         else:
             self._attempt(job)
 
-    def _attempt(self, job: Job) -> None:
+    def _attempt(self, job: FleetJob) -> None:
         job.attempts += 1
         self._tell("started", job)
         options = self._options
@@ -211,7 +211,7 @@ class Fleet:
 
         job.thread = self._in_background(work, partial(self._done, job))
 
-    def _done(self, job: Job, attempted: Attempted | None, error: str) -> None:
+    def _done(self, job: FleetJob, attempted: Attempted | None, error: str) -> None:
         job.thread = None
         if self._grown is not None:
             self._grown = bytes_below(self._options.store) - self._bytes_before
@@ -276,7 +276,7 @@ class Fleet:
             self._close_job(job, jobs.unrun(job, "failed", error.exit_code, error.message))
         return True
 
-    def _begin(self, job: Job, devices: tuple[int, ...]) -> None:
+    def _begin(self, job: FleetJob, devices: tuple[int, ...]) -> None:
         """Take the locks and begin; or put it back, where somebody else has one of them."""
         root, now = self._options.store, time.monotonic()
         with disk_errors(root):
@@ -301,7 +301,7 @@ class Fleet:
         else:
             self._in_background(lambda: self._find([job.request.recipe]), partial(self._confirm, job))
 
-    def _elsewhere(self, job: Job, now: float) -> None:
+    def _elsewhere(self, job: FleetJob, now: float) -> None:
         first, job.elsewhere, job.ready = not job.elsewhere, True, now + _ASK_AGAIN_S
         if not self._options.wait:
             self._close_job(job, jobs.unrun(job, "elsewhere", 0, "another process works on it"))
@@ -312,11 +312,11 @@ class Fleet:
 
     # What ends.
 
-    def _cut(self, job: Job, why: Literal["time", "signal"]) -> None:
+    def _cut(self, job: FleetJob, why: Literal["time", "signal"]) -> None:
         job.why = job.why or why
         job.stop.set()
 
-    def _close_job(self, job: Job, ended: Ended, *, keep: bool = False) -> None:
+    def _close_job(self, job: FleetJob, ended: Ended, *, keep: bool = False) -> None:
         """The end of a job; with ``keep``, its state is written while its lock is ours."""
         self._running.pop(job.name, None)
         self._waiting.pop(job.name, None)
@@ -330,13 +330,13 @@ class Fleet:
         self._free(job)
         self._end(ended)
 
-    def _free(self, job: Job) -> None:
+    def _free(self, job: FleetJob) -> None:
         if job.lock is not None:
             job.held.callback(job.lock.release)
         self._give_back(job)
         job.lock = None
 
-    def _give_back(self, job: Job) -> None:
+    def _give_back(self, job: FleetJob) -> None:
         try:
             with disk_errors(self._options.store):
                 job.held.close()
@@ -361,7 +361,7 @@ class Fleet:
         self._warnings.append(message)
         self._tell_warning(message)
 
-    def _tell(self, kind: Kind, job: Job, **facts: Any) -> None:
+    def _tell(self, kind: Kind, job: FleetJob, **facts: Any) -> None:
         facts = {"reason": job.due.reason, **facts}
         self._send(kind=kind, recipe=job.name, trigger=job.request.trigger, attempt=job.attempts, **facts)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quantmint.calibration.calibrate import Order, Share
+from quantmint.calibration.calibrate import Share, ShareOrder
 from quantmint.calibration.observers import Observation
 from quantmint.pipeline.base.errors import StageError, UserError
 from quantmint.pipeline.clusters.ray import spread, tasks
@@ -96,9 +96,9 @@ def test_a_node_without_quantmint_is_named(cancelled: list[Any], monkeypatch: py
 def test_shares_on_one_node_divide_its_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, asked: int | None, expected: int
 ) -> None:
-    given: list[Order] = []
+    given: list[ShareOrder] = []
 
-    def start(order: Order, *_: Any) -> str:
+    def start(order: ShareOrder, *_: Any) -> str:
         given.append(order)
         return "a"
 
@@ -106,6 +106,6 @@ def test_shares_on_one_node_divide_its_memory(
     monkeypatch.setattr(spread, "results", lambda left, ask, say: iter([(share, None) for share in left.values()]))
     share = Share(0, (0,), 1)
     places = RayWorkers({}, ASK, Told(), together=8, states=50)
-    order = Order(tmp_path, tmp_path, Observation(), "layer", asked, False, 2)
+    order = ShareOrder(tmp_path, tmp_path, Observation(), "layer", asked, False, 2)
     assert list(places.measure(order, [share])) == [share]
     assert [one.activation_bytes for one in given] == [expected]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from quantmint.eval.accuracy import better, compare, compare_all
 from quantmint.eval.comparison.model import (
+    ComparedReport,
     Comparison,
-    Report,
     Score,
     dominates,
     front,
@@ -27,7 +27,7 @@ from quantmint.eval.verdict import Verdict
 from tests.checkpoints import GOOD, SMALL, WORSE, Checkpoint, answers
 
 
-def contender(checkpoint: Checkpoint, folder: Path) -> Report:
+def contender(checkpoint: Checkpoint, folder: Path) -> ComparedReport:
     return read(checkpoint.write(folder / checkpoint.name), folder / checkpoint.name / "gate.json")
 
 

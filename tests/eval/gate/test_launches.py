@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from quantmint.eval.gate import Policy, judge
-from quantmint.eval.measurements import Launch, Machine, Measurements
+from quantmint.eval.measurements import Launch, MachineState, Measurements
 from quantmint.eval.verdict import Verdict
 
 Launches = list[Launch]
@@ -23,7 +23,7 @@ def at(number: int, **changes: object) -> Callable[[Launches], Launches]:
 
 def clock(mhz: dict[int, float]) -> Callable[[Launches], Launches]:
     return lambda made: [
-        dataclasses.replace(launch, machine=Machine(clock_mhz=mhz.get(launch.number, 2000.0))) for launch in made
+        dataclasses.replace(launch, machine=MachineState(clock_mhz=mhz.get(launch.number, 2000.0))) for launch in made
     ]
 
 
@@ -93,7 +93,7 @@ FAULTS: list[tuple[str, Callable[[Launches], Launches], str]] = [
         "The best second of in1024-out1024-c64 was below half of its mean in launch 2",
     ),
     ("few prompts", cells(concurrency=7), "64 prompts for 7 in flight are mostly filling and emptying a batch"),
-    ("heat", at(6, machine=Machine(throttled=("thermal",))), "The machine was slowed down in launch 6: thermal."),
+    ("heat", at(6, machine=MachineState(throttled=("thermal",))), "The machine was slowed down in launch 6: thermal."),
     ("clock", clock({3: 1800.0}), "The clock changed between launches of the baseline, from 1,800 to 2,000 MHz."),
     (
         "backend",
@@ -121,7 +121,7 @@ def test_what_is_no_fault(measurements: Measurements, policy: Policy) -> None:
         at(3, client_cpu=0.6, server_cpu=0.85),
         cells(concurrency=6, peak_output_throughput=20_000.0),
         pieces(0.9),  # now and then two tokens of a request came as one piece
-        at(3, client_cpu=None, machine=Machine(), kv_cache_dtype=None, attention_backend=None),
+        at(3, client_cpu=None, machine=MachineState(), kv_cache_dtype=None, attention_backend=None),
         lambda made: list(reversed(made)),  # numbers tell the order, not the file
     ):
         changed = dataclasses.replace(measurements, launches=tuple(change(list(measurements.launches))))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from quantmint.eval.gate import Policy, judge
-from quantmint.eval.measurements import Launch, Machine, Measurements, order
+from quantmint.eval.measurements import Launch, MachineState, Measurements, order
 from quantmint.eval.verdict import Verdict
 from tests.eval.measured import make_cell
 
@@ -29,7 +29,7 @@ def launches(baseline: Sequence[float], candidate: Sequence[float], rate: float 
             None,
             1.0,
             None,
-            Machine(),
+            MachineState(),
         )
         for n, side in enumerate(order(len(baseline)))
     )

@@ -11,7 +11,7 @@ import pytest
 from quantmint.eval import record
 from quantmint.eval.canary import CanaryPolicy
 from quantmint.eval.gate import Policy, judge
-from quantmint.eval.measurements import Measurements, Structure
+from quantmint.eval.measurements import Measurements, StructureCheck
 from quantmint.eval.verdict import Verdict
 from tests.eval.measured import make_pair
 
@@ -91,7 +91,7 @@ TABLE: list[tuple[str, Change, Verdict, str]] = [
     ("other target", with_both(hardware="h100", device="NVIDIA H100 80GB HBM3"), INCONCLUSIVE, "promised for mi300x"),
     (
         "NaN",
-        lambda m: dataclasses.replace(m, structure=Structure(FAIL, ("a NaN in layer 3",))),
+        lambda m: dataclasses.replace(m, structure=StructureCheck(FAIL, ("a NaN in layer 3",))),
         FAIL,
         "a NaN in layer 3.",
     ),

@@ -12,8 +12,8 @@ import numpy as np
 
 from quantmint.eval.canary import Canary
 from quantmint.eval.gate import Policy, judge
-from quantmint.eval.measurements import CellResult, Launch, Machine, Measurements, Server, Structure, order
-from quantmint.eval.report.model import Flip, KvScale, LayerError, Report, Stage
+from quantmint.eval.measurements import CellResult, Launch, MachineState, Measurements, Server, StructureCheck, order
+from quantmint.eval.report.model import Flip, KvScale, Report, ShownLayerError, ShownStage
 from quantmint.eval.samples import Sample, SampleSet
 from quantmint.eval.statistics.sequential import plan_looks
 from quantmint.eval.verdict import Verdict
@@ -112,7 +112,7 @@ def launches(ratio: float = 1.31, each: int = 4) -> tuple[Launch, ...]:
                 peak_output_throughput=1.1 * speed * gain,
             )  # fmt: skip
         tokens, kind = (2_524_704, "fp8") if side == "candidate" else (1_262_352, "auto")
-        machine = Machine(2088.0 + number, 2040.0 - number, 71.0, 640.0 + number, (), 180)
+        machine = MachineState(2088.0 + number, 2040.0 - number, 71.0, 640.0 + number, (), 180)
         found.append(Launch(side, number, cells, tokens, kind, 64.0 + number, 0.41 + number / 100, machine))
     return tuple(found)
 
@@ -135,7 +135,7 @@ def _measurements() -> Measurements:
     server: dict[str, Any] = {"hardware": "mi300x", "template": "ab" * 32, "tokenizer": "cd" * 32}
     values: dict[str, Any] = {
         "artefact": "sha256:" + "ab" * 32,
-        "structure": Structure(Verdict.PASS),
+        "structure": StructureCheck(Verdict.PASS),
         "baseline": Server("0.32.0", "AMD Instinct MI300X", argv, env, kv_cache_dtype="auto", **server),
         "candidate": Server(
             "0.32.0", "AMD Instinct MI300X", (*argv, "--kv-cache-dtype", "fp8"), env, kv_cache_dtype="fp8", **server
@@ -164,8 +164,8 @@ def policy(**changes: Any) -> Policy:
     return Policy(**{**values, **changes})
 
 
-def layers(count: int = 32, *, experts: int = 0) -> list[LayerError]:
-    found: list[LayerError] = []
+def layers(count: int = 32, *, experts: int = 0) -> list[ShownLayerError]:
+    found: list[ShownLayerError] = []
     for layer in range(count):
         for index, kind in enumerate(LINEAR):
             many = experts if index > 3 and experts else 1
@@ -218,8 +218,8 @@ def flips_of(known: Measurements) -> list[Any]:
     return found
 
 
-def stages() -> list[Stage]:
-    found: list[Stage] = []
+def stages() -> list[ShownStage]:
+    found: list[ShownStage] = []
     clock = 0
     for name, seconds, cached in (
         ("source", 41.2, True), ("calibrate", 96.0, True), ("quantize", 38.5, False), ("inspect", 6.1, False),

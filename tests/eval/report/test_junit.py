@@ -10,7 +10,7 @@ import pytest
 from lxml import etree
 
 from quantmint.eval.gate import GateReport
-from quantmint.eval.measurements import Structure
+from quantmint.eval.measurements import StructureCheck
 from quantmint.eval.report import junit
 from quantmint.eval.report.model import Report
 from quantmint.eval.verdict import Verdict
@@ -40,7 +40,9 @@ def test_a_case_a_finding_with_the_counts_of_its_suite(variant: str) -> None:
 
 def test_what_each_verdict_becomes() -> None:
     known = made.measurements()
-    broken = replace(known, structure=Structure(Verdict.FAIL, ("2 tensors hold NaN",)), faults=("A log is missing",))
+    broken = replace(
+        known, structure=StructureCheck(Verdict.FAIL, ("2 tensors hold NaN",)), faults=("A log is missing",)
+    )
     root = checked(made.report(broken, made.policy(margins={"gsm8k": 0.02, "mmlu": 0.004})))
     failed = {case.attrib["name"]: case.find("failure") for case in root.iter("testcase")}
     assert failed["checkpoint"].attrib == {"type": "FAIL", "message": "2 tensors hold NaN."}

@@ -11,7 +11,7 @@ import pytest
 from markupsafe import Markup
 
 from quantmint.eval.gate import Policy
-from quantmint.eval.measurements import Structure
+from quantmint.eval.measurements import StructureCheck
 from quantmint.eval.report import accuracy, flips, layers, page, run, throughput
 from quantmint.eval.report.model import Flip, Report
 from quantmint.eval.verdict import Verdict
@@ -64,7 +64,9 @@ def test_json_beside_the_page_is_what_was_rendered(report: Report, text: str, tm
 
 def test_reasons_are_in_words_worst_first() -> None:
     broken = replace(
-        made.measurements(), structure=Structure(Verdict.FAIL, ("2 tensors hold NaN",)), faults=("The bench broke",)
+        made.measurements(),
+        structure=StructureCheck(Verdict.FAIL, ("2 tensors hold NaN",)),
+        faults=("The bench broke",),
     )
     text = page.render(made.report(broken, made.policy(margins={"mmlu": 0.004})))
     assert '<p class="stamp" role="status">INVALID</p>' in text

@@ -9,13 +9,13 @@ import pytest
 
 from quantmint.eval.report import numbers
 from quantmint.eval.report.layers import BIT_DB, heatmap, scale, span
-from quantmint.eval.report.model import Stage
+from quantmint.eval.report.model import ShownStage
 from quantmint.eval.report.numbers import signed, unit_of
 from quantmint.eval.report.plots import HEATS, PanelGrid, number, shorten, whole_ticks
 from quantmint.eval.report.run import _packed, command
 
 
-def stage(name: str, began: float, seconds: float) -> Stage:
+def stage(name: str, began: float, seconds: float) -> ShownStage:
     started = datetime.fromtimestamp(began, UTC).isoformat()
     return {"name": name, "started": started, "seconds": seconds, "cached": False, "fingerprint": ""}
 

@@ -11,14 +11,14 @@ import torch
 
 from quantmint.calibration import layers
 from quantmint.calibration.replica import replica
-from quantmint.calibration.sequential import Seen
+from quantmint.calibration.sequential import InputSample
 from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
 from quantmint.pipeline.quantize.engines.stream import layerwise
 from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.folds import study
 from quantmint.pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
-from quantmint.pipeline.quantize.engines.stream.scaling import Reader, best_factors
+from quantmint.pipeline.quantize.engines.stream.scaling import ChannelReader, best_factors
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from quantmint.pipeline.quantize.formats.checkpoint import Reader as Tensors
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
@@ -149,15 +149,15 @@ def test_factors_are_those_with_which_the_product_of_what_is_rounded_loses_the_l
     generator = torch.Generator().manual_seed(0)
     rows, weight = torch.randn(64, 8, generator=generator), torch.randn(4, 8, generator=generator)
     rows[:, 3] *= 100
-    seen = Seen(rows, rows.abs().amax(dim=0))
+    seen = InputSample(rows, rows.abs().amax(dim=0))
 
     def coarse(numbers: torch.Tensor) -> torch.Tensor:
         step = numbers.abs().amax() / 7
         return (numbers / step).round() * step
 
-    inputs = best_factors(seen, [Reader(weight, lambda found, _: coarse(found), lambda found: found)])
+    inputs = best_factors(seen, [ChannelReader(weight, lambda found, _: coarse(found), lambda found: found)])
     assert inputs[3] / inputs[0] > 10
-    neither = best_factors(seen, [Reader(weight, lambda found, _: found, lambda found: found)])
+    neither = best_factors(seen, [ChannelReader(weight, lambda found, _: found, lambda found: found)])
     assert torch.equal(neither, torch.ones(8)) or float((neither - 1).abs().max()) < 1e-6
 
 

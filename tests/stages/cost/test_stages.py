@@ -7,20 +7,28 @@ from dataclasses import replace
 
 import pytest
 
-from quantmint.pipeline.stages.cost import CalibrateVolume, Machine, QuantizeVolume, calibrate_cost, quantize_cost
+from quantmint.pipeline.stages.cost import (
+    CalibrateVolume,
+    MachineCapacity,
+    QuantizeVolume,
+    calibrate_cost,
+    quantize_cost,
+)
 from quantmint.pipeline.stages.rates import known
 
 Quantized = Callable[[str, str], QuantizeVolume]
 Calibrated = Callable[..., CalibrateVolume]
 
-CPU = Machine(known("two-cores"), 2, 24 << 30, ("cpu",), 24 << 30)
-GPU = Machine(known("h100"), 16, 128 << 30, ("cuda:0",), 80 << 30)
+CPU = MachineCapacity(known("two-cores"), 2, 24 << 30, ("cpu",), 24 << 30)
+GPU = MachineCapacity(known("h100"), 16, 128 << 30, ("cuda:0",), 80 << 30)
 MACHINES = pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
 
 
 @MACHINES
 @pytest.mark.parametrize("scheme", ["fp8", "ptpc_fp8", "fp8_block", "mxfp4"])
-def test_larger_models_take_longer_and_no_more_memory(quantized: Quantized, machine: Machine, scheme: str) -> None:
+def test_larger_models_take_longer_and_no_more_memory(
+    quantized: Quantized, machine: MachineCapacity, scheme: str
+) -> None:
     costs = [quantize_cost(quantized(name, scheme), machine) for name in ("8b", "70b", "405b")]
     assert [cost.seconds for cost in costs] == sorted(cost.seconds for cost in costs)
     assert costs[1].memory == costs[2].memory, "a few pieces, whatever the model"
@@ -30,7 +38,7 @@ def test_larger_models_take_longer_and_no_more_memory(quantized: Quantized, mach
 
 
 @MACHINES
-def test_all_is_on_the_disk_after_it_is_written(quantized: Quantized, machine: Machine) -> None:
+def test_all_is_on_the_disk_after_it_is_written(quantized: Quantized, machine: MachineCapacity) -> None:
     cost = quantize_cost(quantized("8b", "ptpc_fp8"), machine)
     assert cost.seconds > cost.written >= max(cost.parts["hash"] / machine.cores, cost.parts.get("link", 0))
     assert cost.written <= sum(cost.parts.values()), "what overlaps takes no longer than one thing after the other"
@@ -65,7 +73,7 @@ def test_a_slow_part_bounds_the_whole(quantized: Quantized) -> None:
 
 @MACHINES
 def test_calibration_is_resident_where_the_model_fits_and_its_hidden_states_are_large(
-    calibrated: Calibrated, machine: Machine
+    calibrated: Calibrated, machine: MachineCapacity
 ) -> None:
     volume = calibrated("8b", samples=2048, sequence_length=512)
     room = replace(machine, memory=1 << 40, device_memory=1 << 40)
@@ -73,7 +81,7 @@ def test_calibration_is_resident_where_the_model_fits_and_its_hidden_states_are_
     resident, layer = calibrate_cost(volume, room), calibrate_cost(volume, tight)
     assert (resident.mode, layer.mode) == ("resident", "layer")
 
-    def held(machine: Machine) -> int:
+    def held(machine: MachineCapacity) -> int:
         cost = calibrate_cost(volume, machine)
         return cost.memory if machine.rates.link is None else cost.device_memory
 
@@ -81,7 +89,7 @@ def test_calibration_is_resident_where_the_model_fits_and_its_hidden_states_are_
 
 
 @MACHINES
-def test_more_calibration_takes_longer(calibrated: Calibrated, machine: Machine) -> None:
+def test_more_calibration_takes_longer(calibrated: Calibrated, machine: MachineCapacity) -> None:
     seconds = [
         calibrate_cost(calibrated(name, samples=samples), machine).seconds
         for name, samples in (("8b", 128), ("8b", 512), ("70b", 512), ("405b", 512))

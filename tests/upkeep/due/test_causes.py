@@ -10,7 +10,7 @@ import pytest
 from quantmint.pipeline.base.canonical import ABSENT
 from quantmint.pipeline.publish.manifest import HardwareRecord, Manifest, ServingRecord, SourceRecord, StageRecord
 from quantmint.pipeline.recipe.faults import YamlPath
-from quantmint.pipeline.upkeep.due.causes import Change, apart_from_unknown, changes, keys, what_changed
+from quantmint.pipeline.upkeep.due.causes import DueChange, apart_from_unknown, changes, keys, what_changed
 
 A, B, C, D = "a" * 40, "b" * 40, "c" * 64, "d" * 64
 WHEN = "2026-11-20T12:00:00.000Z"
@@ -62,7 +62,7 @@ def found(
     written: tuple[YamlPath, ...] = (),
     before: Manifest | None = None,
     quantmint: str = "0.1.0",
-) -> tuple[Change, ...]:
+) -> tuple[DueChange, ...]:
     plan = {**BEFORE, **now}
     return changes(before or released(), plan, recipe, written=written, quantmint=quantmint)
 

@@ -13,7 +13,7 @@ from typing import Any
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe
 from quantmint.pipeline.upkeep.due.due import Due
-from quantmint.pipeline.upkeep.fleet.events import Ended, Event, RecipeState, Summary, read_state, write_state
+from quantmint.pipeline.upkeep.fleet.events import Ended, Event, RecipeState, RoundSummary, read_state, write_state
 from quantmint.pipeline.upkeep.fleet.jobs import Look, Options, Request
 from quantmint.pipeline.upkeep.fleet.rounds import Fleet
 
@@ -107,7 +107,7 @@ class Stage:
 
         return Fleet(self.options(**given), on_event=keep, look=look or self.look, warn=self.warnings.append)
 
-    def run(self, *recipes: str, **given: Any) -> Summary:
+    def run(self, *recipes: str, **given: Any) -> RoundSummary:
         fleet = self.fleet(**given)
         fleet.add(Request(recipe) for recipe in recipes or self.recipes)
         fleet.close()
@@ -135,7 +135,7 @@ class Stage:
         return sorted(path.name for path in (self.store / "refresh").rglob("*.lock*"))
 
 
-def by_name(summary: Summary) -> dict[str, Ended]:
+def by_name(summary: RoundSummary) -> dict[str, Ended]:
     return {ended.recipe: ended for ended in summary.ended}
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quantmint.pipeline.upkeep.due.due import Due
 from quantmint.pipeline.upkeep.fleet.events import RecipeState
-from quantmint.pipeline.upkeep.fleet.jobs import Job, Request, Room, next_begin, ordered, unaffordable
+from quantmint.pipeline.upkeep.fleet.jobs import FleetJob, Request, Room, next_begin, ordered, unaffordable
 from tests.upkeep.fleet.staged import loaded
 
 HOUR = 3600.0
@@ -16,12 +16,12 @@ LOADED = {priority: loaded("a", priority=priority) for priority in range(-100, 1
 
 def waiting(
     name: str, *, priority: int = 0, devices: int = 0, ready: float = 0.0, expected_s: float | None = None
-) -> Job:
+) -> FleetJob:
     due = Due(name, name, "due", "", loaded=LOADED[priority])
-    return Job(Request(name), due, RecipeState(name=name, last_duration_s=expected_s), ready=ready, needs=devices)
+    return FleetJob(Request(name), due, RecipeState(name=name, last_duration_s=expected_s), ready=ready, needs=devices)
 
 
-def queues(*, devices: int = 4) -> st.SearchStrategy[list[Job]]:
+def queues(*, devices: int = 4) -> st.SearchStrategy[list[FleetJob]]:
     one = st.builds(
         waiting,
         name=st.text("abcdefgh", min_size=1, max_size=3),
@@ -44,7 +44,7 @@ ROOMS = st.builds(
 
 
 @given(queues(), ROOMS)
-def test_what_begins_may_begin(queue: list[Job], room: Room) -> None:
+def test_what_begins_may_begin(queue: list[FleetJob], room: Room) -> None:
     begin = next_begin(queue, room)
     if begin is None:
         return
@@ -60,7 +60,7 @@ def test_what_begins_may_begin(queue: list[Job], room: Room) -> None:
 
 
 @given(queues(), ROOMS)
-def test_nobody_is_passed_over_but_for_a_reason(queue: list[Job], room: Room) -> None:
+def test_nobody_is_passed_over_but_for_a_reason(queue: list[FleetJob], room: Room) -> None:
     begin = next_begin(queue, room)
     blocked = False
     for one in ordered(queue):
@@ -75,7 +75,7 @@ def test_nobody_is_passed_over_but_for_a_reason(queue: list[Job], room: Room) ->
 
 @given(queues(), st.integers(1, 3), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_everyone_is_begun_once_and_no_device_is_shared(
-    queue: list[Job], slots: int, devices: int, dice: object
+    queue: list[FleetJob], slots: int, devices: int, dice: object
 ) -> None:
     """A machine as it goes on: recipes begin whenever they may, and end in any order."""
     left = {one.name: one for one in queue if one.needs <= devices}

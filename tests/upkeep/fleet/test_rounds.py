@@ -13,7 +13,7 @@ import pytest
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.upkeep.due.due import Due
 from quantmint.pipeline.upkeep.fleet.devices import Devices, take
-from quantmint.pipeline.upkeep.fleet.events import Event, Summary
+from quantmint.pipeline.upkeep.fleet.events import Event, RoundSummary
 from quantmint.pipeline.upkeep.fleet.jobs import Request
 from tests.upkeep.fleet.staged import Stage, by_name
 
@@ -113,7 +113,7 @@ def test_requests_that_come_while_it_runs(stage: Stage) -> None:
         if event.kind == "finished":
             over.release()
 
-    fleet, found = stage.fleet(hear, jobs=2), list[Summary]()
+    fleet, found = stage.fleet(hear, jobs=2), list[RoundSummary]()
     worker = threading.Thread(target=lambda: found.append(fleet.run()))
     worker.start()
     fleet.add([Request("a", "schedule")])
@@ -145,7 +145,7 @@ def test_what_is_asked_for_after_the_order_to_stop_holds_up_no_end(stage: Stage)
     fleet = stage.fleet()
     fleet.stop(signal.SIGTERM)
     fleet.add([Request("a", "schedule")])
-    found: list[Summary] = []
+    found: list[RoundSummary] = []
     thread = threading.Thread(target=lambda: found.append(fleet.run()), daemon=True)
     thread.start()
     thread.join(20)
@@ -206,7 +206,7 @@ def test_two_fleets_and_one_device(stage: Stage, devices: Callable[[int], None])
     devices(1)
     for name in "abcd":
         stage.recipe(name, gpus=1)
-    summaries: list[Summary] = []
+    summaries: list[RoundSummary] = []
     fleets = [stage.fleet(), stage.fleet()]
     for fleet, names in zip(fleets, ("ab", "cd"), strict=True):
         fleet.add(Request(name) for name in names)

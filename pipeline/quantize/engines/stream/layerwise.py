@@ -50,7 +50,7 @@ from quantmint.pipeline.quantize.engines.stream.gptq import (
     in_tf32,
 )
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, Step
-from quantmint.pipeline.quantize.engines.stream.scaling import Reader, scale_layer
+from quantmint.pipeline.quantize.engines.stream.scaling import ChannelReader, scale_layer
 from quantmint.pipeline.quantize.engines.stream.shard import ERRORS, error_of
 from quantmint.pipeline.quantize.formats.checkpoint import torch_dtype
 from quantmint.pipeline.quantize.formats.layout import Choice
@@ -299,7 +299,7 @@ class _Layers:
         """Scale the channels of a layer; inputs whose range was measured before get the one that they have now."""
         name = self._names[number]
 
-        def reader(matrix: Matrix) -> Reader | None:
+        def reader(matrix: Matrix) -> ChannelReader | None:
             module = f"{name}.{matrix.module}"
             return self._reader(module) if module in self._steps else None
 
@@ -323,7 +323,7 @@ class _Layers:
         known = known if known is None or largest is None else largest.amax()
         return _rounding(scheme(self._choice.schemes[step.name]).activations, None if known is None else float(known))
 
-    def _reader(self, module: str) -> Reader:
+    def _reader(self, module: str) -> ChannelReader:
         step = self._steps[module]
         kernel, scheme_name = KERNELS[str(step.kernel)], self._choice.schemes[step.name]
 
@@ -333,7 +333,7 @@ class _Layers:
                 return round_mx(weight, row.dtype)
             return dequantize(scheme_name, kernel.compute(weight, None))
 
-        return Reader(self._own(module).float(), lambda rows, largest: self._served(step, largest)(rows), stored)
+        return ChannelReader(self._own(module).float(), lambda rows, largest: self._served(step, largest)(rows), stored)
 
     def solve(self, number: int, found: Sequence[Inputs], last: bool) -> None:
         """Make the weights of a layer's turn; with its last one, all of the layer is put on the disk."""

@@ -30,7 +30,7 @@ from quantmint.pipeline.recipe.modules import scale_group, text_config
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """A tensor in a file of the source."""
 
     shard: str
@@ -41,11 +41,11 @@ class Place:
 class Origin:
     """A step's source. ``expert``, ``rows`` and ``transposed`` as in `WeightSource`; ``scale`` holds block scales."""
 
-    place: Place
+    place: TensorPlace
     expert: int | None = None
     rows: tuple[int, int] | None = None
     transposed: bool = False
-    scale: Place | None = None
+    scale: TensorPlace | None = None
 
     @property
     def dtype(self) -> str:
@@ -104,11 +104,11 @@ class Origin:
 def origin_of(source: Checkpoint, weight: WeightSource) -> Origin:
     """Find a weight of the model's structure in its files; `KeyError` for a tensor that is not there."""
     return Origin(
-        Place(*source.tensors[weight.tensor]),
+        TensorPlace(*source.tensors[weight.tensor]),
         weight.expert,
         weight.rows,
         weight.transposed,
-        None if weight.scale is None else Place(*source.tensors[weight.scale]),
+        None if weight.scale is None else TensorPlace(*source.tensors[weight.scale]),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantmint.calibration.lazy import torch
-from quantmint.calibration.sequential import Look, Seen
+from quantmint.calibration.sequential import InputSample, Look
 from quantmint.pipeline.quantize.engines.stream.folds import Fold, Matrix
 from quantmint.pipeline.quantize.engines.stream.gptq import in_tf32
 
@@ -23,7 +23,7 @@ _STEPS = 10  # and the halves beside the best of them
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class ChannelReader:
     """A weight, float32 [O, I], with what becomes of its inputs and of itself.
 
     ``served`` takes rows [n, I] with the largest magnitude in each channel [I], ``stored`` a weight.
@@ -39,7 +39,7 @@ def scale_layer(
     name: str,
     folds: Iterable[Fold],
     look: Look,
-    reader: Callable[[Matrix], Reader | None],
+    reader: Callable[[Matrix], ChannelReader | None],
     ranged: bool,
 ) -> Iterator[tuple[Fold, torch.Tensor]]:
     """Scale the channels of a layer; each fold with the largest magnitude in each channel, float32 [C].
@@ -65,7 +65,9 @@ def scale_layer(
         yield fold, largest
 
 
-def best_factors(seen: Seen, readers: Sequence[Reader], weights: torch.Tensor | float = 1.0) -> torch.Tensor:
+def best_factors(
+    seen: InputSample, readers: Sequence[ChannelReader], weights: torch.Tensor | float = 1.0
+) -> torch.Tensor:
     """The factors, float32 [C], that products lose the least with: ones where none helps.
 
     ``weights`` of the rows, float32 [n, 1], are what their errors are multiplied with.
