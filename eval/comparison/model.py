@@ -121,7 +121,10 @@ def from_report(data: Any, origin: Path) -> ComparedReport:
     try:
         return ComparedReport.from_json(data)
     except MeasurementError as error:
-        raise MeasurementError(f"{origin}: not a report of this version: {error}") from error
+        reason = str(error).removeprefix(
+            f"not a {ComparedReport.__name__}: "
+        )  # a name of the code, not of the reader's
+        raise MeasurementError(f"{origin}: not a report of this version: {reason}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def test_markup_of_a_report_is_not_ours(quantmint: Quantmint, made: Path, tmp_pa
         (["good", "empty"], "empty: found neither quantmint/report.json nor report.json"),
         (["good", "x.txt"], "x.txt: found neither quantmint/report.json nor report.json"),
         (["good", "cut.yaml"], "cut: there is no such file or folder, and no report of such a recipe in STORE"),
-        (["good", "torn.json"], "torn.json: not a report of this version: not a Report"),
+        (["good", "torn.json"], "torn.json: not a report of this version: name: Field required"),
         (["good", "cut"], "cut: there is no such file or folder, and no report of such a recipe in STORE"),
         (["good", "small", "--output", "none/x.html"], "--output: none/x.html cannot be written"),
     ],

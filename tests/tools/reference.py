@@ -1,11 +1,13 @@
 """Write the generated pages of the reference, docs/commands.md and docs/keys.md: `python -m tests.tools.reference`.
 
-Commands come from ``--help``, keys from the JSON Schema of recipes; a test holds the pages to both.
+Commands come from ``--help``, keys from the JSON Schema of recipes; a test holds the pages to both. ``--check`` writes
+nothing and exits with the names of the pages that are not up to date.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,9 +116,13 @@ PAGES = {"commands.md": commands_page, "keys.md": keys_page}
 
 
 def main() -> None:
-    """Write the pages."""
-    for name, page in PAGES.items():
-        (DOCS / name).write_text(page(), encoding="utf-8")
+    """Write the pages, or check them."""
+    pages = {name: page() for name, page in PAGES.items()}
+    if "--check" in sys.argv[1:]:
+        stale = [name for name, text in pages.items() if (DOCS / name).read_text(encoding="utf-8") != text]
+        sys.exit(f"not up to date, run `python -m tests.tools.reference`: {', '.join(stale)}" if stale else 0)
+    for name, text in pages.items():
+        (DOCS / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
