@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -93,6 +95,7 @@ def measured(like: Rates, device: str, name: str) -> Rates:
     content = bytes(_HASHED)
     hashed = _rate(lambda: hashlib.sha256(content).digest(), _HASHED, "cpu")
     flops, float32 = (_products(device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    link, load = (None, like.load * copied) if on_cpu else _uploads(device)
     # A worker of the engine computes with one thread of its own, and all cores have one: so do PyTorch's threads here.
     piece = CPU_PIECE * torch.get_num_threads() if on_cpu else GPU_PIECE
     weight = torch.ones((max(piece // (2 * _COLUMNS), 1), _COLUMNS), dtype=torch.bfloat16, device=device)
@@ -102,8 +105,9 @@ def measured(like: Rates, device: str, name: str) -> Rates:
         machine=f"this machine ({name}), and for its disk {like.machine}",
         read=like.read * copied,
         write=like.write * copied,
-        load=like.load * copied,
+        load=load,
         hash=hashed,
+        link=link,
         flops=flops,
         float32=float32,
         scores=like.scores * flops / like.flops,
@@ -122,8 +126,31 @@ def _products(device: str, dtype: torch.dtype) -> float:
     return rate
 
 
+def _uploads(device: str) -> tuple[float, float]:
+    """Return bytes a second from pinned memory to a GPU, and from a file in the page cache through pinned memory.
+
+    One thread reads the file, as it does when a layer is loaded: that, and not the link, is what takes the time.
+    """
+    pinned = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(pinned, device=device)
+    link = _rate(lambda: target.copy_(pinned, non_blocking=True), _COPIED, device)
+    with tempfile.TemporaryFile(buffering=0) as file:
+        file.write(bytes(_COPIED))
+
+        def load() -> None:
+            file.seek(0)
+            file.readinto(pinned.numpy().data)
+            target.copy_(pinned, non_blocking=True)
+
+        return link, _rate(load, _COPIED, device)
+
+
 def _rate(work: Callable[[], object], amount: int, device: str, *, seconds: float = _MEASURED_S) -> float:
-    """How much a second does, when each call of ``work`` does ``amount``; measured for so many ``seconds``."""
+    """Return the amount a second, where each call of ``work`` does ``amount``, by the fastest call in ``seconds``.
+
+    Whatever else a machine does only makes a call slower: a mean would tell of that, such as a model that the kernel
+    still writes to the disk.
+    """
 
     def settle() -> None:
         if device != "cpu":
@@ -131,12 +158,12 @@ def _rate(work: Callable[[], object], amount: int, device: str, *, seconds: floa
 
     work()
     settle()
-    start, rounds = time.perf_counter(), 0
-    while (spent := time.perf_counter() - start) < seconds or not rounds:
+    fastest, end = math.inf, time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end or fastest == math.inf:
         work()
         settle()
-        rounds += 1
-    return amount * rounds / spent
+        fastest = min(fastest, time.perf_counter() - start)
+    return amount / fastest
 
 
 HOST_CORES, HOST_BYTES = 24, 256 << 30

@@ -75,7 +75,8 @@ def measure(options: list[str], source: Path, out: Path, count: int, *, ray: boo
         dry = subprocess.run([*command, "--dry-run"], cwd=ROOT, env=environment, capture_output=True, text=True)
         if dry.returncode == 0:
             stages = json.loads(dry.stdout)["costs"]["stages"]
-            row["forecast"] = sum(stage["seconds"] for stage in stages.values())
+            row["forecasts"] = {name: stage["seconds"] for name, stage in stages.items()}
+            row["forecast"] = sum(row["forecasts"].values())
         into_page_cache(source)
         child = [sys.executable, "-I", str(_CHILD), *logs, *command, *(["--on", "ray"] if ray else [])]
         with watching_gpus(row):
@@ -100,7 +101,8 @@ def line(row: Mapping[str, Any]) -> str:
     title = f"{row['gpus']} GPUs, {row['on']}"
     if "why_not" in row:
         return f"{title}: failed\n{row['why_not']}"
-    forecast = f"{row['forecast']:.0f} s" if "forecast" in row else "none"
+    stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in row.get("forecasts", {}).items())
+    forecast = f"{row['forecast']:.0f} s: {stages}" if stages else "none"
     parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in row["seconds"].items())
     return (
         f"{title}: {row['wall']:.1f} s (forecast {forecast}), CPU {row['cpu']:.0f} s, host {row['rss'] / 1e9:.1f} GB, "
