@@ -75,6 +75,7 @@ def require_means(
     """
     plan = foreseen(plan, setting, redo)
     missing = missing_stages(plan, setting, redo)
+    require_tokens(setting, missing)
     stages = [planned.stage for planned in plan if planned.key in missing]
     for extra, name in dict.fromkeys(module for stage in stages for module in stage.imports(setting)):
         if find_spec(name) is None:

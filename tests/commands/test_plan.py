@@ -197,7 +197,10 @@ def test_an_algorithm_that_harms_a_scheme_is_a_caution(quantmint: Quantmint, pro
     assert "rotation may harm mxfp4_weight_only" in cautions("int8_w8a8", mixed)
 
 
-def test_texts_that_make_too_few_tokens_are_told_of(quantmint: Quantmint, models: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("command", ["plan", "run", "quantize"])
+def test_texts_that_make_too_few_tokens_are_refused(
+    quantmint: Quantmint, models: Callable[..., Path], command: str
+) -> None:
     Path("words.txt").write_text("w5 w6 w7 w8\n" * 20)
     Path("words.yaml").write_text("name: words\ndescription: Words.\nfile: words.txt\n")
     Path("r.yaml").write_text(
@@ -205,9 +208,17 @@ def test_texts_that_make_too_few_tokens_are_told_of(quantmint: Quantmint, models
         "calibration: {set: words.yaml, samples: 4, sequence_length: 64}\n"
         "target: {max_model_len: 512, workload: tiny}\nevaluation: {suite: tiny}\ngate: {accuracy: {margin: 0.02}}\n"
     )
-    ended = quantmint("plan", "r.yaml")
+    if command == "quantize":
+        scheme = ("--scheme", "ptpc_fp8", "--kv-cache", "fp8")
+        texts = ("--calibration", "words.yaml", "--samples", "4", "--sequence-length", "64")
+        ended = quantmint("quantize", models("llama"), "out", *scheme, *texts)
+    else:
+        ended = quantmint(command, "r.yaml", "--store", "store")
+        assert "r.yaml:4:41: " in ended.err
     assert ended.code == 2
-    assert "r.yaml:4:41: calibration.samples: the calibration texts make 100 tokens" in ended.err
+    assert "samples: the calibration texts make 100 tokens" in ended.err
+    assert not Path("out").exists()
+    assert not list(Path("store").glob("*/*"))
 
 
 @pytest.mark.usefixtures("large_disk")

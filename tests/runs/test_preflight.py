@@ -91,7 +91,10 @@ def test_a_device_that_is_too_small_for_gptq_is_told_before_any_work(
     recipe = project / "r.yaml"
     text = recipe.read_text().replace("folder: model}", f"folder: {models('llama')}}}")
     text = re.sub(r"quantization: .*", "quantization: {scheme: mxfp4, algorithm: gptq}", text)
-    recipe.write_text(text.replace("samples: 4, sequence_length: 64", "samples: 16, sequence_length: 64"))
+    (project / "words.txt").write_text("w5 w6 w7 w8\n" * 256)
+    (project / "words.yaml").write_text("name: words\ndescription: Words.\nfile: words.txt\n")
+    calibration = "calibration: {set: words.yaml, samples: 16, sequence_length: 64}"
+    recipe.write_text(re.sub(r"calibration: .*", calibration, text))
     ended = quantmint("run", "r.yaml", "--until", "inspect", "--device", "cpu")
     assert ended.code == 2
     assert "quantization.algorithm: GPTQ takes" in ended.err
