@@ -23,17 +23,21 @@ _ROWS = 16
     "--from",
     "from_",
     metavar="SCHEMES",
-    help="With commas between (default: the recipe's, else mxfp4,mxfp4_fp8,ptpc_fp8).",
+    help="Schemes to choose from, with commas between (default: the recipe's, else mxfp4,mxfp4_fp8,ptpc_fp8).",
 )
 @click.option(
-    "--calibration", metavar="SET", help="Set to measure on: a name or a YAML file. It goes before a recipe's own."
+    "--calibration", metavar="SET", help="Calibration set to measure on, a name or a YAML file (default: the recipe's)."
 )
-@click.option("--samples", type=int, help="Sequences of the set; half of them are measured on, and 16 at most.")
+@click.option("--samples", type=int, help="Sequences of the set. Half of them are measured on, at most 16.")
 @click.option("--sequence-length", type=int, help="Tokens of a sequence (default: the set's, else 2048).")
-@click.option("--bits", type=float, help="Print what so many bits a weight are best spent on, as a recipe says it.")
-@click.option("--speedup", type=float, help="The same for so many times the speed of 16 bit on the recipe's target.")
-@click.option("--write", type=click.Path(path_type=Path, dir_okay=False), help="Write that into a file.")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the frontier there: .svg or .png.")
+@click.option("--bits", type=float, help="Print the best choice for so many bits a weight, as a section of a recipe.")
+@click.option(
+    "--speedup", type=float, help="Print the best choice for so many times the speed of 16 bit on the recipe's target."
+)
+@click.option("--write", type=click.Path(path_type=Path, dir_okay=False), help="Write that choice to a file.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the frontier to this file, .svg or .png."
+)
 @device_option
 @store_option
 @json_option
@@ -53,11 +57,12 @@ def search(
 ) -> None:
     """Print the frontier of MODEL, a recipe, a folder or organisation/name[@revision]: bits against predicted KL.
 
-    The cost of each group of layers in each scheme is measured once, and kept in the store for all budgets. A run of a
-    recipe with `scheme: auto` and `search:` spends a budget by these costs, goes to more bits after a FAIL and to fewer
-    after a PASS, to a quarter bit, and publishes the fewest that passed. The KL is
-    a prediction, of rounding by the recipe's algorithm, until the checkpoint was measured; a speedup is an estimate by
-    the target's data sheet, of the linear layers alone, until it was served.
+    The cost of each group of layers in each scheme is measured once, and kept in the store for all budgets. The KL is
+    a prediction, of rounding by the recipe's algorithm. A speedup is an estimate from the target's data sheet, of the
+    linear layers alone.
+
+    A run of a recipe with `scheme: auto` and `search:` spends a budget by these costs. After a FAIL it tries more
+    bits, after a PASS fewer, in steps of a quarter bit at the least. It publishes the fewest bits that passed.
 
     Example: quantmint search llama70b-fp8kv --calibration ultrachat --bits 5
     """

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _WIDE = 140
 _READABLE = 120
 _ORIGINS = {
-    "table": "by the rates of such machines",
-    "measured": "copying, hashing, products and rounding were measured for a second; no more is known of this one",
-    "data sheet": "nobody has measured it: its data sheet's operations and bandwidth, with an H100's efficiency",
-    "borrowed": "that is ANOTHER machine, this one may be many times faster or slower; no rate of it is known",
+    "table": "estimated with rates that were measured on a machine of this kind",
+    "measured": "copying, hashing, loading, products and rounding were measured for a second; the rest is the other's",
+    "data sheet": "nobody has measured it; estimated from its data sheet, at an H100's efficiency",
+    "borrowed": "that is ANOTHER machine: this one could not be measured, and may be many times faster or slower",
 }
 
 
