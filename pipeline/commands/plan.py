@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from quantmint.eval.gate.reach import SpeedReach
     from quantmint.pipeline.runs.forecast import RunForecast, StageForecast
+_BASES = {"seen": "as last time", "reckoned": "forecast", "cached": "", "None": ""}
 
 
 @click.command(name="plan")
@@ -142,7 +143,7 @@ def _time(stage: StageForecast) -> tuple[str, str]:
     """Word a stage's time, and what it is known from."""
     if stage.seconds is None:
         return "?", "not predicted: a library's time is not known before it ran once"
-    return ("-", "") if stage.cached else (duration(stage.seconds), str(stage.by).replace("seen", "as last time"))
+    return ("-", "") if stage.cached else (duration(stage.seconds), _BASES[str(stage.by)])
 
 
 def _throughput(bench: Mapping[str, Any], speed: SpeedReach | None) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from quantmint.eval import workloads
 from quantmint.eval.suites import SuiteTask
@@ -24,6 +24,7 @@ from quantmint.pipeline.base.hardware import hardware, local_cpu_flags, refusal
 from quantmint.pipeline.base.schemes import scheme as scheme_of
 from quantmint.pipeline.recipe.destinations import section_of
 from quantmint.pipeline.recipe.load import load_recipe
+from quantmint.pipeline.recipe.modules import expert_count
 from quantmint.pipeline.recipe.schema import AUTO
 
 _WORDS, _FEWEST, _MOST = 150, 40, 800
@@ -192,8 +193,9 @@ def _recipe(options: DraftOptions, folder: Path, samples: int) -> str:
             f"calibration: {{set: {evaluation}/{options.name}-texts.yaml, samples: {samples}, sequence_length: 512}}"
         )
     length, loads = (2048, ["tiny"]) if cpu else (8192, ["throughput", "latency", "tiny"])
-    with suppress(OSError, ValueError, KeyError):  # a model of the Hub is held against its configuration by the plan
-        length = min(length, json.loads((Path(options.model) / "config.json").read_bytes())["max_position_embeddings"])
+    config = _config(options.model)
+    with suppress(KeyError):
+        length = min(length, config["max_position_embeddings"])
     load = next((name for name in loads if max(cell.longest for cell in workloads.load(name).cells) <= length), "tiny")
     lines.append(
         f"target: {{hardware: {options.target}, gpus: {options.gpus}, workload: {load}, max_model_len: {length}}}"
@@ -203,10 +205,8 @@ def _recipe(options: DraftOptions, folder: Path, samples: int) -> str:
         if options.text is None
         else [f"suite: {evaluation}/{options.name}-suite.yaml", f"concurrency: {8 if cpu else 64}"]
     )
-    if _needs_reference(options, base):
-        lines.append(
-            f"# vLLM for a CPU has no kernels for {options.scheme}: transformers computes what the checkpoint means."
-        )
+    if cpu and (reason := _unserved(options.scheme, base, config)) is not None:
+        lines.append(f"# {reason.partition(': ')[0]}.\n# transformers computes what the checkpoint means.")
         evaluation_keys.append("runtime: reference")
     if evaluation_keys:
         lines.append(f"evaluation: {{{', '.join(evaluation_keys)}}}")
@@ -221,11 +221,24 @@ def _recipe(options: DraftOptions, folder: Path, samples: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _needs_reference(options: DraftOptions, base: str) -> bool:
-    """Return whether no vLLM for a CPU serves the scheme, so that the reference runtime has to answer."""
-    names = _CHOICES if options.scheme == AUTO else (options.scheme,)
+def _config(model: str) -> Mapping[str, Any]:
+    """Return a folder's config.json; empty for a model of the Hub, which the plan holds against its configuration."""
+    with suppress(OSError, ValueError):
+        config = json.loads((Path(model) / "config.json").read_bytes())
+        return config if isinstance(config, dict) else {}
+    return {}
+
+
+def _unserved(scheme: str, base: str, config: Mapping[str, Any]) -> str | None:
+    """Return why vLLM for this CPU does not load the scheme, for experts too where the model has some; else None."""
     layout = "compressed-tensors" if base == "_base-ptpc" else "quark"
-    return options.target == "cpu" and any(refusal("cpu", name, "auto", layout) is not None for name in names)
+    flags = local_cpu_flags()
+    for name in _CHOICES if scheme == AUTO else (scheme,):
+        experts = (name,) if expert_count(config) else ()
+        reason = refusal("cpu", name, "auto", layout, expert_schemes=experts, cpu_flags=flags)
+        if reason is not None:
+            return reason
+    return None
 
 
 def _own_name(model: str) -> str:
