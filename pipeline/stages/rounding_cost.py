@@ -20,7 +20,7 @@ _COLUMN_S: Final = 3e-4
 """Of a Hessian's factors, and of a column of a weight; seen on two cores of an AMD EPYC for 256 to 1,536 channels."""
 _GPU_FACTOR_S: Final = 0.02
 _GPU_COLUMN_S: Final = 1.4e-5
-"""The same on a GPU: what the 59.5 s of GPTQ alone of an 8B shape on an H100 leave (docs/benchmarks.md)."""
+"""The same on a GPU: what the 59.5 s of GPTQ alone of an 8B shape on an H100 leave (docs/notes/measurements.md)."""
 _SIDE_BY_SIDE: Final = 10
 """Experts of a stack that are rounded in the time of one (`make bench-experts`)."""
 _CHANGE_S: Final = 0.01

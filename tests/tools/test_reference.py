@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.tools.reference import DOCS
 
 ROOT = DOCS.parent
-_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 _BUILT = {"report.html"}
 """Files that `make docs` puts beside the pages."""
 
@@ -23,16 +23,27 @@ def test_generated_pages_are_up_to_date() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def _links() -> Iterator[tuple[Path, str]]:
+def _links() -> Iterator[tuple[Path, str, str]]:
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("**/*.md"))):
-        for link in _LINK.findall(page.read_text(encoding="utf-8")):
-            if "://" not in link:
-                yield page, link
+        for link, anchor in _LINK.findall(page.read_text(encoding="utf-8")):
+            if "://" not in link and link not in _BUILT:
+                yield page, link, anchor
 
 
-def test_links_lead_to_files() -> None:
-    broken = [f"{page.name}: {link}" for page, link in _links() if not (page.parent / link).exists()]
-    assert [link for link in broken if link.rpartition(" ")[2] not in _BUILT] == []
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Python-Markdown names them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in plain}
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    broken = []
+    for page, link, anchor in _links():
+        target = page.parent / link if link else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _anchors(target)):
+            broken.append(f"{page.relative_to(ROOT)}: {link}#{anchor}")
+    assert broken == []
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -66,7 +66,7 @@ class Algorithm:
             return None
         return (
             f"{self.name} may harm {' and '.join(harmed)}: SmolLM2-135M loses less by rounding to the nearest, "
-            "and the least by gptq where a scheme has it (docs/benchmarks.md)"
+            "and the least by gptq where a scheme has it (docs/notes/measurements.md)"
         )
 
 

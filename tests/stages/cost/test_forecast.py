@@ -50,7 +50,7 @@ def test_the_embedded_model_takes_what_it_took() -> None:
     ids=["whole", "alone"],
 )
 def test_gptq_of_an_8b_shape_takes_what_was_measured(parameters: dict[str, object], least: float, most: float) -> None:
-    """docs/benchmarks.md, "In what time": 128 x 2048 tokens on one H100, less the start of the process."""
+    """docs/notes/measurements.md, "In what time": 128 x 2048 tokens on one H100, less the start of the process."""
     recipe = Recipe.model_validate(
         {
             "name": "r",
