@@ -44,7 +44,7 @@ report: $(RUN_ENV)  ## where the newest report of RECIPE is
 
 docs: $(RUN_ENV)  ## docs/ as a site without a network, in build/docs, with the newest report of RECIPE
 	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(PIP) --editable '.[docs]'
-	@$(BIN)/mkdocs build --quiet
+	@$(BIN)/mkdocs build --quiet --strict
 	@$(QUANTMINT) report $(RECIPE) --output build/docs/report.html >/dev/null || echo "make quantize makes that report" >&2
 	@echo build/docs/index.html
 
