@@ -24,8 +24,8 @@ from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.budget import Group, Option, Roofline
 from quantmint.pipeline.quantize.device import resolve_devices
-from quantmint.pipeline.quantize.engines.stream.gptq import CARRIED, factored, gptq
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.quantize.gptq.solver import SUPPORTED, factorize, round_weight
 from quantmint.pipeline.quantize.model.experts import expert_slice, part_of
 from quantmint.pipeline.quantize.rounding import round_activations
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, SCHEMES
@@ -267,11 +267,13 @@ class _Changes:
     def _of(self, own: str, kernel: str) -> torch.Tensor:
         weight: torch.Tensor = self._model.get_submodule(own).weight
         hessian = self._hessians.get(own)
-        if hessian is None or kernel not in CARRIED:
+        if hessian is None or kernel not in SUPPORTED:
             return self._rounded(weight, kernel)
         dampening, ordered = float(self._told["dampening"]), bool(self._told["activation_order"])
-        factor = factored(hessian, kernel, dampening=dampening, ordered=ordered)
-        return KERNELS[kernel].decode(gptq(weight.detach().to(self._dtype), factor, kernel).parts).float()
+        factor = factorize(hessian, KERNELS[kernel], dampening=dampening, ordered=ordered)
+        return (
+            KERNELS[kernel].decode(round_weight(weight.detach().to(self._dtype), factor, KERNELS[kernel]).parts).float()
+        )
 
     def _rounded(self, weight: torch.Tensor, kernel: str) -> torch.Tensor:
         return KERNELS[kernel].decode(KERNELS[kernel].compute(weight.detach().to(self._dtype), None)).float()

@@ -32,25 +32,30 @@ def command(device: str, experts: int, rows: int, columns: int, together: int, k
     """Round random experts both ways, and say how the sums of their errors compare."""
     import torch
 
-    from quantmint.pipeline.quantize.engines.stream.gptq import factored, gptq, gptq_stack
+    from quantmint.pipeline.quantize.gptq.solver import factorize, round_stack, round_weight
+    from quantmint.pipeline.quantize.schemes.registry import KERNELS
 
     generator = torch.Generator(device).manual_seed(0)
     with torch.inference_mode():
         weights = [
             torch.randn(rows, columns, generator=generator, device=device).mul_(0.02).bfloat16() for _ in range(experts)
         ]
-        factors = [factored(_hessian(columns, generator, device), kernel) for _ in weights]
+        factors = [factorize(_hessian(columns, generator, device), KERNELS[kernel]) for _ in weights]
         seconds: dict[str, float] = {}
         for _ in range(2):
             start = time.perf_counter()
-            single = [gptq(weight, factor, kernel) for weight, factor in zip(weights, factors, strict=True)]
+            single = [
+                round_weight(weight, factor, KERNELS[kernel]) for weight, factor in zip(weights, factors, strict=True)
+            ]
             _wait(device)
             seconds["single"] = time.perf_counter() - start
             start = time.perf_counter()
             stacked = [
                 made
                 for first in range(0, experts, together)
-                for made in gptq_stack(weights[first : first + together], factors[first : first + together], kernel)
+                for made in round_stack(
+                    weights[first : first + together], factors[first : first + together], KERNELS[kernel]
+                )
             ]
             _wait(device)
             seconds["stacked"] = time.perf_counter() - start

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantmint.pipeline.quantize.engines.stream import gptq
 from quantmint.pipeline.quantize.engines.stream.engine import Written, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.gptq import columns, solver
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.quantize.schemes.registry import KERNELS
@@ -55,13 +55,13 @@ def test_a_group_of_columns_at_once_gives_what_its_kernels_give_one_by_one(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 384, generator=generator) @ torch.randn(384, 384, generator=generator)
-    factor = gptq.factored((inputs.t() @ inputs).cuda(), kernel)
+    factor = solver.factorize((inputs.t() @ inputs).cuda(), KERNELS[kernel])
     weights = [torch.randn(rows, 384, generator=generator).bfloat16().cuda() for rows in (64, 200, 64)]
     with torch.inference_mode():
-        made = [gptq.gptq(weight, factor, kernel) for weight in weights]
-    monkeypatch.setattr(gptq, "_group_at_once", gptq._group)
+        made = [solver.round_weight(weight, factor, KERNELS[kernel]) for weight in weights]
+    monkeypatch.setattr(columns, "_replay_group", columns._round_group)
     for weight, one in zip(weights, made, strict=True):
-        other = gptq.gptq(weight, factor, kernel)
+        other = solver.round_weight(weight, factor, KERNELS[kernel])
         assert one.after < one.before
         assert all(torch.equal(raw(one.parts[role]), raw(other.parts[role])) for role in other.parts)
 
@@ -160,12 +160,12 @@ def test_an_inspection_finds_the_same_on_both(scheme: str, tmp_path: Path) -> No
 def test_rows_that_are_rounded_some_at_a_time_are_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     inputs = torch.randn(2048, 1024, generator=generator, device="cuda")
-    factor = gptq.factored(inputs.t() @ inputs, "mxfp4")
+    factor = solver.factorize(inputs.t() @ inputs, KERNELS["mxfp4"])
     weight = torch.randn(640, 1024, generator=generator, device="cuda").bfloat16()
     with torch.inference_mode():
-        whole = gptq.gptq(weight, factor, "mxfp4")
-        monkeypatch.setattr(gptq, "ROUNDED_AT_A_TIME", 256 * 1024)
-        parts = gptq.gptq(weight, factor, "mxfp4")
+        whole = solver.round_weight(weight, factor, KERNELS["mxfp4"])
+        monkeypatch.setattr(solver, "ROUNDED_AT_A_TIME", 256 * 1024)
+        parts = solver.round_weight(weight, factor, KERNELS["mxfp4"])
     assert {role: part.shape for role, part in parts.parts.items()} == {
         role: part.shape for role, part in whole.parts.items()
     }

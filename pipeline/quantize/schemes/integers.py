@@ -9,6 +9,9 @@ from quantmint.pipeline.quantize.schemes.elements import pack_int4, unpack_int4,
 from quantmint.pipeline.quantize.schemes.scales import INT4_GROUP, INT4_MAX, INT8_MAX, amax, int4_scale, int8_scale
 from quantmint.pipeline.quantize.schemes.scheme import Grid, Kernel, Parts, WeightScheme
 
+_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+"""Shares of the scale to the nearest that GPTQ tries: a scale that clips the largest number leaves the others finer."""
+
 
 def w4a16(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
     """INT4 in groups of 128 along the input, each with a scale of the weight's dtype; activations keep 16 bit.
@@ -47,11 +50,26 @@ def _decode_int8(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return parts["weight"].float() * parts["weight_scale"].float().reshape(-1, 1)
 
 
+def _int4_candidates(target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the scales that GPTQ tries for groups [..., 128, O], which ``dtype`` holds."""
+    largest = target.abs().amax(dim=-2)
+    return torch.stack([int4_scale((largest * share).to(dtype)) for share in _SHARES], dim=-2).float()
+
+
 _INT4 = Kernel(
     "w4a16",
     w4a16,
     _decode_int4,
-    grid=Grid(2, 2, -INT4_MAX - 1, INT4_MAX, INT4_GROUP),  # below 4 all are subnormal: steps of 1
+    grid=Grid(
+        2,  # below 4 all are subnormal: steps of 1
+        2,
+        -INT4_MAX - 1,
+        INT4_MAX,
+        INT4_GROUP,
+        candidates=_int4_candidates,
+        encode_scales=lambda scales, dtype: scales.to(dtype),
+        pack=pack_int4,
+    ),
 )
 _INT8 = Kernel("int8_w8a8", int8, _decode_int8)
 

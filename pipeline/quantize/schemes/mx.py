@@ -6,6 +6,7 @@ Bytes equal those of llm-compressor 0.14 (compressed-tensors layout) and amd-qua
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.quantize.schemes.elements import (
@@ -131,8 +132,24 @@ def _scaled(weight: torch.Tensor, element: ElementType) -> tuple[torch.Tensor, t
     return exponent, scaled.view(rows, columns)
 
 
+def _candidates(target: torch.Tensor, _: torch.dtype) -> torch.Tensor:
+    """Return the scales that GPTQ tries for groups [..., 32, O]: the nearest power of two and those beside it."""
+    nearest = e8m0(target.abs().amax(dim=-2))
+    # Of a scale of 2 ** -127 float32 has no normal number, and the largest element times 2 ** 127 is too much for it.
+    return (torch.stack((nearest, nearest - 1, nearest + 1), dim=-2).clamp_(1, 252) << 23).view(torch.float32)
+
+
 _FP4, _FP6_E2M3, _FP6_E3M2, _FP8 = (_decode_as(*of) for of in (("e2m1", 4), ("e2m3", 6), ("e3m2", 6), ("e4m3", 8)))
-_GRID = Grid(E2M1.mantissa_bits, E2M1.least_exponent, -E2M1.largest, E2M1.largest, MX_GROUP)
+_GRID = Grid(
+    E2M1.mantissa_bits,
+    E2M1.least_exponent,
+    -E2M1.largest,
+    E2M1.largest,
+    MX_GROUP,
+    candidates=_candidates,
+    encode_scales=lambda scales, _: (scales.view(torch.int32) >> 23).to(torch.uint8),
+    pack=partial(pack_e2m1, signed_zero=False),
+)
 _MXFP4 = Kernel("mxfp4", mxfp4, _FP4, grid=_GRID)
 _MXFP4_QUARK = Kernel("mxfp4_unsigned_zero", mxfp4_unsigned_zero, _FP4, grid=_GRID)
 _MXFP6_E2M3 = Kernel("mxfp6_e2m3", _mxfp6(E2M3), _FP6_E2M3, uncertain=255 - E2M3.max_exponent)

@@ -22,6 +22,9 @@ class Grid:
     """The values that GPTQ rounds to: mantissa bits, exponent of the smallest normal number, least, largest value.
 
     ``group`` is the number of elements whose common scale GPTQ chooses; 1 where round-to-nearest gives the scale.
+    A grid of groups has the functions below. ``candidates`` returns the scales to try for groups, float32 [..., group,
+    O], of a weight of some dtype: float32 [..., n, O], first that of round-to-nearest. ``encode_scales`` returns chosen
+    scales as they are stored, given the weight's dtype; ``pack`` takes elements divided by their scale, [O, I].
     """
 
     mantissa: int
@@ -29,6 +32,9 @@ class Grid:
     lowest: float
     limit: float
     group: int = 1
+    candidates: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None
+    encode_scales: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None
+    pack: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

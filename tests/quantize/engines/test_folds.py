@@ -15,12 +15,12 @@ from quantmint.calibration.sequential import InputSample
 from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
 from quantmint.pipeline.quantize.engines.stream import layerwise
 from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
-from quantmint.pipeline.quantize.engines.stream.folds import study
 from quantmint.pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
-from quantmint.pipeline.quantize.engines.stream.scaling import ChannelReader, best_factors
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from quantmint.pipeline.quantize.formats.checkpoint import Reader as Tensors
+from quantmint.pipeline.quantize.gptq.folds import study
+from quantmint.pipeline.quantize.gptq.scaling import ChannelReader, best_factors
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import read_structure

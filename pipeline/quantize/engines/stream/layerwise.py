@@ -39,21 +39,21 @@ from quantmint.calibration.room import (
 from quantmint.calibration.sequential import Look, run_sequential
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.base.schemes import ActivationFormat, scheme
-from quantmint.pipeline.quantize.engines.stream.folds import Fold, Matrix, study
-from quantmint.pipeline.quantize.engines.stream.gptq import (
-    CARRIED,
-    Made,
-    compensated,
-    factored,
-    gptq,
-    gptq_stack,
-    in_tf32,
-)
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, Step
-from quantmint.pipeline.quantize.engines.stream.scaling import ChannelReader, scale_layer
 from quantmint.pipeline.quantize.engines.stream.shard import ERRORS, error_of
 from quantmint.pipeline.quantize.formats.checkpoint import torch_dtype
 from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.gptq.compensation import compensated
+from quantmint.pipeline.quantize.gptq.folds import Fold, Matrix, study
+from quantmint.pipeline.quantize.gptq.scaling import ChannelReader, scale_layer
+from quantmint.pipeline.quantize.gptq.solver import (
+    SUPPORTED,
+    RoundedWeight,
+    factorize,
+    in_tf32,
+    round_stack,
+    round_weight,
+)
 from quantmint.pipeline.quantize.inspection.numbers import Error
 from quantmint.pipeline.quantize.model.experts import expert_slice
 from quantmint.pipeline.quantize.model.structure import Structure
@@ -263,11 +263,11 @@ class _Layers:
         self._replica, self._choice, self._folder, self._parameters = one, choice, folder, parameters
         steps = [step for plan in plans for step in plan.steps]
         quantized = {step.name: step for step in steps if step.kernel is not None}
-        own = _own_modules(one, {name: step for name, step in quantized.items() if step.kernel in CARRIED})
+        own = _own_modules(one, {name: step for name, step in quantized.items() if step.kernel in SUPPORTED})
         self._steps = {own[name]: quantized[name] for name in own}
         self._names = one.walkable.layers
         self._members = list(_members(one, structure, steps))
-        carried = [each for each in self._members if each.expert is not None and each.step.kernel in CARRIED]
+        carried = [each for each in self._members if each.expert is not None and each.step.kernel in SUPPORTED]
         self._experts: dict[str, list[str]] = {}  # steps by the product that makes them
         for each in carried:
             self._experts.setdefault(f"{each.parameter}.{each.expert}", []).append(each.step.name)
@@ -375,16 +375,25 @@ class _Layers:
                     together.setdefault(shape, []).append((inputs, names, weights))
                     continue
                 target = torch.cat([targets[name] for name in names]) if inputs.is_beside else None
-                self._take(inputs, names, weights, gptq(torch.cat(weights), factor(kernel), kernel, shared, target))
+                self._take(
+                    inputs,
+                    names,
+                    weights,
+                    round_weight(torch.cat(weights), factor(kernel), KERNELS[kernel], shared, target),
+                )
         for (kernel, rows, columns), members in together.items():
             count = max(1, _STACK // (4 * columns * max(rows, columns)))
             for stack in (members[first : first + count] for first in range(0, len(members), count)):
                 factors = [self._factored(inputs.hessian, kernel) for inputs, _, _ in stack]
                 wholes = [torch.cat(weights) for _, _, weights in stack]
-                for (inputs, names, weights), made in zip(stack, gptq_stack(wholes, factors, kernel), strict=True):
+                for (inputs, names, weights), made in zip(
+                    stack, round_stack(wholes, factors, KERNELS[kernel]), strict=True
+                ):
                     self._take(inputs, names, weights, made)
 
-    def _take(self, inputs: Inputs, names: Sequence[str], weights: Sequence[torch.Tensor], whole: Made) -> None:
+    def _take(
+        self, inputs: Inputs, names: Sequence[str], weights: Sequence[torch.Tensor], whole: RoundedWeight
+    ) -> None:
         """Keep what was made of modules, whose rows lay one below the other, and give the model their weights."""
         for name, weight, made in zip(names, weights, whole.split(list(map(len, weights))), strict=True):
             step = self._steps[name]
@@ -419,7 +428,7 @@ class _Layers:
 
     def _factored(self, hessian: torch.Tensor, kernel: str) -> Any:
         dampening, ordered = float(self._parameters["dampening"]), bool(self._parameters["activation_order"])
-        return factored(hessian, kernel, dampening=dampening, ordered=ordered)
+        return factorize(hessian, KERNELS[kernel], dampening=dampening, ordered=ordered)
 
     def _weight(self, member: _Member) -> torch.Tensor:
         return member.take(self._replica.model.get_parameter(member.parameter).detach()).contiguous()

@@ -16,8 +16,8 @@ from typing import Any
 
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.sequential import InputSample, Look
-from quantmint.pipeline.quantize.engines.stream.folds import Fold, Matrix
-from quantmint.pipeline.quantize.engines.stream.gptq import in_tf32
+from quantmint.pipeline.quantize.gptq.folds import Fold, Matrix
+from quantmint.pipeline.quantize.gptq.solver import in_tf32
 
 _STEPS = 10  # and the halves beside the best of them
 

@@ -7,12 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from quantmint.pipeline.quantize.engines.stream import gptq as gptq_module
-from quantmint.pipeline.quantize.engines.stream.gptq import compensated, factored, gptq, gptq_stack
+from quantmint.pipeline.quantize.gptq import solver
+from quantmint.pipeline.quantize.gptq.compensation import compensated
+from quantmint.pipeline.quantize.gptq.solver import Factor, RoundedWeight, round_stack
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, dequantize
 from quantmint.pipeline.quantize.schemes.scales import MX_GROUP
 
 ALL = ["mxfp4", "mxfp4_unsigned_zero", "ptpc_fp8", "fp8", "w4a16"]
+
+
+def factorize(hessian: Any, kernel: str) -> Factor:
+    return solver.factorize(hessian, KERNELS[kernel])
+
+
+def round_weight(weight: Any, factor: Factor, kernel: str, largest: Any = None, target: Any = None) -> RoundedWeight:
+    return solver.round_weight(weight, factor, KERNELS[kernel], largest, target)
 
 
 def weight_of(rows: int = 24, columns: int = 384, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -52,7 +61,7 @@ def costs(weight: Any, hessian: Any, kernel: str, parts: Any) -> Any:
 @pytest.mark.parametrize("kernel", ALL)
 def test_no_row_is_worse_than_the_nearest_and_the_whole_is_far_better(kernel: str, dtype: torch.dtype) -> None:
     weight, hessian = weight_of(dtype=dtype), hessian_of()
-    made, nearest = gptq(weight, factored(hessian, kernel), kernel), KERNELS[kernel].compute(weight, None)
+    made, nearest = round_weight(weight, factorize(hessian, kernel), kernel), KERNELS[kernel].compute(weight, None)
     found, before = (costs(weight, hessian, kernel, parts) for parts in (made.parts, nearest))
     assert made.fault is None
     assert bool((found <= before * (1 + 1e-4)).all())
@@ -63,19 +72,19 @@ def test_no_row_is_worse_than_the_nearest_and_the_whole_is_far_better(kernel: st
     assert {role: (part.dtype, part.shape) for role, part in made.parts.items()} == {
         role: (part.dtype, part.shape) for role, part in nearest.items()
     }
-    assert same(made.parts, gptq(weight, factored(hessian, kernel), kernel).parts)
+    assert same(made.parts, round_weight(weight, factorize(hessian, kernel), kernel).parts)
 
 
 def test_both_names_of_mxfp4_hold_the_same_numbers() -> None:
     weight, hessian = weight_of(), hessian_of()
-    one, other = (decoded(kernel, gptq(weight, factored(hessian, kernel), kernel).parts) for kernel in ALL[:2])
+    one, other = (decoded(kernel, round_weight(weight, factorize(hessian, kernel), kernel).parts) for kernel in ALL[:2])
     assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("kernel", ["ptpc_fp8", "fp8"])
 def test_inputs_that_know_nothing_of_each_other_leave_the_nearest(kernel: str) -> None:
     weight = weight_of(dtype=torch.float32)
-    made = gptq(weight, factored(torch.rand(384).diag() + torch.eye(384), kernel), kernel)
+    made = round_weight(weight, factorize(torch.rand(384).diag() + torch.eye(384), kernel), kernel)
     nearest = KERNELS[kernel].compute(weight, None)
     assert torch.equal(decoded(kernel, made.parts), decoded(kernel, nearest))
 
@@ -83,7 +92,7 @@ def test_inputs_that_know_nothing_of_each_other_leave_the_nearest(kernel: str) -
 def test_of_a_diagonal_only_the_scales_of_mxfp4_are_chosen() -> None:
     weight, diagonal = weight_of(columns=320), torch.logspace(0, 4, 320)
     made, nearest = (
-        gptq(weight, factored(diagonal.diag(), "mxfp4"), "mxfp4").parts,
+        round_weight(weight, factorize(diagonal.diag(), "mxfp4"), "mxfp4").parts,
         KERNELS["mxfp4"].compute(weight, None),
     )
     moved = made["weight_scale"].int() - nearest["weight_scale"].int()
@@ -100,7 +109,7 @@ def test_of_a_diagonal_only_the_scales_of_mxfp4_are_chosen() -> None:
 def test_elements_are_those_of_the_papers_recursion() -> None:
     """With the inverse of the damped Hessian, one column at a time, in float64."""
     weight, hessian, kernel = weight_of(dtype=torch.float32), hessian_of(), "fp8"
-    made = gptq(weight, factored(hessian, kernel), kernel).parts
+    made = round_weight(weight, factorize(hessian, kernel), kernel).parts
     order = hessian.diagonal().argsort(descending=True, stable=True)
     damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(384)
     upper = torch.linalg.cholesky(torch.linalg.inv(damped[order][:, order]), upper=True)
@@ -115,24 +124,24 @@ def test_elements_are_those_of_the_papers_recursion() -> None:
 
 def test_a_scale_of_several_weights_is_kept() -> None:
     weight, hessian = weight_of(), hessian_of()
-    made = gptq(weight, factored(hessian, "fp8"), "fp8", torch.tensor(4.48, dtype=torch.bfloat16))
+    made = round_weight(weight, factorize(hessian, "fp8"), "fp8", torch.tensor(4.48, dtype=torch.bfloat16))
     assert float(made.parts["weight_scale"]) == pytest.approx(0.01, rel=0.01)
     assert made.after < made.before
 
 
 @pytest.mark.parametrize("kernel", ["mxfp4", "fp8"])
 def test_many_rows_are_made_by_several_threads(kernel: str) -> None:
-    weight, factor = weight_of(rows=600), factored(hessian_of(), kernel)
-    made, threads = gptq(weight, factor, kernel), torch.get_num_threads()
+    weight, factor = weight_of(rows=600), factorize(hessian_of(), kernel)
+    made, threads = round_weight(weight, factor, kernel), torch.get_num_threads()
     largest = weight.abs().amax()
-    parts = [gptq(rows, factor, kernel, largest) for rows in torch.split(weight, 256)]
+    parts = [round_weight(rows, factor, kernel, largest) for rows in torch.split(weight, 256)]
     assert torch.equal(decoded(kernel, made.parts), torch.cat([decoded(kernel, part.parts) for part in parts]))
     assert made.after == pytest.approx(sum(part.after for part in parts))
     assert torch.get_num_threads() == threads
 
 
 def test_inputs_fewer_than_columns_are_damped() -> None:
-    made = gptq(weight_of(), factored(hessian_of(tokens=3), "mxfp4"), "mxfp4")
+    made = round_weight(weight_of(), factorize(hessian_of(tokens=3), "mxfp4"), "mxfp4")
     assert made.fault is None
     assert made.after < 0.5 * made.before
 
@@ -152,7 +161,7 @@ def test_where_the_hessian_is_of_no_use_everything_is_rounded_to_the_nearest(
     kernel: str, hessian: Any, fault: str
 ) -> None:
     weight = weight_of()
-    made = gptq(weight, factored(hessian, kernel), kernel)
+    made = round_weight(weight, factorize(hessian, kernel), kernel)
     assert made.fault is not None
     assert fault in made.fault
     assert same(made.parts, KERNELS[kernel].compute(weight, None))
@@ -178,8 +187,8 @@ def test_a_compensated_weight_makes_up_for_inputs_that_lack_something() -> None:
 def test_what_is_stored_is_the_target(kernel: str) -> None:
     weight, hessian = weight_of(), hessian_of()
     target = (weight.float() * -1.25).bfloat16()
-    factor = factored(hessian, kernel)
-    made, plain = gptq(weight, factor, kernel, None, target), gptq(target, factor, kernel)
+    factor = factorize(hessian, kernel)
+    made, plain = round_weight(weight, factor, kernel, None, target), round_weight(target, factor, kernel)
     assert same(made.parts, plain.parts)
     assert made.after == plain.after
     assert made.before > plain.before  # rounding the weight itself to the nearest is far from the target
@@ -188,20 +197,31 @@ def test_what_is_stored_is_the_target(kernel: str) -> None:
 def test_mxfp4_tries_the_scales_beside_the_nearest() -> None:
     """On SmolLM2 the sum of errors is 3.8 % larger without the larger one."""
     target = torch.full((MX_GROUP, 3), 0.75)
-    tried = gptq_module._tried(target, gptq_module._grid("mxfp4"), torch.float32)
-    assert tried.tolist() == [[0.125] * 3, [0.0625] * 3, [0.25] * 3]
+    grid = KERNELS["mxfp4"].grid
+    assert grid is not None
+    assert grid.candidates is not None
+    assert grid.candidates(target, torch.float32).tolist() == [[0.125] * 3, [0.0625] * 3, [0.25] * 3]
+
+
+@pytest.mark.parametrize("kernel", ["mxfp4", "w4a16"])
+def test_a_weight_of_one_group_is_rounded(kernel: str) -> None:
+    size = KERNELS[kernel].grid.group  # type: ignore[union-attr]
+    weight, hessian = weight_of(columns=size), hessian_of(columns=size)
+    made = round_weight(weight, factorize(hessian, kernel), kernel)
+    assert made.parts["weight_scale"].shape == (len(weight), 1)
+    assert made.after < made.before
 
 
 @pytest.mark.parametrize("kernel", ALL)
 def test_several_weights_side_by_side_are_what_they_are_alone(kernel: str) -> None:
     """One of them has a Hessian that is of no use, and is rounded to the nearest."""
     weights = [weight_of(dtype=torch.float32) * (1 + at) for at in range(3)]
-    factors = [factored(hessian_of(seed=at), kernel) for at in range(2)]
-    factors.insert(1, factored(torch.zeros(384, 384), kernel))
-    stacked = gptq_stack(weights, factors, kernel)
+    factors = [factorize(hessian_of(seed=at), kernel) for at in range(2)]
+    factors.insert(1, factorize(torch.zeros(384, 384), kernel))
+    stacked = round_stack(weights, factors, KERNELS[kernel])
     assert stacked[1].fault is not None
     for weight, factor, made in zip(weights, factors, stacked, strict=True):
-        alone = gptq(weight, factor, kernel)
+        alone = round_weight(weight, factor, kernel)
         assert made.fault == alone.fault
         assert {role: (part.dtype, part.shape) for role, part in made.parts.items()} == {
             role: (part.dtype, part.shape) for role, part in alone.parts.items()

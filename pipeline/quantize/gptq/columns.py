@@ -1,0 +1,137 @@
+"""Round the columns of a weight in order, each compensating the errors of the columns before it.
+
+With H = R R^T and R upper triangular, tr((W-Q) H (W-Q)^T) is the sum over rows and columns j of R_jj^2 (t_j - q_j)^2,
+where t_j = w_j + sum over i < j of (w_i - q_i) R_ij / R_jj: column j is rounded to the nearest of t_j, and no inverse
+is needed. Through a group whose scale GPTQ chooses, the candidate scales of the scheme's grid are carried side by side,
+and each row keeps the scale with the least sum.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from quantmint.calibration.lazy import torch
+from quantmint.pipeline.quantize.schemes.elements import to_nearest
+from quantmint.pipeline.quantize.schemes.scales import MX_GROUP
+from quantmint.pipeline.quantize.schemes.scheme import Grid
+
+_BLOCK = 128
+"""Columns that one product of matrices brings up to date."""
+
+
+def round_columns(
+    columns: torch.Tensor,
+    reach: torch.Tensor,
+    price: torch.Tensor,
+    grid: Grid,
+    scales: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round columns, float32 [I, O], to a grid with ``scales`` [1, O], or with scales of its choice where that is None.
+
+    ``reach`` [I, I] and ``price`` [I] are those of a `solver.Factor`, in the order of the columns. Returns elements
+    [I, O] in float32, each times its scale the column, and the scales, float32 [I/group, O], which ``dtype`` holds
+    exactly where the grid's scales are not powers of two. Of several weights each has one more dimension in front.
+    """
+    round_group = _round_group if columns.device.type == "cpu" else _replay_group
+    elements, errors = torch.empty_like(columns), torch.empty_like(columns)
+    size, count = max(grid.group, MX_GROUP), columns.shape[-2]
+    chosen = columns.new_empty(*columns.shape[:-2], -(-count // size), columns.shape[-1])
+    for block in range(0, count, _BLOCK):
+        end = min(block + _BLOCK, count)
+        due = columns[..., block:end, :]
+        if block:
+            due = _add_product(due, reach[..., block:end, :block], errors[..., :block, :])
+        for first in range(block, end, size):
+            here = slice(first, min(first + size, count))
+            target = _add_product(
+                due[..., first - block : here.stop - block, :],
+                reach[..., here, block:first],
+                errors[..., block:first, :],
+            )
+            rounded, scale = round_group(
+                columns[..., here, :], target, reach[..., here, here], price[..., here], scales, grid, dtype
+            )
+            elements[..., here, :] = rounded
+            errors[..., here, :] = columns[..., here, :] - rounded * scale
+            chosen[..., first // size, :] = scale[..., 0, :]
+    return elements, chosen
+
+
+def _add_product(due: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return ``due`` plus the product of two matrices, or of as many as ``due`` stacks."""
+    return (torch.addmm if due.ndim == 2 else torch.baddbmm)(due, left, right)
+
+
+def _replay_group(
+    columns: torch.Tensor,
+    target: torch.Tensor,
+    reach: torch.Tensor,
+    price: torch.Tensor,
+    scales: torch.Tensor | None,
+    grid: Grid,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run `_round_group` as a CUDA graph: a GPU runs some hundred small kernels faster than a CPU launches them."""
+    tensors = (columns, target, reach, price) if scales is None else (columns, target, reach, price, scales)
+    graph, inputs, outputs = _recorded(tuple(tuple(tensor.shape) for tensor in tensors), grid, dtype, columns.device)
+    for buffer, tensor in zip(inputs, tensors, strict=True):
+        buffer.copy_(tensor)
+    graph.replay()
+    rounded, scale = outputs
+    return rounded, scale
+
+
+@lru_cache(maxsize=32)  # a few shapes on each of some devices
+def _recorded(shapes: tuple[tuple[int, ...], ...], grid: Grid, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a CUDA graph of `_round_group` with the tensors that it reads and those that it writes."""
+    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+        inputs = [torch.ones(shape, device=device) for shape in shapes]
+        columns, target, reach, price, *fixed = inputs
+        arguments = (columns, target, reach, price, fixed[0] if fixed else None, grid, dtype)
+        _round_group(*arguments)  # once before, when libraries take the memory that they work in
+        graph = torch.cuda.CUDAGraph()
+        # Another thread reads the next layer's weights meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            outputs = _round_group(*arguments)
+        return graph, inputs, outputs
+
+
+def _round_group(
+    columns: torch.Tensor,
+    target: torch.Tensor,
+    reach: torch.Tensor,
+    price: torch.Tensor,
+    scales: torch.Tensor | None,
+    grid: Grid,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a few columns [n, O] with ``scales`` [1, O], or with each candidate of the grid where that is None.
+
+    Returns the elements [n, O] of the best scale, and the scale [1, O]. ``target`` is the columns after the errors of
+    the columns before. Of several weights each has one more dimension in front.
+    """
+    if scales is None:
+        assert grid.candidates is not None  # noqa: S101 - a grid of groups has them
+        scales = grid.candidates(target, dtype)
+    *front, count, rows = columns.shape
+    due, scaled = ((matrix.unsqueeze(-2) / scales.unsqueeze(-3)).flatten(-2) for matrix in (target, columns))
+    due = _add_product(due, reach.tril(-1), scaled)  # less what is stored of them, one row after the other
+    rounded = torch.empty_like(due)
+    for step in range(count):
+        here = due[..., step, :]
+        if step and front:
+            here.sub_((reach[..., step : step + 1, :step] @ rounded[..., :step, :]).squeeze(-2))
+        elif step:
+            here.addmv_(rounded[:step].t(), reach[step, :step], alpha=-1)
+        to_nearest(here, grid.mantissa, grid.least, out=rounded[..., step, :])
+        rounded[..., step, :].clamp_(grid.lowest, grid.limit)
+    count_scales = scales.shape[-2]
+    if count_scales == 1:
+        return rounded, scales
+    squares = due.sub_(rounded).square_()
+    cost = (price.unsqueeze(-2) @ squares if front else price @ squares).view_as(scales) * scales.square()
+    best = cost.argmin(dim=-2, keepdim=True)
+    index = best.unsqueeze(-3).expand(*front, count, 1, rows)
+    return rounded.view(*front, count, count_scales, rows).gather(-2, index).squeeze(-2), scales.gather(-2, best)

@@ -1,0 +1,27 @@
+"""Move a weight before it is rounded, so that its products are nearer to those of the 16-bit reference model.
+
+The reference model's inputs were not rounded and saw no layer that was (GPTAQ, arXiv 2504.02692); its hidden states
+differ by what the layers before lost (QEP, arXiv 2504.09629).
+"""
+
+from __future__ import annotations
+
+from quantmint.calibration.lazy import torch
+
+_RIDGE = 0.5
+
+
+def compensated(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, strength: float) -> torch.Tensor:
+    """Return a weight that compensates a share of the error of its products, float32 [O, I].
+
+    With inputs X, the ``hessian`` X^T X, and the ``cross`` term X^T E, float32 [I, O], of the error E, it is W +
+    ``strength`` D, where D has the least |X D^T - E|^2 + r |D|^2. r is half of the mean diagonal, and all of D would
+    be too much: other texts lose otherwise. The weight itself is returned where the sum cannot be decomposed.
+    """
+    source = weight.float()
+    matrix = hessian.clone()
+    matrix.diagonal().add_(_RIDGE * matrix.diagonal().mean())
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    if int(info) or not bool(lower.isfinite().all()):
+        return source
+    return source + strength * torch.cholesky_solve(cross, lower).t()
