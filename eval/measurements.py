@@ -117,7 +117,7 @@ def reusable(launches: int) -> int:
     """Return how many of the baseline's launches a series of so many a side may reuse: half of four to seven, else 0.
 
     With fewer fresh launches than half, or more than seven a side, a checkpoint that is exactly as fast as promised
-    passes more than 5 % of the time where the machine changed meanwhile (docs/gate.md).
+    passes more than 5 % of the time where the machine changed meanwhile (docs/notes/gate-simulations.md).
     """
     return launches // 2 if 4 <= launches <= 7 else 0
 

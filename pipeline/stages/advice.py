@@ -1,8 +1,8 @@
 """Advise after a FAIL: which layers cost most in few bits, a block to paste, how to ask the tasks all the same.
 
 The cost of layers is only known where it was measured, by `scheme: auto` or `quantmint search`: the errors of weights,
-which every run records, order layers no better than chance (docs/four-bits.md). Else the advice names the command that
-measures. The block stands in a recipe as it is, in the place of its sections of the same names.
+which every run records, order layers no better than chance (docs/notes/precision.md). Else the advice names the command
+that measures. The block stands in a recipe as it is, in the place of its sections of the same names.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.bench.gate --runs 10000          # minutes on one core; prints the tables of docs/gate.md
+    python -m tests.bench.gate --runs 10000    # minutes on one core; the tables of docs/notes/gate-simulations.md
 
 Every design is judged at a true drop of exactly the margin, where either verdict is an error, by the rule that the gate
 had before and by the one it has; and with no drop, where PASS is right. A bound lies beyond -margin where the statistic

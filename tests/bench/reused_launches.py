@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.bench.reused_launches --runs 40000        # two minutes on one core; a table of docs/gate.md
+    python -m tests.bench.reused_launches --runs 40000    # two minutes; a table of docs/notes/gate-simulations.md
 
 The machine may be faster or slower than it was when the reused launches were made. The truth is a candidate that is
 exactly as fast as promised, where either verdict is an error, and one that is three per cent faster.
