@@ -184,12 +184,13 @@ def _make(
     kv_cache: bool | None = None,
 ) -> Made:
 
-    from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
+    import torch
+
+    from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, static_scale, write_checkpoint
     from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
     from quantmint.pipeline.quantize.formats.layout import Choice
     from quantmint.pipeline.quantize.model.structure import read_structure
-    from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 
     source = open_checkpoint(folder)
     structure = read_structure(folder, source.tensors)
@@ -197,7 +198,8 @@ def _make(
     choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, cached)
     plans = plan_shards(source, structure, choice, checkpoint_format)
     static = {} if ranges is None else scale_ranges(ranges, choice, checkpoint_format)
-    expected = {name: float(fp8_scale(amax.bfloat16())) for name, amax in static.items()}
+    types = torch.bfloat16, torch.bfloat16  # of scales, and of the model
+    expected = {name: float(static_scale(name.rpartition(".")[2], amax, *types)) for name, amax in static.items()}
     written = write_checkpoint(
         source,
         plans,
@@ -240,6 +242,8 @@ def by_llmcompressor(
             job("w4a16", "llama", "W4A16", ids[:2], 2),
             job("int8_w8a8", "llama", "INT8", ids[:2], 2),
             job("mxfp8", "llama", "MXFP8", ids[:2], 2),
+            job("nvfp4", "llama", "NVFP4", ids, 4),
+            job("nvfp4_weight_only", "llama", "NVFP4A16", ids[:2], 2),
         ]
         _by_library("llmcompressor", warm_library, jobs, root)
         return root / name

@@ -32,7 +32,7 @@ WRITES: Mapping[str, tuple[Format, ...]] = MappingProxyType(
 )
 
 #: Bits of one scale, by its type.
-SCALE_BITS: Mapping[str, int] = MappingProxyType({"e8m0": 8, "bf16": 16})
+SCALE_BITS: Mapping[str, int] = MappingProxyType({"e8m0": 8, "e4m3": 8, "bf16": 16})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class WeightFormat:
     dtype: Literal["e4m3", "e2m1", "e2m3", "e3m2", "int8", "int4"]
     bits: int
     granularity: Literal["per_tensor", "per_channel", "group", "block"]
-    scale: Literal["bf16", "e8m0"]
+    scale: Literal["bf16", "e8m0", "e4m3"]
     group: tuple[int, int] | None = None
 
 
@@ -89,7 +89,7 @@ class Scheme:
 
     @property
     def input_divisor(self) -> int:
-        """What in_features must be divisible by: 32 for MX, 128 for blocks and groups of integers, else 1."""
+        """What in_features must be divisible by: 32 for MX, 16 for NVFP4, 128 for blocks and INT4 groups, else 1."""
         return self.weight.group[1] if self.weight.group else 1
 
     @property

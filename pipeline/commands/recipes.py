@@ -16,6 +16,7 @@ FORMATS: tuple[str, ...] = get_args(Format)
 _COLUMNS = ("scheme", "bits", "weights", "activations", *FORMATS, "calibrated", "native on")
 """Headings; a layout's column holds the engines that make the scheme in it."""
 _TYPES = {"e4m3": "FP8", "e2m1": "FP4", "e2m3": "FP6 e2m3", "e3m2": "FP6 e3m2", "int8": "INT8", "int4": "INT4"}
+_SCALES = {"e8m0": ", E8M0", "e4m3": ", E4M3"}
 _GRANULARITY = {"per_tensor": "tensor", "per_channel": "channel", "per_token": "token"}
 
 
@@ -169,7 +170,7 @@ def _facts(scheme: Scheme) -> dict[str, Any]:
         "scheme": scheme.name,
         "description": scheme.description,
         "bits_per_weight": scheme.bits_per_weight,
-        "weights": f"{_TYPES[weight.dtype]} per {share}{', E8M0' if scheme.is_mx else ''}",
+        "weights": f"{_TYPES[weight.dtype]} per {share}{_SCALES.get(weight.scale, '')}",
         "activations": computed,
         "makers": makers,
         "calibration": scheme.needs_ranges,

@@ -12,8 +12,8 @@ from typing import Any
 
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.schemes import ActivationFormat
-from quantmint.pipeline.quantize.schemes.elements import ELEMENT_TYPES
-from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, INT8_MAX, MX_GROUP
+from quantmint.pipeline.quantize.schemes.elements import ELEMENT_TYPES, to_nearest
+from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, INT8_MAX, MX_GROUP, NV_GROUP
 
 Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]
 """Scales of K and of V by layer: one number, or [heads, 1, 1] with one for each KV head."""
@@ -35,7 +35,7 @@ def round_activations(
         return x
     if activations.kind == "static":
         assert input_scale is not None, "a static format without its scale"  # noqa: S101 - the loader reads it
-        return round_fp8(x, input_scale)
+        return round_nvfp4(x, input_scale) if activations.group == NV_GROUP else round_fp8(x, input_scale)
     return _by_row(x, activations.dtype, activations.group)
 
 
@@ -43,6 +43,21 @@ def round_fp8(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     """Through FP8 e4m3fn with a scale that is given: x / scale, saturated at 448, rounded to even; in x's dtype."""
     stored = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return stored.float().mul(scale).to(x.dtype)
+
+
+def round_nvfp4(x: torch.Tensor, overall: torch.Tensor) -> torch.Tensor:
+    """Through NVFP4 along the last dimension, float32, which 16 divides, below the global scale ``overall``, [].
+
+    A group's scale is a sixth of its largest magnitude times the global one, in E4M3. Groups that round to a scale of
+    zero become zero.
+    """
+    element = ELEMENT_TYPES["e2m1"]
+    groups = x.reshape(*x.shape[:-1], -1, NV_GROUP)
+    scale = (overall * groups.abs().amax(-1, keepdim=True) / element.largest).clamp_(max=FP8_MAX)
+    scale = scale.to(torch.float8_e4m3fn).float() / overall
+    scaled = (groups / scale.masked_fill(scale == 0, 1.0)).clamp_(-element.largest, element.largest)
+    rounded = to_nearest(scaled, element.mantissa_bits, element.least_exponent, out=torch.empty_like(scaled))
+    return (rounded * scale).reshape(x.shape)
 
 
 def kv_cache(config: Any, scales: Scales, round_: Callable[..., torch.Tensor] = round_fp8) -> Any:

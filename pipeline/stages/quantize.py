@@ -22,17 +22,16 @@ from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.device import device_memory, device_title, resolve_devices
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
 from quantmint.pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
-from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, static_scale, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.layerwise import Rounded, gptq_bytes, round_layers
-from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
-from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json
+from quantmint.pipeline.quantize.engines.stream.plan import NUMBERS, ShardPlan, origin_of, plan_shards
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json, torch_dtype
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.loader import load_view
 from quantmint.pipeline.quantize.model.selection import ABSORBED_BITS, select
 from quantmint.pipeline.quantize.model.structure import Structure
-from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 from quantmint.pipeline.recipe.load import choice_yaml
 from quantmint.pipeline.recipe.modules import assigned, expert_count, text_config
 from quantmint.pipeline.recipe.schema import AUTO, Gptq, Quantization
@@ -369,9 +368,8 @@ class InspectStage(Stage):
         source, structure = read_source(job)
         checkpoint = open_checkpoint(model_folder(job.inputs["quantize"]))
         tensor_bytes = job.inputs["quantize"].record.result["tensor_bytes"]
-        quantization = job.setting.recipe.quantization
         calibrated = "calibrate" in job.inputs
-        expected = _expected_scales(job, checkpoint, structure, quantization) if calibrated else None
+        expected = _expected_scales(job, checkpoint, source, structure) if calibrated else None
         proven = _proven(job.inputs["quantize"])
         with job.progress.bar(checkpoint.nbytes, "B") as advance:
             inspection = inspect_checkpoint(
@@ -411,18 +409,22 @@ def reasons_of(entry: Entry) -> tuple[str, ...]:
 
 
 def _expected_scales(
-    job: Job, checkpoint: Checkpoint, structure: Structure, quantization: Quantization
+    job: Job, checkpoint: Checkpoint, source: Checkpoint, structure: Structure
 ) -> Mapping[str, tuple[float, ...]]:
-    """The static scales that the ranges give, by tensor name, rounded to what they are stored in."""
+    """Return the static scales that the ranges give, by tensor name, rounded to what they are stored in."""
+    quantization = job.setting.recipe.quantization
     ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
     wanted = scale_ranges(ranges, select(structure, quantization), quantization.format)
     changed = job.inputs["quantize"].path / CHANGED
     if changed.is_file():
         wanted |= {name: torch.tensor([largest]) for name, largest in read_json(changed).items()}
-    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    stored = {name: checkpoint.tensors[name][1].dtype for name in wanted if name in checkpoint.tensors}
-    return {
-        name: tuple(fp8_scale(wanted[name].to(dtypes[dtype])).float().tolist())
-        for name, dtype in stored.items()
-        if dtype in dtypes
-    }
+    scales: dict[str, tuple[float, ...]] = {}
+    for name, largest in wanted.items():
+        stored = checkpoint.tensors[name][1].dtype if name in checkpoint.tensors else None
+        if stored not in NUMBERS:
+            continue
+        module, _, role = name.rpartition(".")
+        model = origin_of(source, structure.weights[module]).dtype if module in structure.weights else stored
+        scale = static_scale(role, largest, torch_dtype(stored), torch_dtype(model))
+        scales[name] = tuple(scale.float().reshape(-1).tolist())
+    return scales

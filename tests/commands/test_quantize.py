@@ -45,7 +45,12 @@ def everything(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("scheme", "layout", "more"),
-    [("ptpc_fp8", "compressed-tensors", KV), ("fp8", "quark", KV), ("mxfp4", "quark", ())],
+    [
+        ("ptpc_fp8", "compressed-tensors", KV),
+        ("fp8", "quark", KV),
+        ("mxfp4", "quark", ()),
+        ("nvfp4", "compressed-tensors", KV),
+    ],
 )
 def test_bytes_are_those_of_the_recipe(
     quantmint: Quantmint, source: Path, scheme: str, layout: str, more: tuple[str, ...]

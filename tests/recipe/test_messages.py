@@ -8,8 +8,8 @@ import pytest
 
 HEAD = "name: r\nsource: {repo: org/model}\n"
 SCHEMES = (
-    "ptpc_fp8, fp8, fp8_block, mxfp4, mxfp4_weight_only, mxfp4_fp8, mxfp6_e2m3, mxfp6_e3m2, mxfp8, int8_w8a8, w4a16, "
-    "auto"
+    "ptpc_fp8, fp8, fp8_block, mxfp4, mxfp4_weight_only, mxfp4_fp8, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, "
+    "nvfp4_weight_only, int8_w8a8, w4a16, auto"
 )
 OK = HEAD + "quantization: {scheme: ptpc_fp8}\n"
 

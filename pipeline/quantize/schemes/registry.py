@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from quantmint.calibration.lazy import torch
-from quantmint.pipeline.quantize.schemes import fp8, integers, mx
+from quantmint.pipeline.quantize.schemes import fp8, integers, mx, nv
 from quantmint.pipeline.quantize.schemes.scheme import Kernel, WeightScheme
 
 SCHEMES: Mapping[str, WeightScheme] = MappingProxyType(
-    {scheme.name: scheme for family in (fp8, mx, integers) for scheme in family.SCHEMES}
+    {scheme.name: scheme for family in (fp8, mx, nv, integers) for scheme in family.SCHEMES}
 )
 """Every scheme of ``pipeline/base/schemes.yaml``, by name."""
 KERNELS: Mapping[str, Kernel] = MappingProxyType(

@@ -14,6 +14,8 @@ BLOCK = 128
 """Side of a block of fp8_block, elements."""
 MX_GROUP = 32
 """Elements that share an MX scale."""
+NV_GROUP = 16
+"""Elements that share a scale of NVFP4."""
 INT4_GROUP = 128
 """Elements that share a scale of w4a16."""
 INT4_MAX = 7.0
@@ -56,6 +58,16 @@ def int8_scale(largest: torch.Tensor) -> torch.Tensor:
     """Return amax / 127.5 in amax's own dtype; that dtype's epsilon where amax is 0. (compressed-tensors.)"""
     scale = largest / largest.new_full((), INT8_MAX + 0.5)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def global_scale(largest: torch.Tensor) -> torch.Tensor:
+    """Return NVFP4's global scale, float32 []: what the largest magnitude becomes 448 * 6 by; 1 where it is 0.
+
+    The inverse and the product are rounded to the dtype of ``largest``, which is the weight's. (compressed-tensors,
+    ``generate_gparam``.)
+    """
+    scale = largest.clamp(min=torch.finfo(largest.dtype).tiny).reciprocal() * (FP8_MAX * 6.0)
+    return torch.nan_to_num(scale, nan=1.0, posinf=1.0, neginf=1.0).float()
 
 
 def e8m0(largest: torch.Tensor, max_exponent: int = 2, deciding: int = 1) -> torch.Tensor:

@@ -42,7 +42,8 @@ class Kernel:
     """An encoder of weights for one or several layouts.
 
     ``compute`` takes rows [n, I] of 16 or 32 bits, and the largest magnitude of the whole weight where ``whole`` is
-    set. ``decode`` returns float32 [n, I] of what ``compute`` returned. ``rows`` is the number of rows that share a
+    set; ``fused``: always that of all weights that vLLM loads as one. ``decode`` returns float32 [n, I] of what
+    ``compute`` returned. ``rows`` is the number of rows that share a
     scale: the least that can be computed apart from all others. ``grid`` is None where GPTQ cannot stand for the
     kernel. ``uncertain`` is the least E8M0 exponent that a group with infinity or NaN can have.
     ``decode_sample(parts, stride)`` decodes each ``stride``-th row where slicing all parts alike is not enough.
@@ -53,6 +54,7 @@ class Kernel:
     decode: Decode
     rows: int = 1
     whole: bool = False
+    fused: bool = False
     grid: Grid | None = None
     uncertain: int = 253
     decode_sample: Callable[[Parts, int], torch.Tensor] | None = None

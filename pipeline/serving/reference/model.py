@@ -157,7 +157,9 @@ class CheckpointLoader:
             row = row_of(self._schemes[module]).activations
             if row.kind == "none":
                 continue
-            named = next((stored.name for stored in tensors if stored.role == "input_scale"), None)
+            named = next(
+                (stored.name for stored in tensors if stored.role in ("input_scale", "input_global_scale")), None
+            )
             scale = None if named is None else self._tensor(named).float().reshape(())
             if (stack := self._stack(module)) is not None:
                 part = self._slice(module)

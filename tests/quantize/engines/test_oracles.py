@@ -72,6 +72,8 @@ def test_compressed_tensors_equals_llmcompressor(
         ("mxfp4_weight_only", "mxfp4_weight_only", False),
         ("w4a16", "w4a16", False),
         ("mxfp8", "mxfp8", False),
+        ("nvfp4", "nvfp4", True),
+        ("nvfp4_weight_only", "nvfp4_weight_only", False),
         ("int8_w8a8", "int8_w8a8", False),
     ],
 )

@@ -50,7 +50,14 @@ def uneven(tmp_path: Path, write_model: Callable[..., Checkpoint]) -> Checkpoint
 
 @pytest.mark.parametrize(
     ("scheme", "shared_scales"),
-    [("ptpc_fp8", False), ("fp8", False), ("fp8", True), ("fp8_block", False), ("mxfp4", True)],
+    [
+        ("ptpc_fp8", False),
+        ("fp8", False),
+        ("fp8", True),
+        ("fp8_block", False),
+        ("mxfp4", True),
+        ("nvfp4_weight_only", False),
+    ],
 )
 def test_sizes_of_pieces_workers_and_devices_change_nothing(
     run: Callable[..., dict[str, bytes]],

@@ -174,7 +174,7 @@ def test_stored_tensors_weigh_what_the_scheme_promises(checkpoint_format: str, r
         assert all(part.nbytes == tensor_bytes(part.dtype, part.shape) for part in tensors)
         assert all(part.name == f"m.{part.role}" for part in tensors)
         (scale,) = (part for part in tensors if part.role == "weight_scale")
-        assert scale.dtype == {"bf16": "BF16", "e8m0": "U8"}[scheme.weight.scale]
+        assert scale.dtype == {"bf16": "BF16", "e8m0": "U8", "e4m3": "F8_E4M3"}[scheme.weight.scale]
 
 
 def test_a_scheme_without_a_layout_is_refused_with_those_that_have_one() -> None:

@@ -19,7 +19,7 @@ EXPECTED_DB = {
     "ptpc_fp8": 29, "fp8": 29, "fp8_block": 29, "mxfp4": 16, "mxfp4_weight_only": 16, "mxfp4_fp8": 16,
     "mxfp6_e2m3": 28, "mxfp6_e3m2": 23, "mxfp8": 29, "int8_w8a8": 38,
 }  # fmt: skip
-EXPECTED_DB |= {"w4a16": 17}
+EXPECTED_DB |= {"w4a16": 17, "nvfp4": 17, "nvfp4_weight_only": 17}
 
 
 def inspect(made: Any, folder: Any) -> Inspection:

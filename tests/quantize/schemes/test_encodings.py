@@ -1,4 +1,4 @@
-"""MXFP8, MXFP6 and INT8 by our own kernels: the bytes that compressed-tensors makes of weights."""
+"""MXFP8, MXFP6, NVFP4 and INT8 by our own kernels: the bytes that compressed-tensors makes of weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantmint.pipeline.quantize.rounding import round_mx
+from quantmint.pipeline.quantize.rounding import round_mx, round_nvfp4
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, dequantize
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -76,3 +76,33 @@ def test_a_group_that_is_not_finite_has_an_exponent_that_tells() -> None:
         assert int(kernel.compute(source, None)["weight_scale"].max()) < kernel.uncertain, name
         source[0, 0] = torch.inf
         assert int(kernel.compute(source, None)["weight_scale"][0, 0]) >= kernel.uncertain, name
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+@pytest.mark.parametrize("power", [-7, 0, 5])
+def test_nvfp4_equals_compressed_tensors_and_its_activations(dtype: torch.dtype, power: int) -> None:
+    """A group of zeros, and one so small that its scale rounds to zero, get the smallest scale instead."""
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import NVFP4A16
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    source = weight(dtype, power)
+    source[5, :16] *= 1e-6
+    other = source.abs().max() * 3  # of another weight of the fusion group
+    args: QuantizationArgs = NVFP4A16["weights"]
+    groups, overall = source.view(48, -1, 16), generate_gparam(-other.reshape(1), other.reshape(1))
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, overall)
+    state = {"weight": source, "weight_scale": scale, "weight_global_scale": overall}
+    theirs = NVFP4PackedCompressor.compress(state, QuantizationScheme(targets=["Linear"], weights=args))
+    ours = KERNELS["nvfp4"].compute(source, other)
+    assert set(ours) == set(theirs)
+    for role, part in theirs.items():
+        assert ours[role].dtype == part.dtype, role
+        assert torch.equal(ours[role].reshape(-1).view(torch.uint8), part.reshape(-1).view(torch.uint8)), role
+    if dtype == torch.float32:  # activations are rounded in float32; a group whose scale is zero becomes zero
+        rounded = round_nvfp4(source, overall.reshape(()))
+        restored = dequantize("nvfp4", ours)
+        normal = (groups.abs().amax(-1) * overall / 6 > 2**-9).repeat_interleave(16, dim=1)
+        assert torch.equal(rounded[normal], restored[normal])
+        assert not rounded[~normal].any()

@@ -36,6 +36,8 @@ PRESETS = {
     "mxfp4": "MXFP4",
     "mxfp4_weight_only": "MXFP4A16",
     "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+    "nvfp4_weight_only": "NVFP4A16",
     "int8_w8a8": "INT8",
     "w4a16": "W4A16",
 }

@@ -30,7 +30,7 @@ from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, Wri
 from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, torch_dtype
 from quantmint.pipeline.quantize.formats.layout import Choice, layout
 from quantmint.pipeline.quantize.inspection.numbers import Error
-from quantmint.pipeline.quantize.schemes.scales import fp8_scale
+from quantmint.pipeline.quantize.schemes.scales import fp8_scale, global_scale
 from quantmint.pipeline.store.disk import write_atomic
 
 
@@ -50,7 +50,8 @@ def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict
                     "calibration did not measure it: the model does not run this module on text.",
                     hint="Name it in `exclude`, or take a scheme without static scales, such as ptpc_fp8.",
                 )
-            found[f"{module}.input_scale"] = ranges.inputs[module].reshape(1)
+            role = "input_global_scale" if scheme(name).activations.group else "input_scale"
+            found[f"{module}.{role}"] = ranges.inputs[module].reshape(1)
     form = layout(checkpoint_format)
     for attention, keys in ranges.keys.items() if choice.kv_cache else ():
         for name, amax in zip(form.kv_scale_names(attention), (keys, ranges.values[attention]), strict=True):
@@ -140,15 +141,29 @@ def _forget_partial(destination: Path) -> None:
         stale.unlink(missing_ok=True)  # an attempt that fails removes its own
 
 
+def static_scale(role: str, largest: torch.Tensor, stored: torch.dtype, model: torch.dtype) -> torch.Tensor:
+    """Return the static scale of a measured range, in the dtype that it is stored in.
+
+    That of an FP8 scheme or cache is a 448th of the range. NVFP4's global scale is its inverse times 448 * 6, computed
+    in the ``model``'s dtype.
+    """
+    if role == "input_global_scale":
+        return global_scale(largest.to(model)).to(stored)
+    return fp8_scale(largest.to(stored))
+
+
 def _static_scales(plan: ShardPlan, ranges: Mapping[str, torch.Tensor | float]) -> dict[str, torch.Tensor]:
     """Return a file's tensors without a kernel: scales of measured ranges in stored dtype, and weights' shapes."""
     scales: dict[str, torch.Tensor] = {}
-    shapes = {f"{step.name}.weight_shape": step.origin.shape for step in plan.steps}
+    origins = {step.name: step.origin for step in plan.steps}
     for stored in plan.deferred:
+        module = stored.name.removesuffix(f".{stored.role}")
         if stored.role == "weight_shape":
-            scales[stored.name] = torch.tensor(shapes[stored.name])
+            scales[stored.name] = torch.tensor(origins[module].shape)
         elif stored.role in STATIC_ROLES:
-            scale = fp8_scale(torch.as_tensor(ranges[stored.name], dtype=torch_dtype(stored.dtype)))
+            largest = torch.as_tensor(ranges[stored.name])
+            model = origins[module].dtype if module in origins else stored.dtype
+            scale = static_scale(stored.role, largest, torch_dtype(stored.dtype), torch_dtype(model))
             if scale.numel() != prod(stored.shape):
                 raise StageError(f"{stored.name}: {scale.numel()} ranges were measured, expected {list(stored.shape)}.")
             scales[stored.name] = scale.reshape(stored.shape)

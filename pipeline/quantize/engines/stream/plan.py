@@ -117,7 +117,7 @@ def blocks(count: int) -> int:
     return ceil(count / BLOCK)
 
 
-STATIC_ROLES = frozenset({"input_scale", "k_scale", "v_scale", "weight_shape"})
+STATIC_ROLES = frozenset({"input_scale", "input_global_scale", "k_scale", "v_scale", "weight_shape"})
 """Roles of tensors that no kernel makes: measured ranges decide them, or a weight's shape."""
 NUMBERS = frozenset({"BF16", "F16", "F32"})
 """Dtypes of weights that can be quantized."""
@@ -201,7 +201,7 @@ class _Layouter:
         self._kv_scales = _kv_scales(source, structure, choice, checkpoint_format)
         self._scales = frozenset(structure.encoded.values())
         self._divided = divided(structure, choice.schemes)
-        self._groups = self._shared() if shared_scales else {}
+        self._groups = self._shared(shared_scales)
         self._files: defaultdict[str, list[TensorInfo]] = defaultdict(list)  # by file, in no order
         for file, info in source.tensors.values():
             self._files[file].append(info)
@@ -252,11 +252,12 @@ class _Layouter:
         group = self._groups.get(module, (origin,)) if KERNELS[kernel].whole else ()
         return Step(module, origin, kernel, outputs, group)
 
-    def _shared(self) -> dict[str, tuple[Origin, ...]]:
-        """The origins behind one scale, by module."""
+    def _shared(self, shared_scales: bool) -> dict[str, tuple[Origin, ...]]:
+        """Return the origins behind one scale, by module."""
         members: defaultdict[str, dict[str, Origin]] = defaultdict(dict)
         for module, scheme in self._choice.schemes.items():
-            if KERNELS[kernel_name(scheme, self._format)].whole:
+            kernel = KERNELS[kernel_name(scheme, self._format)]
+            if kernel.fused or (kernel.whole and shared_scales):
                 members[scale_group(module)][module] = origin_of(self._source, self._structure.weights[module])
         return {module: tuple(group.values()) for group in members.values() for module in group}
 

@@ -259,7 +259,9 @@ class OpenShard:
         if step.made is None:
             parts = kernel.compute(weight, largest)
         scale = parts["weight_scale"]
-        if scale.is_floating_point():  # it was made from the largest number
+        if step.group and step.made is None:
+            pass  # all of it was looked at for the largest number
+        elif scale.is_floating_point():  # it was made from the largest number
             self._require_finite(step.origin, scale)
         elif step.made is not None or (scale.numel() and int(scale.amax()) >= kernel.uncertain):
             self._require_finite(step.origin, amax(weight))
