@@ -34,6 +34,21 @@ WRITES: Mapping[str, tuple[Format, ...]] = MappingProxyType(
 #: Bits of one scale, by its type.
 SCALE_BITS: Mapping[str, int] = MappingProxyType({"e8m0": 8, "e4m3": 8, "bf16": 16})
 
+Element = Literal["e4m3", "e2m1", "e2m3", "e3m2", "int8", "int4"]
+
+#: The name of each element type for people: in tables, in tags of a model card, in the words of a runtime.
+ELEMENT_KINDS: Mapping[Element, str] = MappingProxyType(
+    {"e4m3": "FP8", "e2m1": "FP4", "e2m3": "FP6", "e3m2": "FP6", "int8": "INT8", "int4": "INT4"}
+)
+#: The beginning of a format's name that its groups' scales give it.
+_FAMILIES: Mapping[str, str] = MappingProxyType({"e8m0": "MX", "e4m3": "NV", "bf16": ""})
+
+
+def element_title(element: Element) -> str:
+    """Return the name of an element type, with its bits where another type has the same name: "FP8", "FP6 e2m3"."""
+    kind = ELEMENT_KINDS[element]
+    return kind if list(ELEMENT_KINDS.values()).count(kind) == 1 else f"{kind} {element}"
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
@@ -43,7 +58,7 @@ class WeightFormat:
     or `block`. `scale` is the type of a scale; bf16 stands for the model's own 16-bit type.
     """
 
-    dtype: Literal["e4m3", "e2m1", "e2m3", "e3m2", "int8", "int4"]
+    dtype: Element
     bits: int
     granularity: Literal["per_tensor", "per_channel", "group", "block"]
     scale: Literal["bf16", "e8m0", "e4m3"]
@@ -56,7 +71,7 @@ class ActivationFormat:
 
     kind: Literal["none", "static", "dynamic"]
     granularity: Literal["per_tensor", "per_token", "group"] | None = None
-    dtype: Literal["e4m3", "e2m1", "e2m3", "e3m2", "int8"] | None = None
+    dtype: Element | None = None
     group: int | None = None
 
 
@@ -86,6 +101,11 @@ class Scheme:
     def is_mx(self) -> bool:
         """Whether it is an OCP microscaling scheme: groups of 32 with a power of two as their scale."""
         return self.weight.scale == "e8m0"
+
+    @property
+    def weight_format(self) -> str:
+        """The name of the weights' format: "FP8", "MXFP4", "NVFP4", "INT4"."""
+        return _FAMILIES[self.weight.scale] + ELEMENT_KINDS[self.weight.dtype]
 
     @property
     def input_divisor(self) -> int:

@@ -9,13 +9,12 @@ from typing import Any, get_args
 import click
 
 from quantmint.pipeline.base import hardware
-from quantmint.pipeline.base.schemes import Format, Scheme, table
+from quantmint.pipeline.base.schemes import Format, Scheme, element_title, table
 from quantmint.pipeline.commands.options import FILE, emit, json_option
 
 FORMATS: tuple[str, ...] = get_args(Format)
 _COLUMNS = ("scheme", "bits", "weights", "activations", *FORMATS, "calibrated", "native on")
 """Headings; a layout's column holds the engines that make the scheme in it."""
-_TYPES = {"e4m3": "FP8", "e2m1": "FP4", "e2m3": "FP6 e2m3", "e3m2": "FP6 e3m2", "int8": "INT8", "int4": "INT4"}
 _SCALES = {"e8m0": ", E8M0", "e4m3": ", E4M3"}
 _GRANULARITY = {"per_tensor": "tensor", "per_channel": "channel", "per_token": "token"}
 
@@ -164,13 +163,13 @@ def _facts(scheme: Scheme) -> dict[str, Any]:
     computed = "16 bit"
     if activations.dtype is not None:
         by = _GRANULARITY.get(str(activations.granularity), f"{activations.group}")
-        computed = f"{_TYPES[activations.dtype]} per {by}{', static' if activations.kind == 'static' else ''}"
+        computed = f"{element_title(activations.dtype)} per {by}{', static' if activations.kind == 'static' else ''}"
     makers = {name: scheme.makers(name) if name in scheme.formats else () for name in FORMATS}
     return {
         "scheme": scheme.name,
         "description": scheme.description,
         "bits_per_weight": scheme.bits_per_weight,
-        "weights": f"{_TYPES[weight.dtype]} per {share}{_SCALES.get(weight.scale, '')}",
+        "weights": f"{element_title(weight.dtype)} per {share}{_SCALES.get(weight.scale, '')}",
         "activations": computed,
         "makers": makers,
         "calibration": scheme.needs_ranges,

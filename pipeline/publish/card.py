@@ -161,8 +161,6 @@ def link(text: str, address: str) -> Markdown:
     return Markdown(f"[{escaped(text)}]({address})")
 
 
-TYPES: Final = {"e4m3": "fp8", "e2m1": "mxfp4", "e2m3": "mxfp6", "e3m2": "mxfp6", "int8": "int8", "int4": "int4"}
-"""Tags by the dtype of weights; mxfp8 has its own tag."""
 _TAG: Final = re.compile(r"\w[\w .+/-]{0,63}")  # the Hub itself makes tags with a colon: region:us, arxiv:...
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _LANGUAGE: Final = re.compile(r"[a-z]{2,3}(-[A-Za-z]+)?|code|multilingual")
@@ -208,9 +206,7 @@ def metadata(facts: CardFacts) -> dict[str, Any]:
 def _tags(facts: CardFacts) -> Iterator[str]:
     """Yield our tags, then the source's tags that still hold, each once."""
     section = facts.quantization.section
-    weights = scheme(section.scheme).weight.dtype
-    kind = TYPES.get(weights, weights)
-    ours = ["mxfp8" if section.scheme == "mxfp8" else kind, "ptpc" if section.scheme.startswith("ptpc") else "",
+    ours = [scheme(section.scheme).weight_format.lower(), "ptpc" if section.scheme.startswith("ptpc") else "",
             section.algorithm if section.algorithm != "none" else "", section.format, "vllm", "quantmint"]  # fmt: skip
     yielded: set[str] = set()
     for tag in (*ours, *_words(facts.base.metadata.get("tags"))):

@@ -15,7 +15,7 @@ from quantmint.calibration.replica import Renaming, owners
 from quantmint.calibration.weights import Shards, Weights, held, settle_buffers
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.machine import versions
-from quantmint.pipeline.base.schemes import ActivationFormat
+from quantmint.pipeline.base.schemes import ELEMENT_KINDS, ActivationFormat
 from quantmint.pipeline.base.schemes import scheme as row_of
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Claims, layout_of
@@ -28,7 +28,6 @@ from quantmint.pipeline.quantize.schemes.registry import dequantize
 from quantmint.pipeline.quantize.schemes.scales import MX_GROUP
 from quantmint.pipeline.recipe.modules import text_config
 
-_NAMES = {"e4m3": "FP8", "int8": "INT8", "e2m1": "FP4", "e2m3": "FP6", "e3m2": "FP6"}
 _RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")
 
 
@@ -110,7 +109,9 @@ def runtime_words(schemes: Iterable[str], *, fp8_cache: bool) -> str:
     """Return the arithmetic for a checkpoint with these schemes, in words; no schemes mean 16-bit weights."""
     rows = [row_of(scheme) for scheme in schemes]
     rounded = [row.activations for row in rows if row.activations.kind != "none"]
-    kinds = list(dict.fromkeys(("MX" if a.group == MX_GROUP else "") + _NAMES[a.dtype or ""] for a in rounded))
+    kinds = list(
+        dict.fromkeys(("MX" if a.group == MX_GROUP else "") + ELEMENT_KINDS[a.dtype] for a in rounded if a.dtype)
+    )
     words = [f"{reference_version()} in float32", "dequantized weights" if rows else "16-bit weights"]
     if kinds:
         words.append(f"simulated {' and '.join(kinds)} activations")

@@ -54,6 +54,17 @@ def test_a_folder_has_no_base_on_the_hub() -> None:
     assert "is not on the Hub" in render(samples.tiny())
 
 
+@pytest.mark.parametrize(
+    ("scheme", "tag"),
+    [("fp8_block", "fp8"), ("mxfp4_fp8", "mxfp4"), ("nvfp4", "nvfp4"), ("mxfp6_e3m2", "mxfp6"), ("mxfp8", "mxfp8"),
+     ("int8_w8a8", "int8"), ("w4a16", "int4")],
+)  # fmt: skip
+def test_the_format_of_the_weights_is_the_first_tag(scheme: str, tag: str) -> None:
+    facts = samples.llama()
+    section = facts.quantization.section.model_copy(update={"scheme": scheme})
+    assert metadata(replace(facts, quantization=replace(facts.quantization, section=section)))["tags"][0] == tag
+
+
 def test_other_licences_have_a_name_and_a_link() -> None:
     base = {"license": "other", "license_name": "qwen", "license_link": "LICENSE"}
     found = read(replace(samples.llama(), terms=terms(base, ("LICENSE",), Licence(accepted=True))))
