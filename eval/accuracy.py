@@ -73,35 +73,35 @@ def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float |
     Raises `MeasurementError` below two items or two passages, where no variance exists.
     """
     bound_confidence = confidence if bound_confidence is None else bound_confidence
-    found = paired.change(pairs)
-    lower, upper = found.bounds(bound_confidence)
-    interval_low, interval_high = found.bounds((1 + confidence) / 2)
-    baseline, candidate = found.levels
-    recovery, recovery_low, recovery_high = paired.recovery(found, confidence)
+    change = paired.change(pairs)
+    lower, upper = change.bounds(bound_confidence)
+    interval_low, interval_high = change.bounds((1 + confidence) / 2)
+    baseline, candidate = change.levels
+    recovery, recovery_low, recovery_high = paired.recovery(change, confidence)
     return Accuracy(
         task=pairs.task,
         metric=pairs.metric,
-        kind=found.kind,
-        items=found.items,
+        kind=change.kind,
+        items=change.items,
         planned=pairs.planned,
-        clusters=len(found.units.weights) if found.clustered else None,
+        clusters=len(change.units.weights) if change.clustered else None,
         baseline=baseline,
         candidate=candidate,
-        difference=found.difference,
-        standard_error=found.standard_error,
+        difference=change.difference,
+        standard_error=change.standard_error,
         confidence=confidence,
         bound_confidence=bound_confidence,
         lower=lower,
         upper=upper,
         interval_low=interval_low,
         interval_high=interval_high,
-        gains=found.gains,
-        losses=found.losses,
-        mcnemar_p=mcnemar(found.gains, found.losses) if found.kind == "binary" else None,
+        gains=change.gains,
+        losses=change.losses,
+        mcnemar_p=mcnemar(change.gains, change.losses) if change.kind == "binary" else None,
         recovery=recovery,
         recovery_low=recovery_low,
         recovery_high=recovery_high,
-        method=found.method,
+        method=change.method,
     )
 
 
@@ -130,21 +130,21 @@ def compare_all(answers: Mapping[int, Mapping[str, SampleSet]], confidence: floa
     """
     combined = list(itertools.combinations(sorted(answers), 2))
     count = sum(len(answers[first].keys() & answers[second].keys()) for first, second in combined)
-    each = 1 - (1 - confidence) / max(1, count)
-    found = []
+    per_interval = 1 - (1 - confidence) / max(1, count)
+    directs = []
     for first, second in combined:
         results, unknown = [], []
-        for task, one in answers[first].items():
+        for task, first_samples in answers[first].items():
             if (two := answers[second].get(task)) is None:
                 continue
             try:
-                results.append(compare(pair(one.on(two), two.on(one)), each))
+                results.append(compare(pair(first_samples.on(two), two.on(first_samples)), per_interval))
             except MeasurementError as error:
                 unknown.append(str(error))
         if not results and not unknown:
             unknown.append("no shared task")
-        found.append(Direct(first, second, tuple(results), tuple(unknown)))
-    return tuple(found)
+        directs.append(Direct(first, second, tuple(results), tuple(unknown)))
+    return tuple(directs)
 
 
 def better(result: Accuracy) -> str:

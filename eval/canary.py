@@ -127,18 +127,20 @@ def compare(baseline: CanaryAnswers, candidate: CanaryAnswers, confidence: float
     _require_comparable(baseline, candidate)
     agreeing: list[float] = []
     divergences: list[float] = []
-    both = list(zip(baseline.answers, candidate.answers, strict=True))
-    for one, other in both:
-        rows = list(zip(one.tokens, one.logprobs, other.tokens, other.logprobs, strict=bool(other.tokens)))
+    answer_pairs = list(zip(baseline.answers, candidate.answers, strict=True))
+    for reference, answer in answer_pairs:
+        rows = list(
+            zip(reference.tokens, reference.logprobs, answer.tokens, answer.logprobs, strict=bool(answer.tokens))
+        )
         agreeing.append(float(sum(_agree(*row) for row in rows)))
         divergences.append(sum(divergence(*row) for row in rows))
-    answered = [number for number, (_, other) in enumerate(both) if other.actual]
-    sizes = [one.positions for one, _ in both]
+    answered = [number for number, (_, answer) in enumerate(answer_pairs) if answer.actual]
+    sizes = [reference.positions for reference, _ in answer_pairs]
     agreement, agreement_error = _ratio(agreeing, sizes, confidence)
     kl, kl_error = _ratio([divergences[n] for n in answered], [sizes[n] for n in answered], confidence)
-    means = [(both[n][0].prompt, divergences[n] / sizes[n]) for n in answered]
+    means = [(answer_pairs[n][0].prompt, divergences[n] / sizes[n]) for n in answered]
     return Canary(
-        prompts=len(both),
+        prompts=len(answer_pairs),
         positions=sum(sizes),
         confidence=confidence,
         agreement=agreement,
@@ -147,10 +149,10 @@ def compare(baseline: CanaryAnswers, candidate: CanaryAnswers, confidence: float
         kl=kl,
         kl_low=max(0.0, kl - kl_error),
         kl_high=kl + kl_error,
-        baseline_perplexity=_perplexity([both[n][0] for n in answered]),
-        candidate_perplexity=_perplexity([both[n][1] for n in answered]),
+        baseline_perplexity=_perplexity([answer_pairs[n][0] for n in answered]),
+        candidate_perplexity=_perplexity([answer_pairs[n][1] for n in answered]),
         worst=tuple(sorted(means, key=lambda mean: -mean[1])[:_WORST]),
-        unanswered=tuple(other.prompt for _, other in both if not other.actual),
+        unanswered=tuple(answer.prompt for _, answer in answer_pairs if not answer.actual),
     )
 
 
@@ -183,8 +185,8 @@ def judge(canary: Canary, policy: CanaryPolicy) -> tuple[Verdict, str]:
     if broken:
         return Verdict.FAIL, f"{', '.join(broken)}: {figures}{worst}"
     if doubtful:
-        ask = "stopped early, since hardly a task is passed so: to ask them all the same, `gate: {canary: null}`"
-        return Verdict.INCONCLUSIVE, f"{', '.join(doubtful)}: {figures}{worst}; {ask}"
+        advice = "stopped early, since hardly a task is passed so: to ask them all the same, `gate: {canary: null}`"
+        return Verdict.INCONCLUSIVE, f"{', '.join(doubtful)}: {figures}{worst}; {advice}"
     return Verdict.PASS, f"{figures}; asked for: at least {policy.min_agreement:.1%}, at most {policy.max_kl:.3g}"
 
 
@@ -225,15 +227,15 @@ def divergence(
 ) -> float:
     """A lower bound of KL(first || other) in nats, from the likeliest tokens of each, likeliest first."""
     listed = dict(zip(other_tokens, other_logprobs, strict=True))
-    total, rest, other_rest = 0.0, 1.0, 1.0
+    total, unlisted, other_unlisted = 0.0, 1.0, 1.0
     for token, logprob in zip(tokens, logprobs, strict=True):
         probability = math.exp(logprob)
-        rest -= probability
+        unlisted -= probability
         if token in listed:
-            other_rest -= math.exp(listed[token])
+            other_unlisted -= math.exp(listed[token])
         total += probability * (logprob - listed.get(token, other_logprobs[-1]))
-    if rest > _LEAST:
-        total += rest * math.log(rest / max(other_rest, _LEAST))
+    if unlisted > _LEAST:
+        total += unlisted * math.log(unlisted / max(other_unlisted, _LEAST))
     return max(0.0, total)  # where the unknown were put too high, zero is the better bound
 
 
@@ -241,8 +243,10 @@ def _agree(
     tokens: Sequence[int], logprobs: Sequence[float], other_tokens: Sequence[int], other_logprobs: Sequence[float]
 ) -> bool:
     likeliest = {token for token, value in zip(tokens, logprobs, strict=True) if value == logprobs[0]}
-    others = {token for token, value in zip(other_tokens, other_logprobs, strict=True) if value == other_logprobs[0]}
-    return bool(likeliest & others)
+    other_likeliest = {
+        token for token, value in zip(other_tokens, other_logprobs, strict=True) if value == other_logprobs[0]
+    }
+    return bool(likeliest & other_likeliest)
 
 
 def _ratio(sums: Sequence[float], sizes: Sequence[int], confidence: float) -> tuple[float, float]:
@@ -252,8 +256,8 @@ def _ratio(sums: Sequence[float], sizes: Sequence[int], confidence: float) -> tu
 
     if len(sizes) < 2:
         return (sums[0] / sizes[0] if sizes else 0.0), 0.0
-    found = ratio(np.array(sums), np.array(sizes, dtype=np.float64))
-    return found.value, float(stats.t.ppf((1 + confidence) / 2, found.units - 1)) * found.standard_error
+    mean = ratio(np.array(sums), np.array(sizes, dtype=np.float64))
+    return mean.value, float(stats.t.ppf((1 + confidence) / 2, mean.units - 1)) * mean.standard_error
 
 
 def _perplexity(answers: Sequence[Answer]) -> float:
@@ -262,13 +266,15 @@ def _perplexity(answers: Sequence[Answer]) -> float:
 
 
 def _require_comparable(baseline: CanaryAnswers, candidate: CanaryAnswers) -> None:
-    names, others = ([answer.prompt for answer in side.answers] for side in (baseline, candidate))
-    if names != others:
+    names, candidate_names = ([answer.prompt for answer in side.answers] for side in (baseline, candidate))
+    if names != candidate_names:
         raise MeasurementError("the canaries were asked different prompts, or in another order")
     if len(names) < 2:
         raise MeasurementError(f"a canary needs two prompts at least, found {len(names)}")
-    for one, other in zip(baseline.answers, candidate.answers, strict=True):
-        if one.ids != other.ids:
-            raise MeasurementError(f"prompt {one.prompt!r} has other tokens on the two sides, so nothing is compared")
-        if not one.actual:
-            raise MeasurementError(f"the baseline has no finite log probabilities for prompt {one.prompt!r}")
+    for reference, other in zip(baseline.answers, candidate.answers, strict=True):
+        if reference.ids != other.ids:
+            raise MeasurementError(
+                f"prompt {reference.prompt!r} has other tokens on the two sides, so nothing is compared"
+            )
+        if not reference.actual:
+            raise MeasurementError(f"the baseline has no finite log probabilities for prompt {reference.prompt!r}")

@@ -54,24 +54,24 @@ _METHODS: Final = frozenset(
 def untrusted(definition: Document) -> tuple[str, ...]:
     """Return a sentence for each part of a definition that only a trusted author may write; empty where all is data."""
     data = definition.data
-    found = [f"the key {key!r}" for key in data if key not in KEYS]
+    parts = [f"the key {key!r}" for key in data if key not in KEYS]
     path = data.get("dataset_path")
     if path is not None and path not in _BUILDERS and not (isinstance(path, str) and _REPOSITORY.fullmatch(path)):
-        found.append(f"the data set {path!r:.60}")
+        parts.append(f"the data set {path!r:.60}")
     options = data.get("dataset_kwargs") or {}
-    found += [f"the key dataset_kwargs.{key}" for key in options if key != "data_files"]
+    parts += [f"the key dataset_kwargs.{key}" for key in options if key != "data_files"]
     for entry in _entries(data.get("metric_list")):
-        found += [f"the key metric_list.{key}" for key in entry if key not in _METRIC_KEYS]
+        parts += [f"the key metric_list.{key}" for key in entry if key not in _METRIC_KEYS]
         if entry.get("metric") not in METRICS:
-            found.append(f"the metric {entry.get('metric')!r:.60}")
+            parts.append(f"the metric {entry.get('metric')!r:.60}")
         if entry.get("aggregation", "mean") not in AGGREGATIONS:
-            found.append(f"the aggregation {entry['aggregation']!r:.60}")
+            parts.append(f"the aggregation {entry['aggregation']!r:.60}")
     for entry in _entries(data.get("filter_list")):
         names = [step.get("function") for step in _entries(entry.get("filter"))]
-        found += [f"the filter {name!r:.60}" for name in names if name not in FILTERS]
+        parts += [f"the filter {name!r:.60}" for name in names if name not in FILTERS]
     for key, text in _texts(data):
-        found += [f"{reason} in the template {key}" for reason in _reaching(text)]
-    return tuple(f"{definition.path.name} has {part}" for part in dict.fromkeys(found))
+        parts += [f"{reason} in the template {key}" for reason in _reaching(text)]
+    return tuple(f"{definition.path.name} has {part}" for part in dict.fromkeys(parts))
 
 
 def _entries(value: Any) -> Iterator[Mapping[str, Any]]:

@@ -128,23 +128,23 @@ def draw(
     """
     cluster = {(leaf, number): name for leaf, names in documents.items() for number, name in enumerate(names)}
     order = sorted(cluster, key=lambda item: (_place(seed, item, cluster[item]), item))[:limit]
-    found: list[tuple[Item, ...]] = []
+    batches: list[tuple[Item, ...]] = []
     start = 0
     for end in plan_looks(len(order), looks):
         while 0 < end < len(order) and cluster[order[end]] and cluster[order[end]] == cluster[order[end - 1]]:
             end += 1
         if end > start:
-            found.append(tuple(sorted(order[start:end])))
+            batches.append(tuple(sorted(order[start:end])))
             start = end
-    return tuple(found)
+    return tuple(batches)
 
 
 def by_leaf(items: Sequence[Item]) -> dict[str, list[int]]:
     """Ascending numbers of documents by leaf task, as lm-eval wants them."""
-    found: dict[str, list[int]] = {}
+    documents: dict[str, list[int]] = {}
     for leaf, number in sorted(items):
-        found.setdefault(leaf, []).append(number)
-    return found
+        documents.setdefault(leaf, []).append(number)
+    return documents
 
 
 def some(items: Sequence[Item], count: int, seed: int) -> tuple[Item, ...]:
@@ -216,18 +216,18 @@ def read_rows(
 
     Raises `MeasurementError` where a row lacks the metric, or a score or log likelihood is not a finite number.
     """
-    found: list[Sample] = []
+    samples: list[Sample] = []
     filters: set[str] = set()
     for row in rows:
         try:
             filters.add(row["filter"])
             if row["filter"] == task.filter:
-                found.append(_sample(row, leaf, task, clusters))
+                samples.append(_sample(row, leaf, task, clusters))
         except (KeyError, TypeError, ValueError) as error:
             raise MeasurementError(f"{leaf}#{row.get('doc_id')}: not a sample of lm-eval: {error!r}") from error
-    if not found:
+    if not samples:
         raise MeasurementError(f"{leaf}: no sample with filter {task.filter!r}; there are {sorted(filters)}")
-    return tuple(found)
+    return tuple(samples)
 
 
 def _sample(row: Mapping[str, Any], leaf: str, task: SuiteTask, clusters: Sequence[str]) -> Sample:

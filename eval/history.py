@@ -49,10 +49,10 @@ class EarlierVerdict(Record):
     release: str | None = None
 
 
-def newest(known: Iterable[EarlierVerdict]) -> tuple[EarlierVerdict, ...]:
+def newest(verdicts: Iterable[EarlierVerdict]) -> tuple[EarlierVerdict, ...]:
     """Return the newest `MOST` verdicts by their times, each once: one that is known twice keeps its release's tag."""
     by_identity: dict[tuple[str, str], EarlierVerdict] = {}
-    for earlier in known:
+    for earlier in verdicts:
         identity = (earlier.judged, earlier.artefact)
         if identity not in by_identity or earlier.release is not None:
             by_identity[identity] = earlier

@@ -287,8 +287,12 @@ class Measurements(Record):
     @property
     def kv_tokens(self) -> dict[Side, float]:
         """The tokens that a side's KV cache holds, the median of its launches; none where no log tells."""
-        said = {side: [launch.kv_tokens for launch in self.launches if launch.side == side] for side in get_args(Side)}
-        return {side: median(known) for side, found in said.items() if (known := [*filter(None, found)])}
+        tokens_by_side = {
+            side: [launch.kv_tokens for launch in self.launches if launch.side == side] for side in get_args(Side)
+        }
+        return {
+            side: median(positive) for side, tokens in tokens_by_side.items() if (positive := [*filter(None, tokens)])
+        }
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping of everything but samples and control, which are kept in files of their own."""

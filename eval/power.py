@@ -155,18 +155,18 @@ def outcome(
     >>> round(found.passes, 4), round(found.items)
     (1.0, 6618)
     """
-    seen = plan_looks(items, looks)
+    planned_looks = plan_looks(items, looks)
     flip_rate = _reckoned(flip_rate, items)
     single = paired_standard_error(1, flip_rate, difference)
     running, total, passes = 1.0, 0.0, 0.0
     chances = crossing(
-        [count / items for count in seen],
+        [count / items for count in planned_looks],
         confidence,
         (margin + difference) * math.sqrt(items) / single,
         spread=_tested(flip_rate, difference, margin) / single,
         steps=(LOWER_CORRECTION / single / math.sqrt(items), UPPER_CORRECTION / single / math.sqrt(items)),
     )
-    for before, count, (up, down) in zip((0, *seen), seen, chances, strict=False):
+    for before, count, (up, down) in zip((0, *planned_looks), planned_looks, chances, strict=False):
         total += running * (count - before)
         passes += up
         running -= up + down

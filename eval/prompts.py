@@ -133,5 +133,5 @@ def _sha256(path: Path, _: tuple[int, int]) -> str:
 @lru_cache(maxsize=32)
 def _lines(path: Path, _: tuple[int, int]) -> Lines:
     lengths = [line.output_tokens for _, line in _read(path, _Line)]
-    known = [length for length in lengths if length is not None]
-    return Lines(len(lengths), max(known) if known and len(known) == len(lengths) else None)
+    counted = [length for length in lengths if length is not None]
+    return Lines(len(lengths), max(counted) if counted and len(counted) == len(lengths) else None)

@@ -70,8 +70,8 @@ def checked(kind: type[T], data: Any) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = "".join(f"{part}: " for part in (".".join(map(str, first["loc"])),) if part)
-        found = f", found {first['input']!r:.80}"
-        raise MeasurementError(f"not a {kind.__name__}: {place}{first['msg']}{found}") from error
+        value = f", found {first['input']!r:.80}"
+        raise MeasurementError(f"not a {kind.__name__}: {place}{first['msg']}{value}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise MeasurementError(f"not a {kind.__name__}: {error}") from error
     return read
@@ -227,9 +227,9 @@ def names(folder: Path, ending: str = "yaml") -> tuple[str, ...]:
 
 def file_of(what: str, name: str, folder: Path, ending: str = "yaml") -> Path:
     """The file that defines a name; `DefinitionError` with the nearest name that there is."""
-    known = names(folder, ending)
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+    available = names(folder, ending)
+    if name not in available:
+        near = difflib.get_close_matches(name, available, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(available)}"
         raise DefinitionError(f"no {what} {name!r} in {folder}; {hint}")
     return folder / f"{name}.{ending}"

@@ -80,8 +80,8 @@ class SampleSet(Record):
     def on(self, other: SampleSet) -> SampleSet:
         """Return the samples of the items that `other` has too, as one look, to pair with an A/A control."""
         keys = {sample.key for sample in other.samples}
-        kept = tuple(replace(sample, look=0) for sample in self.samples if sample.key in keys)
-        return replace(self, samples=kept, planned=len(kept), looks=1)
+        common = tuple(replace(sample, look=0) for sample in self.samples if sample.key in keys)
+        return replace(self, samples=common, planned=len(common), looks=1)
 
     def to_json(self) -> dict[str, Any]:
         """A mapping of plain lists, one per field of `Sample`: compact, and readable by any language.
@@ -103,13 +103,15 @@ class SampleSet(Record):
         longest = max((len(column) for column in lists if isinstance(column, list)), default=0)
         if longest > MOST_ITEMS:
             raise MeasurementError(f"not a SampleSet: {longest:,} items, expected at most {MOST_ITEMS:,}")
-        found = checked(cls, {**data, "samples": to_rows(columns)})
-        items = len(found.samples)
-        if found.planned < items or not all(0 <= sample.look < found.looks for sample in found.samples):
-            raise MeasurementError(f"not a SampleSet: {items} of {found.planned} planned items in {found.looks} looks")
-        if found.kind == "perplexity" and not all(sample.weight > 0 for sample in found.samples):
+        samples = checked(cls, {**data, "samples": to_rows(columns)})
+        items = len(samples.samples)
+        if samples.planned < items or not all(0 <= sample.look < samples.looks for sample in samples.samples):
+            raise MeasurementError(
+                f"not a SampleSet: {items} of {samples.planned} planned items in {samples.looks} looks"
+            )
+        if samples.kind == "perplexity" and not all(sample.weight > 0 for sample in samples.samples):
             raise MeasurementError("not a SampleSet: a document without words")
-        return found
+        return samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,40 +158,40 @@ def pair(baseline: SampleSet, candidate: SampleSet) -> Pairs:
     """
     same_measure(baseline, candidate)
     last = max((sample.look for sample in candidate.samples), default=0)
-    left = _by_key(baseline, "baseline", last)
+    by_key = _by_key(baseline, "baseline", last)
     right = _by_key(candidate, "candidate", last)
-    for missing, side in ((left.keys() - right.keys(), "candidate"), (right.keys() - left.keys(), "baseline")):
+    for missing, side in ((by_key.keys() - right.keys(), "candidate"), (right.keys() - by_key.keys(), "baseline")):
         if missing:
             raise MeasurementError(
-                f"{baseline.task}: {len(missing)} of {len(left.keys() | right.keys())} items are missing "
+                f"{baseline.task}: {len(missing)} of {len(by_key.keys() | right.keys())} items are missing "
                 f"from the {side}, first {_names(missing)}"
             )
     for what, noun in _SAME.items():
-        other = [key for key in left if getattr(left[key], what) != getattr(right[key], what)]
+        other = [key for key in by_key if getattr(by_key[key], what) != getattr(right[key], what)]
         if other:
             raise MeasurementError(
-                f"{baseline.task}: the {noun} differs in {len(other)} of {len(left)} items, first {_names(other)}; "
+                f"{baseline.task}: the {noun} differs in {len(other)} of {len(by_key)} items, first {_names(other)}; "
                 "both sides must see the same questions in the same template"
             )
-    if not left:
+    if not by_key:
         raise MeasurementError(f"{baseline.task}: no items")
     if (baseline.planned, baseline.looks) != (candidate.planned, candidate.looks):
         raise MeasurementError(
             f"{baseline.task}: the baseline has {baseline.planned} items in {baseline.looks} looks, "
             f"the candidate {candidate.planned} in {candidate.looks}"
         )
-    keys = sorted(left)
+    keys = sorted(by_key)
     if last == candidate.looks - 1 and len(keys) != candidate.planned:
         raise MeasurementError(f"{baseline.task}: all looks were asked, but {len(keys)} of {candidate.planned} items")
     return Pairs(
         baseline.task,
         baseline.metric,
-        tuple(left[key].score for key in keys),
+        tuple(by_key[key].score for key in keys),
         tuple(right[key].score for key in keys),
         baseline.kind,
-        tuple(left[key].weight for key in keys),
-        tuple(left[key].cluster or "#".join(map(str, key)) for key in keys),
-        tuple(left[key].look for key in keys),
+        tuple(by_key[key].weight for key in keys),
+        tuple(by_key[key].cluster or "#".join(map(str, key)) for key in keys),
+        tuple(by_key[key].look for key in keys),
         baseline.planned,
     )
 
@@ -219,11 +221,11 @@ def same_measure(baseline: SampleSet, candidate: SampleSet) -> None:
 
 
 def _by_key(samples: SampleSet, side: str, last: int) -> dict[tuple[str, int, str], Sample]:
-    found = {sample.key: sample for sample in samples.samples}
-    repeated = len(samples.samples) - len(found)
+    by_key = {sample.key: sample for sample in samples.samples}
+    repeated = len(samples.samples) - len(by_key)
     if repeated:
         raise MeasurementError(f"{samples.task}: {repeated} items appear more than once in the {side}")
-    return {key: sample for key, sample in found.items() if sample.look <= last}
+    return {key: sample for key, sample in by_key.items() if sample.look <= last}
 
 
 def _names(keys: Iterable[tuple[str, int, str]]) -> str:

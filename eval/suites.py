@@ -112,8 +112,12 @@ class Suite(Record):
 
     def files(self, task: SuiteTask) -> tuple[Path, ...]:
         """The definition of a task of our own and the data that it reads; none of lm-eval's."""
-        own = definition(self.own_tasks, task.task)
-        return () if own is None else (own.path, *(file for files in data_files(own).values() for file in files))
+        task_definition = definition(self.own_tasks, task.task)
+        return (
+            ()
+            if task_definition is None
+            else (task_definition.path, *(file for files in data_files(task_definition).values() for file in files))
+        )
 
     def judged_by(self, margins: Mapping[str, float | None]) -> Suite:
         """The suite with other margins for some of its tasks; a task with None is shown only. Other names mean none."""
@@ -128,8 +132,8 @@ class Suite(Record):
 
 def untrusted_tasks(suite: Suite) -> tuple[str, ...]:
     """Return a sentence for each part of the suite's own definitions that only a trusted author may write."""
-    own = (definition(suite.own_tasks, task.task) for task in suite.tasks)
-    return tuple(reason for document in own if document is not None for reason in untrusted(document))
+    definitions = (definition(suite.own_tasks, task.task) for task in suite.tasks)
+    return tuple(reason for document in definitions if document is not None for reason in untrusted(document))
 
 
 def strangers(suite: Suite) -> Sequence[str]:
@@ -144,10 +148,10 @@ def _of_lm_eval(name: str) -> bool:
     lm_eval = find_spec("lm_eval")
     if lm_eval is None or lm_eval.origin is None:
         return True
-    said = re.compile(rf"^\s*(- *)?((task|group|tag): *)?[\"']?{re.escape(name)}[\"']?\s*(#.*)?$", re.MULTILINE)
+    mention = re.compile(rf"^\s*(- *)?((task|group|tag): *)?[\"']?{re.escape(name)}[\"']?\s*(#.*)?$", re.MULTILINE)
     files = (Path(lm_eval.origin).parent / "tasks").rglob("*.yaml")
     nearest = sorted(files, key=lambda path: name not in str(path))  # where it is by its name is looked at first
-    return any(said.search(path.read_text(encoding="utf-8", errors="replace")) for path in nearest)
+    return any(mention.search(path.read_text(encoding="utf-8", errors="replace")) for path in nearest)
 
 
 def located(data: str) -> tuple[str, str]:
@@ -174,15 +178,15 @@ def parse(path: Path) -> Suite:
     for task in tasks if isinstance(tasks, list) else ():
         if isinstance(task, dict):
             task.setdefault("expected_flip_rate", flip_rate)
-    known = {field.name for kind in (Suite, SuiteTask) for field in fields(kind)} - {"path"}
-    suite = replace(document.read(Suite, known), path=path)
+    field_names = {field.name for kind in (Suite, SuiteTask) for field in fields(kind)} - {"path"}
+    suite = replace(document.read(Suite, field_names), path=path)
     if suite.name != path.stem:
         raise document.error(f"'name' must be the file's name, {path.stem!r}", "name")
-    seen: set[str] = set()
+    task_names: set[str] = set()
     for number, task in enumerate(suite.tasks):
-        if task.task in seen:
+        if task.task in task_names:
             raise document.error(f"task {task.task!r} appears twice", "tasks", number, "task")
-        seen.add(task.task)
+        task_names.add(task.task)
         if (task.expected_spread is None) == (task.kind == "perplexity"):
             what = "needs" if task.expected_spread is None else "has no"
             raise document.error(f"metric {task.metric!r} {what} 'expected_spread'", "tasks", number, "metric")
@@ -208,17 +212,17 @@ def definition(folder: Path, task: str) -> Document | None:
 
 def data_files(definition: Document) -> dict[str, list[Path]]:
     """Files that lm-eval's definition of a task reads, by split; they lie beside it, or below."""
-    given: Any = (definition.data.get("dataset_kwargs") or {}).get("data_files") or {}
+    data_files: Any = (definition.data.get("dataset_kwargs") or {}).get("data_files") or {}
     place = ("dataset_kwargs", "data_files")
-    if not isinstance(given, dict):
+    if not isinstance(data_files, dict):
         raise definition.error("'data_files' must name a file, or a list of them, for each split", *place)
-    found: dict[str, list[Path]] = {}
-    for split, names in given.items():
-        found[split] = [definition.path.parent / name for name in ([names] if isinstance(names, str) else names)]
-        for path in found[split]:
+    files: dict[str, list[Path]] = {}
+    for split, names in data_files.items():
+        files[split] = [definition.path.parent / name for name in ([names] if isinstance(names, str) else names)]
+        for path in files[split]:
             if not path.resolve().is_relative_to(definition.path.parent.resolve()) or not path.is_file():
                 raise definition.error(f"found no file {path.name} beside it", *place, split)
-    return found
+    return files
 
 
 def _check_own(suite: Document, number: int, task: SuiteTask, definition: Document) -> None:
@@ -255,25 +259,25 @@ def untestable(
     sentences = []
     chances: dict[str, float] = {}
     for task in suite.tasks:
-        wanted = task.margin or margin
+        task_margin = task.margin or margin
         if not task.gated:
             continue
         smallest = task.detectable(confidence, power, looks)
-        chances[task.task] = task.passes(wanted, confidence, looks)
-        if wanted < smallest:
-            needed = task.items_needed(wanted, confidence, power, looks)
+        chances[task.task] = task.passes(task_margin, confidence, looks)
+        if task_margin < smallest:
+            needed = task.items_needed(task_margin, confidence, power, looks)
             expected = f"flip rate {task.expected_flip_rate:.1%}"
             if task.expected_spread is not None:
                 expected = f"spread between documents {task.expected_spread:.1%}"
             sentences.append(
-                f"{task.task}: {task.items} items can test a margin of {smallest:.2%} or wider, not {wanted:.2%}, "
+                f"{task.task}: {task.items} items can test a margin of {smallest:.2%} or wider, not {task_margin:.2%}, "
                 f"which needs {needed} items ({expected}, confidence {confidence:.0%}, power {power:.0%})"
             )
     together = math.prod(chances.values())
     if not sentences and len(chances) > 1 and together < power - 0.01:
-        each = ", ".join(f"{name} {chance:.0%}" for name, chance in chances.items())
+        chances_by_name = ", ".join(f"{name} {chance:.0%}" for name, chance in chances.items())
         sentences.append(
             f"a lossless checkpoint passes all {len(chances)} tasks that decide with a chance of {together:.0%} "
-            f"({each}), expected {power:.0%}: widen margins, or let a task be shown only"
+            f"({chances_by_name}), expected {power:.0%}: widen margins, or let a task be shown only"
         )
     return tuple(sentences)

@@ -165,7 +165,7 @@ class Cell:
             "num_prompts": self.num_prompts,
             "warmups": self.warmups,
         }
-        more: dict[str, Any] = {
+        options: dict[str, Any] = {
             "rate": self.rate,
             "file": None
             if file is None
@@ -173,7 +173,7 @@ class Cell:
             "ignore_eos": None if self.ignore_eos else False,
             "goodput": dict(self.goodput) or None,
         }
-        return facts | {key: value for key, value in more.items() if value is not None}
+        return facts | {key: value for key, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +207,8 @@ def load(name: str) -> Workload:
 def parse(path: Path) -> Workload:
     """Load a workload from any file."""
     document = read(path)
-    known = {field.name for kind in (_Workload, _Cell, _Dataset, _Goals) for field in fields(kind)}
-    written = document.read(_Workload, known)
+    field_names = {field.name for kind in (_Workload, _Cell, _Dataset, _Goals) for field in fields(kind)}
+    written = document.read(_Workload, field_names)
     if written.name != path.stem:
         raise document.error(f"'name' must be the file's name, {path.stem!r}", "name")
     cells: dict[str, Cell] = {}
@@ -220,11 +220,13 @@ def parse(path: Path) -> Workload:
     return Workload(written.name, written.description, written.profile, tuple(cells.values()))
 
 
-def _cell(document: Document, whole: _Workload, entry: _Cell, at: Place) -> Cell:
+def _cell(document: Document, workload: _Workload, entry: _Cell, at: Place) -> Cell:
     """A cell with what the whole workload says of all; `DefinitionError` for what does not go together."""
-    own = document.data["cells"][at[-1]]
-    file = _file(document, entry.dataset if "dataset" in own else whole.dataset, at if "dataset" in own else ())
-    goals = entry.goodput if "goodput" in own else whole.goodput
+    written = document.data["cells"][at[-1]]
+    file = _file(
+        document, entry.dataset if "dataset" in written else workload.dataset, at if "dataset" in written else ()
+    )
+    goals = entry.goodput if "goodput" in written else workload.goodput
     if entry.input_len is None and (file is None or file.kind == "jsonl"):
         raise document.error("missing key 'input_len'", *at)
     if entry.input_len is not None and file is not None and file.kind == "sharegpt":
@@ -266,10 +268,10 @@ def _cell(document: Document, whole: _Workload, entry: _Cell, at: Place) -> Cell
 def _file(document: Document, dataset: _Dataset | str | None, at: Place) -> PromptFile | None:
     if dataset is None or isinstance(dataset, str):
         return None
-    given: list[tuple[Kind, str]] = [(kind, name) for kind in get_args(Kind) if (name := getattr(dataset, kind))]
-    if len(given) != 1:
+    lengths: list[tuple[Kind, str]] = [(kind, name) for kind in get_args(Kind) if (name := getattr(dataset, kind))]
+    if len(lengths) != 1:
         raise document.error("'dataset' must name one file: {sharegpt: FILE} or {jsonl: FILE}", *at, "dataset")
-    kind, name = given[0]
+    kind, name = lengths[0]
     path = (document.path.absolute().parent / name).resolve()
     if not path.is_file():
         raise document.error(f"found no file {path}", *at, "dataset", kind)

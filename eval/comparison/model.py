@@ -88,7 +88,7 @@ class ComparedReport(Part):
 
     def throughput(self, cell: str) -> Throughput | None:
         """Its result in a cell of a workload; None where it was not measured."""
-        return next((found for found in self.gate.throughput if found.cell == cell), None)
+        return next((cell_result for cell_result in self.gate.throughput if cell_result.cell == cell), None)
 
 
 def read(report: Path, record: Path | None) -> ComparedReport:
@@ -139,26 +139,26 @@ class Score:
     place: Place
 
 
-def dominates(one: Score, other: Score) -> bool:
+def dominates(score: Score, rival: Score) -> bool:
     """Whether `one` is nowhere worse than `other` and somewhere better, in figures that can be compared.
 
     A speed that only one of them has, or that comes from another place, can be neither better nor worse: then nothing
     is dominated.
     """
-    ours = [one.recovery, -one.size]
-    theirs = [other.recovery, -other.size]
-    if one.speed is not None and other.speed is not None and one.place == other.place:
-        ours.append(one.speed)
-        theirs.append(other.speed)
-    elif one.speed is not None or other.speed is not None:
+    ours = [score.recovery, -score.size]
+    theirs = [rival.recovery, -rival.size]
+    if score.speed is not None and rival.speed is not None and score.place == rival.place:
+        ours.append(score.speed)
+        theirs.append(rival.speed)
+    elif score.speed is not None or rival.speed is not None:
         return False
     return all(a >= b for a, b in zip(ours, theirs, strict=True)) and ours != theirs
 
 
 def front(scores: Sequence[Score | None]) -> tuple[bool, ...]:
     """For each score whether no other dominates it; None, which is no measurement, is never on the front."""
-    known = [score for score in scores if score is not None]
-    return tuple(score is not None and not any(dominates(other, score) for other in known) for score in scores)
+    measured = [score for score in scores if score is not None]
+    return tuple(score is not None and not any(dominates(rival, score) for rival in measured) for score in scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,31 +242,31 @@ def _group(members: Sequence[tuple[str, ComparedReport]], confidence: float) -> 
 
 def _gated(contender: ComparedReport) -> dict[tuple[str, str], Accuracy]:
     margins = contender.gate.policy.margins
-    found = contender.gate.accuracy
-    return {(r.task, r.metric): r for r in found if r.task in margins and r.recovery is not None}
+    results = contender.gate.accuracy
+    return {(r.task, r.metric): r for r in results if r.task in margins and r.recovery is not None}
 
 
 def _shared_tasks(contenders: Iterable[ComparedReport]) -> frozenset[tuple[str, str]]:
     """Gated tasks that every contender with any accuracy was asked: only these rank them."""
-    asked = [frozenset(found) for c in contenders if (found := _gated(c))]
-    return frozenset.intersection(*asked) if asked else frozenset()
+    task_sets = [frozenset(tasks) for c in contenders if (tasks := _gated(c))]
+    return frozenset.intersection(*task_sets) if task_sets else frozenset()
 
 
 def _worst(contender: ComparedReport, shared: frozenset[tuple[str, str]]) -> Accuracy | None:
-    found = [result for key, result in _gated(contender).items() if key in shared]
-    return min(found, key=lambda result: result.recovery or 0.0, default=None)
+    results = [result for key, result in _gated(contender).items() if key in shared]
+    return min(results, key=lambda result: result.recovery or 0.0, default=None)
 
 
 def _slowest(contenders: Sequence[ComparedReport]) -> list[Throughput | None]:
     """Each one's least ratio over the cells that all contenders measured in the same place share."""
-    found: list[Throughput | None] = []
+    slowest: list[Throughput | None] = []
     for contender in contenders:
-        beside = [c for c in contenders if c.place == contender.place and c.gate.throughput]
-        names = [{cell.cell for cell in c.gate.throughput} - c.paced for c in beside]
+        neighbours = [c for c in contenders if c.place == contender.place and c.gate.throughput]
+        names = [{cell.cell for cell in c.gate.throughput} - c.paced for c in neighbours]
         shared = set.intersection(*names) if names else set()
         cells = [cell for cell in contender.gate.throughput if cell.cell in shared]
-        found.append(min(cells, key=lambda cell: cell.ratio, default=None))
-    return found
+        slowest.append(min(cells, key=lambda cell: cell.ratio, default=None))
+    return slowest
 
 
 def _warnings(lettered: Sequence[tuple[str, ComparedReport]], groups: Sequence[ComparedGroup]) -> Iterable[str]:
@@ -327,12 +327,12 @@ def _direct(direct: Direct, marks: Sequence[Mark]) -> Mapping[str, Any]:
 
 
 def _contender(mark: Mark) -> dict[str, Any]:
-    found = mark.contender
-    gate = found.gate
+    contender = mark.contender
+    gate = contender.gate
     return {
-        "name": found.name,
-        "scheme": found.scheme,
-        "created": found.created,
+        "name": contender.name,
+        "scheme": contender.scheme,
+        "created": contender.created,
         "artefact": gate.artefact,
         "verdict": gate.verdict.value,
         "reasons": list(gate.reasons),
@@ -341,14 +341,14 @@ def _contender(mark: Mark) -> dict[str, Any]:
         "device": gate.device,
         "runtime": gate.runtime,
         "bytes": {
-            "baseline": found.size.baseline_bytes,
-            "candidate": found.size.candidate_bytes,
-            "ratio": found.size_ratio,
+            "baseline": contender.size.baseline_bytes,
+            "candidate": contender.size.candidate_bytes,
+            "ratio": contender.size_ratio,
         },
         "worst_task": None if mark.worst is None else mark.worst.task,
         "accuracy": [result.to_json() for result in gate.accuracy],
         "throughput": [cell.to_json() for cell in gate.throughput],
         "canary": None if gate.canary is None else gate.canary.to_json(),
-        "kv_tokens": dict(found.kv_tokens) or None,
+        "kv_tokens": dict(contender.kv_tokens) or None,
         "headlines": [headline.to_json() for headline in gate.headlines],
     }

@@ -18,9 +18,9 @@ WIDE = 912
 
 def render(comparison: Comparison) -> str:
     """Render the page."""
-    made = environment(FOLDER)
-    made.globals |= {"better": better, "where": where}
-    return made.get_template("page.html.j2").render(
+    templates = environment(FOLDER)
+    templates.globals |= {"better": better, "where": where}
+    return templates.get_template("page.html.j2").render(
         comparison=comparison,
         marks=[mark for group in comparison.groups for mark in group.marks],
         drawn=[_plots(group, index) for index, group in enumerate(comparison.groups)],
@@ -28,7 +28,7 @@ def render(comparison: Comparison) -> str:
 
 
 def _plots(group: ComparedGroup, index: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"planes": []}
+    plots: dict[str, Any] = {"planes": []}
     for name, kinds in (("forest", ("binary", "graded")), ("perplexity", ("perplexity",))):
         results = [
             (result, f"{mark.letter}  ", mark.contender.gate)
@@ -36,7 +36,7 @@ def _plots(group: ComparedGroup, index: int) -> dict[str, Any]:
             for mark in group.marks
             if (result := mark.contender.accuracy(*task)) is not None and result.kind in kinds
         ]
-        found[name] = drawn(partial(changes, results), f"g{index}-{name}", wide=WIDE) if results else None
+        plots[name] = drawn(partial(changes, results), f"g{index}-{name}", wide=WIDE) if results else None
     ranked = [mark for mark in group.marks if mark.worst and mark.worst.recovery is not None]
     sizes = [_spot(mark, mark.contender.size_ratio, None) for mark in ranked]
     views = [("", "size over the baseline's (left is better)", sizes)]
@@ -52,8 +52,8 @@ def _plots(group: ComparedGroup, index: int) -> dict[str, Any]:
             half = (WIDE - 32) // 2 if len(views) > 1 else WIDE
             draw = partial(plane, spots, titles=(title, "recovery of the worst task, %"), origin=(1.0, 100.0),
                            least=(0.1, 1.0))  # fmt: skip
-            found["planes"].append((caption, drawn(draw, f"g{index}-plane{number}", wide=half)))
-    return found
+            plots["planes"].append((caption, drawn(draw, f"g{index}-plane{number}", wide=half)))
+    return plots
 
 
 def _spot(mark: Mark, x: float, x_range: tuple[float, float] | None) -> Spot:

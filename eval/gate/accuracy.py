@@ -34,8 +34,8 @@ def compare(task: str, both: Both, policy: Policy) -> tuple[Accuracy, tuple[Look
     margin = policy.margins.get(task)
     if margin is None:
         if len(pairs.baseline) != pairs.planned:
-            found = f"{len(pairs.baseline)} of {pairs.planned} items"
-            raise MeasurementError(f"{task}: {found} were asked, and nothing but a margin could end it early")
+            count = f"{len(pairs.baseline)} of {pairs.planned} items"
+            raise MeasurementError(f"{task}: {count} were asked, and nothing but a margin could end it early")
         return accuracy.compare(pairs, policy.confidence), ()
     looks = decide(pairs, margin_in_units(pairs.kind, margin), policy.confidence)
     seen = until(pairs, len(looks) - 1)
@@ -66,8 +66,8 @@ def judge(
         case _:
             verdict = Verdict.INCONCLUSIVE
             between = f"between {_signed(result, result.lower)} and {_signed(result, result.upper)}"
-            more = _more(result, margin, planned_looks, policy)
-            where = f"the true change may lie {between}, on both sides of {limit}. {more}"
+            advice = _more(result, margin, planned_looks, policy)
+            where = f"the true change may lie {between}, on both sides of {limit}. {advice}"
     saved = result.planned - result.items if verdict is not Verdict.INCONCLUSIVE else 0
     early = f" Decided after {result.items:,} of {result.planned:,} items, which saves {saved:,}." if saved else ""
     change = sentence(f"{_change(result)}; {where}")
@@ -110,8 +110,8 @@ def _more(result: Accuracy, margin: float, looks: int, policy: Policy) -> str:
     needed = more_items(result, margin, policy.power, expected_flip_rate=policy.expected_flip_rate, looks=looks)
     if needed is None:
         return "The change lies on the margin, where no number of items decides."
-    left = result.planned - result.items
-    planned = f" {left:,} of the planned ones were not asked." if left else ""
+    unasked = result.planned - result.items
+    planned = f" {unasked:,} of the planned ones were not asked." if unasked else ""
     return f"About {needed:,} more items would decide, if the change stays as it is.{planned}"
 
 

@@ -109,8 +109,8 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     cells, faults = throughput.compare(measurements, policy)
     findings += faults
 
-    said = _canary(measurements, policy)
-    broken = any(finding.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE) for finding in said)
+    canary_findings = _canary(measurements, policy)
+    broken = any(finding.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE) for finding in canary_findings)
     findings += [
         accuracy.judge(result, looks[task], again.get(task), policy, planned_looks=measurements.samples[task][0].looks)
         for task, result in compared.items()
@@ -118,7 +118,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     ]
     findings += accuracy.unmeasured(measurements, policy, broken=broken)
     findings += throughput.judge(cells, measurements, policy, broken=broken)
-    findings += said
+    findings += canary_findings
     structure = measurements.structure
     for reason in structure.reasons or ("The files are complete and as the scheme says.",):
         findings.append(Finding("structure", "checkpoint", structure.verdict, sentence(reason)))
@@ -168,17 +168,17 @@ def _canary(measurements: Measurements, policy: Policy) -> list[Finding]:
 
 
 def _controls(measurements: Measurements, policy: Policy) -> tuple[dict[str, Control], list[Finding]]:
-    found: dict[str, Control] = {}
+    controls: dict[str, Control] = {}
     faults: list[Finding] = []
     for task, again in measurements.control.items():
         if task not in measurements.samples:
             faults.append(Finding.invalid(task, f"{task} was asked a second time, and no first time is on record"))
             continue
         try:
-            found[task] = accuracy.control(measurements.samples[task][0], again, policy.confidence)
+            controls[task] = accuracy.control(measurements.samples[task][0], again, policy.confidence)
         except MeasurementError as error:
             faults.append(Finding.invalid(task, f"The baseline's control cannot be compared: {error}"))
-    return found, faults
+    return controls, faults
 
 
 def _compared(
@@ -187,9 +187,9 @@ def _compared(
     compared: dict[str, Accuracy] = {}
     looks: dict[str, tuple[Look, ...]] = {}
     faults: list[Finding] = []
-    for task, both in measurements.samples.items():
+    for task, sides in measurements.samples.items():
         try:
-            compared[task], looks[task] = accuracy.compare(task, both, policy)
+            compared[task], looks[task] = accuracy.compare(task, sides, policy)
         except MeasurementError as error:
             faults.append(Finding.invalid(task, str(error)))
     return compared, looks, faults

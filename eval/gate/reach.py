@@ -189,8 +189,8 @@ def _task(task: SuiteTask, policy: Policy, looks: int) -> TaskReach:
     margin = policy.margins.get(task.task)
     expected = None
     if margin is not None and task.expected_spread is None:
-        found = outcome(task.items, looks, margin, task.expected_flip_rate, confidence=policy.confidence)
-        expected = round(found.items)
+        expectation = outcome(task.items, looks, margin, task.expected_flip_rate, confidence=policy.confidence)
+        expected = round(expectation.items)
     return TaskReach(
         items=task.items,
         margin=margin,

@@ -186,8 +186,8 @@ class GateReport(Record):
 
     def verdict_of(self, kind: Kind, subject: str | None = None) -> Verdict | None:
         """Verdict of one kind of check, or of one subject in it; None where nothing of it was judged."""
-        found = [f.verdict for f in self.findings if f.kind == kind and subject in (None, f.subject)]
-        return Verdict.combine(found) if found else None
+        verdicts = [f.verdict for f in self.findings if f.kind == kind and subject in (None, f.subject)]
+        return Verdict.combine(verdicts) if verdicts else None
 
 
 def sentence(text: str) -> str:
@@ -212,12 +212,12 @@ def changes(recorded: GateReport, found: GateReport) -> tuple[str, ...]:
     sentences += [f"Only the record says: {_told(f)}" for f in recorded.findings if _outcome(f) in old - new]
     sentences += [f"The record does not say: {_told(f)}" for f in found.findings if _outcome(f) in new - old]
     before, after = _figures(recorded), _figures(found)
-    others = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    differing = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     shared = {row.name: row for row in recorded.headlines}
     if any(_factors(shared[row.name]) != _factors(row) for row in found.headlines if row.name in shared):
-        others.append("headlines")
-    if others:
-        sentences.append(f"Other figures than recorded: {', '.join(others)}.")
+        differing.append("headlines")
+    if differing:
+        sentences.append(f"Other figures than recorded: {', '.join(differing)}.")
     return tuple(sentences)
 
 

@@ -116,16 +116,20 @@ def _asked(task: str, side: Side, samples: SampleSet) -> Iterator[Finding]:
 
 def _plausible(task: str, baseline: SampleSet, policy: Policy) -> Iterator[Finding]:
     """Yield a finding where the baseline misses the score that it is known to reach, in units of the difference."""
-    known = policy.baseline_score.get(task)
-    if known is None or not baseline.samples:
+    expected_score = policy.baseline_score.get(task)
+    if expected_score is None or not baseline.samples:
         return
     perplexity = baseline.kind == "perplexity"
-    found = baseline.mean
-    distance = abs(math.log(found / known)) if perplexity and known > 0 else abs(found - known)
+    score = baseline.mean
+    distance = (
+        abs(math.log(score / expected_score)) if perplexity and expected_score > 0 else abs(score - expected_score)
+    )
     error = NormalDist().inv_cdf((1 + policy.confidence) / 2) * standard_error(baseline)
     if distance <= margin_in_units(baseline.kind, policy.baseline_tolerance) + error:
         return
-    reaches = f"{found:.4g}, not the {known:.4g}" if perplexity else f"{found:.2%}, not the {known:.2%}"
+    reaches = (
+        f"{score:.4g}, not the {expected_score:.4g}" if perplexity else f"{score:.2%}, not the {expected_score:.2%}"
+    )
     allowed = f"{policy.baseline_tolerance:.1%} and {error:.1%} of sampling error are allowed"
     reason = f"The baseline has {reaches} on {task} that this model is known to reach ({allowed})"
     yield Finding.invalid(task, f"{reason}, so something other than quantization is wrong")
@@ -136,13 +140,13 @@ def _shows(task: str, baseline: SampleSet, policy: Policy, chance: float) -> Ite
 
     A baseline that guesses has nothing to lose: a candidate that knows nothing would be within the margin too.
     """
-    found, margin = baseline.mean, policy.margins[task]
+    score, margin = baseline.mean, policy.margins[task]
     spread = max(standard_error(baseline), math.sqrt(chance * (1 - chance) / len(baseline.samples)))
-    lower = found - NormalDist().inv_cdf(policy.confidence) * spread
-    if lower > chance and found - chance > margin:
+    lower = score - NormalDist().inv_cdf(policy.confidence) * spread
+    if lower > chance and score - chance > margin:
         return
     guessed = f"guessing reaches {chance:.2%}" if chance else "knowing nothing reaches 0"
-    reason = f"The baseline has {found:.2%} on {task} (above {max(lower, 0.0):.2%}), where {guessed}"
+    reason = f"The baseline has {score:.2%} on {task} (above {max(lower, 0.0):.2%}), where {guessed}"
     yield Finding.invalid(task, f"{reason}: so little shows no loss of {margin:.2%}, whatever the candidate scores")
 
 
@@ -183,15 +187,15 @@ def check_launches(measurements: Measurements) -> Iterator[Finding]:
     for launch in launches:
         server = measurements.baseline if launch.side == "baseline" else measurements.candidate
         faults = [*launch.faults, kv_cache_fault(server.promised_kv_cache, launch.kv_cache_dtype)]
-        told = [f": {fault}" for fault in filter(None, faults)]
+        sentences = [f": {fault}" for fault in filter(None, faults)]
         if launch.device not in (None, server.device):
-            told.append(f" ran on {launch.device}, where the {launch.side} was served on {server.device}")
-        for fault in told:
+            sentences.append(f" ran on {launch.device}, where the {launch.side} was served on {server.device}")
+        for fault in sentences:
             yield Finding.invalid(launch.side, f"Launch {launch.number} of the {launch.side}{fault}")
-    for subject, limit, used, measured in _ALONE:
+    for subject, limit, usage, measured in _ALONE:
         shares = [getattr(launch, f"{subject}_cpu") or 0.0 for launch in launches]
         if busy := [launch for launch, share in zip(launches, shares, strict=True) if share > limit]:
-            reason = f"{used} {max(shares):.0%} of its core in {_launches(busy)}: {measured}"
+            reason = f"{usage} {max(shares):.0%} of its core in {_launches(busy)}: {measured}"
             yield Finding.invalid(subject, reason)
     yield from _steady(launches, measurements)
     if measurements.candidate.hardware != CPU:
@@ -206,10 +210,10 @@ def _series(launches: Sequence[Launch]) -> Iterator[Finding]:
     if numbers != list(range(len(planned))):
         yield Finding.invalid("launches", f"Launches are missing or repeated: found the numbers {_list(numbers)}")
     elif tuple(launch.side for launch in launches) != planned:
-        found = "".join("AB"[launch.side == "candidate"] for launch in launches)
+        order = "".join("AB"[launch.side == "candidate"] for launch in launches)
         expected = "".join("AB"[side == "candidate"] for side in planned)
         yield Finding.invalid(
-            "launches", f"The launches were made in the order {found}, expected {expected} (A is the baseline)"
+            "launches", f"The launches were made in the order {order}, expected {expected} (A is the baseline)"
         )
 
 
@@ -233,8 +237,8 @@ def _reused(launches: Sequence[Launch], hardware: str) -> Iterator[Finding]:
         return
     count = reusable((len(launches) + 1) // 2)
     if [launch.number for launch in reused] != list(range(count)):
-        found = _list([launch.number for launch in reused])
-        yield Finding.invalid("launches", f"Launches {found} are reused, expected the first {count} at most")
+        numbers = _list([launch.number for launch in reused])
+        yield Finding.invalid("launches", f"Launches {numbers} are reused, expected the first {count} at most")
     fresh = [launch for launch in launches if launch.side == "baseline" and not launch.reused]
     if (fault := disagreement(reused, fresh, hardware)) is not None:
         yield Finding.invalid("baseline", f"The reused launches disagree with the fresh ones: {fault}")
@@ -305,8 +309,8 @@ def _steady(launches: Sequence[Launch], measurements: Measurements) -> Iterator[
             yield Finding.invalid(name, f"{why}: answers came late, or without text")
         few = [launch for launch in with_it if not _steady_load(launch.cells[name])]
         if few:
-            asked = few[0].cells[name]
-            why = f"{asked.completed} prompts for {asked.concurrency} in flight are mostly filling and emptying a batch"
+            cell = few[0].cells[name]
+            why = f"{cell.completed} prompts for {cell.concurrency} in flight are mostly filling and emptying a batch"
             yield Finding.invalid(name, f"{why}: {WAVES} for each are a steady state")
 
 
@@ -347,8 +351,8 @@ def _clock_change(launches: Sequence[Launch]) -> str | None:
 def _backends(launches: Sequence[Launch]) -> Iterator[Finding]:
     """Yield a finding where a side ran on several attention backends; between the sides they may differ."""
     for side in _SIDES:
-        found = [launch.attention_backend for launch in launches if launch.side == side]
-        backends = dict.fromkeys(backend for backend in found if backend is not None)
+        names = [launch.attention_backend for launch in launches if launch.side == side]
+        backends = dict.fromkeys(backend for backend in names if backend is not None)
         if len(backends) > 1:
             yield Finding.invalid(side, f"The {side} ran on several attention backends: {', '.join(backends)}")
 

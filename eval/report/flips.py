@@ -26,25 +26,25 @@ def by_item(answers: Iterable[Mapping[str, Any]]) -> dict[Key, Mapping[str, Any]
 def flips(baseline: SampleSet, candidate: SampleSet, before: Answers, after: Answers) -> TaskFlips:
     """The items of both sides whose score differs, in the order in which the candidate was asked."""
     scores = {sample.key: sample.score for sample in baseline.samples}
-    found: list[Flip] = []
+    flips: list[Flip] = []
     for sample in candidate.samples:
         score = scores.get(sample.key)
         if baseline.kind != "score" or score is None or score == sample.score:
             continue
-        one, other = before.get(sample.key, {}), after.get(sample.key, {})
-        found.append(
+        reference, answer = before.get(sample.key, {}), after.get(sample.key, {})
+        flips.append(
             {
                 "task": sample.task,
                 "doc_id": sample.doc_id,
                 "direction": "gained" if sample.score > score else "lost",
                 "scores": (score, sample.score),
-                "prompt": str(one.get("prompt", "")),
-                "target": str(one.get("target", "")),
-                "baseline": said(one),
-                "candidate": said(other),
+                "prompt": str(reference.get("prompt", "")),
+                "target": str(reference.get("target", "")),
+                "baseline": said(reference),
+                "candidate": said(answer),
             }
         )
-    return {"task": baseline.task, "flips": found}
+    return {"task": baseline.task, "flips": flips}
 
 
 def said(answer: Mapping[str, Any]) -> str:
@@ -101,12 +101,12 @@ def view(report: Report, gate: GateReport) -> dict[str, Any] | None:
     scored = [result for result in gate.accuracy if result.kind != "perplexity"]
     if not scored:
         return None
-    kept = {entry["task"]: entry["flips"] for entry in report["flips"]}
+    shown = {entry["task"]: entry["flips"] for entry in report["flips"]}
     tasks = [
         {
             "result": result,
-            "directions": [_direction(name, kept.get(result.task, [])) for name in get_args(Direction)],
-            "known": any(kept.get(result.task, [])),
+            "directions": [_direction(name, shown.get(result.task, [])) for name in get_args(Direction)],
+            "known": any(shown.get(result.task, [])),
         }
         for result in scored
     ]
@@ -139,18 +139,18 @@ def _direction(direction: Direction, found: list[Flip]) -> dict[str, Any]:
 def _peek(flip: Flip) -> str:
     """The last line of the prompt that says something, which a mere "Answer:" does not."""
     lines = [line.strip() for line in flip["prompt"].splitlines() if line.strip()]
-    said = [line for line in lines if len(line) > 24] or lines
-    return said[-1][-160:] if said else ""
+    long_lines = [line for line in lines if len(line) > 24] or lines
+    return long_lines[-1][-160:] if long_lines else ""
 
 
 def bars(results: Sequence[Accuracy], floors: Mapping[str, Control], *, width: int, name: str) -> str:
     """One stacked bar a task; the mark on it is the floor, the line through the mark its interval."""
     row, top, bottom = 50, 4, 42
     height = top + bottom + row * len(results)
-    said = []
+    sentences = []
     with figure(width, height, (0, 0, top, bottom)) as (drawing, axis):
-        known = [floors[result.task].high for result in results if result.task in floors]
-        axis.set_xlim(0, 1.06 * max(0.1, *(100 * share for share in (*known, *(r.flip_rate for r in results)))))
+        floor_rates = [floors[result.task].high for result in results if result.task in floors]
+        axis.set_xlim(0, 1.06 * max(0.1, *(100 * share for share in (*floor_rates, *(r.flip_rate for r in results)))))
         axis.set_ylim(len(results), 0)
         for index, result in enumerate(results):
             lost, gained = 100 * result.losses / result.items, 100 * result.gains / result.items
@@ -162,10 +162,10 @@ def bars(results: Sequence[Accuracy], floors: Mapping[str, Control], *, width: i
                 axis.plot([100 * floor.low, 100 * floor.high], [y, y], color=colour("ink"), linewidth=1.4)
                 axis.plot([100 * floor.rate] * 2, [y - 0.24, y + 0.24], color=colour("ink"), linewidth=2.4)
             row_title(axis, index + 0.28, result.task, tail, width)
-            said.append(f"{result.task}: {lost:.2f} % lost, {gained:.2f} % gained")
+            sentences.append(f"{result.task}: {lost:.2f} % lost, {gained:.2f} % gained")
         axis.set_yticks([])
         axis.spines["left"].set_visible(False)
         axis.grid(axis="x")
         plain_ticks(axis, x=max(3, width // 95))
         axis.set_xlabel("items whose score changed, %")
-        return inline(drawing, name=name, label=f"Flips. {'; '.join(said)}")
+        return inline(drawing, name=name, label=f"Flips. {'; '.join(sentences)}")

@@ -48,8 +48,8 @@ def render(report: Report) -> str:
                     ET.SubElement(case, "system-out").text = _clean(finding.reason)
                     continue
                 tag = "error" if finding.verdict is Verdict.INVALID else "failure"
-                said = {"type": finding.label or finding.verdict.value, "message": _clean(finding.reason)}
-                ET.SubElement(case, tag, said).text = _clean(finding.reason)
+                attributes = {"type": finding.label or finding.verdict.value, "message": _clean(finding.reason)}
+                ET.SubElement(case, tag, attributes).text = _clean(finding.reason)
     ET.indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(root, encoding="unicode")}\n'
 

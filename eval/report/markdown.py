@@ -83,18 +83,18 @@ def accuracy(gate: GateReport) -> str:
     confidence = f"{gate.accuracy[0].confidence:.0%}".replace("%", PER_CENT)
     head = ["Task", "Baseline", "This model", f"Change ({confidence} interval)", "Recovery", "Items",
             "Verdict at margin"]  # fmt: skip
-    said = "The same items were put to both models; intervals are of the paired difference."
-    return f"{table(head, rows)}\n\n{said}{_flips(gate)}"
+    sentences = "The same items were put to both models; intervals are of the paired difference."
+    return f"{table(head, rows)}\n\n{sentences}{_flips(gate)}"
 
 
 def _flips(gate: GateReport) -> str:
-    known = [result for result in gate.accuracy if result.task in gate.control]
-    if not known:
+    controlled = [result for result in gate.accuracy if result.task in gate.control]
+    if not controlled:
         return ""
     said = "; ".join(
         f"{plain(result.task)} {percent(result.flip_rate)} (the baseline asked twice: "
         f"{percent(gate.control[result.task].rate)})"
-        for result in known
+        for result in controlled
     )
     return f" Answers whose score changed: {said}."
 
@@ -156,14 +156,14 @@ def _made(report: Report) -> str:
 
 def limits(gate: GateReport) -> list[str]:
     """Yield what the figures do not show, one sentence each."""
-    found: list[str] = []
+    lines: list[str] = []
     if gate.accuracy:
-        found.append(
+        lines.append(
             "Accuracy was measured on the tasks above and in their language and format; it says nothing of others."
         )
     if gate.unmeasured_speed is not None:
-        found.append(gate.unmeasured_speed)
+        lines.append(gate.unmeasured_speed)
     shown = [plain(result.task) for result in gate.accuracy if result.task not in gate.policy.margins]
     if shown:
-        found.append(f"Shown, but not decided by: {', '.join(shown)}.")
-    return found
+        lines.append(f"Shown, but not decided by: {', '.join(shown)}.")
+    return lines

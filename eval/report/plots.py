@@ -246,11 +246,11 @@ def at_values(axis: Any, values: Sequence[float], room: float) -> None:
     """Ticks at these values of a logarithmic x axis, leaving out those that would collide in ``room`` pixels."""
     low, high = axis.get_xlim()
     scale = room / math.log(high / low)
-    kept: list[float] = []
+    ticks: list[float] = []
     for value in sorted(set(values), reverse=True):
-        if not kept or math.log(kept[-1] / value) * scale >= 12 * LETTER * (len(number(value)) + 1.5):
-            kept.append(value)
-    axis.set_xticks(kept[::-1], [number(value) for value in kept[::-1]])
+        if not ticks or math.log(ticks[-1] / value) * scale >= 12 * LETTER * (len(number(value)) + 1.5):
+            ticks.append(value)
+    axis.set_xticks(ticks[::-1], [number(value) for value in ticks[::-1]])
     axis.minorticks_off()
 
 
@@ -405,8 +405,8 @@ def plane(
         axis.yaxis.set_major_formatter(lambda value, _: number(value) if value >= 1000 else f"{value:.4g}")
         axis.set_xlabel(titles[0])
         axis.set_ylabel(titles[1])
-        said = "; ".join(f"{s.letter}: {number(s.y)} at {number(s.x)}" for s in spots)
-        return inline(drawing, name=name, label=f"{titles[1]} over {titles[0]}. {said}")
+        legend = "; ".join(f"{s.letter}: {number(s.y)} at {number(s.x)}" for s in spots)
+        return inline(drawing, name=name, label=f"{titles[1]} over {titles[0]}. {legend}")
 
 
 def apart(places: Sequence[tuple[float, ...]], room: float) -> list[tuple[float, float]]:
@@ -414,9 +414,9 @@ def apart(places: Sequence[tuple[float, ...]], room: float) -> list[tuple[float,
 
     `room` is the least distance of two marks, in the pixels of `places`. Their intervals stay where they are.
     """
-    taken: list[tuple[float, float]] = []
+    occupied: list[tuple[float, float]] = []
     for x, y in places:
-        while (hidden := next((t for t in taken if math.dist(t, (x, y)) < room), None)) is not None:
+        while (hidden := next((t for t in occupied if math.dist(t, (x, y)) < room), None)) is not None:
             x = hidden[0] + math.sqrt(max(room**2 - (y - hidden[1]) ** 2, 0.0)) + 1e-6
-        taken.append((x, y))
-    return taken
+        occupied.append((x, y))
+    return occupied

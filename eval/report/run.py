@@ -42,11 +42,11 @@ def command(env: Mapping[str, str], argv: Sequence[str]) -> str:
 def timeline(stages: Sequence[ShownStage], *, width: int, name: str) -> str:
     """One row a stage, in the order of time. What lies between stages is cut out: a result of last week is near."""
     places, cuts = _packed(stages)
-    said = [(stage["name"], duration(stage["seconds"])) for stage, _ in places]
+    labels = [(stage["name"], duration(stage["seconds"])) for stage, _ in places]
     total = max([start + stage["seconds"] for stage, start in places] + [1e-3])
     scale, unit = (3600, "hours") if total > 7200 else (60, "minutes") if total > 180 else (1, "seconds")
     row, top, bottom = 26, 4, 42
-    left, right = (round(max(map(len, words)) * LETTER * 12 + 14) for words in zip(*said, strict=True))
+    left, right = (round(max(map(len, words)) * LETTER * 12 + 14) for words in zip(*labels, strict=True))
     height = top + bottom + row * len(stages)
     with figure(width, height, (left, right, top, bottom)) as (drawing, axis):
         axis.set_xlim(0, total / scale)
@@ -59,9 +59,9 @@ def timeline(stages: Sequence[ShownStage], *, width: int, name: str) -> str:
             begin = min(start, total - least)
             axis.barh(index + 0.5, max(stage["seconds"], least) / scale, left=begin / scale, height=0.52, color=ink,
                       linewidth=0)  # fmt: skip
-            axis.annotate(said[index][1], (1, index + 0.5), (8, 0), xycoords=("axes fraction", "data"), va="center",
+            axis.annotate(labels[index][1], (1, index + 0.5), (8, 0), xycoords=("axes fraction", "data"), va="center",
                           textcoords="offset points", color=colour("muted"), fontsize=12)  # fmt: skip
-        axis.set_yticks([index + 0.5 for index in range(len(said))], [stage for stage, _ in said])
+        axis.set_yticks([index + 0.5 for index in range(len(labels))], [stage for stage, _ in labels])
         for text in axis.get_yticklabels():
             text.set_color(colour("ink"))
         axis.tick_params(length=0, pad=8)
@@ -69,7 +69,7 @@ def timeline(stages: Sequence[ShownStage], *, width: int, name: str) -> str:
         plain_ticks(axis, x=max(2, (width - left - right) // 80))
         axis.grid(axis="x")
         axis.set_xlabel(f"{unit} of work")
-        label = "; ".join(map(": ".join, said))
+        label = "; ".join(map(": ".join, labels))
         return inline(drawing, name=name, label=f"Stages. {label}")
 
 

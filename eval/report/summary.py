@@ -76,37 +76,37 @@ def answered_by(plan: ServedSide) -> str:
 def tiles(report: Report, gate: GateReport) -> list[tuple[str, str, str]]:
     """Caption, figure, explanation."""
     size = report["size"]
-    both = f"{numbers.size(size['baseline_bytes'])} {ARROW} {numbers.size(size['candidate_bytes'])}"
-    found = [("Size", f"{size['candidate_bytes'] / size['baseline_bytes']:.2f}{TIMES}", both)]
-    found += _accuracy(gate)
+    sizes = f"{numbers.size(size['baseline_bytes'])} {ARROW} {numbers.size(size['candidate_bytes'])}"
+    facts = [("Size", f"{size['candidate_bytes'] / size['baseline_bytes']:.2f}{TIMES}", sizes)]
+    facts += _accuracy(gate)
     if gate.throughput:
         least = min(gate.throughput, key=lambda cell: cell.ratio)
         span = (
             f"{least.ratio_low:.2f} \N{HORIZONTAL ELLIPSIS} {least.ratio_high:.2f}" if least.repeated else "one launch"
         )
         several = ", the least gain" if len(gate.throughput) > 1 else ""
-        found.append(("Throughput", numbers.ratio(least.ratio), f"{span}, {least.cell}{several}"))
+        facts.append(("Throughput", numbers.ratio(least.ratio), f"{span}, {least.cell}{several}"))
     elif gate.canary is not None:
         canary = gate.canary
-        found.append(("Same next token", numbers.percent(canary.agreement), f"KL {numbers.figure(canary.kl)} nats"))
+        facts.append(("Same next token", numbers.percent(canary.agreement), f"KL {numbers.figure(canary.kl)} nats"))
     room = report["kv_tokens"]
     if room.get("baseline") and room.get("candidate"):
-        said = f"{room['baseline']:,} {ARROW} {room['candidate']:,}"
-        found.append(("KV cache tokens", numbers.ratio(room["candidate"] / room["baseline"]), said))
-    return found
+        tokens = f"{room['baseline']:,} {ARROW} {room['candidate']:,}"
+        facts.append(("KV cache tokens", numbers.ratio(room["candidate"] / room["baseline"]), tokens))
+    return facts
 
 
 def notes(report: Report, gate: GateReport) -> list[str]:
     """Return what a reader must know before the figures: earlier verdicts, and where the figures do not come from."""
     promised = gate.policy.hardware
-    found = []
+    sentences = []
     if gate.throughput and promised is not None and gate.hardware != promised:
-        found.append(
+        sentences.append(
             f"The recipe promises its throughput on {promised}. What was measured on {gate.device or gate.hardware} "
             "neither keeps nor breaks that promise: it is shown as what it is."
         )
-    known = [*history_notes(gate), *found]
-    known += [sentence for sentence in (None if found else _target(report, gate), _size(report, gate)) if sentence]
+    known = [*history_notes(gate), *sentences]
+    known += [sentence for sentence in (None if sentences else _target(report, gate), _size(report, gate)) if sentence]
     return [*known, *report["notes"]]
 
 
@@ -125,11 +125,11 @@ def _size(report: Report, gate: GateReport) -> str | None:
     whole = [part for part in size["parts"] if part["candidate_bytes"] >= part["baseline_bytes"] > 0]
     if row is None or row.measured is None or not whole:
         return None
-    kept = sum(part["candidate_bytes"] for part in whole)
+    kept_bytes = sum(part["candidate_bytes"] for part in whole)
     names = ", ".join(part["name"] for part in whole)
     return (
         f"The weights are {row.measured:.2f} times smaller, and not {row.promised:.3g} times as a guide has it: "
-        f"{numbers.size(kept)} of {numbers.size(size['candidate_bytes'])} are as large as before: {names}."
+        f"{numbers.size(kept_bytes)} of {numbers.size(size['candidate_bytes'])} are as large as before: {names}."
     )
 
 
@@ -137,16 +137,16 @@ def _accuracy(gate: GateReport) -> list[tuple[str, str, str]]:
     decided = [result for result in gate.accuracy if result.task in gate.policy.margins]
     scored = [result for result in decided if result.kind != "perplexity"]
     perplexed = [result for result in decided if result.kind == "perplexity"]
-    found = []
+    sentences = []
     for results in filter(None, (scored, perplexed)):
         worst = min(results, key=lambda result: result.difference / gate.policy.margins[result.task])
         unit = unit_of(worst.kind)
         said = f"{worst.task}, margin {unit.margin_words(gate.policy.margins[worst.task])}"
         caption = "Perplexity" if unit.perplexity else "Accuracy"
-        found.append((caption, unit.words(worst.difference), said))
+        sentences.append((caption, unit.words(worst.difference), said))
     if scored:
         most = max(scored, key=lambda result: result.flip_rate)
         control = gate.control.get(most.task)
         floor = "" if control is None else f", floor {numbers.percent(control.rate)}"
-        found.append(("Answers flipped", numbers.percent(most.flip_rate), f"{most.task}{floor}"))
-    return found
+        sentences.append(("Answers flipped", numbers.percent(most.flip_rate), f"{most.task}{floor}"))
+    return sentences

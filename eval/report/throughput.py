@@ -85,10 +85,10 @@ def _measured(cell: Throughput, launches: Sequence[Launch]) -> Measured:
 
 def _groups(cells: Sequence[Measured]) -> list[list[Measured]]:
     """Cells of one shape and kind of load together, by rising load, in the order of the workload."""
-    found: dict[tuple[str, bool], list[Measured]] = {}
+    measured: dict[tuple[str, bool], list[Measured]] = {}
     for item in cells:
-        found.setdefault((item.shape, item.rate), []).append(item)
-    return [sorted(group, key=lambda item: item.load) for group in found.values()]
+        measured.setdefault((item.shape, item.rate), []).append(item)
+    return [sorted(group, key=lambda item: item.load) for group in measured.values()]
 
 
 def _ratios(gate: GateReport, cells: Sequence[Throughput], *, width: int, name: str) -> str:
@@ -147,7 +147,7 @@ def _latencies(group: Sequence[Measured], *, unit: str, width: int, name: str) -
     """Draw what a higher load costs each request, one panel a latency: solid the median, dashed the 99th percentile."""
     columns = 1 if width < 500 else min(3, len(LATENCIES))
     grid = PanelGrid(width, columns, len(LATENCIES), 170, left=50, right=18, top=34)
-    said = []
+    sentences = []
     with panels(width, grid.height, grid.rows, grid.columns) as (drawing, axes):
         for axis, (field, words) in zip(grid.place(axes), LATENCIES.items(), strict=False):
             _panel(axis, group, field)
@@ -157,8 +157,8 @@ def _latencies(group: Sequence[Measured], *, unit: str, width: int, name: str) -
                 ", ".join("{:.3g} to {:.3g}".format(*item.cell.latency[f"{field}_{which}"]) for item in group)
                 for which in ("p50", "p99")
             ]
-            said.append(f"{words}: median {ends[0]}, 99th percentile {ends[1]}")
-        return inline(drawing, name=name, label=f"Latency in ms, baseline to candidate. {'; '.join(said)}")
+            sentences.append(f"{words}: median {ends[0]}, 99th percentile {ends[1]}")
+        return inline(drawing, name=name, label=f"Latency in ms, baseline to candidate. {'; '.join(sentences)}")
 
 
 def _panel(axis: Any, group: Sequence[Measured], field: str) -> None:

@@ -125,8 +125,8 @@ def graded_deviation(changes: NDArray[Any], counts: Any, difference: Any) -> NDA
         short = np.sum(shares * apart / (1 + tilt[..., None] * apart), axis=-1) > 0
         low, high = np.where(short, tilt, low), np.where(short, high, tilt)
     likely = shares / (1 + low[..., None] * apart)
-    rest = np.maximum(1 - np.sum(likely, axis=-1), 0)
-    deviation: NDArray[Any] = np.sqrt(np.sum(likely * apart**2, axis=-1) + rest * point**2)
+    unlikely = np.maximum(1 - np.sum(likely, axis=-1), 0)
+    deviation: NDArray[Any] = np.sqrt(np.sum(likely * apart**2, axis=-1) + unlikely * point**2)
     return deviation
 
 

@@ -22,8 +22,8 @@ def rank_test(higher: Sequence[float], lower: Sequence[float]) -> float:
     if not higher or not lower:
         raise ValueError(f"{len(higher)} and {len(lower)} values cannot be ranked")
     doubled = _doubled_ranks((*higher, *lower))
-    seen = sum(doubled[: len(higher)])
-    extreme = sum(count for total, count in rank_sums(doubled, len(higher)).items() if total >= seen)
+    observed = sum(doubled[: len(higher)])
+    extreme = sum(count for total, count in rank_sums(doubled, len(higher)).items() if total >= observed)
     return extreme / math.comb(len(doubled), len(higher))
 
 
@@ -155,11 +155,11 @@ def sequential_looks(launches: int, alpha: float) -> tuple[SequentialLook, ...]:
 
 def _inserted(orders: Mapping[tuple[bool, ...], float], side: bool) -> dict[tuple[bool, ...], float]:
     """Return the orders with one more value of a side, at each place with the same chance."""
-    found: defaultdict[tuple[bool, ...], float] = defaultdict(float)
+    probabilities: defaultdict[tuple[bool, ...], float] = defaultdict(float)
     for order, chance in orders.items():
         for place in range(len(order) + 1):
-            found[(*order[:place], side, *order[place:])] += chance / (len(order) + 1)
-    return dict(found)
+            probabilities[(*order[:place], side, *order[place:])] += chance / (len(order) + 1)
+    return dict(probabilities)
 
 
 def _pairs(order: tuple[bool, ...]) -> int:

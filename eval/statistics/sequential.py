@@ -217,14 +217,14 @@ def decide(pairs: Pairs, margin: float, confidence: float) -> tuple[Look, ...]:
     numbers = sorted(set(pairs.looks))
     if numbers != list(range(len(numbers))):
         raise MeasurementError(f"{pairs.task}: looks {numbers} are not 0, 1, ...: one of them brought no items")
-    seen = list(accumulate(pairs.looks.count(number) for number in numbers))
-    information = [items / pairs.planned for items in seen]
+    item_counts = list(accumulate(pairs.looks.count(number) for number in numbers))
+    information = [items / pairs.planned for items in item_counts]
     try:
         levels = boundary(information, confidence)
     except ValueError as error:
         raise MeasurementError(f"{pairs.task}: {error}") from error
     looks: list[Look] = []
-    for number, items, share, level in zip(numbers, seen, information, levels, strict=True):
+    for number, items, share, level in zip(numbers, item_counts, information, levels, strict=True):
         lower, upper = change(until(pairs, number)).bounds(level)
         decision: Decision = "PASS" if lower > -margin else "FAIL" if upper < -margin else "GO ON"
         looks.append(Look(items, share, level, lower, upper, decision))
