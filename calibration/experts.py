@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from quantmint.calibration.hessians import Inputs, Rounding, add_square, mirrored
+from quantmint.calibration.hessians import InputStatistics, Rounding, add_square, mirrored
 from quantmint.calibration.hooks import hooked, taking_inputs
 from quantmint.calibration.lazy import torch
 
@@ -48,7 +48,7 @@ def rounding_experts(
         yield
 
 
-class ExpertSums:
+class ExpertCollector:
     """X^T X of each of some experts of a stack, and of all its tokens; float32 [I, I] each."""
 
     def __init__(self, name: str, numbers: range) -> None:
@@ -73,25 +73,25 @@ class ExpertSums:
             add_square(square, rows)
             self._tokens[number] = self._tokens.get(number, 0) + len(rows)
 
-    def join(self, other: ExpertSums, device: str) -> None:
+    def join(self, addend: ExpertCollector, device: str) -> None:
         """Take what was summed of other tokens too, on a ``device``."""
-        if other._all is None:
+        if addend._all is None:
             return
-        self._all = torch.zeros_like(other._all, device=device) if self._all is None else self._all
-        self._all += other._all.to(device)
-        for number, square in other._sums.items():
+        self._all = torch.zeros_like(addend._all, device=device) if self._all is None else self._all
+        self._all += addend._all.to(device)
+        for number, square in addend._sums.items():
             here = self._sums.setdefault(number, torch.zeros_like(self._all))
             here += square.to(device)
-            self._tokens[number] = self._tokens.get(number, 0) + other._tokens[number]
+            self._tokens[number] = self._tokens.get(number, 0) + addend._tokens[number]
 
-    def found(self) -> list[Inputs]:
+    def statistics(self) -> list[InputStatistics]:
         """Return the sums by expert, without experts that the router sent no token to."""
         if self._all is None:
             return []
         of_all, width = mirrored(self._all), self._all.shape[0]
         return [
-            Inputs((f"{self._name}.{number}",), of_all, tokens, pooled=True)
+            InputStatistics((f"{self._name}.{number}",), of_all, tokens, pooled=True)
             if tokens < width
-            else Inputs((f"{self._name}.{number}",), mirrored(self._sums[number]), tokens)
+            else InputStatistics((f"{self._name}.{number}",), mirrored(self._sums[number]), tokens)
             for number, tokens in sorted(self._tokens.items())
         ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from quantmint.calibration.lazy import torch
@@ -214,6 +215,70 @@ def hooked(handles: Iterable[Any]) -> Iterator[None]:
     finally:
         for handle in there:
             handle.remove()
+
+
+class EarlyStop:
+    """End a model's forward as soon as all awaited modules have been called; what follows is not needed.
+
+    >>> with EarlyStop({"self_attn.q_proj", "self_attn.k_proj"}) as stop:  # hooks call stop.reached(name)
+    ...     layer(hidden)
+
+    The block is left in its middle: PyTorch knows no other way out of a forward (`torch.utils.checkpoint` ends its
+    recomputation likewise).
+    """
+
+    def __init__(self, awaited: Iterable[str]) -> None:
+        self._awaited = set(awaited)
+
+    def __enter__(self) -> EarlyStop:
+        return self
+
+    def reached(self, name: str) -> None:
+        """Count a module as called; the block is left where it was the last one awaited."""
+        self._awaited.discard(name)
+        if not self._awaited:
+            raise _ForwardEnded
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is _ForwardEnded
+
+
+class _ForwardEnded(Exception):  # noqa: N818 - nothing is wrong, and `EarlyStop` alone sees it
+    pass
+
+
+@contextmanager
+def substituted(model: Any, answers: Mapping[str, Callable[[], Any]]) -> Iterator[None]:
+    """Within the block, put modules in place of some parts of a model that return an answer and compute nothing.
+
+    Attributes of such a part are still those of the original, and its submodules are found by their names.
+    """
+    originals = {name: model.get_submodule(name) for name in answers}
+    for name, answer in answers.items():
+        model.set_submodule(name, _stand_in_class()(originals[name], answer))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            model.set_submodule(name, original)
+
+
+@cache
+def _stand_in_class() -> Any:
+    """Return the class of modules that stand in for others, made when PyTorch is needed."""
+
+    class StandIn(torch.nn.Module):
+        def __init__(self, original: Any, answer: Callable[[], Any]) -> None:
+            super().__init__()
+            self.__dict__.update(_original=original, _answer=answer)  # not a submodule: it is only asked
+
+        def forward(self, *_: Any, **__: Any) -> Any:
+            return self._answer()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["_original"], name)
+
+    return StandIn
 
 
 def following(model: Any, names: Iterable[str], see: Callable[..., None]) -> AbstractContextManager[None]:

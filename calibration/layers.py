@@ -7,11 +7,11 @@ are there at most. What some models compute behind their last layer runs once to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 from quantmint.calibration.activations import Activations, Pace, digest_of
 from quantmint.calibration.caches import empty_cache, recording_cache
@@ -44,17 +44,30 @@ def run_layers(
     Raises `CalibrationError` where weights are missing or the disk is full, and `NotReplayableError` where the layers
     cannot be run one at a time.
     """
-    walk = Walk([replica], batches, activations, [asdict(observation), sorted(replica.owned.items())], advance)
-    whole = Measurement.of(observation, walk.known) if walk.known else Measurement(observation)
-    walk.through(lambda layer: whole.add(walk.measured(layer, observation)), whole.state, around=whole)
-    return whole
+    facts = [asdict(observation), sorted(replica.owned.items())]
+    with LayerRunner([replica], batches, activations, facts, advance) as runner:
+        total = Measurement.of(observation, runner.committed) if runner.committed else Measurement(observation)
+        runner.record(total)
+        for layer in runner:
+            total.add(runner.measured(layer, observation))
+            runner.finish(layer, total.state)
+        runner.measure_behind(total)
+    return total
 
 
-class Walk:
-    """A model a layer at a time: weights of the layer at hand and of the next one, and the states between layers.
+class LayerRunner:
+    """Iterate over a model's layers with one layer's weights loaded, and the states of all batches between layers.
 
-    It begins at the last layer that was committed with the same ``facts``, plain values, and batches; ``known`` is what
-    was committed there. Of several ``replicas`` each is on a device of its own, and batches are dealt out to them.
+    ::
+
+        with LayerRunner(replicas, batches, activations, facts, advance) as runner:
+            runner.record()                # run the embedding part
+            for layer in runner:           # its weights are loaded, the next layer's are being read
+                ...                        # take all batches through it
+                runner.finish(layer)       # free its weights, commit now and then
+
+    It begins at the last layer that was committed with the same ``facts``, plain values, and batches; ``committed`` is
+    what was committed there. Of several ``replicas`` each is on a device of its own, and batches are dealt out to them.
     """
 
     def __init__(
@@ -69,36 +82,44 @@ class Walk:
         self.layers = self.replica.walkable.layers
         self.calls: list[list[Call]] = [[] for _ in batches]
         self.batches, self._identity = batches, digest_of(facts, batches)
-        self._start, self.known = activations.last_commit(self._identity)
+        self._start, self.committed = activations.last_commit(self._identity)
         self._ahead: Future[None] | None = None
         self._reader = ThreadPoolExecutor(1)
+        self._pace = Pace(COMMIT_SECONDS)
+        self._linear_behind = False
 
-    def through(
-        self,
-        work: Callable[[int], None],
-        state: Callable[[], Any] = lambda: None,
-        around: Measurement | None = None,
-    ) -> None:
-        """Have ``work`` done with the number of each layer.
+    def __enter__(self) -> Self:
+        return self
 
-        ``state`` gives what is committed beside the hidden states, which takes a tenth of the time at most. ``around``
-        gets what enters linear modules before the first layer and behind the last one.
+    def __exit__(self, *_: object) -> None:
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def record(self, around: Measurement | None = None) -> None:
+        """Record how the layers are called, and what enters the first layer to be run.
+
+        ``around`` gets what enters linear modules before the first layer, unless an earlier attempt committed that.
         """
-        start, samples = self._start, sum(batch.shape[0] for batch in self.batches)
-        self.activations.start(start, len(self.batches) if start else 0)
-        pace = Pace(COMMIT_SECONDS)
-        try:
-            behind = self._record(around, keep=not start)
-            self.advance(start * samples)
-            for number in range(start, count := len(self.layers)):
-                work(number)
-                self.activations.advance()
-                if number + 1 < count:
-                    pace.step(lambda: self.activations.commit(self._identity, state()))
-            if around is not None and behind:
-                self._measure_behind(around)
-        finally:
-            self._reader.shutdown(wait=True, cancel_futures=True)
+        self.activations.start(self._start, len(self.batches) if self._start else 0)
+        self._linear_behind = self._record(around, keep=not self._start)
+        self.advance(self._start * sum(batch.shape[0] for batch in self.batches))
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the number of each layer that is left, with its weights loaded; `finish` it before the next."""
+        for layer in range(self._start, len(self.layers)):
+            (self._ahead or self._read(layer)).result()
+            self._ahead = self._read(layer + 1) if layer + 1 < len(self.layers) else None
+            yield layer
+
+    def finish(self, layer: int, state: Callable[[], Any] = lambda: None) -> None:
+        """Free a layer's weights, and go on to the states that enter the next one.
+
+        They are committed with ``state()`` now and then, which takes a tenth of the time at most.
+        """
+        for replica in self.replicas:
+            replica.weights.free(held(replica.model, self.layers[layer]))
+        self.activations.advance()
+        if layer + 1 < len(self.layers):
+            self._pace.step(lambda: self.activations.commit(self._identity, state()))
 
     def _record(self, around: Measurement | None, *, keep: bool) -> bool:
         """Learn how the layers are called, and ``keep`` what enters the first one.
@@ -119,8 +140,10 @@ class Walk:
             self.activations.advance()
         return bool(behind.summaries)
 
-    def _measure_behind(self, measurement: Measurement) -> None:
-        """Measure what enters linear modules behind the last layer, from its hidden states."""
+    def measure_behind(self, measurement: Measurement) -> None:
+        """Measure what enters linear modules behind the last layer, if there are any, from its hidden states."""
+        if not self._linear_behind:
+            return
         replica, layers = self.replica, self.layers
         with replica.around(layers), torch.inference_mode():
             for number, calls in enumerate(self.calls):
@@ -143,20 +166,10 @@ class Walk:
         """The numbers of the batches of each replica: those of every n-th part."""
         return [sorted(chain(*self.parts[turn :: len(self.replicas)])) for turn in range(len(self.replicas))]
 
-    def enter(self, layer: int) -> Any:
-        """A layer with its weights; those of the next one are read from now on."""
-        (self._ahead or self._read(layer)).result()
-        self._ahead = self._read(layer + 1) if layer + 1 < len(self.layers) else None
-        return self.replica.model.get_submodule(self.layers[layer])
-
-    def leave(self, layer: int) -> None:
-        """Let go of a layer's weights."""
-        for one in self.replicas:
-            one.weights.free(held(one.model, self.layers[layer]))
-
     def measured(self, layer: int, observation: Observation) -> Measurement:
-        """Take all batches through a layer."""
-        replica, module, measurement = self.replica, self.enter(layer), Measurement(observation)
+        """Take all batches through a layer; return what was measured there."""
+        replica, measurement = self.replica, Measurement(observation)
+        module = replica.model.get_submodule(self.layers[layer])
         with watching(replica.model, self.layers[layer], measurement), torch.inference_mode():
             for number, calls in enumerate(self.calls):
                 states = self.activations.get(number, replica.device)
@@ -164,12 +177,11 @@ class Walk:
                 self.activations.put(number, calls[layer].run(module, states, cache))
                 measurement.end_batch()
                 self.advance(self.batches[number].shape[0])
-        self.leave(layer)
         return measurement
 
     def _read(self, layer: int) -> Future[None]:
         def load() -> None:
-            for one in self.replicas:
-                one.weights.load(held(one.model, self.layers[layer]))
+            for replica in self.replicas:
+                replica.weights.load(held(replica.model, self.layers[layer]))
 
         return self._reader.submit(load)

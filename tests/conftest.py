@@ -389,3 +389,41 @@ def kill_self() -> None:
 @pytest.fixture
 def die() -> Callable[[], None]:
     return kill_self
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``zoo("qwen3_next")`` is the folder of a tiny model of `tests.zoo`; each is built once."""
+    root = tmp_path_factory.mktemp("zoo")
+
+    def get(name: str, *, dtype: str = "bfloat16") -> Path:
+        from tests.zoo.models import build
+
+        folder = root / f"{name}-{dtype}"
+        return folder if folder.is_dir() else build(name, folder, dtype=dtype)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of six layers, in one file."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = LlamaForCausalLM(config).bfloat16()
+    folder = tmp_path_factory.mktemp("deep")
+    model.save_pretrained(folder)
+    return folder

@@ -6,12 +6,17 @@ import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from quantmint.calibration.container import memory_limit
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.machine import Host, cpu_name
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 def resolve_device(wanted: str) -> str:
@@ -69,3 +74,20 @@ def give_back_memory() -> None:
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def map_devices(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """Return the results of work on items that lie on a device each, all at a time, in inference mode.
+
+    What fails first, in the order of the items, is raised when all have ended.
+    """
+    if len(items) == 1:  # in this thread, whose memory the C library gives back
+        with torch.inference_mode():
+            return [work(items[0])]
+
+    def in_thread(item: _Item) -> _Result:
+        with torch.inference_mode():  # belongs to a thread
+            return work(item)
+
+    with ThreadPoolExecutor(len(items)) as pool:
+        return list(pool.map(in_thread, items))

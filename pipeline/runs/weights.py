@@ -11,9 +11,9 @@ from typing import Any
 
 from quantmint.pipeline.base.machine import cores
 from quantmint.pipeline.quantize.device import device_memory, resolve_devices
-from quantmint.pipeline.quantize.engines.stream.layerwise import gptq_bytes
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
+from quantmint.pipeline.quantize.gptq.solve import gptq_bytes
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.modules import text_config

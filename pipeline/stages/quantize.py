@@ -23,10 +23,12 @@ from quantmint.pipeline.quantize.device import device_memory, device_title, reso
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
 from quantmint.pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
 from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, static_scale, write_checkpoint
-from quantmint.pipeline.quantize.engines.stream.layerwise import Rounded, gptq_bytes, round_layers
 from quantmint.pipeline.quantize.engines.stream.plan import NUMBERS, ShardPlan, origin_of, plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json, torch_dtype
 from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.gptq.loop import quantize_layers
+from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, GptqSettings
+from quantmint.pipeline.quantize.gptq.solve import gptq_bytes
 from quantmint.pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.loader import load_view
@@ -229,7 +231,7 @@ def _rounded(
     choice: Choice,
     plans: tuple[ShardPlan, ...],
     scales: Mapping[str, torch.Tensor],
-) -> tuple[Rounded, Mapping[str, object]]:
+) -> tuple[GptqResult, Mapping[str, object]]:
     """Have the layers' weights made on the calibration texts; what was gained is kept by module in `GAINS`.
 
     Ranges of inputs that became others on the way are kept in `CHANGED`.
@@ -239,26 +241,26 @@ def _rounded(
     assert section is not None  # noqa: S101 - the recipe's checks
     job.progress.say("reading the calibration texts")
     samples = read_tokens(section, source.folder, trust_remote_code=trust)
-    rounded = round_layers(
+    request = GptqRequest(
         plans,
         structure,
         choice,
         source.folder,
         list(batched(samples, section.batch_size)),
         scales,
-        devices=resolve_devices(job.setting.device),
-        work=job.path / _WORK,
-        parameters=quantization.parameters,
+        resolve_devices(job.setting.device),
+        job.path / _WORK,
+        GptqSettings.of(quantization.parameters),
         activation_bytes=section.activation_bytes,
         trust_remote_code=trust,
-        bar=partial(job.progress.bar, unit="layer samples"),
     )
+    rounded = quantize_layers(request, partial(job.progress.bar, unit="layer samples"))
     write_json(job.path / GAINS, {name: asdict(gain) for name, gain in sorted(rounded.gains.items())})
     sums = [
         sum(getattr(gain, side) for gain in rounded.gains.values() if gain.fault is None)
         for side in ("after", "before")
     ]
-    to_nearest = [*rounded.left, *(name for name, gain in rounded.gains.items() if gain.fault is not None)]
+    to_nearest = [*rounded.untouched, *(name for name, gain in rounded.gains.items() if gain.fault is not None)]
     nearest = f"rounded to the nearest, without {quantization.algorithm}"
     pooled = [name for name, gain in rounded.gains.items() if gain.pooled]
     named = ((nearest, to_nearest), ("rounded for the tokens of its layer, as few reach it", pooled))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,20 +53,6 @@ def listener() -> Listener:
 
 
 @pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``zoo("qwen3_next")`` is the folder of a tiny model of `tests.zoo`; each is built once."""
-    root = tmp_path_factory.mktemp("zoo")
-
-    def get(name: str, *, dtype: str = "bfloat16") -> Path:
-        from tests.zoo.models import build
-
-        folder = root / f"{name}-{dtype}"
-        return folder if folder.is_dir() else build(name, folder, dtype=dtype)
-
-    return get
-
-
-@pytest.fixture(scope="session")
 def same() -> Callable[[Ranges, Ranges], None]:
     """``same(one, other)``: equal to the last bit, in the same order."""
 
@@ -79,26 +64,3 @@ def same() -> Callable[[Ranges, Ranges], None]:
                 assert torch.equal(amax, theirs[name]), f"{name}: {amax} is not {theirs[name]}"
 
     return check
-
-
-@pytest.fixture(scope="session")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of six layers, in one file."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        model = LlamaForCausalLM(config).bfloat16()
-    folder = tmp_path_factory.mktemp("deep")
-    model.save_pretrained(folder)
-    return folder

@@ -7,7 +7,7 @@ import torch
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from quantmint.calibration.experts import ExpertSums, rounding_experts, stacks
+from quantmint.calibration.experts import ExpertCollector, rounding_experts, stacks
 
 WIDTH, INNER, TOKENS = 8, 6, 60
 
@@ -45,10 +45,10 @@ def test_sums_are_of_the_tokens_that_reach_an_expert(
     for name in names:
         found = {}
         for start in range(0, 4, step):
-            sums = ExpertSums(name, range(start, start + step))
+            sums = ExpertCollector(name, range(start, start + step))
             with torch.inference_mode(), rounding_experts(model, names, roundings, sums.see):
                 made = model.experts(hidden, index, weights)
-                found |= {one.modules[0]: one for one in sums.found()}
+                found |= {one.modules[0]: one for one in sums.statistics()}
         rows, outputs = by_hand(model, name, hidden, index, weights)
         assert torch.allclose(made, outputs, atol=1e-5), "and the model goes on with what was rounded"
         assert list(found) == [f"{name}.{number}" for number in range(3)]

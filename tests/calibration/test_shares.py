@@ -23,7 +23,7 @@ from quantmint.calibration.calibrate import (
     split,
 )
 from quantmint.calibration.errors import CalibrationError
-from quantmint.calibration.layers import Walk
+from quantmint.calibration.layers import LayerRunner
 from quantmint.calibration.measurement import Measurement
 from quantmint.calibration.observers import Observation
 from quantmint.calibration.ranges import run_resident
@@ -169,15 +169,15 @@ def test_a_share_by_layers_goes_on_at_its_layer(
     )
     (share,) = prepared(order, [blocks[:2, :16]], 1)
     seen: list[int] = []
-    measured = Walk.measured
+    measured = LayerRunner.measured
 
-    def breaks(walk: Walk, layer: int, observation: Observation) -> Measurement:
+    def breaks(walk: LayerRunner, layer: int, observation: Observation) -> Measurement:
         seen.append(layer)
         if seen == [0, 1]:
             raise CalibrationError("lost")
         return measured(walk, layer, observation)
 
-    monkeypatch.setattr(Walk, "measured", breaks)
+    monkeypatch.setattr(LayerRunner, "measured", breaks)
     monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
     with pytest.raises(CalibrationError, match="lost"):
         measure_share(order, share, "cpu")

@@ -80,7 +80,7 @@ def test_a_run_that_broke_goes_on_at_its_layer(calibrate: Run, orchestra: Any, m
     expected = load_ranges(calibrate(", mode: resident, seed: 2").file(RANGES))
     monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
     done: list[int] = []
-    measured = layers.Walk.measured
+    measured = layers.LayerRunner.measured
 
     def broken(self: Any, layer: int, observation: Any) -> Any:
         if (layer, done) == (1, [0]):
@@ -89,7 +89,7 @@ def test_a_run_that_broke_goes_on_at_its_layer(calibrate: Run, orchestra: Any, m
         done.append(layer)
         return measured(self, layer, observation)
 
-    monkeypatch.setattr(layers.Walk, "measured", broken)
+    monkeypatch.setattr(layers.LayerRunner, "measured", broken)
     with pytest.raises(Exception, match="the machine went away"):
         calibrate(", mode: layer, seed: 2, kv_floor: 0.001")
     done.append(-1)

@@ -59,9 +59,9 @@ def round_columns(
     return elements, chosen
 
 
-def _add_product(due: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _add_product(due: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return ``due`` plus the product of two matrices, or of as many as ``due`` stacks."""
-    return (torch.addmm if due.ndim == 2 else torch.baddbmm)(due, left, right)
+    return (torch.addmm if due.ndim == 2 else torch.baddbmm)(due, first, second)
 
 
 def _replay_group(

@@ -1,4 +1,4 @@
-"""Move a weight before it is rounded, so that its products are nearer to those of the 16-bit reference model.
+"""Move weights before they are rounded, so that their products are nearer to those of the 16-bit reference model.
 
 The reference model's inputs were not rounded and saw no layer that was (GPTAQ, arXiv 2504.02692); its hidden states
 differ by what the layers before lost (QEP, arXiv 2504.09629).
@@ -6,9 +6,27 @@ differ by what the layers before lost (QEP, arXiv 2504.09629).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quantmint.calibration.lazy import torch
+from quantmint.pipeline.quantize.gptq.solver import in_tf32
+from quantmint.pipeline.quantize.gptq.weights import InputGroup
 
 _RIDGE = 0.5
+
+
+def compensate(group: InputGroup, strength: float) -> InputGroup:
+    """Return a group whose targets compensate a share of the error that its statistics have against the reference.
+
+    Its scales are those of the targets. A group without a reference, as experts are, is returned as it is.
+    """
+    if not group.statistics.has_reference:
+        return group
+    stacked = torch.cat(group.weights)
+    with in_tf32():
+        cross = group.statistics.cross_term(stacked)
+    targets = compensated(stacked, group.statistics.hessian, cross, strength).to(stacked.dtype)
+    return replace(group, targets=torch.split(targets, list(map(len, group.weights))))
 
 
 def compensated(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, strength: float) -> torch.Tensor:

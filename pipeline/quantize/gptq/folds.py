@@ -1,6 +1,6 @@
 """Folds: channels between two parts of a layer that can be multiplied in one and divided in the other.
 
-    folds, left = study(replica, tokens)                     # of each layer, proven
+    folds, unscaled = study(replica, tokens)                 # of each layer, proven
     folds[layer][0].scale(module, factors)                   # the layer computes what it did
 
 What a norm puts out may have other sizes where all that reads it knows; so may what `up_proj` makes for `down_proj`.
@@ -38,7 +38,7 @@ class Matrix:
 
     @property
     def module(self) -> str:
-        """The module that it is the weight of; the parameter's own name in a stack of experts."""
+        """The module that has the weight; the parameter's own name in a stack of experts."""
         return self.weight.removesuffix(".weight")
 
 
@@ -88,24 +88,24 @@ def study(replica: Replica, tokens: torch.Tensor) -> tuple[dict[str, tuple[Fold,
     few = tokens[:1].repeat(1, -(-_TOKENS // tokens.shape[1]))[:, :_TOKENS]
     with replica.around(layers):
         states, calls = next(record(replica, [few]))
-    known: dict[str, tuple[tuple[Fold, ...], list[str]]] = {}
+    studied: dict[str, tuple[tuple[Fold, ...], list[str]]] = {}
     folds: dict[str, tuple[Fold, ...]] = {}
-    left: list[str] = []
+    unscaled: list[str] = []
     for name, call in zip(layers, calls, strict=True):
         module = replica.model.get_submodule(name)
-        kind = repr([(each, tuple(part.shape)) for each, part in module.named_parameters()]) + str(module)
+        kind = repr([(parameter, tuple(part.shape)) for parameter, part in module.named_parameters()]) + str(module)
         # What a layer writes for later ones is theirs alone, whatever its kind.
-        if kind not in known or call.writes:
+        if kind not in studied or call.writes:
             weights = held(replica.model, name)
             replica.weights.load(weights)
             trial = _Trial(replica, module, call, states)
-            if kind not in known:
-                known[kind] = trial.folds()
+            if kind not in studied:
+                studied[kind] = trial.folds()
             states = States(states.hidden, {**states.carried, **trial.sound.carried})
             replica.weights.free(weights)
-        folds[name], faults = known[kind]
-        left += [f"{name}.{fault}" for fault in faults]
-    return folds, left
+        folds[name], faults = studied[kind]
+        unscaled += [f"{name}.{fault}" for fault in faults]
+    return folds, unscaled
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,20 +129,20 @@ class _Trial:
         self._layer = copy.deepcopy(layer).float()
         for parameter in self._layer.parameters():
             if parameter.ndim == 1:
-                parameter.data += 0.2 * self._drawn(*parameter.shape)
+                parameter.data += 0.2 * self._randn(*parameter.shape)
         carried = {name: _wide(tensor) for name, tensor in states.carried.items()}
-        self._states = States(self._drawn(*states.hidden.shape), carried)
+        self._states = States(self._randn(*states.hidden.shape), carried)
         with torch.inference_mode():
             self.sound = self._run(self._layer)
 
-    def _drawn(self, *shape: int) -> torch.Tensor:
+    def _randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._random).to(self._replica.device)
 
     def _run(self, layer: Any) -> States:
         return self._call.run(layer, self._states, empty_cache(self._replica.model))
 
     def folds(self) -> tuple[tuple[Fold, ...], list[str]]:
-        """Those that hold, and what makes the channels of the others."""
+        """Return the folds that hold, and the names of what makes the channels of the others."""
         tried = [*self._of_norms(), *self._inner()]
         good = tuple(fold for fold in tried if self._holds(fold))
         return good, [fold.weight.removesuffix(".weight") for fold in tried if fold not in good]
@@ -153,54 +153,54 @@ class _Trial:
         if any(_inputs(changed, reader) != width for reader in fold.readers):
             return False  # a norm of each head, whose heads are read together
         with torch.inference_mode():
-            fold.scale(changed, self._drawn(len(changed.get_parameter(fold.weight))).exp())
+            fold.scale(changed, self._randn(len(changed.get_parameter(fold.weight))).exp())
             sound = self.sound.hidden
             error = (self._run(changed).hidden - sound).norm(dim=-1) / sound.norm(dim=-1)
             return bool(error.flatten().quantile(_SHARE) < _TOLERANCE)
 
     def _of_norms(self) -> Iterator[Fold]:
-        made: dict[int, tuple[str, torch.Tensor]] = {}
+        outputs: dict[int, tuple[str, torch.Tensor]] = {}
         calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         readers: dict[str, dict[Matrix, None]] = {}
         handles = []
 
         def after(name: str) -> Any:
             def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
-                made[output.data_ptr()] = name, output  # held, so that its memory is not given to another
+                outputs[output.data_ptr()] = name, output  # held, so that its memory is not given to another
                 calls[name] = args, kwargs
 
             return hook
 
         def before(reading: Sequence[Matrix]) -> Any:
             def hook(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-                entering = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
-                if entering.data_ptr() in made:
-                    readers.setdefault(made[entering.data_ptr()][0], {}).update(dict.fromkeys(reading))
+                entering = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+                if entering.data_ptr() in outputs:
+                    readers.setdefault(outputs[entering.data_ptr()][0], {}).update(dict.fromkeys(reading))
 
             return hook
 
         for name, module in self._layer.named_modules():
-            own = dict(module.named_parameters(recurse=False))
+            parameters = dict(module.named_parameters(recurse=False))
             if stacks_experts(module):
                 places = [
                     expert_slice(module, name, 0, projection)
                     for projection in ("gate_proj", "up_proj")
-                    if own.keys() & {projection, "gate_up_proj"}
+                    if parameters.keys() & {projection, "gate_up_proj"}
                 ]
                 reading = [Matrix(f"{name}.{place.parameter}", place.transposed) for place in places]
                 handles.append(module.register_forward_pre_hook(before(reading), with_kwargs=True))
-            elif list(own) == ["weight"] and own["weight"].ndim == 1:
+            elif list(parameters) == ["weight"] and parameters["weight"].ndim == 1:
                 handles.append(module.register_forward_hook(after(name), with_kwargs=True))
-            elif "weight" in own and own["weight"].ndim == 2:
+            elif "weight" in parameters and parameters["weight"].ndim == 2:
                 handles.append(module.register_forward_pre_hook(before([Matrix(f"{name}.weight")]), with_kwargs=True))
         with torch.inference_mode():
             self._run(self._layer)
             for handle in handles:
                 handle.remove()
-            for name, found in readers.items():
+            for name, matrices in readers.items():
                 offset = self._offset(name, *calls[name])
                 if offset is not None:
-                    yield Fold(f"{name}.weight", None, offset, tuple(found), name, entering=False)
+                    yield Fold(f"{name}.weight", None, offset, tuple(matrices), name, entering=False)
 
     def _offset(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         """Return what a norm adds to its weight before it multiplies by it; None where that is not what it does.
@@ -209,7 +209,7 @@ class _Trial:
         """
         module = copy.deepcopy(self._layer.get_submodule(name))
         if len(args) == 1 and not kwargs:
-            args = (self._drawn(3, len(module.weight)),)
+            args = (self._randn(3, len(module.weight)),)
 
         def vanishes(weight: float) -> bool:
             module.weight.data.fill_(weight)
@@ -219,7 +219,7 @@ class _Trial:
 
     def _inner(self) -> Iterator[Fold]:
         for name, module in self._layer.named_modules():
-            up, down = (getattr(module, each, None) for each in ("up_proj", "down_proj"))
+            up, down = (getattr(module, child, None) for child in ("up_proj", "down_proj"))
             listed = "experts" in name.split(".")  # each sees tokens of its own, and few
             if isinstance(up, torch.nn.Linear) and isinstance(down, torch.nn.Linear) and not listed:
                 bias, reader = None if up.bias is None else f"{name}.up_proj.bias", Matrix(f"{name}.down_proj.weight")

@@ -1,8 +1,5 @@
 """Channel scaling (arXiv 2306.00978): a fold of a layer with the factors that its products lose the least with.
 
-    for fold, largest in scale_layer(model, name, folds, look, reader):
-        ...                                                  # the largest magnitudes that enter its readers now
-
 What channels carry is divided by a power of its root mean square, and the weights that read it are multiplied; both are
 rounded as they are when the layer is served. What is added to the residual stream counts by the size of that: a few
 tokens carry a hundred times as much as others, the next norm divides them by it, and they would decide alone.
@@ -10,21 +7,26 @@ tokens carry a hundred times as much as others, the next norm divides them by it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from quantmint.calibration.lazy import torch
-from quantmint.calibration.sequential import InputSample, Look
-from quantmint.pipeline.quantize.gptq.folds import Fold, Matrix
+from quantmint.calibration.replica import Replica
+from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.gptq.folds import Fold, study
+from quantmint.pipeline.quantize.gptq.runner import InputSample
 from quantmint.pipeline.quantize.gptq.solver import in_tf32
+from quantmint.pipeline.quantize.gptq.weights import Member, ModelWeights, ServedInputs
+from quantmint.pipeline.quantize.rounding import round_mx
+from quantmint.pipeline.quantize.schemes.registry import dequantize
 
 _STEPS = 10  # and the halves beside the best of them
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelReader:
-    """A weight, float32 [O, I], with what becomes of its inputs and of itself.
+    """A weight, float32 [O, I], with the rounding of its inputs and its own.
 
     ``served`` takes rows [n, I] with the largest magnitude in each channel [I], ``stored`` a weight.
     """
@@ -34,61 +36,106 @@ class ChannelReader:
     stored: Callable[[torch.Tensor], torch.Tensor]
 
 
-def scale_layer(
-    model: Any,
-    name: str,
-    folds: Iterable[Fold],
-    look: Look,
-    reader: Callable[[Matrix], ChannelReader | None],
-    ranged: bool,
-) -> Iterator[tuple[Fold, torch.Tensor]]:
-    """Scale the channels of a layer; each fold with the largest magnitude in each channel, float32 [C].
+class ChannelScaling:
+    """Scale the channels of a model's layers, one layer after the other.
 
-    All tokens count the same where hidden states are several streams: it is unknown what the next norm divides by.
-    ``reader`` knows what becomes of a matrix; of those that stay in 16 bit nothing. ``ranged``: the magnitudes are of
-    all batches, and not of those alone that rows are taken from.
+    ``touched`` are all parameters that scaling may change, ``unscaled`` the names of what makes channels that cannot be
+    scaled.
     """
-    layer = model.get_submodule(name)
-    places = {fold: f"{name}.{fold.place}" for fold in folds}
-    entering = [place for fold, place in places.items() if fold.entering]
-    seen = look(entering, [name, *(place for fold, place in places.items() if not fold.entering)], ranged)
-    sizes = 1.0 if name not in seen else seen[name].rows.float().square().mean(1, keepdim=True).sqrt().clamp_(min=1e-6)
-    for fold, place in places.items():
-        if place not in seen:
-            continue
-        largest, readers = seen[place].largest, [each for each in map(reader, fold.readers) if each is not None]
-        if readers:
-            with in_tf32():  # which holds 16 bits of rows and weights, and what is rounded to fewer
-                factors = best_factors(seen[place], readers, 1 / sizes if fold.entering else 1.0)
-            fold.scale(layer, factors)
-            largest = largest / factors
-        yield fold, largest
+
+    def __init__(
+        self, replica: Replica, weights: ModelWeights, inputs: ServedInputs, choice: Choice, tokens: torch.Tensor
+    ) -> None:
+        """Find the folds of each layer by runs on a few ``tokens``, int64 [batch, sequence]: see `folds.study`."""
+        self._model, self._weights, self._inputs, self._choice = replica.model, weights, inputs, choice
+        folds, unscaled = study(replica, tokens)
+        stored = {member.parameter for member in weights.members}
+        self._folds: dict[str, tuple[Fold, ...]] = {}
+        self.touched: set[str] = set()
+        self.unscaled = list(unscaled)
+        for layer, of_layer in folds.items():
+            changed = {fold: {f"{layer}.{name}" for name in fold.names} for fold in of_layer}
+            # What several tensors on the disk become one of is not written back.
+            self._folds[layer] = tuple(fold for fold in of_layer if changed[fold] <= stored)
+            self.unscaled += [
+                f"{layer}.{fold.weight.removesuffix('.weight')}" for fold in of_layer if not changed[fold] <= stored
+            ]
+            self.touched |= set[str]().union(*(changed[fold] for fold in self._folds[layer]))
+
+    def places(self, layer: str) -> tuple[list[str], list[str]]:
+        """Return the modules of a layer whose inputs are to be sampled, and those whose outputs are."""
+        inputs = [f"{layer}.{fold.place}" for fold in self._folds[layer] if fold.entering]
+        outputs = [f"{layer}.{fold.place}" for fold in self._folds[layer] if not fold.entering]
+        return inputs, [layer, *outputs]
+
+    def scale(self, layer: str, samples: Mapping[str, InputSample]) -> None:
+        """Scale the channels of a layer, given samples of its `places`; measured ranges of inputs become others.
+
+        All tokens count the same where the layer itself has no sample, as hidden states of several streams have none:
+        it is unknown what the next norm divides by.
+        """
+        sizes: torch.Tensor | float = 1.0
+        if layer in samples:
+            sizes = samples[layer].rows.float().square().mean(1, keepdim=True).sqrt().clamp_(min=1e-6)
+        for fold in self._folds[layer]:
+            sample = samples.get(f"{layer}.{fold.place}")
+            if sample is None:
+                continue
+            largest = sample.largest
+            readers = [
+                self._reader(self._weights.linear[module])
+                for module in (f"{layer}.{matrix.module}" for matrix in fold.readers)
+                if module in self._weights.linear
+            ]
+            if readers:
+                with in_tf32():  # which holds 16 bits of rows and weights, and what is rounded to fewer
+                    factors = best_factors(sample, readers, 1 / sizes if fold.entering else 1.0)
+                fold.scale(self._model.get_submodule(layer), factors)
+                largest = largest / factors
+            changed = {f"{layer}.{matrix.weight}" for matrix in fold.readers}
+            for member in self._weights.members:
+                if member.parameter in changed:
+                    self._inputs.set_range(member.step, largest)
+
+    def _reader(self, member: Member) -> ChannelReader:
+        kernel, name = member.kernel, self._choice.schemes[member.step.name]
+
+        def served(rows: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+            return self._inputs.rounding(member.step, largest)(rows)
+
+        def stored(weight: torch.Tensor) -> torch.Tensor:
+            row = scheme(name).weight
+            if row.scale == "e8m0":  # the same numbers, without what is packed between
+                return round_mx(weight, row.dtype)
+            return dequantize(name, kernel.compute(weight, None))
+
+        return ChannelReader(self._weights.weight(member).float(), served, stored)
 
 
 def best_factors(
-    seen: InputSample, readers: Sequence[ChannelReader], weights: torch.Tensor | float = 1.0
+    sample: InputSample, readers: Sequence[ChannelReader], weights: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
-    """The factors, float32 [C], that products lose the least with: ones where none helps.
+    """Return the factors, float32 [C], with the least error of the products: ones where none helps.
 
     ``weights`` of the rows, float32 [n, 1], are what their errors are multiplied with.
     """
-    rows = seen.rows.float()
-    wanted = [rows @ reader.weight.t() for reader in readers]
+    rows = sample.rows.float()
+    products = [rows @ reader.weight.t() for reader in readers]
     size = rows.square().mean(dim=0).sqrt()
     size = size.clamp_(min=float(size.amax()) * 1e-5 or 1.0)
-    found: dict[float, tuple[float, torch.Tensor]] = {}
+    results: dict[float, tuple[float, torch.Tensor]] = {}
 
-    def lost(power: float) -> float:
+    def error(power: float) -> float:
         factors = size**power
         factors /= (factors.amax() * factors.amin()).sqrt()
-        scaled, largest, total = rows / factors, seen.largest / factors, 0.0
-        for reader, of in zip(readers, wanted, strict=True):
-            made = reader.served(scaled, largest) @ reader.stored(reader.weight * factors).t()
-            total += float(made.sub_(of).mul_(weights).square_().sum())
-        found[power] = total, factors
+        scaled, largest, total = rows / factors, sample.largest / factors, 0.0
+        for reader, product in zip(readers, products, strict=True):
+            served = reader.served(scaled, largest) @ reader.stored(reader.weight * factors).t()
+            total += float(served.sub_(product).mul_(weights).square_().sum())
+        results[power] = total, factors
         return total
 
-    best = min((step / _STEPS for step in range(_STEPS + 1)), key=lost)
-    for beside in (best - 0.5 / _STEPS, best + 0.5 / _STEPS):
-        lost(min(max(beside, 0.0), 1.0))
-    return min(found.values(), key=lambda of: of[0])[1]
+    best = min((step / _STEPS for step in range(_STEPS + 1)), key=error)
+    for neighbour in (best - 0.5 / _STEPS, best + 0.5 / _STEPS):
+        error(min(max(neighbour, 0.0), 1.0))
+    return min(results.values(), key=lambda result: result[0])[1]

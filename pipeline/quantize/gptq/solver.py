@@ -90,6 +90,11 @@ class RoundedWeight:
         """tr((W-Q) H (W-Q)^T) of ``parts``."""
         return float(self.costs.sum())
 
+    def to(self, device: str) -> RoundedWeight:
+        """Return the same on a device."""
+        parts = {role: part.to(device) for role, part in self.parts.items()}
+        return RoundedWeight(parts, self.nearest_costs.to(device), self.costs.to(device), self.fault)
+
     def split(self, rows: Sequence[int]) -> list[RoundedWeight]:
         """Split the result of weights stacked by rows into one result a weight, given the number of rows of each."""
         if len(rows) == 1:  # a scale of the whole weight has no rows
@@ -247,11 +252,11 @@ def _try_rows(
     if not on_cpu and len(weight) <= count:
         return [_try(weight, target, factor, kernel, largest)]
     stored = weight if target is None else target
-    whole = amax(stored) if largest is None and kernel.whole else largest
+    shared = amax(stored) if largest is None and kernel.whole else largest
     rows = torch.split(weight, count)
     targets = [None] * len(rows) if target is None else torch.split(target, count)
     return _map_rows(
-        lambda pair: _try(*pair, factor, kernel, whole), list(zip(rows, targets, strict=True)), weight.device
+        lambda pair: _try(*pair, factor, kernel, shared), list(zip(rows, targets, strict=True)), weight.device
     )
 
 

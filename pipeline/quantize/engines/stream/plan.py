@@ -131,7 +131,7 @@ class Step:
 
     ``name`` is the module or the tensor. ``kernel`` is None where the numbers stay what they are. ``group`` holds the
     origins of all weights that share one scale, this one included; empty where the scale is the weight's own. ``made``
-    is a file that holds what becomes of it already, see `layerwise`.
+    is a file that holds what becomes of it already, see `gptq.results`.
     """
 
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import torch
 from quantmint.calibration import layers
 from quantmint.calibration.activations import Activations, committed_layers
 from quantmint.calibration.errors import CalibrationError
-from quantmint.calibration.hessians import Inputs
+from quantmint.calibration.hessians import InputStatistics
 from quantmint.calibration.replica import load_resident, replica
-from quantmint.calibration.sequential import run_sequential
+from quantmint.pipeline.quantize.gptq.runner import GptqRunner, InputRoundings, LinearStep, NewWeight
 
 LINEAR = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
 
@@ -38,26 +38,36 @@ class Interrupted(Exception):  # noqa: N818
 
 
 class Halving:
-    """Keeps what entered each module, and puts other weights in place of a layer's."""
+    """Keeps the statistics of each module, and puts half of each weight in its place."""
 
-    def __init__(self, model: Any, *, change: bool = True, last: int = 99) -> None:
-        self.model, self.change, self.last = model, change, last
-        self.seen: dict[str, Inputs] = {}
+    def __init__(self, *, change: bool = True, last: int = 99) -> None:
+        self.change, self.last = change, last
+        self.seen: dict[str, InputStatistics] = {}
         self.layers: list[int] = []
-        self.turns: list[list[str]] = []
+        self.steps: list[list[str]] = []
 
-    def __call__(self, layer: int, found: Sequence[Inputs], last: bool) -> None:
-        if layer == self.last:
+    def run(self, runner: GptqRunner) -> None:
+        with torch.inference_mode(), runner:
+            runner.record()
+            for layer in runner:
+                for step in runner.steps(layer):
+                    self.solve(runner, step)
+                self.layers.append(layer)
+                runner.finish(layer)
+
+    def solve(self, runner: GptqRunner, step: Any) -> None:
+        assert isinstance(step, LinearStep)
+        if step.layer == self.last:
             raise Interrupted
-        if last:
-            self.layers.append(layer)
-        self.turns.append([name for inputs in found for name in inputs.modules])
-        for inputs in found:
-            for name in inputs.modules:
-                self.seen[name] = replace(inputs, hessian=inputs.hessian.clone())
-                if self.change:
-                    module = self.model.get_submodule(name)
-                    module.weight = torch.nn.Parameter(module.weight.detach() / 2, requires_grad=False)
+        statistics = runner.collect(step)
+        modules = [name for inputs in statistics for name in inputs.modules]
+        self.steps.append(modules)
+        for inputs in statistics:
+            copy = replace(inputs, hessian=inputs.hessian.clone())
+            self.seen.update(dict.fromkeys(inputs.modules, copy))
+        weights = [f"{name}.weight" for name in modules if self.change]
+        parameter = runner.replica.model.get_parameter
+        runner.apply(step, [NewWeight(name, parameter(name).detach() / 2) for name in weights])
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +82,7 @@ def renew(
     how: Any = unchanged,
     facts: str = "",
     *,
-    beside: bool = False,
+    reference: bool = False,
     room: int = 10**9,
     fused: bool = False,
     devices: int = 1,
@@ -81,11 +91,11 @@ def renew(
     replicas = [replica(folder, "cpu") for _ in range(devices)]
     for one in replicas if fused else ():
         one.fuse_attention()
-    halving = Halving(replicas[0].model, **more)
-    activations = Activations(work, room)
-    roundings = dict.fromkeys(names(), how)
+    halving = Halving(**more)
     batches = list(torch.split(blocks[:, :16], 4))
-    run_sequential(replicas, batches, roundings, halving, activations, facts, beside=beside)
+    roundings = InputRoundings(dict.fromkeys(names(), how))
+    states = Activations(work, room)
+    halving.run(GptqRunner(replicas, batches, states, facts, lambda _: None, roundings, reference=reference))
     return halving
 
 
@@ -133,12 +143,12 @@ def test_hessians_are_those_of_inputs_that_new_weights_have_made(
 def test_devices_that_share_the_batches_sum_what_one_does(
     deep: Path, blocks: torch.Tensor, tmp_path: Path, devices: int
 ) -> None:
-    alone = renew(deep, blocks, tmp_path / "alone", coarse, beside=True).seen
-    shared = renew(deep, blocks, tmp_path / "shared", coarse, beside=True, devices=devices).seen
+    alone = renew(deep, blocks, tmp_path / "alone", coarse, reference=True).seen
+    shared = renew(deep, blocks, tmp_path / "shared", coarse, reference=True, devices=devices).seen
     assert list(shared) == list(alone)
     for name, one in alone.items():
         assert (shared[name].modules, shared[name].tokens) == (one.modules, one.tokens)
-        for part in ("hessian", "gap", "owed"):
+        for part in ("hessian", "input_gap", "output_gap"):
             here, there = getattr(one, part), getattr(shared[name], part)
             assert (here is None) == (there is None)
             assert here is None or torch.equal(there, here), "to the last bit"
@@ -166,9 +176,10 @@ def test_modules_with_one_input_have_one_hessian(deep: Path, blocks: torch.Tenso
 
 def test_inputs_that_are_rounded_otherwise_are_counted_apart(deep: Path, blocks: torch.Tensor, tmp_path: Path) -> None:
     one = replica(deep, "cpu")
-    halving, roundings = Halving(one.model, change=False), dict.fromkeys(names(), unchanged)
+    halving, roundings = Halving(change=False), dict.fromkeys(names(), unchanged)
     roundings["model.layers.0.self_attn.k_proj"] = coarse
-    run_sequential([one], [blocks[:4, :16]], roundings, halving, Activations(tmp_path, 10**9), "")
+    states, batches = Activations(tmp_path, 10**9), [blocks[:4, :16]]
+    halving.run(GptqRunner([one], batches, states, "", lambda _: None, InputRoundings(roundings), reference=False))
     q, k, v = (halving.seen[f"model.layers.0.self_attn.{part}_proj"] for part in "qkv")
     assert not torch.equal(q.hessian, k.hessian)
     assert torch.equal(q.hessian, v.hessian)
@@ -177,22 +188,22 @@ def test_inputs_that_are_rounded_otherwise_are_counted_apart(deep: Path, blocks:
 def test_beside_the_16_bit_model_nothing_is_missing_where_nothing_was_changed(
     deep: Path, blocks: torch.Tensor, tmp_path: Path
 ) -> None:
-    halving = renew(deep, blocks, tmp_path, change=False, beside=True)
-    by_turn = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"]]
-    by_turn += [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
-    turns = [[f"model.layers.{layer}.{name}" for name in turn] for layer in range(6) for turn in by_turn]
-    assert halving.turns == turns
+    halving = renew(deep, blocks, tmp_path, change=False, reference=True)
+    by_step = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"]]
+    by_step += [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
+    steps = [[f"model.layers.{layer}.{name}" for name in step] for layer in range(6) for step in by_step]
+    assert halving.steps == steps
     for name, inputs in halving.seen.items():
-        lacking = inputs.owed if name.endswith(("o_proj", "down_proj")) else inputs.gap
+        lacking = inputs.output_gap if name.endswith(("o_proj", "down_proj")) else inputs.input_gap
         assert lacking is not None
         assert not lacking.any()
-        assert inputs.gap is None or inputs.owed is None
+        assert inputs.input_gap is None or inputs.output_gap is None
 
 
 def test_what_the_16_bit_model_has_more_is_of_its_inputs_and_of_its_hidden_states(
     deep: Path, blocks: torch.Tensor, tmp_path: Path
 ) -> None:
-    halving = renew(deep, blocks, tmp_path, coarse, beside=True)
+    halving = renew(deep, blocks, tmp_path, coarse, reference=True)
     model, layer = load_resident(deep, "cpu").model, "model.layers.1"
     entering: list[torch.Tensor] = []  # gate_proj and down_proj, twice
     states: list[torch.Tensor] = []
@@ -223,39 +234,39 @@ def test_what_the_16_bit_model_has_more_is_of_its_inputs_and_of_its_hidden_state
     weight = after_it.square().mean(dim=1, keepdim=True).rsqrt()
     found, reading = (halving.seen[f"{layer}.mlp.{part}_proj"] for part in ("down", "gate"))
     scaled = rows * weight
-    assert found.owed is not None
-    assert reading.gap is not None
+    assert found.output_gap is not None
+    assert reading.input_gap is not None
     for one, other in [
-        (reading.gap, gate.t() @ (whole_gate - gate)),
+        (reading.input_gap, gate.t() @ (whole_gate - gate)),
         (found.hessian, scaled.t() @ scaled),
-        (found.owed, scaled.t() @ ((wanted - here + lost) * weight)),
+        (found.output_gap, scaled.t() @ ((wanted - here + lost) * weight)),
     ]:
         torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=2e-3 * float(other.abs().max()))
 
 
 @pytest.mark.parametrize("room", [0, 300_000])
 def test_what_there_is_no_room_for_is_made_again(deep: Path, blocks: torch.Tensor, tmp_path: Path, room: int) -> None:
-    whole = renew(deep, blocks, tmp_path / "whole", coarse, beside=True, fused=True)
-    some = renew(deep, blocks, tmp_path / "some", coarse, beside=True, fused=True, room=room)
+    whole = renew(deep, blocks, tmp_path / "whole", coarse, reference=True, fused=True)
+    some = renew(deep, blocks, tmp_path / "some", coarse, reference=True, fused=True, room=room)
     assert whole.seen.keys() == some.seen.keys()
     for name, one in whole.seen.items():
         other = some.seen[name]
-        assert one.is_beside
+        assert one.has_reference
         assert torch.equal(one.hessian, other.hessian)
-        for mine, its in ((one.gap, other.gap), (one.owed, other.owed)):
+        for mine, its in ((one.input_gap, other.input_gap), (one.output_gap, other.output_gap)):
             assert (mine is None) == (its is None)
             assert mine is None or its is None or torch.equal(mine, its)
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("facts", ["", "others"])
 def test_an_interrupted_run_goes_on_where_it_was_committed(
-    deep: Path, blocks: torch.Tensor, tmp_path: Path, facts: str, beside: bool
+    deep: Path, blocks: torch.Tensor, tmp_path: Path, facts: str, reference: bool
 ) -> None:
-    whole = renew(deep, blocks, tmp_path / "whole", beside=beside)
+    whole = renew(deep, blocks, tmp_path / "whole", reference=reference)
     with pytest.raises(Interrupted):
-        renew(deep, blocks, tmp_path / "work", last=4, beside=beside)
+        renew(deep, blocks, tmp_path / "work", last=4, reference=reference)
     assert committed_layers(tmp_path / "work") == [4]
-    rest = renew(deep, blocks, tmp_path / "work", facts=facts, beside=beside)
+    rest = renew(deep, blocks, tmp_path / "work", facts=facts, reference=reference)
     assert rest.layers == ([4, 5] if not facts else [0, 1, 2, 3, 4, 5])
     assert all(torch.equal(rest.seen[name].hessian, whole.seen[name].hessian) for name in rest.seen)

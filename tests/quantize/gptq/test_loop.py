@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 from quantmint.calibration import layers
 from quantmint.calibration.errors import CalibrationError
 from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
-from quantmint.pipeline.quantize.engines.stream import layerwise
 from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
-from quantmint.pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.gptq.loop import quantize_layers
+from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, GptqSettings
+from quantmint.pipeline.quantize.gptq.runner import GptqRunner
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure, read_structure
@@ -26,7 +28,7 @@ from quantmint.pipeline.quantize.schemes.registry import dequantize
 from quantmint.pipeline.recipe.schema import Quantization
 from tests.zoo.models import build
 
-PARAMETERS = {"dampening": 0.01, "activation_order": True, "compensation": 0.5}
+SETTINGS = GptqSettings(compensation=0.5)
 Models = Callable[..., Path]
 
 
@@ -44,19 +46,26 @@ class Made:
         static = {f"{name}.input_scale": torch.tensor([9.0]) for name in self.choice.schemes}
         self.ranges: Mapping[str, torch.Tensor] = static if scheme in ("fp8", "mxfp4_fp8") else {}
 
-    def rounded(self, blocks: torch.Tensor, devices: int = 1, batch: int = 8, **more: Any) -> Rounded:
-        return round_layers(
+    def rounded(
+        self,
+        blocks: torch.Tensor,
+        devices: int = 1,
+        batch: int = 8,
+        settings: GptqSettings = SETTINGS,
+        **more: Any,
+    ) -> GptqResult:
+        request = GptqRequest(
             self.plans,
             self.structure,
             self.choice,
             self.source.folder,
             list(torch.split(blocks, batch)),
             self.ranges,
-            devices=["cpu"] * devices,
-            work=self.work / "rounding",
-            parameters=PARAMETERS,
-            **more,
+            ["cpu"] * devices,
+            self.work / "rounding",
+            settings,
         )
+        return quantize_layers(request, **more)
 
     def written(self, plans: tuple[ShardPlan, ...], algorithm: str = "gptq") -> Checkpoint:
         write_checkpoint(
@@ -95,7 +104,7 @@ def test_a_checkpoint_holds_what_was_made_of_its_layers(
 ) -> None:
     made = Made(models("llama"), scheme, layout, tmp_path)
     rounded = made.rounded(blocks)
-    assert rounded.left == ()
+    assert rounded.untouched == ()
     assert rounded.gains.keys() == made.choice.schemes.keys()
     assert all(gain.fault is None and gain.tokens == blocks.numel() for gain in rounded.gains.values())
     assert sum(gain.after for gain in rounded.gains.values()) < 0.8 * sum(
@@ -124,8 +133,8 @@ def test_experts_are_rounded_for_the_tokens_that_reach_them(
     rounded = made.rounded(blocks, devices)
     experts = {name: gain for name, gain in rounded.gains.items() if ".experts." in name}
     assert experts
-    assert all(".experts." in name for name in rounded.left), "that no token reached"
-    assert rounded.gains.keys() == made.choice.schemes.keys() - set(rounded.left)
+    assert all(".experts." in name for name in rounded.untouched), "that no token reached"
+    assert rounded.gains.keys() == made.choice.schemes.keys() - set(rounded.untouched)
     assert sum(gain.after for gain in experts.values()) < 0.9 * sum(gain.before for gain in experts.values())
     assert sum(gain.tokens for gain in experts.values()) < len(experts) * blocks.numel()
     checkpoint = made.written(rounded.plans)
@@ -142,14 +151,13 @@ def test_however_many_devices_make_the_same_bytes(
     models: Models,
     blocks: torch.Tensor,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     name: str,
     devices: int,
 ) -> None:
-    monkeypatch.setitem(PARAMETERS, "scaling", name == "llama")
+    settings = replace(SETTINGS, scaling=name == "llama")
     alone, shared = (Made(models(name), "mxfp4", "quark", tmp_path / each) for each in ("alone", "shared"))
-    expected = alone.written(alone.rounded(blocks, batch=2).plans)
-    checkpoint = shared.written(shared.rounded(blocks, devices, batch=2).plans)
+    expected = alone.written(alone.rounded(blocks, batch=2, settings=settings).plans)
+    checkpoint = shared.written(shared.rounded(blocks, devices, batch=2, settings=settings).plans)
     for shard in expected.shards:
         assert (checkpoint.folder / shard).read_bytes() == (expected.folder / shard).read_bytes()
 
@@ -162,19 +170,19 @@ def test_a_killed_run_makes_the_same_bytes(
     expected = whole.written(whole.rounded(blocks).plans)
     made = Made(models(name), "mxfp4", "quark", tmp_path / "killed")
     seen: list[int] = []
-    solve = layerwise._Layers.solve
+    collect = GptqRunner.collect
 
-    def stops(layers: Any, number: int, found: Any, last: bool) -> None:
-        seen.append(number)
-        if len(seen) == 6:  # in the second layer's second turn
+    def stops(runner: GptqRunner, step: Any) -> Any:
+        seen.append(step.layer)
+        if len(seen) == 6:  # in the second layer's second step
             raise KeyboardInterrupt
-        solve(layers, number, found, last)
+        return collect(runner, step)
 
-    monkeypatch.setattr(layerwise._Layers, "solve", stops)
+    monkeypatch.setattr(GptqRunner, "collect", stops)
     monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         made.rounded(blocks)
-    done = next((tmp_path / "killed" / "rounding" / layerwise._MADE).glob("*.safetensors"))
+    done = next((tmp_path / "killed" / "rounding" / "made").glob("*.safetensors"))
     stale = done.with_suffix(".0123abcd.partial")  # as a kill leaves it while a file is written
     stale.write_bytes(b"half a layer")
     checkpoint = made.written(made.rounded(blocks).plans)
@@ -206,8 +214,8 @@ def test_layers_of_several_kinds_are_rounded(
 ) -> None:
     made = Made(zoo(name), "ptpc_fp8", "compressed-tensors", tmp_path)
     rounded = made.rounded(blocks)
-    assert rounded.left == HYBRIDS[name]
-    assert rounded.gains.keys() == made.choice.schemes.keys() - set(rounded.left)
+    assert rounded.untouched == HYBRIDS[name]
+    assert rounded.gains.keys() == made.choice.schemes.keys() - set(rounded.untouched)
     assert all(gain.fault is None for gain in rounded.gains.values())
     assert sum(gain.after for gain in rounded.gains.values()) < 0.9 * sum(
         gain.before for gain in rounded.gains.values()
@@ -232,18 +240,18 @@ def test_a_run_that_carries_keys_and_values_on_is_gone_on_with(
     whole = Made(folder, "ptpc_fp8", "quark", tmp_path / "whole")
     expected = whole.written(whole.rounded(blocks).plans)
     made = Made(folder, "ptpc_fp8", "quark", tmp_path / "killed")
-    solve = layerwise._Layers.solve
+    collect = GptqRunner.collect
 
-    def stops(layers: Any, number: int, found: Any, last: bool) -> None:
-        if number == 3:  # which uses what the second layer has made
+    def stops(runner: GptqRunner, step: Any) -> Any:
+        if step.layer == 3:  # which uses what the second layer has made
             raise KeyboardInterrupt
-        solve(layers, number, found, last)
+        return collect(runner, step)
 
     monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
-    monkeypatch.setattr(layerwise._Layers, "solve", stops)
+    monkeypatch.setattr(GptqRunner, "collect", stops)
     with pytest.raises(KeyboardInterrupt):
         made.rounded(blocks)
-    monkeypatch.setattr(layerwise._Layers, "solve", solve)
+    monkeypatch.setattr(GptqRunner, "collect", collect)
     checkpoint = made.written(made.rounded(blocks).plans)
     for shard in expected.shards:
         assert (checkpoint.folder / shard).read_bytes() == (expected.folder / shard).read_bytes()

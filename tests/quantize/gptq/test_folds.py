@@ -11,16 +11,16 @@ import torch
 
 from quantmint.calibration import layers
 from quantmint.calibration.replica import replica
-from quantmint.calibration.sequential import InputSample
 from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
-from quantmint.pipeline.quantize.engines.stream import layerwise
 from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
-from quantmint.pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from quantmint.pipeline.quantize.formats.checkpoint import Reader as Tensors
 from quantmint.pipeline.quantize.gptq.folds import study
-from quantmint.pipeline.quantize.gptq.scaling import ChannelReader, best_factors
+from quantmint.pipeline.quantize.gptq.loop import quantize_layers
+from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, GptqSettings
+from quantmint.pipeline.quantize.gptq.runner import InputSample
+from quantmint.pipeline.quantize.gptq.scaling import ChannelReader, ChannelScaling, best_factors
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import read_structure
@@ -28,7 +28,7 @@ from quantmint.pipeline.recipe.schema import Quantization
 from quantmint.pipeline.serving.reference.model import load
 
 Models = Callable[..., Path]
-SCALED = {"dampening": 0.01, "activation_order": True, "compensation": 0.5, "scaling": True}
+SCALED = GptqSettings(compensation=0.5, scaling=True)
 
 
 class Scaled:
@@ -45,20 +45,21 @@ class Scaled:
         static = {f"{name}.input_scale": torch.tensor([size]) for name, size in sizes.items()}
         self.ranges = static if scheme in ("fp8", "mxfp4_fp8") else {}
 
-    def rounded(self, blocks: torch.Tensor, devices: int = 1) -> Rounded:
-        return round_layers(
+    def rounded(self, blocks: torch.Tensor, devices: int = 1) -> GptqResult:
+        request = GptqRequest(
             self.plans,
             self.structure,
             self.choice,
             self.source.folder,
             list(torch.split(blocks, 8)),
             self.ranges,
-            devices=["cpu"] * devices,
-            work=self.work / "rounding",
-            parameters=SCALED,
+            ["cpu"] * devices,
+            self.work / "rounding",
+            SCALED,
         )
+        return quantize_layers(request)
 
-    def written(self, rounded: Rounded) -> Checkpoint:
+    def written(self, rounded: GptqResult) -> Checkpoint:
         write_checkpoint(
             self.source,
             rounded.plans,
@@ -130,7 +131,7 @@ def test_a_scaled_model_is_stored_as_what_it_computes(
 ) -> None:
     scaled = Scaled(models(name, dtype="float32"), scheme, layout, tmp_path)
     rounded = scaled.rounded(blocks)
-    assert all(".experts." in left for left in rounded.left)
+    assert all(".experts." in left for left in rounded.untouched)
     # What comes out of the attention is as it was.
     changed = {name for name in scaled.ranges if ".o_proj." not in name}
     assert rounded.ranges.keys() == changed
@@ -168,20 +169,20 @@ def test_a_killed_run_that_scales_makes_the_same_bytes(
     whole = Scaled(models("qwen3"), "mxfp4_fp8", "quark", tmp_path / "whole")
     expected = whole.written(whole.rounded(blocks, devices))
     killed = Scaled(models("qwen3"), "mxfp4_fp8", "quark", tmp_path / "killed")
-    seen: list[int] = []
-    fold = layerwise._Layers.fold
+    seen: list[str] = []
+    scale = ChannelScaling.scale
 
-    def stops(layers: Any, number: int, look: Any) -> None:
-        seen.append(number)
+    def stops(scaling: ChannelScaling, layer: str, samples: Any) -> None:
+        seen.append(layer)
         if len(seen) == 2:
             raise KeyboardInterrupt
-        fold(layers, number, look)
+        scale(scaling, layer, samples)
 
-    monkeypatch.setattr(layerwise._Layers, "fold", stops)
+    monkeypatch.setattr(ChannelScaling, "scale", stops)
     monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         killed.rounded(blocks, devices)
     checkpoint = killed.written(killed.rounded(blocks, devices))
-    assert seen == [0, 1, 1]
+    assert seen == ["model.layers.0", "model.layers.1", "model.layers.1"]
     for name in ("config.json", *expected.shards):
         assert (checkpoint.folder / name).read_bytes() == (expected.folder / name).read_bytes()

@@ -1,0 +1,128 @@
+"""Quantize a model's linear modules by GPTQ, layer by layer, each layer with the inputs that the layers before make.
+
+    result = quantize_layers(GptqRequest(plans, structure, choice, folder, batches, ranges, ["cuda:0"], work, settings))
+
+Modules that no Hessian is measured for, experts that no token reached and what lies outside the layers, are left to
+their kernels, and named. Experts are not compensated: in the reference model the router may send them other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+
+from quantmint.calibration.layers import PARTS
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.replica import Replica, replica
+from quantmint.calibration.room import (
+    Need,
+    activations_for,
+    free_bytes,
+    host_bytes,
+    measuring,
+    need_of,
+    require_rounding_room,
+)
+from quantmint.pipeline.quantize.gptq.compensation import compensate
+from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult
+from quantmint.pipeline.quantize.gptq.results import LayerResult, layers_folder, read_result
+from quantmint.pipeline.quantize.gptq.runner import GptqRunner
+from quantmint.pipeline.quantize.gptq.scaling import ChannelScaling
+from quantmint.pipeline.quantize.gptq.solve import gptq_bytes, solve
+from quantmint.pipeline.quantize.gptq.weights import ModelWeights, ServedInputs
+
+_STATES = "layers"  # hidden states that an interrupted run is gone on with
+
+Bar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Opens a progress bar over a total of samples, each counted once a layer; its value is called with each advance."""
+
+
+def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambda _: None)) -> GptqResult:
+    """Make the weights of a model's linear modules, going on at the last layer that an earlier attempt committed.
+
+    Raises `CalibrationError` where the model cannot be run layer by layer, `StageError` for weights that are not
+    finite.
+    """
+    settings, devices = request.settings, request.devices[: min(len(request.batches), PARTS)]
+    with measuring(request.folder):
+        replicas = _replicas(request, devices)
+        need = _need(request, replicas[0])
+        folder = layers_folder(request.work)
+        steps = [step for plan in request.plans for step in plan.steps]
+        weights = ModelWeights(replicas[0], request.structure, steps)
+        inputs = ServedInputs(request.choice, request.ranges)
+        scaling = None
+        if settings.scaling:
+            scaling = ChannelScaling(replicas[0], weights, inputs, request.choice, request.batches[0])
+        states = activations_for(devices, need, host_bytes(request.activation_bytes), request.work / _STATES)
+        samples = sum(batch.shape[0] for batch in request.batches)
+        with (
+            torch.inference_mode(),
+            bar(len(replicas[0].walkable.layers) * samples) as advance,
+            GptqRunner(
+                replicas,
+                request.batches,
+                states,
+                _facts(request, weights),
+                advance,
+                inputs.roundings(weights),
+                reference=settings.compensation > 0,
+            ) as runner,
+        ):
+            runner.record()
+            for layer in runner:
+                if scaling is not None:
+                    _scale(runner, layer, scaling, inputs, weights)
+                result = LayerResult()
+                for step in runner.steps(layer):
+                    statistics = runner.collect(step)
+                    groups = [compensate(group, settings.compensation) for group in weights.groups(statistics)]
+                    solutions = solve(groups, settings, list(dict.fromkeys(devices)))
+                    runner.apply(step, [solution.served() for solution in solutions])
+                    result.add(solutions)
+                if scaling is not None:
+                    result.add_scaled(weights, runner.layers[layer], scaling.touched)
+                result.save(folder, layer, inputs.changed)
+                inputs.changed.clear()
+                runner.finish(layer)
+    return read_result(request, folder, [] if scaling is None else scaling.unscaled)
+
+
+def _scale(
+    runner: GptqRunner, layer: int, scaling: ChannelScaling, inputs: ServedInputs, weights: ModelWeights
+) -> None:
+    """Scale the channels of a layer before anything of it is measured, and round its inputs by their new ranges."""
+    name = runner.layers[layer]
+    samples = runner.sample(layer, *scaling.places(name), every_batch=inputs.is_ranged)
+    scaling.scale(name, samples)
+    module = runner.replica.model.get_submodule(name)
+    runner.share(f"{name}.{parameter}" for parameter, _ in module.named_parameters())
+    roundings = inputs.roundings(weights, name)
+    runner.roundings.linear.update(roundings.linear)
+    runner.roundings.experts.update(roundings.experts)
+
+
+def _replicas(request: GptqRequest, devices: Sequence[str]) -> list[Replica]:
+    """Return the model on each device, with nothing loaded."""
+    replicas = [replica(request.folder, device, trust_remote_code=request.trust_remote_code) for device in devices]
+    for copy in replicas:
+        copy.fuse_attention()
+    return replicas
+
+
+def _need(request: GptqRequest, model: Replica) -> Need:
+    """Return what the layers take; raise `CalibrationError` where the first device has no room to round weights."""
+    need, device = need_of(model, request.batches), request.devices[0]
+    if request.settings.compensation:
+        need = replace(need, states=2 * need.states)
+    rounding = gptq_bytes(request.structure, request.choice.schemes)
+    require_rounding_room(need, rounding, free_bytes(device), device)
+    return need
+
+
+def _facts(request: GptqRequest, weights: ModelWeights) -> list[object]:
+    """Return plain values that must be the same for an interrupted run to be gone on with."""
+    kernels = {step.name: step.kernel for plan in request.plans for step in plan.steps}
+    modules = [[name, request.choice.schemes[name], kernels[name]] for name in weights.names]
+    return [*modules, asdict(request.settings)]

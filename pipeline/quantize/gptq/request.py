@@ -1,0 +1,93 @@
+"""The request and the result of GPTQ over a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.model.structure import Structure
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GptqSettings:
+    """The parameters of GPTQ, as a recipe has them.
+
+    ``dampening`` is a share of the mean diagonal of a Hessian. ``activation_order`` rounds columns with large inputs
+    first. ``compensation`` is the share of the error against the 16-bit reference model that weights compensate; at 0
+    no reference model runs. ``scaling`` scales channels first.
+    """
+
+    dampening: float = 0.01
+    activation_order: bool = True
+    compensation: float = 0.0
+    scaling: bool = False
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, float | int | bool]) -> GptqSettings:
+        """Return the settings of a recipe's parameters; others, which only libraries read, are left out."""
+        return cls(
+            float(parameters["dampening"]),
+            bool(parameters["activation_order"]),
+            float(parameters["compensation"]),
+            bool(parameters.get("scaling")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GptqRequest:
+    """A model to quantize, with the texts to do it on and the devices to do it with.
+
+    ``plans`` are those of the checkpoint's files, ``folder`` is the source model. ``batches`` are int64 token ids of
+    [batch, sequence], which the ``devices`` share. ``ranges`` are those behind static scales of inputs, by their
+    tensors' names. ``work`` keeps what an interrupted run goes on with. Hidden states take ``activation_bytes`` of host
+    memory at most (None: a quarter of what is free).
+    """
+
+    plans: tuple[ShardPlan, ...]
+    structure: Structure
+    choice: Choice
+    folder: Path
+    batches: Sequence[torch.Tensor]
+    ranges: Mapping[str, torch.Tensor]
+    devices: Sequence[str]
+    work: Path
+    settings: GptqSettings
+    activation_bytes: int | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """The gain of GPTQ on one module: tr((W-Q) H (W-Q)^T) by RTN and as it is stored, and how many tokens entered it.
+
+    ``fault`` says why it was rounded to the nearest. ``pooled``: H is of all experts of its layer, for its own tokens
+    were fewer than its inputs.
+    """
+
+    before: float
+    after: float
+    tokens: int
+    fault: str | None
+    pooled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GptqResult:
+    """Plans whose steps name the files that hold their tensors, and the gain by module.
+
+    ``untouched`` are modules that are left to round-to-nearest. ``ranges`` are those of inputs that scaling changed, by
+    the names of their scales. ``unscaled`` names modules whose channels cannot be scaled.
+    """
+
+    plans: tuple[ShardPlan, ...]
+    gains: Mapping[str, Gain]
+    untouched: tuple[str, ...]
+    ranges: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    unscaled: tuple[str, ...] = ()

@@ -1,0 +1,386 @@
+"""Run a model layer by layer while its weights change: collect statistics, apply weights, go on to the next layer.
+
+Each batch goes through a layer several times: for the statistics of each step's modules, and at last with the weights
+that were put in place, whose hidden states enter the next layer. Inputs are rounded each time as they will be when the
+model is served. So every layer sees what was lost before it. Memory is that of two layers, of the hidden states, and of
+one layer's Hessians.
+
+On several devices each takes its share of the batches through a layer of its own. The batches lie in a fixed number of
+parts, each summed by itself; the first device adds the parts in their order, and weights that are applied there are
+handed to the others. So the bytes are the same on however many devices of one kind.
+
+With a reference model, the 16-bit model whose hidden states run along, a layer gets its weights in steps: modules that
+read the same input are one, and the next step's inputs are those that the last one's weights make.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from quantmint.calibration.activations import Activations, States
+from quantmint.calibration.caches import empty_cache
+from quantmint.calibration.experts import ExpertCollector, rounding_experts, stacks
+from quantmint.calibration.hessians import InputStatistics, LayerTrace, Rounding, StatisticsCollector, TensorCache
+from quantmint.calibration.hooks import entering, following
+from quantmint.calibration.layers import PARTS, LayerRunner
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.replica import Replica
+from quantmint.calibration.room import free_bytes
+from quantmint.pipeline.quantize.device import map_devices
+from quantmint.pipeline.quantize.gptq.trace import trace_layer
+
+_Collector = TypeVar("_Collector", StatisticsCollector, ExpertCollector)
+_ROWS = 1024  # of a sample
+_SEQUENCES = 16  # that its rows are taken from
+
+
+@dataclass(frozen=True, slots=True)
+class InputRoundings:
+    """Roundings of the inputs of the modules that get new weights, as they are served, by the model's own names.
+
+    ``linear`` are those of linear modules: modules with the same input and the very same function have one Hessian.
+    ``experts`` are those of stacked experts, by the stack's parameter with the expert's number behind.
+    """
+
+    linear: dict[str, Rounding]
+    experts: dict[str, Rounding] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearStep:
+    """Linear ``modules`` of a layer whose inputs no other of them changes; ``is_last`` of the layer's linear steps."""
+
+    layer: int
+    modules: Sequence[str]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStep:
+    """Some ``experts`` of a ``stack``, a parameter [E, ., .]; ``is_last`` of the steps of that stack."""
+
+    layer: int
+    stack: str
+    experts: range
+    is_last: bool
+
+
+RunnerStep = LinearStep | ExpertStep
+
+
+@dataclass(frozen=True, slots=True)
+class NewWeight:
+    """A ``weight`` to put in place of a ``parameter`` of the model, or into the part of it that ``view`` returns."""
+
+    parameter: str
+    weight: torch.Tensor
+    view: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputSample:
+    """A sample of a module's inputs: some ``rows``, [n, I] in the model's dtype, and the ``largest`` magnitude of each
+    channel over all tokens that were run, float32 [I]."""
+
+    rows: torch.Tensor
+    largest: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceShare:
+    """The batches of a device, by number, with what belongs to the layer at hand there.
+
+    ``source_weights`` are the reference model's; ``cache`` holds intermediate tensors of the batches.
+    """
+
+    replica: Replica
+    batches: Sequence[int]
+    source_weights: Mapping[str, torch.Tensor]
+    cache: TensorCache
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerState:
+    """The layer at hand: the roundings of its linear modules, its stacks of experts, its trace, a share by device."""
+
+    name: str
+    linear: Mapping[str, Rounding]
+    stacks: Sequence[str]
+    trace: LayerTrace
+    shares: Sequence[_DeviceShare]
+
+
+class GptqRunner(LayerRunner):
+    """Iterate over the layers of a model that get new weights, going on at the last layer that was committed.
+
+    ::
+
+        with torch.inference_mode(), GptqRunner(..., reference=True) as runner:
+            runner.record()
+            for layer in runner:
+                for step in runner.steps(layer):
+                    statistics = runner.collect(step)
+                    runner.apply(step, solve(statistics))
+                runner.finish(layer)
+
+    ``replicas``, one a device and no more than batches, have nothing loaded; the first is the one whose weights are
+    read and changed between the calls. ``batches`` are int64 token ids of [batch, sequence]. ``facts`` are plain values
+    that must be the same for a run to be gone on with. ``reference`` has the 16-bit model run along: then hidden states
+    take twice the room. ``advance`` is told samples, each once a layer. What was made of a layer must be on the disk
+    for good before it is finished: it is not come back to.
+
+    Raises `CalibrationError` where weights are missing or the disk is full, and `NotReplayableError` where the layers
+    cannot be run one at a time.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        batches: Sequence[torch.Tensor],
+        activations: Activations,
+        facts: Any,
+        advance: Callable[[int], None],
+        roundings: InputRoundings,
+        *,
+        reference: bool,
+    ) -> None:
+        facts = [facts, sorted(replicas[0].owned.items()), {"parts": PARTS}]
+        super().__init__(replicas, batches, activations, facts, advance)
+        self.roundings, self._reference = roundings, reference
+        self._traces: dict[tuple[str, ...], tuple[str, LayerTrace]] = {}
+        self._lock = threading.Lock()
+        self._state: _LayerState
+
+    def steps(self, layer: int) -> Iterator[RunnerStep]:
+        """Yield the steps in which a layer gets its weights: linear modules, then its stacks of experts.
+
+        As many experts at a time as their sums fit in a quarter of the free memory.
+        """
+        self._state = state = self._begin(layer)
+        model = self.replica.model
+        for modules in state.trace.steps if state.linear else ():
+            yield LinearStep(layer, modules, modules is state.trace.steps[-1])
+        for name in state.stacks:  # a copy gets the new weights, as the reference model has the parameter
+            _set(model, name, model.get_parameter(name).detach().clone())
+        for name in state.stacks:
+            # The columns are one of the last two dimensions; the larger sum is planned with.
+            count, width = model.get_parameter(name).shape[0], max(model.get_parameter(name).shape[1:])
+            free = min(free_bytes(replica.device) for replica in self.replicas)
+            size = max(1, min(count, free // (16 * width**2)))
+            for start in range(0, count, size):
+                yield ExpertStep(layer, name, range(start, start + size), start + size >= count)
+
+    def collect(self, step: RunnerStep) -> list[InputStatistics]:
+        """Return the statistics of a step's inputs over all batches, on the first device.
+
+        Each device sums a part of the batches at a time; so one result more than the total is held on a device.
+        """
+        if isinstance(step, LinearStep):
+            return self._sum_parts(partial(self._collect_linear, step)).statistics()
+        return self._sum_parts(partial(self._collect_experts, step)).statistics()
+
+    def apply(self, step: RunnerStep, weights: Iterable[NewWeight]) -> None:
+        """Put a step's new weights in place, on all devices.
+
+        Those of experts reach the other devices with the last step of their stack: no input of the stack depends on
+        them.
+        """
+        model = self.replica.model
+        parameters = []
+        for new in weights:
+            if new.view is None:
+                _set(model, new.parameter, new.weight)
+                parameters.append(new.parameter)
+            else:
+                new.view(model.get_parameter(new.parameter).detach()).copy_(new.weight)
+        if isinstance(step, ExpertStep) and step.is_last:
+            parameters.append(step.stack)
+        self.share(parameters)
+
+    def share(self, parameters: Iterable[str]) -> None:
+        """Copy parameters of the first device's model to the other devices."""
+        for name in parameters:
+            for replica in self.replicas[1:]:
+                _set(replica.model, name, self.replica.model.get_parameter(name).detach().to(replica.device))
+
+    def finish(self, layer: int, state: Callable[[], Any] = lambda: None) -> None:
+        """Take all batches through a layer with its new weights, and go on to the next one."""
+        map_devices(partial(self._leave, layer), self._state.shares)
+        del self._state
+        super().finish(layer, state)
+
+    def sample(
+        self, layer: int, inputs: Sequence[str], outputs: Sequence[str], *, every_batch: bool
+    ) -> dict[str, InputSample]:
+        """Return samples of what enters some modules of a layer, and of what leaves others, by module.
+
+        ``every_batch``: all batches are run for it; a few are enough for rows. Modules that no token reaches, or with
+        other rows than the hidden states have, have none.
+        """
+        rows: dict[str, dict[int, torch.Tensor]] = {name: {} for name in (*inputs, *outputs)}
+        few = -(-_SEQUENCES // self.batches[0].shape[0])
+        step = 1 if every_batch else max(1, len(self.calls) // few)
+        dealt = [[number for number in numbers if not number % step] for numbers in self.dealt]
+        count, device = -(-_ROWS // sum(map(len, dealt))), self.replica.device
+        aligned = (*inputs, self.layers[layer])
+
+        def run_batches(share: tuple[Replica, Sequence[int]]) -> dict[str, torch.Tensor]:
+            (replica, numbers), largest = share, dict[str, "torch.Tensor"]()
+            number = 0
+
+            def take(name: str, tensor: Any) -> None:
+                tensor = tensor[0] if isinstance(tensor, tuple) else tensor
+                flat = tensor.reshape(-1, tensor.shape[-1])
+                if len(flat) != self.batches[number].numel() and name in aligned:
+                    return  # several streams of hidden states, or an expert's tokens: no rows that lie reference others
+                # Not every n-th: the first token of each sequence, which is like no other, would be among them.
+                chosen = torch.randperm(len(flat), generator=torch.Generator().manual_seed(0))[:count]
+                rows[name][number] = flat[chosen.to(flat.device)].to(device)
+                magnitudes = flat.abs().amax(dim=0).float()
+                largest[name] = magnitudes.maximum(largest[name]) if name in largest else magnitudes
+
+            with (
+                following(replica.model, inputs, lambda name, args, kwargs, _: take(name, entering(args, kwargs))),
+                following(replica.model, outputs, lambda name, _args, _kwargs, output: take(name, output)),
+            ):
+                for number in numbers:
+                    self._run(layer, number, self._states(layer, number, replica)[0], replica)
+            return {name: magnitudes.to(device) for name, magnitudes in largest.items()}
+
+        by_device = map_devices(run_batches, list(zip(self.replicas, dealt, strict=True)))
+        return {
+            name: InputSample(
+                torch.cat([by_batch[number] for number in sorted(by_batch)]),
+                torch.stack([largest[name] for largest in by_device if name in largest]).amax(0),
+            )
+            for name, by_batch in rows.items()
+            if by_batch
+        }
+
+    def _begin(self, layer: int) -> _LayerState:
+        name, model = self.layers[layer], self.replica.model
+        linear = {
+            module: rounding for module, rounding in self.roundings.linear.items() if module.startswith(f"{name}.")
+        }
+        experts = stacks(model, name, self.roundings.experts)
+        trace = self._trace(layer, linear) if self._reference and linear else LayerTrace([list(linear)])
+        weights = [*(f"{module}.weight" for module in linear), *experts]
+        room = self.activations.spare(self.replica.device) // len(self.replicas)
+        shares = [
+            _DeviceShare(
+                replica,
+                numbers,
+                {weight: replica.model.get_parameter(weight) for weight in weights},
+                TensorCache(trace, room),
+            )
+            for replica, numbers in zip(self.replicas, self.dealt, strict=True)
+        ]
+        return _LayerState(name, linear, experts, trace, shares)
+
+    def _trace(self, layer: int, linear: Mapping[str, Rounding]) -> LayerTrace:
+        """Return the trace of a layer's linear modules, recorded on the first layer of each kind."""
+        name, model = self.layers[layer], self.replica.model
+        kind = repr(model.get_submodule(name)), *(module.removeprefix(name) for module in linear)
+        if kind not in self._traces:
+            states, _ = self._states(layer, 0, self.replica)
+            self._traces[kind] = name, trace_layer(model, name, linear, self.calls[0][layer], states)
+        first, trace = self._traces[kind]
+        return trace.renamed(first, name)
+
+    def _sum_parts(self, collect: Callable[[_DeviceShare, Sequence[int]], _Collector]) -> _Collector:
+        """Return the sums over all parts on the first device, added in the order of the parts."""
+        shares, total = self._state.shares, None
+        for first in range(0, len(self.parts), len(shares)):
+            parts = self.parts[first : first + len(shares)]
+            work = list(zip(shares, parts, strict=False))
+            for collector in map_devices(lambda pair: collect(*pair), work):
+                if total is None:  # the first part is the first device's
+                    total = collector
+                else:
+                    total.join(collector, self.replica.device)
+        assert total is not None  # noqa: S101 - there is a batch
+        return total
+
+    def _collect_linear(self, step: LinearStep, share: _DeviceShare, batches: Sequence[int]) -> StatisticsCollector:
+        """Sum the inputs of a step's modules; the reference model runs the layer as a whole in its last step."""
+        collector, model = StatisticsCollector(self._state.trace, step.modules, share.cache), share.replica.model
+        for batch in batches:
+            source, served = self._states(step.layer, batch, share.replica)
+            if self._reference:
+                with (
+                    _weights(model, share.source_weights),
+                    collector.reference_run(model, batch, source.hidden, whole=step.is_last),
+                ):
+                    output = self._run(step.layer, batch, source, share.replica)
+                    if step.is_last:
+                        share.cache.put(batch, True, self._state.name, output)
+            with collector.served_run(model, batch, served.hidden, self._state.linear):
+                self._run(step.layer, batch, served, share.replica)
+            collector.end_batch()
+        return collector
+
+    def _collect_experts(self, step: ExpertStep, share: _DeviceShare, batches: Sequence[int]) -> ExpertCollector:
+        collector, model = ExpertCollector(step.stack, step.experts), share.replica.model
+        for batch in batches:
+            _, served = self._states(step.layer, batch, share.replica)
+            linear = StatisticsCollector(self._state.trace, [], share.cache)  # rounds inputs alone
+            with (
+                linear.served_run(model, batch, served.hidden, self._state.linear),
+                rounding_experts(model, self._state.stacks, self.roundings.experts, collector.see),
+            ):
+                self._run(step.layer, batch, served, share.replica)
+        return collector
+
+    def _leave(self, layer: int, share: _DeviceShare) -> None:
+        """Take the batches of a device through a layer with its new weights."""
+        model, state = share.replica.model, self._state
+        for batch in share.batches:
+            source, served = self._states(layer, batch, share.replica)
+            linear = StatisticsCollector(state.trace, [], share.cache)  # rounds inputs alone
+            with (
+                linear.served_run(model, batch, served.hidden, state.linear),
+                rounding_experts(model, state.stacks, self.roundings.experts),
+            ):
+                leaving = self._run(layer, batch, served, share.replica)
+            if self._reference:
+                reference = share.cache.pop(batch, True, state.name)
+                if reference is None:
+                    with _weights(model, share.source_weights):
+                        reference = self._run(layer, batch, source, share.replica)
+                leaving = States.stacked([reference, leaving])
+            self.activations.put(batch, leaving)
+            with self._lock:
+                self.advance(self.batches[batch].shape[0])
+
+    def _states(self, layer: int, batch: int, replica: Replica) -> tuple[States, States]:
+        """Return the states that enter the layer: the reference model's and those of the served model."""
+        states = self.activations.get(batch, replica.device)
+        return (states[0], states[1]) if self._reference and layer else (states, states)
+
+    def _run(self, layer: int, batch: int, states: States, replica: Replica) -> States:
+        """Return the states behind a layer."""
+        module = replica.model.get_submodule(self.layers[layer])
+        return self.calls[batch][layer].run(module, states, empty_cache(replica.model))
+
+
+@contextmanager
+def _weights(model: Any, weights: Mapping[str, Any]) -> Iterator[None]:
+    """Within the block, have parameters of the model be others."""
+    current = {name: model.get_parameter(name) for name in weights}
+    for name, weight in weights.items():
+        _set(model, name, weight)
+    try:
+        yield
+    finally:
+        for name, weight in current.items():
+            _set(model, name, weight)
+
+
+def _set(model: Any, name: str, weight: torch.Tensor) -> None:
+    module, _, key = name.rpartition(".")
+    setattr(model.get_submodule(module), key, torch.nn.Parameter(weight, requires_grad=False))

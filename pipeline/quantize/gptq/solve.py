@@ -1,0 +1,180 @@
+"""Solve for the quantized weights of a step: from groups of weights with their statistics to tensors to store.
+
+Groups are independent of each other given their statistics, so several devices each solve some of them. What is
+computed on a device does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.room import rounding_bytes
+from quantmint.pipeline.quantize.device import map_devices
+from quantmint.pipeline.quantize.gptq.request import Gain, GptqSettings
+from quantmint.pipeline.quantize.gptq.runner import NewWeight
+from quantmint.pipeline.quantize.gptq.solver import Attempt, Factor, RoundedWeight, attempt, factorize, finish
+from quantmint.pipeline.quantize.gptq.weights import InputGroup, Member, largest_by_group
+from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.quantize.schemes.scheme import Kernel
+from quantmint.pipeline.recipe.modules import fused_with
+
+_STACK = 1 << 30  # bytes in float32 of the Hessians, or of the weights, that a GPU rounds side by side
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Weights of one group that are rounded as one matrix, [O, I], by a kernel whose scales are of a row at most.
+
+    Or one weight whose scale is its own, or that of a group with this ``largest`` magnitude. ``target`` is stored in
+    the place of the matrix; None where the matrix itself is.
+    """
+
+    group: InputGroup
+    members: tuple[Member, ...]
+    weights: tuple[torch.Tensor, ...]
+    matrix: torch.Tensor
+    target: torch.Tensor | None
+    largest: torch.Tensor | None
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel of all members."""
+        return self.members[0].kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A member's quantized weight, with the weight that it had before."""
+
+    member: Member
+    weight: torch.Tensor
+    rounded: RoundedWeight
+    tokens: int
+    pooled: bool
+
+    @property
+    def gain(self) -> Gain:
+        """The gain over round-to-nearest."""
+        return Gain(self.rounded.before, self.rounded.after, self.tokens, self.rounded.fault, self.pooled)
+
+    def served(self) -> NewWeight:
+        """Return the weight that the served model computes with, for the model's parameter."""
+        weight = self.member.kernel.decode(self.rounded.parts).to(self.weight.dtype)
+        return NewWeight(self.member.parameter, weight, self.member.view)
+
+
+def solve(groups: Sequence[InputGroup], settings: GptqSettings, devices: Sequence[str]) -> list[Solution]:
+    """Return the solution of each member of some groups, which lie on the first of the ``devices``.
+
+    As many batches of problems as there are devices are solved at a time; see `solver.attempt` for why they are
+    finished together.
+    """
+    problems = _problems(groups)
+    batches = _batches(problems, devices[0])
+    batches.sort(key=lambda batch: -sum(problem.matrix.numel() for problem in batch))  # alike in size at a time
+    rounded: dict[int, RoundedWeight] = {}
+    for first in range(0, len(batches), len(devices)):
+        here = batches[first : first + len(devices)]
+        attempts = map_devices(
+            lambda pair: _attempt(pair[0], settings, pair[1]), list(zip(here, devices, strict=False))
+        )
+        for batch, attempted in zip(here, attempts, strict=True):
+            matrices = [matrix.to(devices[0]) for tried in attempted for matrix in finish(tried)]
+            rounded |= {id(problem): matrix for problem, matrix in zip(batch, matrices, strict=True)}
+    return [solution for problem in problems for solution in _solutions(problem, rounded[id(problem)])]
+
+
+def _problems(groups: Sequence[InputGroup]) -> list[Problem]:
+    """Return the problems of groups: the members of a kernel together, apart where a scale is of a whole weight."""
+    stored = {
+        member.step: target
+        for group in groups
+        for member, target in zip(group.members, group.targets or group.weights, strict=True)
+    }
+    largest = largest_by_group(stored)
+    problems = []
+    for group in groups:
+        by_kernel: dict[str, list[int]] = {}
+        for place, member in enumerate(group.members):
+            key = member.step.name if member.kernel.whole else member.kernel.name
+            by_kernel.setdefault(key, []).append(place)
+        for places in by_kernel.values():
+            weights = tuple(group.weights[place] for place in places)
+            target = None if group.targets is None else torch.cat([group.targets[place] for place in places])
+            members = tuple(group.members[place] for place in places)
+            shared = largest.get(members[0].step.name)
+            problems.append(Problem(group, members, weights, torch.cat(weights), target, shared))
+    return problems
+
+
+def _batches(problems: Sequence[Problem], device: str) -> list[list[Problem]]:
+    """Return the problems that a device solves at a time.
+
+    On a GPU experts of one shape are solved side by side, where columns take as long; else those of one group that
+    share the kernel, and with it the factor.
+    """
+    batches: dict[tuple[object, ...], list[Problem]] = {}
+    for problem in problems:
+        rows, columns = problem.matrix.shape
+        if problem.target is None and problem.largest is None and torch.device(device).type != "cpu":
+            key: tuple[object, ...] = problem.kernel.name, rows, columns
+        else:
+            key = problem.kernel.name, id(problem.group)
+        batches.setdefault(key, []).append(problem)
+    divided = []
+    for batch in batches.values():
+        rows, columns = batch[0].matrix.shape
+        count = max(1, _STACK // (4 * columns * max(rows, columns))) if _is_stack(batch) else len(batch)
+        divided += [batch[first : first + count] for first in range(0, len(batch), count)]
+    return divided
+
+
+def _is_stack(batch: Sequence[Problem]) -> bool:
+    """Whether problems have a Hessian each."""
+    return any(problem.group is not batch[0].group for problem in batch)
+
+
+def _attempt(batch: Sequence[Problem], settings: GptqSettings, device: str) -> list[Attempt]:
+    """Round the matrices of a batch on a device."""
+    kernel = batch[0].kernel
+
+    def factor(problem: Problem) -> Factor:
+        hessian = problem.group.statistics.hessian.to(device)
+        return factorize(hessian, kernel, dampening=settings.dampening, ordered=settings.activation_order)
+
+    if _is_stack(batch):
+        matrices = [problem.matrix.to(device) for problem in batch]
+        return [attempt(matrices, [factor(problem) for problem in batch], kernel)]
+    shared = factor(batch[0])
+    return [
+        attempt(
+            [problem.matrix.to(device)],
+            [shared],
+            kernel,
+            None if problem.largest is None else problem.largest.to(device),
+            None if problem.target is None else problem.target.to(device),
+        )
+        for problem in batch
+    ]
+
+
+def _solutions(problem: Problem, matrix: RoundedWeight) -> list[Solution]:
+    statistics = problem.group.statistics
+    return [
+        Solution(member, weight, rounded, statistics.tokens, statistics.pooled)
+        for member, weight, rounded in zip(
+            problem.members, problem.weights, matrix.split(list(map(len, problem.weights))), strict=True
+        )
+    ]
+
+
+def gptq_bytes(structure: Structure, modules: Collection[str]) -> int:
+    """Return the bytes that GPTQ takes for the largest of some modules; those that vLLM fuses are rounded as one."""
+    widths: dict[str, tuple[int, int]] = {}
+    for name in modules:
+        rows, columns = structure.linear[name]
+        group = fused_with(name) or name
+        widths[group] = widths.get(group, (0, columns))[0] + rows, columns
+    return rounding_bytes(widths.values())

@@ -1,0 +1,205 @@
+"""Find the model's own parameter behind each step of a checkpoint's plan, and how its inputs are served.
+
+The checkpoint's names and shapes are not always the model's: transformers renames tensors, and stacks experts that lie
+one by one on the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from quantmint.calibration.hessians import InputStatistics, Rounding
+from quantmint.calibration.lazy import torch
+from quantmint.calibration.replica import Replica, sources
+from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.base.schemes import ActivationFormat, scheme
+from quantmint.pipeline.quantize.engines.stream.plan import Step
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.gptq.runner import InputRoundings
+from quantmint.pipeline.quantize.gptq.solver import SUPPORTED
+from quantmint.pipeline.quantize.model.experts import expert_slice
+from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.quantize.rounding import round_activations
+from quantmint.pipeline.quantize.schemes.registry import KERNELS
+from quantmint.pipeline.quantize.schemes.scales import amax, fp8_scale
+from quantmint.pipeline.quantize.schemes.scheme import Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A step of a plan, and the model's ``parameter`` that holds its tensor.
+
+    ``view`` takes the tensor out of the parameter, None where it is the parameter. ``expert`` is the number of one of
+    several that the parameter stacks.
+    """
+
+    step: Step
+    parameter: str
+    view: Callable[[torch.Tensor], torch.Tensor] | None = None
+    expert: int | None = None
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel of a step that has one."""
+        return KERNELS[str(self.step.kernel)]
+
+
+@dataclass(frozen=True, slots=True)
+class InputGroup:
+    """Weights [O, I] that read one input, with its statistics.
+
+    ``targets`` are stored in the place of the weights, of the same dtype; None where the weights themselves are.
+    """
+
+    statistics: InputStatistics
+    members: tuple[Member, ...]
+    weights: tuple[torch.Tensor, ...]
+    targets: tuple[torch.Tensor, ...] | None = None
+
+
+class ModelWeights:
+    """The parameters of a model by the steps of the plan that they answer.
+
+    ``linear`` has the member of each linear module that GPTQ rounds, by the model's own name; ``experts`` those of each
+    product of a stack, by the stack's parameter with the expert's number behind. ``members`` are all steps whose tensor
+    the model has.
+    """
+
+    def __init__(self, replica: Replica, structure: Structure, steps: Sequence[Step]) -> None:
+        self._replica = replica
+        supported = {step.name: step for step in steps if step.kernel in SUPPORTED}
+        modules = _own_modules(replica, supported)
+        self.linear = {module: Member(supported[name], f"{module}.weight") for name, module in modules.items()}
+        self.members = list(_members(replica, structure, steps))
+        self.experts: dict[str, list[Member]] = {}
+        for member in self.members:
+            if member.expert is not None and member.step.kernel in SUPPORTED:
+                self.experts.setdefault(f"{member.parameter}.{member.expert}", []).append(member)
+
+    @property
+    def names(self) -> list[str]:
+        """The modules that GPTQ rounds, by their names on the disk."""
+        members = (*self.linear.values(), *(member for product in self.experts.values() for member in product))
+        return sorted(member.step.name for member in members)
+
+    def groups(self, statistics: Iterable[InputStatistics]) -> list[InputGroup]:
+        """Return the weights of the modules that statistics are of. Raises `StageError` for what is not finite."""
+        groups = []
+        for inputs in statistics:
+            members = tuple(
+                member for module in inputs.modules for member in (self.experts.get(module) or [self.linear[module]])
+            )
+            groups.append(InputGroup(inputs, members, tuple(self.finite(member) for member in members)))
+        return groups
+
+    def weight(self, member: Member) -> torch.Tensor:
+        """Return a member's tensor as the model has it; of a part of a parameter a copy."""
+        parameter: torch.Tensor = self._replica.model.get_parameter(member.parameter).detach()
+        return parameter if member.view is None else member.view(parameter).contiguous().clone()
+
+    def finite(self, member: Member) -> torch.Tensor:
+        """Return a member's tensor; raise `StageError` where it is not finite."""
+        weight = self.weight(member)
+        if not bool(amax(weight).isfinite()):
+            raise StageError(f"{member.step.name}: its weight holds numbers that are not finite.")
+        return weight
+
+
+def largest_by_group(weights: Mapping[Step, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the largest magnitude behind each scale that several weights share, by the steps' names.
+
+    Steps whose group is not all among the weights are left out.
+    """
+    origins = {step.origin: amax(weight) for step, weight in weights.items() if step.group}
+    return {
+        step.name: torch.stack([origins[origin] for origin in step.group]).amax()
+        for step in weights
+        if step.group and all(origin in origins for origin in step.group)
+    }
+
+
+class ServedInputs:
+    """Roundings of inputs as they are served; ``changed`` are ranges that are others than those that were measured."""
+
+    def __init__(self, choice: Choice, ranges: Mapping[str, torch.Tensor]) -> None:
+        self._choice, self._ranges = choice, dict(ranges)
+        self.changed: dict[str, float] = {}
+        self.is_ranged = any(name.endswith(".input_scale") for name in ranges)
+
+    def rounding(self, step: Step, largest: torch.Tensor | None = None) -> Rounding:
+        """Return the rounding of a step's input by its range, or by another ``largest`` magnitude where it has one."""
+        limit = self._ranges.get(f"{step.name}.input_scale")
+        limit = limit if limit is None or largest is None else largest.amax()
+        return _rounding(scheme(self._choice.schemes[step.name]).activations, None if limit is None else float(limit))
+
+    def roundings(self, weights: ModelWeights, layer: str | None = None) -> InputRoundings:
+        """Return the roundings of the modules that GPTQ rounds, of all or of those in a layer."""
+        inside = "" if layer is None else f"{layer}."
+        linear = {name: member for name, member in weights.linear.items() if name.startswith(inside)}
+        experts = {name: members for name, members in weights.experts.items() if name.startswith(inside)}
+        return InputRoundings(
+            {module: self.rounding(member.step) for module, member in linear.items()},
+            {product: self.rounding(members[0].step) for product, members in experts.items()},
+        )
+
+    def set_range(self, step: Step, largest: torch.Tensor) -> None:
+        """Give a step's input another range, if it has one: the ``largest`` magnitude of each channel, [I]."""
+        if (name := f"{step.name}.input_scale") in self._ranges:
+            self._ranges[name] = largest.amax().reshape(1).cpu()
+            self.changed[name] = float(self._ranges[name])
+
+
+@cache
+def _rounding(activations: ActivationFormat, largest: float | None) -> Rounding:
+    """Return the rounding of inputs as served; equal ranges, which are of the same input, share one function."""
+    if activations.kind == "none":
+        return lambda inputs: inputs
+    scale = None if largest is None else fp8_scale(torch.tensor(largest))
+
+    def rounded(inputs: torch.Tensor) -> torch.Tensor:
+        input_scale = None if scale is None else scale.to(inputs.device)
+        return round_activations(inputs, activations, input_scale).to(inputs.dtype)
+
+    return rounded
+
+
+def _own_modules(replica: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
+    """Return the model's own linear module behind each quantized one that is all of it, within a layer."""
+    inside = tuple(f"{name}." for name in replica.walkable.layers)
+    named = sources(replica.model, replica.owned)
+    modules = dict(replica.model.named_modules())
+    owners = list(named.values())
+    return {
+        name: module
+        for name in steps
+        if (module := named.get(name, "")).startswith(inside)
+        and isinstance(modules.get(module), torch.nn.Linear)
+        and owners.count(module) == 1
+        and tuple(modules[module].weight.shape) == steps[name].origin.shape
+    }
+
+
+def _members(replica: Replica, structure: Structure, steps: Iterable[Step]) -> Iterator[Member]:
+    """Yield the steps whose tensor the model has."""
+    modules, parameters = dict(replica.model.named_modules()), replica.model.state_dict()
+    stacks = {source.tensor: module for module, source in structure.weights.items() if source.expert is not None}
+    for step in steps:
+        module = stacks.get(step.name, step.name if step.kernel is not None else step.name.removesuffix(".weight"))
+        source = structure.weights.get(module)
+        parameter = replica.owned.get(step.name if source is None else source.tensor, step.name)
+        if parameter in parameters and source is not None and parameters[parameter].ndim == 3:
+            name, number, projection = structure.modules[module].rsplit(".", 2)
+            place = expert_slice(modules[name], name, int(number), projection)
+            parameter = f"{name}.{place.parameter}"  # of several stacks that one list becomes, that of this expert
+            if step.name in stacks:
+                yield Member(step, parameter, _transposed if source.transposed != place.transposed else None)
+            else:
+                yield Member(step, parameter, place.of, int(number))
+        elif parameter in parameters and tuple(parameters[parameter].shape) == step.origin.shape:
+            yield Member(step, parameter)
+
+
+def _transposed(stack: torch.Tensor) -> torch.Tensor:
+    return stack.mT
