@@ -45,6 +45,18 @@ def test_links_lead_to_files_and_headings() -> None:
     assert broken == []
 
 
+_PATH = re.compile(r"`((?:pipeline|eval|calibration|recipes|tests|docs)/[\w./*-]+)`")
+
+
+def test_paths_that_pages_name_are_there() -> None:
+    pages = (ROOT / "README.md", *(path for path in sorted(DOCS.glob("*.md")) if path.name != "commands.md"))
+    named = [(page.name, path) for page in pages for path in _PATH.findall(page.read_text(encoding="utf-8"))]
+    assert len(named) > 50
+    assert [
+        (page, path) for page, path in named if not re.search("NAME|FAMILY", path) and not any(ROOT.glob(path))
+    ] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [path.relative_to(DOCS).as_posix() for path in sorted(DOCS.glob("**/*.md"))]
