@@ -45,6 +45,10 @@ def test_links_lead_to_files_and_headings() -> None:
     assert broken == []
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 9000
+
+
 _PATH = re.compile(r"`((?:pipeline|eval|calibration|recipes|tests|docs)/[\w./*-]+)`")
 
 
