@@ -19,25 +19,25 @@ See = Callable[[str, int, "torch.Tensor"], None]
 
 
 def stacks(model: Any, layer: str, roundings: Mapping[str, Rounding]) -> list[str]:
-    """The parameters below a layer that stack experts which have a rounding, in the order of their products.
+    """Return the parameters below a layer that stack experts with a rounding, in the order of their products.
 
     ``roundings`` are by the parameter's name with the expert's number behind.
     """
-    wanted = {name.rpartition(".")[0] for name in roundings}
-    inside = model.get_submodule(layer).named_parameters()
-    return [name for name, _ in ((f"{layer}.{inner}", one) for inner, one in inside) if name in wanted]
+    rounded = {name.rpartition(".")[0] for name in roundings}
+    names = (f"{layer}.{name}" for name, _ in model.get_submodule(layer).named_parameters())
+    return [name for name in names if name in rounded]
 
 
 @contextmanager
 def rounding_experts(
     model: Any, names: Sequence[str], roundings: Mapping[str, Rounding], see: See = lambda *_: None
 ) -> Iterator[None]:
-    """Round what enters the experts of some stacks, and have it seen."""
+    """Within the block, round the inputs of the experts of some stacks, and show them to ``see``."""
 
     def taking(module: str) -> Callable[[str, int, torch.Tensor], torch.Tensor]:
         def take(key: str, number: int, entering: torch.Tensor) -> torch.Tensor:
-            how = roundings.get(f"{module}.{key}.{number}")
-            rounded = entering if how is None else how(entering)
+            rounding = roundings.get(f"{module}.{key}.{number}")
+            rounded = entering if rounding is None else rounding(entering)
             see(f"{module}.{key}", number, rounded)
             return rounded
 
@@ -49,7 +49,7 @@ def rounding_experts(
 
 
 class ExpertCollector:
-    """X^T X of each of some experts of a stack, and of all its tokens; float32 [I, I] each."""
+    """Sum X^T X of each of some experts of a stack, and of all its tokens; float32 [I, I] each."""
 
     def __init__(self, name: str, numbers: range) -> None:
         self._name, self._numbers = name, numbers
@@ -74,7 +74,7 @@ class ExpertCollector:
             self._tokens[number] = self._tokens.get(number, 0) + len(rows)
 
     def join(self, addend: ExpertCollector, device: str) -> None:
-        """Take what was summed of other tokens too, on a ``device``."""
+        """Add the sums over more tokens, on a ``device``."""
         if addend._all is None:
             return
         self._all = torch.zeros_like(addend._all, device=device) if self._all is None else self._all

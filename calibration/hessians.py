@@ -151,17 +151,17 @@ class StatisticsCollector:
         self._hidden: torch.Tensor | None = None  # the served model's hidden states, as modules have added to them
 
     @contextmanager
-    def reference_run(self, model: Any, batch: int, hidden: torch.Tensor, *, whole: bool) -> Iterator[None]:
+    def reference_run(self, model: Any, batch: int, hidden: torch.Tensor, *, complete: bool) -> Iterator[None]:
         """Within the block, record the reference model's inputs of the modules, and its hidden states around them.
 
-        The forward, and with it the block, ends at the last of them, unless it is to run as a ``whole``.
+        The forward, and with it the block, ends at the last of them, unless it is to be ``complete``.
         """
         states = [hidden]
         outputs_too = self._modules & (self._trace.residual | self._trace.ends.keys())
         stop = EarlyStop(self._awaited())
 
         def reached(name: str) -> None:
-            if not whole:
+            if not complete:
                 stop.reached(name)
 
         def before(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -182,7 +182,7 @@ class StatisticsCollector:
         def after(name: str, _args: Any, _kwargs: Any, output: torch.Tensor) -> None:
             added(name, output)
             if name in outputs_too:
-                if name in self._trace.ends and not whole:
+                if name in self._trace.ends and not complete:
                     self._cache.put(batch, True, self._trace.ends[name][0], output)
                 reached(name)
 
@@ -319,12 +319,12 @@ def _add_upper(square: torch.Tensor, rows: torch.Tensor) -> None:
         _add_product(square[first : first + step, first:], rows[:, first : first + step], rows[:, first:])
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def _add_product(total: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
     """Add A^T B of [tokens, I] and [tokens, O], whose products are exact in float32, to a float32 [I, O]."""
-    if left.dtype == torch.float32:
-        total.addmm_(left.t(), right)
+    if first.dtype == torch.float32:
+        total.addmm_(first.t(), second)
     else:
-        total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
+        total.add_(torch.mm(first.t(), second, out_dtype=torch.float32))
 
 
 @cache
@@ -333,9 +333,9 @@ def _product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     in float32, as a GPU does (with ROCm since PyTorch 2.10)."""
     if device.type == "cpu" or dtype == torch.float32:
         return torch.float32
-    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    matrix = torch.ones(16, 16, dtype=dtype, device=device)
     try:
-        summed = bool((torch.mm(ones, ones, out_dtype=torch.float32) == len(ones)).all())
+        summed = bool((torch.mm(matrix, matrix, out_dtype=torch.float32) == len(matrix)).all())
     except RuntimeError:
         summed = False
     return dtype if summed else torch.float32

@@ -47,7 +47,7 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
     settings, devices = request.settings, request.devices[: min(len(request.batches), PARTS)]
     with measuring(request.folder):
         replicas = _replicas(request, devices)
-        need = _need(request, replicas[0])
+        need = _need(request, replicas[0], devices)
         folder = layers_folder(request.work)
         steps = [step for plan in request.plans for step in plan.steps]
         weights = ModelWeights(replicas[0], request.structure, steps)
@@ -79,8 +79,9 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
                     statistics = runner.collect(step)
                     groups = [compensate(group, settings.compensation) for group in weights.groups(statistics)]
                     solutions = solve(groups, settings, list(dict.fromkeys(devices)))
-                    runner.apply(step, [solution.served() for solution in solutions])
+                    runner.apply(step, (solution.served() for solution in solutions))
                     result.add(solutions)
+                    del statistics, groups, solutions  # gigabytes, which the next step needs for its own
                 if scaling is not None:
                     result.add_scaled(weights, runner.layers[layer], scaling.touched)
                 result.save(folder, layer, inputs.changed)
@@ -111,13 +112,14 @@ def _replicas(request: GptqRequest, devices: Sequence[str]) -> list[Replica]:
     return replicas
 
 
-def _need(request: GptqRequest, model: Replica) -> Need:
-    """Return what the layers take; raise `CalibrationError` where the first device has no room to round weights."""
-    need, device = need_of(model, request.batches), request.devices[0]
+def _need(request: GptqRequest, model: Replica, devices: Sequence[str]) -> Need:
+    """Return what the layers take; raise `CalibrationError` where a device has no room to round weights."""
+    need = need_of(model, request.batches)
     if request.settings.compensation:
         need = replace(need, states=2 * need.states)
     rounding = gptq_bytes(request.structure, request.choice.schemes)
-    require_rounding_room(need, rounding, free_bytes(device), device)
+    for device in dict.fromkeys(devices):
+        require_rounding_room(need, rounding, free_bytes(device), device)
     return need
 
 

@@ -314,7 +314,7 @@ class GptqRunner(LayerRunner):
             if self._reference:
                 with (
                     _weights(model, share.source_weights),
-                    collector.reference_run(model, batch, source.hidden, whole=step.is_last),
+                    collector.reference_run(model, batch, source.hidden, complete=step.is_last),
                 ):
                     output = self._run(step.layer, batch, source, share.replica)
                     if step.is_last:

@@ -7,7 +7,9 @@ computed on a device does not depend on how many there are.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.room import rounding_bytes
@@ -27,21 +29,33 @@ _STACK = 1 << 30  # bytes in float32 of the Hessians, or of the weights, that a 
 class Problem:
     """Weights of one group that are rounded as one matrix, [O, I], by a kernel whose scales are of a row at most.
 
-    Or one weight whose scale is its own, or that of a group with this ``largest`` magnitude. ``target`` is stored in
-    the place of the matrix; None where the matrix itself is.
+    Or one weight whose scale is its own, or that of a group with this ``largest`` magnitude. ``targets`` are stored in
+    the place of the weights; None where the weights themselves are.
     """
 
     group: InputGroup
     members: tuple[Member, ...]
     weights: tuple[torch.Tensor, ...]
-    matrix: torch.Tensor
-    target: torch.Tensor | None
+    targets: tuple[torch.Tensor, ...] | None
     largest: torch.Tensor | None
 
     @property
     def kernel(self) -> Kernel:
         """The kernel of all members."""
         return self.members[0].kernel
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        return sum(map(len, self.weights)), self.weights[0].shape[1]
+
+    def matrix(self, device: str) -> torch.Tensor:
+        """Return the weights one below the other on a device, [O, I]."""
+        return torch.cat(self.weights).to(device)
+
+    def target(self, device: str) -> torch.Tensor | None:
+        """Return the targets one below the other on a device, [O, I]; None where there are none."""
+        return None if self.targets is None else torch.cat(self.targets).to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +87,7 @@ def solve(groups: Sequence[InputGroup], settings: GptqSettings, devices: Sequenc
     """
     problems = _problems(groups)
     batches = _batches(problems, devices[0])
-    batches.sort(key=lambda batch: -sum(problem.matrix.numel() for problem in batch))  # alike in size at a time
+    batches.sort(key=lambda batch: -sum(prod(problem.shape) for problem in batch))  # alike in size at a time
     rounded: dict[int, RoundedWeight] = {}
     for first in range(0, len(batches), len(devices)):
         here = batches[first : first + len(devices)]
@@ -102,10 +116,10 @@ def _problems(groups: Sequence[InputGroup]) -> list[Problem]:
             by_kernel.setdefault(key, []).append(place)
         for places in by_kernel.values():
             weights = tuple(group.weights[place] for place in places)
-            target = None if group.targets is None else torch.cat([group.targets[place] for place in places])
+            targets = None if group.targets is None else tuple(group.targets[place] for place in places)
             members = tuple(group.members[place] for place in places)
             shared = largest.get(members[0].step.name)
-            problems.append(Problem(group, members, weights, torch.cat(weights), target, shared))
+            problems.append(Problem(group, members, weights, targets, shared))
     return problems
 
 
@@ -117,15 +131,15 @@ def _batches(problems: Sequence[Problem], device: str) -> list[list[Problem]]:
     """
     batches: dict[tuple[object, ...], list[Problem]] = {}
     for problem in problems:
-        rows, columns = problem.matrix.shape
-        if problem.target is None and problem.largest is None and torch.device(device).type != "cpu":
+        rows, columns = problem.shape
+        if problem.targets is None and problem.largest is None and torch.device(device).type != "cpu":
             key: tuple[object, ...] = problem.kernel.name, rows, columns
         else:
             key = problem.kernel.name, id(problem.group)
         batches.setdefault(key, []).append(problem)
     divided = []
     for batch in batches.values():
-        rows, columns = batch[0].matrix.shape
+        rows, columns = batch[0].shape
         count = max(1, _STACK // (4 * columns * max(rows, columns))) if _is_stack(batch) else len(batch)
         divided += [batch[first : first + count] for first in range(0, len(batch), count)]
     return divided
@@ -137,7 +151,12 @@ def _is_stack(batch: Sequence[Problem]) -> bool:
 
 
 def _attempt(batch: Sequence[Problem], settings: GptqSettings, device: str) -> list[Attempt]:
-    """Round the matrices of a batch on a device."""
+    """Round the matrices of a batch on a device, which is this thread's current one meanwhile."""
+    with torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext():
+        return _attempt_here(batch, settings, device)
+
+
+def _attempt_here(batch: Sequence[Problem], settings: GptqSettings, device: str) -> list[Attempt]:
     kernel = batch[0].kernel
 
     def factor(problem: Problem) -> Factor:
@@ -145,16 +164,16 @@ def _attempt(batch: Sequence[Problem], settings: GptqSettings, device: str) -> l
         return factorize(hessian, kernel, dampening=settings.dampening, ordered=settings.activation_order)
 
     if _is_stack(batch):
-        matrices = [problem.matrix.to(device) for problem in batch]
+        matrices = [problem.matrix(device) for problem in batch]
         return [attempt(matrices, [factor(problem) for problem in batch], kernel)]
     shared = factor(batch[0])
     return [
         attempt(
-            [problem.matrix.to(device)],
+            [problem.matrix(device)],
             [shared],
             kernel,
             None if problem.largest is None else problem.largest.to(device),
-            None if problem.target is None else problem.target.to(device),
+            problem.target(device),
         )
         for problem in batch
     ]
