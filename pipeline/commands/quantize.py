@@ -1,4 +1,4 @@
-"""quantmint quantize SRC OUT, and quantmint inspect PATH: a checkpoint without a recipe."""
+"""quantmint quantize MODEL OUT, and quantmint inspect PATH: a checkpoint without a recipe."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _show_result(job: QuantizationJob, checkpoint: QuantizedCheckpoint, *, as_js
         click.echo("finished before, with the same source and options: nothing to do")
     schemes = ", ".join(f"{count:,} modules in {scheme}" for scheme, count in record["schemes"].items())
     worst = record["worst"]
-    later = f"none; `quantmint inspect {shlex.quote(str(out))} --source SRC` makes up for it"
+    later = f"none; `quantmint inspect {shlex.quote(str(out))} --source MODEL` makes up for it"
     lines = {
         "checkpoint": str(out),
         "size": f"{size(record['bytes'])} from {size(record['source_bytes'])}",

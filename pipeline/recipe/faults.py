@@ -61,7 +61,7 @@ def refuse(faults: Iterable[Fault]) -> None:
 def option_of(path: YamlPath) -> str:
     """Return the command-line option for a field of a recipe: ``--sequence-length`` for calibration.sequence_length."""
     if path[0] == "source":
-        return "SRC"
+        return "MODEL"
     field = path[:2]
     return _OPTIONS.get((str(field[0]), str(field[-1])), f"--{str(field[-1]).replace('_', '-')}")
 

@@ -152,7 +152,7 @@ def source_section(text: str) -> dict[str, str]:
     section = repository(text)
     if section is None:
         raise UserError(
-            f"SRC: found {text!r}, expected a folder with a model, or organisation/name[@revision] of the Hub."
+            f"MODEL: found {text!r}, expected a folder with a model, or organisation/name[@revision] of the Hub."
         )
     return {"repo": str(section.repo), "revision": str(section.revision)}
 

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.bench.sampled OUT.json [--workers N] -- quantize SRC OUT --scheme mxfp4
+    python -m tests.bench.sampled OUT.json [--workers N] -- quantize MODEL OUT --scheme mxfp4
 
 A thread looks at the others every few milliseconds and counts the line that each stands on. Lines that wait for a GPU
 are few; time that is spread over all lines of a kernel is spent on the interpreter's lock. ``--workers`` is the number

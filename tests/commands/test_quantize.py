@@ -300,7 +300,7 @@ def test_what_is_asked_wrongly_is_one_message(
 def test_a_source_that_is_neither_a_folder_nor_a_repository(quantmint: Quantmint, given: str) -> None:
     ended = quantmint("quantize", given, "out", "--scheme", "ptpc_fp8")
     assert ended.code == 2
-    assert f"SRC: found {given!r}, expected a folder with a model, or organisation/name[@revision]" in ended.err
+    assert f"MODEL: found {given!r}, expected a folder with a model, or organisation/name[@revision]" in ended.err
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 from tests.tools.reference import DOCS
 
 ROOT = DOCS.parent
@@ -76,6 +78,9 @@ def _literals() -> Iterator[str]:
                     yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield node.value
+    causes = yaml.safe_load((ROOT / "pipeline" / "serving" / "running" / "failures.yaml").read_text(encoding="utf-8"))
+    for cause in causes:
+        yield re.sub(r"\{\w+\}", "\0", cause["message"])
 
 
 def test_the_messages_that_are_explained_are_ours() -> None:

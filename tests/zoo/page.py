@@ -90,7 +90,7 @@ def written(pair: Outcome) -> str:
 
 def reason(message: str) -> str:
     """Shorten a refusal to what holds for every size of the architecture: no option, no path, no number."""
-    text = re.sub(r"^(--[\w-]+|SRC|source|quantization\.\w+): ", "", message)
+    text = re.sub(r"^(--[\w-]+|MODEL|source|quantization\.\w+): ", "", message)
     text = re.sub(r"^/\S+: ", "", text)
     text = re.sub(r"(?<=\.)\d+(?=\.)", "*", text)
     text = re.sub(
