@@ -150,16 +150,16 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code; errors are one message on standard error, never a traceback."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    typed = list(sys.argv[1:] if arguments is None else arguments)
     stdout = sys.stdout
     try:
-        code: Any = cli.main(given, prog_name="quantmint", standalone_mode=False)
+        code: Any = cli.main(typed, prog_name="quantmint", standalone_mode=False)
     except QuantmintError as error:
-        _fail(str(error), given, error.exit_code, transient=error.transient)
+        _fail(str(error), typed, error.exit_code, transient=error.transient)
     except (click.exceptions.Abort, KeyboardInterrupt):
-        _fail("interrupted; what was finished is kept, and the same command goes on from there", given, 130)
+        _fail("interrupted; what was finished is kept, and the same command goes on from there", typed, 130)
     except click.ClickException as error:
-        _emit_error(error.format_message(), given, 2)
+        _emit_error(error.format_message(), typed, 2)
         error.show()
         sys.exit(2)
     except SystemExit as error:
@@ -169,18 +169,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(141)
         if isinstance(error.code, int) and error.code >= 128:  # a signal that was ours
             sys.exit(error.code)
-        _fail(f"a library ended the process: exit {error.code}{_shadow()}\n  --debug shows where.", given, 5)
+        _fail(f"a library ended the process: exit {error.code}{_shadow()}\n  --debug shows where.", typed, 5)
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            _fail(_too_long(str(error.filename)), given, 2)
+            _fail(_too_long(str(error.filename)), typed, 2)
         missing = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if missing in _EXTRAS:
             install = f"pip install 'quantmint[{_EXTRAS[missing]}]'"
-            _fail(f"this needs {missing}, which is not installed.\n  {install}", given, 2)
+            _fail(f"this needs {missing}, which is not installed.\n  {install}", typed, 2)
         # A fault of ours; what was committed stays all the same.
         foreign = _shadow() if isinstance(error, ImportError) else ""
         _fail(
-            f"unexpected {type(error).__name__}: {error}{foreign}\n  --debug shows where; please report it.", given, 5
+            f"unexpected {type(error).__name__}: {error}{foreign}\n  --debug shows where; please report it.", typed, 5
         )
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -94,11 +94,11 @@ def releases(place: str, as_json: bool) -> None:
     Example: quantmint release list published/llama70b-fp8kv
     """
     there = open_destination(place)
-    found = there.releases()
+    releases = there.releases()
     if as_json:
-        emit({"place": there.address, "releases": [asdict(release) for release in found]})
+        emit({"place": there.address, "releases": [asdict(release) for release in releases]})
         return
-    if not found:
+    if not releases:
         click.echo(f"nothing is published in {shown_path(there.address)}", err=True)
         return
 
@@ -110,7 +110,7 @@ def releases(place: str, as_json: bool) -> None:
             "-" if release.size is None else size(release.size),
             plain(release.title),
         )
-        for release in found
+        for release in releases
     ]
     terminal().print(table("tag", "date", "", "size", "title", right=("size",), rows=rows))
 
@@ -290,10 +290,10 @@ def _verdict(outcome: RunOutcome) -> str:
 
 
 def _as_json(operations: Sequence[Operation]) -> list[dict[str, object]]:
-    return [{"verb": one.verb, "what": one.what, "bytes": one.size} for one in operations]
+    return [{"verb": operation.verb, "what": operation.what, "bytes": operation.size} for operation in operations]
 
 
 def _show(operations: Sequence[Operation], *, indent: str = "") -> None:
-    for one in operations:
-        line = f"{indent}{one.verb:<9}{one.what}"
-        click.echo(line if one.size is None else f"{line}  {size(one.size)}")
+    for operation in operations:
+        line = f"{indent}{operation.verb:<9}{operation.what}"
+        click.echo(line if operation.size is None else f"{line}  {size(operation.size)}")

@@ -60,7 +60,7 @@ def quantize(
     dry_run: bool,
     as_json: bool,
     override: tuple[str, ...],
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Quantize MODEL (a folder, or organisation/name[@revision] of the Hub) into the folder OUT, without a recipe.
 
@@ -76,7 +76,7 @@ def quantize(
         os.environ["OMP_NUM_THREADS"] = str(threads)
 
     job = open_quantization(
-        src, out, **_sections(given, _overrides(override)), device=device, inspect=inspect, to_run=not dry_run
+        src, out, **_sections(options, _overrides(override)), device=device, inspect=inspect, to_run=not dry_run
     )
     if dry_run:
         state = "finished" if job.finished else "goes on where it stopped" if job.begun else "nothing is there yet"
@@ -86,22 +86,22 @@ def quantize(
     _show_result(job, checkpoint, as_json=as_json)
 
 
-def _sections(given: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[str, Any]:
-    calibration = {"set": given["calibration"], **{name: given[name] for name in _CALIBRATION}}
+def _sections(options: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[str, Any]:
+    calibration = {"set": options["calibration"], **{name: options[name] for name in _CALIBRATION}}
     useless = next((name for name, value in calibration.items() if value is not None), None)
-    if given["calibration"] is None and useless is not None:
+    if options["calibration"] is None and useless is not None:
         raise click.UsageError(f"--{useless.replace('_', '-')}: found it without --calibration SET")
     return {
-        "trust_remote_code": bool(given["trust_remote_code"]),
+        "trust_remote_code": bool(options["trust_remote_code"]),
         "quantization": {
-            **{name: given[name] for name in _QUANTIZATION},
-            "from": None if given["from_"] is None else given["from_"].split(","),
-            "format": given["layout"],
-            "exclude": list(given["exclude"]),
+            **{name: options[name] for name in _QUANTIZATION},
+            "from": None if options["from_"] is None else options["from_"].split(","),
+            "format": options["layout"],
+            "exclude": list(options["exclude"]),
             "overrides": overrides,
-            **_parameters(given["algorithm"], given["parameter"]),
+            **_parameters(options["algorithm"], options["parameter"]),
         },
-        "calibration": None if given["calibration"] is None else calibration,
+        "calibration": None if options["calibration"] is None else calibration,
     }
 
 
@@ -175,7 +175,7 @@ def _show_result(job: QuantizationJob, checkpoint: QuantizedCheckpoint, *, as_js
     from quantmint.pipeline.stages.source import require_tokenizer
 
     out, kv_cache = job.out, job.setting.recipe.quantization.kv_cache
-    record, made = checkpoint.record, checkpoint.made
+    record, is_new = checkpoint.record, checkpoint.made
     serve: str | None = shlex.join(
         ["vllm", "serve", str(out), *(["--kv-cache-dtype", "fp8"] if kv_cache == "fp8" else [])]
     )
@@ -185,11 +185,11 @@ def _show_result(job: QuantizationJob, checkpoint: QuantizedCheckpoint, *, as_js
         serve = None
     facts = {name: value for name, value in record.items() if name not in ("payload", "files")}
     if as_json:
-        emit({"checkpoint": str(out.absolute()), "made": made, **facts, "serve": serve})
+        emit({"checkpoint": str(out.absolute()), "made": is_new, **facts, "serve": serve})
         return
     from quantmint.eval.report.numbers import size
 
-    if not made:
+    if not is_new:
         click.echo("finished before, with the same source and options: nothing to do")
     schemes = ", ".join(f"{count:,} modules in {scheme}" for scheme, count in record["schemes"].items())
     worst = record["worst"]

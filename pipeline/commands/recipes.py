@@ -94,9 +94,9 @@ def init(
     from quantmint.pipeline.serving.host.detect import detect
     from quantmint.pipeline.stages.checks import check
 
-    def asked(given: str | None, question: str, default: str) -> str:
-        if given is not None or as_json or not sys.stdin.isatty():
-            return default if given is None else given
+    def asked(typed: str | None, question: str, default: str) -> str:
+        if typed is not None or as_json or not sys.stdin.isatty():
+            return default if typed is None else typed
         return str(click.prompt(question, default=default, err=True))
 
     target = asked(target, "served on", detect(Host()).hardware)

@@ -64,7 +64,7 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 @click.option("--compose", is_flag=True, help="... as a docker compose file.")
 @click.option("--kubernetes", is_flag=True, help="... as a Kubernetes Deployment.")
 @store_option
-def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given: Any) -> int:
+def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **options: Any) -> int:
     """Serve MODEL with vLLM, with the knobs for its hardware and load, until Ctrl-C.
 
     MODEL is a folder, organisation/name[@revision] of the Hub, or a recipe: the checkpoint that it made, or its
@@ -75,19 +75,19 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
     """
     from quantmint.pipeline.runs.serving import serve as serve_until_stopped
 
-    forms = [form for form in _FORMS if given[form]]
+    forms = [form for form in _FORMS if options[form]]
     if len(forms) > 1:
         raise click.UsageError(f"found --{' and --'.join(forms)}, expected one of them")
-    request = _request(model, port, given, planning=dry_run or bool(forms))
+    request = _request(model, port, options, planning=dry_run or bool(forms))
     if dry_run or forms:
-        _show(request, forms[0] if forms else "", given)
+        _show(request, forms[0] if forms else "", options)
         return 0
-    settings = {name: given[name] for name in ("image", "endpoint", "node_rank")}
-    logs = given["store_path"] / "logs"
-    return serve_until_stopped(request, given["launcher"], logs=logs, startup_timeout=startup_timeout, **settings)
+    settings = {name: options[name] for name in ("image", "endpoint", "node_rank")}
+    logs = options["store_path"] / "logs"
+    return serve_until_stopped(request, options["launcher"], logs=logs, startup_timeout=startup_timeout, **settings)
 
 
-def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> ServeRequest:
+def _request(model: str, port: int, options: dict[str, Any], *, planning: bool) -> ServeRequest:
     from quantmint.pipeline.recipe.schema import Serve
     from quantmint.pipeline.runs.serving import (
         ServeRequest,
@@ -102,23 +102,23 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
     from quantmint.pipeline.serving.planning.request import ServingRequest
 
     version, environment = vllm_for(
-        given["vllm"], given["vllm_version"], elsewhere=planning or given["launcher"] in ("docker", "endpoint")
+        options["vllm"], options["vllm_version"], elsewhere=planning or options["launcher"] in ("docker", "endpoint")
     )
     served = find_model(
         model,
-        store=given["store_path"],
-        baseline=given["baseline"],
-        config=given["config"],
+        store=options["store_path"],
+        baseline=options["baseline"],
+        config=options["config"],
         vllm=None if environment is None else str(environment.executable),
     )
     recipe = served.recipe
     section = Serve() if recipe is None else recipe.serve
-    target = target_for(given["target"], recipe)
+    target = target_for(options["target"], recipe)
     profile = profile_for(
-        given["workload"], recipe, concurrency=given["concurrency"], max_model_len=given["max_model_len"]
+        options["workload"], recipe, concurrency=options["concurrency"], max_model_len=options["max_model_len"]
     )
-    trusted = given["trust_remote_code"] or (recipe is not None and recipe.trust_remote_code)
-    if not planning and given["launcher"] != "endpoint":
+    trusted = options["trust_remote_code"] or (recipe is not None and recipe.trust_remote_code)
+    if not planning and options["launcher"] != "endpoint":
         served = fetched(served, with_code=trusted, progress=reporter_for(json=False))
     return ServeRequest(
         served,
@@ -128,25 +128,25 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
             target=target,
             profile=profile,
             vllm_version=version,
-            overrides={**section.overrides, **overrides_of(given["settings"])},
-            kv_cache_dtype=given["kv_cache_dtype"],
-            speculative=speculation_of(given["speculative"]) if given["speculative"] else section.speculative,
+            overrides={**section.overrides, **overrides_of(options["settings"])},
+            kv_cache_dtype=options["kv_cache_dtype"],
+            speculative=speculation_of(options["speculative"]) if options["speculative"] else section.speculative,
             tunableop=None if served.tunableop is None else str(served.tunableop),
-            servers_per_gpu=given["pack"] or section.pack,
-            arguments=(*section.arguments, *given["arguments"]),
-            served_model_name=given["served_model_name"] or served.name,
+            servers_per_gpu=options["pack"] or section.pack,
+            arguments=(*section.arguments, *options["arguments"]),
+            served_model_name=options["served_model_name"] or served.name,
             trust_remote_code=trusted,
             cpu_threads=os.cpu_count() or 1,
         ),
         environment=environment,
-        hosts=tuple(given["host_ip"].split(",")) if given["host_ip"] else (),
+        hosts=tuple(options["host_ip"].split(",")) if options["host_ip"] else (),
         port=port,
-        node_rank=given["node_rank"],
-        planning=planning or given["launcher"] == "endpoint",
+        node_rank=options["node_rank"],
+        planning=planning or options["launcher"] == "endpoint",
     )
 
 
-def _show(request: ServeRequest, form: str, given: dict[str, Any]) -> None:
+def _show(request: ServeRequest, form: str, options: dict[str, Any]) -> None:
     from quantmint.pipeline.serving.render.docker import compose
     from quantmint.pipeline.serving.render.explanation import explain
     from quantmint.pipeline.serving.render.invocation import script
@@ -159,9 +159,9 @@ def _show(request: ServeRequest, form: str, given: dict[str, Any]) -> None:
     elif form == "shell":
         click.echo(script(plan, processes), nl=False)
     elif form == "compose":
-        click.echo(compose(plan, processes, image=given["image"]), nl=False)
+        click.echo(compose(plan, processes, image=options["image"]), nl=False)
     elif form == "kubernetes":
-        click.echo(deployment(plan, image=given["image"], claim=given["volume_claim"]), nl=False)
+        click.echo(deployment(plan, image=options["image"], claim=options["volume_claim"]), nl=False)
     else:
         installed = None if request.environment is None else request.environment.version
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)
@@ -175,8 +175,8 @@ def _show(request: ServeRequest, form: str, given: dict[str, Any]) -> None:
 
 def _facts(facts: ModelFacts) -> dict[str, Any]:
     """Numbers and names; the single pieces of a model would be pages."""
-    said = dataclasses.asdict(facts)
-    shown = {field.name: said[field.name] for field in dataclasses.fields(facts) if field.compare}
+    fact_fields = dataclasses.asdict(facts)
+    shown = {field.name: fact_fields[field.name] for field in dataclasses.fields(facts) if field.compare}
     return {"family": facts.family, "density": facts.density, **shown}
 
 
@@ -208,9 +208,9 @@ def doctor(
 
     if as_json and fix_script:
         raise click.UsageError("--json and --fix-script both print on standard output: give one of them")
-    wanted, meant = (None, None) if model is None else model_needs(model)
-    asked = meant if target is None else None if target == "auto" else parse_target(target)
-    subject = gather_context(Host(), target=asked, vllm=vllm, checkpoint=wanted)
+    needed, recipe_target = (None, None) if model is None else model_needs(model)
+    machine = recipe_target if target is None else None if target == "auto" else parse_target(target)
+    subject = gather_context(Host(), target=machine, vllm=vllm, checkpoint=needed)
     findings = run_checks(subject)
     failed = any(finding.status == "fail" for finding in findings)
     if as_json:

@@ -58,7 +58,7 @@ _FOR = {
 @store_option
 @json_option
 @click.pass_context
-def command(context: click.Context, /, **given: Any) -> int:
+def command(context: click.Context, /, **options: Any) -> int:
     """Run RECIPE on a cluster: `quantmint run` with the same working folder and store, on a shared filesystem.
 
     ARGUMENTS after two dashes go to `quantmint run`, such as `-- --until inspect`. A job that Slurm preempted or
@@ -66,28 +66,28 @@ def command(context: click.Context, /, **given: Any) -> int:
 
     Example: quantmint submit llama70b-fp8kv --slurm --partition mi300x --time 8h --follow
     """
-    if (given["place_name"] is None) == (given["ray_address"] is None):
+    if (options["place_name"] is None) == (options["ray_address"] is None):
         raise click.UsageError("expected one place: --slurm, --kubernetes or --ray ADDRESS")
-    name = given["place_name"] or "ray"
+    name = options["place_name"] or "ray"
     refuse_foreign(context, name, _FOR)
-    place = _place(name, given)
-    as_json, status = given["as_json"], given["status"]
+    place = _place(name, options)
+    as_json, status = options["as_json"], options["status"]
     if status is not None:
-        if given["follow"]:
+        if options["follow"]:
             return _follow(place, {"id": status, "place": name}, as_json)
         state = place.state(status)
         return _tell({"id": status, "place": name, **_plain(state)}, as_json)
-    if given["recipe"] is None:
+    if options["recipe"] is None:
         raise click.UsageError("missing RECIPE")
-    task = _task(given)
-    if given["dry_run"]:
+    task = _task(options)
+    if options["dry_run"]:
         from quantmint.pipeline.clusters.submit.kubernetes import Kubernetes
 
         click.echo(place.describe(task), nl=False)
         if isinstance(place, Kubernetes) and (away := place.check(task)) is not None:
             click.echo(f"note: no API server has looked at it: {away}", err=True)
         return 0
-    if given["attached"]:
+    if options["attached"]:
         from quantmint.pipeline.clusters.submit.ray import RayJobs, run_attached
 
         assert isinstance(place, RayJobs)  # noqa: S101 - the option is refused elsewhere
@@ -95,11 +95,11 @@ def command(context: click.Context, /, **given: Any) -> int:
         click.echo(printed, nl=False)
         return code
     submitted = place.submit(task)
-    told = {"id": submitted.identifier, "place": name, "log": submitted.log}
-    if not given["follow"]:
-        return _tell(told, as_json)
+    answer = {"id": submitted.identifier, "place": name, "log": submitted.log}
+    if not options["follow"]:
+        return _tell(answer, as_json)
     click.echo(f"{submitted.identifier}  {submitted.log}", err=True)
-    return _follow(place, told, as_json)
+    return _follow(place, answer, as_json)
 
 
 def _place(name: str, given: dict[str, Any]) -> Scheduler:
@@ -129,7 +129,7 @@ def _place(name: str, given: dict[str, Any]) -> Scheduler:
     return ray.RayJobs(given["ray_address"], Path.cwd(), variables)
 
 
-def _task(given: dict[str, Any]) -> JobRequest:
+def _task(options: dict[str, Any]) -> JobRequest:
     """Refuses here what the run would refuse there, after hours in a queue."""
     from quantmint.pipeline.base.times import parse_duration
     from quantmint.pipeline.commands import run
@@ -137,20 +137,20 @@ def _task(given: dict[str, Any]) -> JobRequest:
     from quantmint.pipeline.recipe.load import load_recipe
     from quantmint.pipeline.stages.checks import check
 
-    loaded = load_recipe(given["recipe"])
+    loaded = load_recipe(options["recipe"])
     refuse(check(loaded))
-    run.run.make_context("run", [given["recipe"], *given["arguments"]])
+    run.run.make_context("run", [options["recipe"], *options["arguments"]])
     return request_job(
         loaded.recipe,
-        given["recipe"],
-        store=str(given["store_path"]),
-        **{name: given[name] for name in ("gpus", "cpus", "arguments")},
-        memory_gb=given["memory"],
-        seconds=None if given["limit"] is None else parse_duration(given["limit"]),
+        options["recipe"],
+        store=str(options["store_path"]),
+        **{name: options[name] for name in ("gpus", "cpus", "arguments")},
+        memory_gb=options["memory"],
+        seconds=None if options["limit"] is None else parse_duration(options["limit"]),
     )
 
 
-def _follow(place: Scheduler, told: dict[str, Any], as_json: bool) -> int:
+def _follow(place: Scheduler, answer: dict[str, Any], as_json: bool) -> int:
     """The log on standard output (with --json on standard error), then the run's own exit code."""
     heard: set[str] = set()
 
@@ -160,14 +160,14 @@ def _follow(place: Scheduler, told: dict[str, Any], as_json: bool) -> int:
             click.echo(f"waits: {state.waits}", err=True)
 
     try:
-        state = follow(place, told["id"], lambda piece: click.echo(piece, nl=False, err=as_json), look)
+        state = follow(place, answer["id"], lambda piece: click.echo(piece, nl=False, err=as_json), look)
     except KeyboardInterrupt:
-        click.echo(f"\nno longer followed; the job goes on. --status {told['id']} --follow looks again.", err=True)
+        click.echo(f"\nno longer followed; the job goes on. --status {answer['id']} --follow looks again.", err=True)
         return 130
     if as_json:
-        emit({**told, **_plain(state)})
+        emit({**answer, **_plain(state)})
     else:
-        click.echo(f"{told['id']}  {state.status}", err=True)
+        click.echo(f"{answer['id']}  {state.status}", err=True)
     return state.exit_code or 0
 
 
@@ -175,12 +175,12 @@ def _plain(state: JobState) -> dict[str, Any]:
     return {"state": state.status, "exit_code": state.exit_code, "waits": state.waits}
 
 
-def _tell(told: dict[str, Any], as_json: bool) -> int:
+def _tell(answer: dict[str, Any], as_json: bool) -> int:
     if as_json:
-        emit(told)
+        emit(answer)
         return 0
     hidden = ("place", "waits")
-    click.echo("  ".join(str(value) for key, value in told.items() if key not in hidden and value is not None))
-    if told.get("waits") is not None:
-        click.echo(f"waits: {told['waits']}")
+    click.echo("  ".join(str(value) for key, value in answer.items() if key not in hidden and value is not None))
+    if answer.get("waits") is not None:
+        click.echo(f"waits: {answer['waits']}")
     return 0

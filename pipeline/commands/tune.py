@@ -121,7 +121,7 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
 @vllm_version_option
 @store_option
 @json_option
-def tune(model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **given: Any) -> int:
+def tune(model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **options: Any) -> int:
     """Measure which knobs serve MODEL (a recipe, a folder or a repository) best here, by `vllm bench serve`.
 
     Every value is screened; the best few and the base plan are then launched again by turns, and a rank test decides
@@ -145,56 +145,56 @@ def tune(model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **
     )
     from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective, grid_size
 
-    as_json, dry_run = given["as_json"], given["dry_run"]
+    as_json, dry_run = options["as_json"], options["dry_run"]
     reporter = reporter_for(json=as_json)
-    limit = None if given["budget"] is None else parse_duration(given["budget"])
-    knobs = [parse_knob(text) for text in given["knobs"]]
-    store = Store(given["store_path"], on_warning=reporter.warn)
+    limit = None if options["budget"] is None else parse_duration(options["budget"])
+    knobs = [parse_knob(text) for text in options["knobs"]]
+    store = Store(options["store_path"], on_warning=reporter.warn)
     opened = open_subject(
         model,
-        **{name: given[name] for name in ("target", "workload", "vllm", "vllm_version")},
+        **{name: options[name] for name in ("target", "workload", "vllm", "vllm_version")},
         store=store,
         reporter=reporter,
         measuring=not dry_run,
         tunableop=tunableop,
     )
     subject = opened.subject
-    if subject.kind != "rocm" and (tunableop or given["aiter"]):
+    if subject.kind != "rocm" and (tunableop or options["aiter"]):
         raise UserError(
             "--tunableop, --aiter: they choose among rocBLAS's, hipBLASLt's and AITER's kernels; elsewhere there is "
             "nothing to tune"
         )
-    products = gemms(opened.facts, opened.arch, subject.plan(BASE)) if given["aiter"] else None
+    products = gemms(opened.facts, opened.arch, subject.plan(BASE)) if options["aiter"] else None
     axes = option_axes(knobs, version=subject.vllm.version) if knobs else opened.default_axes()
     axes = without_base_values(axes, subject.plan(BASE), lambda knob: table()[knob].default)
     if tunableop:
         axes = (Axis(TUNABLEOP, ("1",)), *axes)
-    objective = Objective(given["objective"], given["max_ttft"], given["max_itl"])
-    sweep = KnobSweep(subject, Design(axes, mode, given["repeat"], given["launches"]), objective)
+    objective = Objective(options["objective"], options["max_ttft"], options["max_itl"])
+    sweep = KnobSweep(subject, Design(axes, mode, options["repeat"], options["launches"]), objective)
     if mode == "grid" and grid_size(axes) > _LARGEST_GRID:
         raise UserError(
             f"a grid over {', '.join(axis.knob for axis in axes)} has {grid_size(axes):,} combinations, "
             f"expected at most {_LARGEST_GRID:,}",
             hint="name the knobs that depend on each other with --knob, or leave --mode grid out",
         )
-    folder = given["out"] or Path("tuning") / subject.name
+    folder = options["out"] or Path("tuning") / subject.name
     if dry_run:
         return _show(sweep, folder, as_json=as_json, products=products)
-    again = {"existing": dict(opened.existing), "redo": given["redo"], "products": products}
-    found, page = measure(sweep, store, limit, reporter, folder, tunableop=tunableop, **again)
+    again = {"existing": dict(opened.existing), "redo": options["redo"], "products": products}
+    report, page = measure(sweep, store, limit, reporter, folder, tunableop=tunableop, **again)
     if as_json:
-        emit({**found, "page": str(page.absolute())})
+        emit({**report, "page": str(page.absolute())})
     else:
-        _print(found)
-        click.echo(found["verdict"])
-        for line in found["undecided"]:
+        _print(report)
+        click.echo(report["verdict"])
+        for line in report["undecided"]:
             click.echo(line)
-        if found["gate_again"]:
-            click.echo(f"changes what the model answers: {', '.join(found['gate_again'])}; run the gate again")
-        if found["best"] and found["serve_yaml"]:
-            click.echo(f"\n{found['serve_yaml']}")
+        if report["gate_again"]:
+            click.echo(f"changes what the model answers: {', '.join(report['gate_again'])}; run the gate again")
+        if report["best"] and report["serve_yaml"]:
+            click.echo(f"\n{report['serve_yaml']}")
         click.echo(f"page  {page}")
-    return 0 if found["best"] is not None else 1
+    return 0 if report["best"] is not None else 1
 
 
 def _print(report: TuningReport) -> None:

@@ -65,52 +65,54 @@ def advise(
     """
     if verdict is not Verdict.FAIL and stopped is None:
         return Advice()
-    found = _precision(setting, groups)
+    advice = _precision(setting, groups)
     if verdict is Verdict.FAIL and stopped is not None:
-        lines = (*found.lines, "no task was asked; to ask them all the same, `gate: {canary: null}`")
-        return replace(found, lines=lines)
-    return found
+        lines = (*advice.lines, "no task was asked; to ask them all the same, `gate: {canary: null}`")
+        return replace(advice, lines=lines)
+    return advice
 
 
 def choices(recipe: Recipe) -> tuple[str, ...]:
     """Return the schemes that `scheme: auto` could choose from here: the recipe's own, and those beside them."""
-    made, target = recipe.quantization, recipe.target.hardware
+    quantization, target = recipe.quantization, recipe.target.hardware
     served = recipe.evaluation.runtime != "reference" or hardware(target).kind != "cpu"
     return tuple(
         name
-        for name in dict.fromkeys([*sorted(made.schemes), *FROM])
+        for name in dict.fromkeys([*sorted(quantization.schemes), *FROM])
         if "stream" in scheme(name).engines
-        and scheme(name).refusal(made.engine, made.format) is None
-        and made.format in scheme(name).formats
-        and not (served and refusal(target, name, made.kv_cache, made.format))
+        and scheme(name).refusal(quantization.engine, quantization.format) is None
+        and quantization.format in scheme(name).formats
+        and not (served and refusal(target, name, quantization.kv_cache, quantization.format))
     )
 
 
 def _precision(setting: Setting, groups: Sequence[Group] | None) -> Advice:
-    made = setting.recipe.quantization
+    quantization = setting.recipe.quantization
     point = None if setting.chosen is None else setting.chosen.point
     if groups is not None and point is not None:
-        left = spendable(setting, tuple(groups))
-        lines, budget = _more_bits(left, point)
+        affordable = spendable(setting, tuple(groups))
+        lines, budget = _more_bits(affordable, point)
         if budget is None:
-            return in_sixteen(setting.loaded, left, point.schemes, lines, searched=setting.written.search is not None)
+            return in_sixteen(
+                setting.loaded, affordable, point.schemes, lines, searched=setting.written.search is not None
+            )
         return Advice(tuple(lines), _block(setting, {**_choosing(_written(setting)), **budget}))
-    eight = all(scheme(name).bits_per_weight >= scheme(_EIGHT).bits_per_weight for name in made.schemes)
+    eight = all(scheme(name).bits_per_weight >= scheme(_EIGHT).bits_per_weight for name in quantization.schemes)
     if groups is not None:
-        now = {group.name: assigned(made, group.modules[0]) or made.scheme for group in groups}
-        return in_sixteen(setting.loaded, groups, now) if eight else in_eight(made, groups)
+        now = {group.name: assigned(quantization, group.modules[0]) or quantization.scheme for group in groups}
+        return in_sixteen(setting.loaded, groups, now) if eight else in_eight(quantization, groups)
     return _of_eight_bits(setting) if eight else _of_few_bits(setting)
 
 
 def _of_few_bits(setting: Setting) -> Advice:
     """Advise where nothing was measured and few bits lost too much: GPTQ, a search, a choice by layer."""
-    recipe, made = setting.recipe, setting.recipe.quantization
+    recipe, quantization = setting.recipe, setting.recipe.quantization
     lines: list[str] = []
-    by_gptq = _takes_gptq(made, made.schemes)
-    if made.algorithm == "none" and by_gptq:
+    by_gptq = _takes_gptq(quantization, quantization.schemes)
+    if quantization.algorithm == "none" and by_gptq:
         lines.append("at the same bits GPTQ loses less than rounding does: `quantization: {algorithm: gptq}`")
     names = choices(recipe)
-    if _EIGHT not in names or made.scheme not in names:
+    if _EIGHT not in names or quantization.scheme not in names:
         return Advice(tuple(lines), _block(setting, {**_same(_written(setting)), "algorithm": "gptq"}) if lines else "")
     where = "" if recipe.calibration else " --calibration SET"
     bits = min(scheme(name).bits_per_weight for name in names) + _MORE
@@ -125,15 +127,15 @@ def _of_few_bits(setting: Setting) -> Advice:
 
 def _of_eight_bits(setting: Setting) -> Advice:
     """Advise where everything is in 8 bit: scales by channel and token, cache or `down_proj` in 16 bit."""
-    made, changes = setting.recipe.quantization, dict[str, Any]()
-    if made.scheme == "fp8" and scheme(_EIGHT).refusal(made.engine, made.format) is None:
+    quantization, changes = setting.recipe.quantization, dict[str, Any]()
+    if quantization.scheme == "fp8" and scheme(_EIGHT).refusal(quantization.engine, quantization.format) is None:
         changes["scheme"] = _EIGHT
-    if made.kv_cache != "auto":
+    if quantization.kv_cache != "auto":
         changes["kv_cache"] = "auto"
     if changes:
         line = "scales by channel and token, and a KV cache in 16 bit, lose less than this: paste it into the recipe"
     else:
-        changes["exclude"] = [*made.exclude, _WIDEST]
+        changes["exclude"] = [*quantization.exclude, _WIDEST]
         line = "the last product of an MLP, whose inputs vary most, may stay in 16 bit: paste this into the recipe"
     return Advice((line,), _block(setting, {**_same(_written(setting)), **changes}, search=False))
 
@@ -159,16 +161,16 @@ def _choosing(written: LoadedRecipe, names: Sequence[str] | None = None) -> dict
     """Return the section with its schemes left to be chosen, by GPTQ where it rounds all of them; without a budget."""
     quantization, section = written.recipe.quantization, _same(written)
     choices_ = list(names or quantization.from_ or ())
-    left = {name: value for name, value in section.items() if name not in (*BUDGET, "overrides", "from")}
+    unchanged = {name: value for name, value in section.items() if name not in (*BUDGET, "overrides", "from")}
     if "overrides" in section:
-        left["overrides"] = section["overrides"] if names is None else []
+        unchanged["overrides"] = section["overrides"] if names is None else []
     if quantization.algorithm == "none" and _takes_gptq(quantization, choices_):
-        left["algorithm"] = "gptq"
-    return {**left, "scheme": AUTO, "from": choices_}
+        unchanged["algorithm"] = "gptq"
+    return {**unchanged, "scheme": AUTO, "from": choices_}
 
 
-def _takes_gptq(made: Quantization, names: Collection[str]) -> bool:
-    return all(algorithm("gptq").refusal(made.engine, name) is None for name in names)
+def _takes_gptq(quantization: Quantization, names: Collection[str]) -> bool:
+    return all(algorithm("gptq").refusal(quantization.engine, name) is None for name in names)
 
 
 def _block(setting: Setting, section: Mapping[str, Any], *, search: bool = True) -> str:
@@ -223,10 +225,10 @@ def _texts(setting: Setting) -> dict[str, Any]:
     limit = longest if isinstance(longest, int) else _HUB_LENGTH
     written = _written(setting)
     name = setting.recipe.name
-    own = written.path.parent / f"{name}-eval" / f"{name}-texts.yaml"
-    if not own.is_file():
+    texts_file = written.path.parent / f"{name}-eval" / f"{name}-texts.yaml"
+    if not texts_file.is_file():
         return {"set": _HUB_SET, **({"sequence_length": limit} if limit < _HUB_LENGTH else {})}
-    file = load_set(str(own)).file
+    file = load_set(str(texts_file)).file
     words = 0 if file is None else len(file.read_text(encoding="utf-8", errors="replace").split())
     length = min(_LENGTH, limit)
     samples = min(_MOST_SAMPLES, max(1, words // length))  # a word has a token or more
@@ -236,21 +238,21 @@ def _texts(setting: Setting) -> dict[str, Any]:
 def _more_bits(groups: Sequence[Group], point: Point) -> tuple[list[str], dict[str, float] | None]:
     """Return which groups cost most as they were chosen, and the budget of the next step up; None at the top."""
     lines = [_costliest(groups, point.schemes, point.cost)]
-    above = [each for each in frontier(groups) if each.cost < point.cost]
+    above = [candidate for candidate in frontier(groups) if candidate.cost < point.cost]
     if not above:
         return lines, None
-    step = next((each for each in above if each.cost <= point.cost / 2), above[-1])
+    step = next((candidate for candidate in above if candidate.cost <= point.cost / 2), above[-1])
     saved = 1 - step.cost / point.cost
-    more = f"{step.bits - point.bits:.2f} bits a weight more are predicted to save {saved:.0%} of it"
+    gain = f"{step.bits - point.bits:.2f} bits a weight more are predicted to save {saved:.0%} of it"
     bits, speedup = math.ceil(step.bits * 100) / 100, math.floor((step.speedup or 0) * 100) / 100
     budget: dict[str, Any] = {"bits": bits} if step.speedup is None else {"objective": "throughput", "speedup": speedup}
-    lines.append(f"{more}: `bits: {bits:.2f}`" if step.speedup is None else f"{more}: `speedup: {speedup:.2f}`")
+    lines.append(f"{gain}: `bits: {bits:.2f}`" if step.speedup is None else f"{gain}: `speedup: {speedup:.2f}`")
     return lines, budget
 
 
 def _costliest(groups: Sequence[Group], schemes: Mapping[str, str], cost: float) -> str:
-    told = [f"{name} in {scheme} ({share:.0%})" for name, scheme, share in costliest(groups, schemes)]
-    return f"of the cost that was predicted, {cost:.3g} nats, most is that of {', '.join(told)}"
+    parts = [f"{name} in {scheme} ({share:.0%})" for name, scheme, share in costliest(groups, schemes)]
+    return f"of the cost that was predicted, {cost:.3g} nats, most is that of {', '.join(parts)}"
 
 
 def in_sixteen(
@@ -268,54 +270,54 @@ def in_sixteen(
     costs = {
         group.name: option.cost for group in groups for option in group.options if option.scheme == schemes[group.name]
     }
-    total, kept = sum(costs.values()), list[str]()
-    for name in sorted(costs, key=lambda each: -costs[each]):
-        if sum(costs[each] for each in kept) >= total / 2:
+    total, in_16_bit = sum(costs.values()), list[str]()
+    for name in sorted(costs, key=lambda group: -costs[group]):
+        if sum(costs[group] for group in in_16_bit) >= total / 2:
             break
-        kept.append(name)
-    if not kept:
+        in_16_bit.append(name)
+    if not in_16_bit:
         return Advice(tuple(lines))
     weights = {group.name: group.weights for group in groups}
-    share = sum(weights[name] for name in kept) / sum(weights.values())
-    left = [group for group in groups if group.name in costs]
-    _, patterns = overrides(left, {name: _SIXTEEN if name in kept else _EIGHT for name in costs})
-    chosen = [pattern for each in patterns if each["scheme"] == _SIXTEEN for pattern in each["modules"]]
+    share = sum(weights[name] for name in in_16_bit) / sum(weights.values())
+    measured = [group for group in groups if group.name in costs]
+    _, patterns = overrides(measured, {name: _SIXTEEN if name in in_16_bit else _EIGHT for name in costs})
+    chosen = [pattern for override in patterns if override["scheme"] == _SIXTEEN for pattern in override["modules"]]
     if not chosen:  # those that stay are most: the others are the patterns
         return Advice(tuple(lines))
     section = {**_same(loaded), "exclude": [*loaded.recipe.quantization.exclude, *chosen]}
-    said = (
-        f"{len(kept)} of {len(costs)} groups make half of the predicted cost; with these, {share:.0%} of the weights, "
-        "in 16 bit it is halved: paste this into the recipe"
+    conclusion = (
+        f"{len(in_16_bit)} of {len(costs)} groups make half of the predicted cost; with these, {share:.0%} of the "
+        "weights, in 16 bit it is halved: paste this into the recipe"
     )
     first = list(lines) or [_costliest(groups, schemes, total)]
     # What is pasted takes the place of a section: a search goes with a choice that is still to be made.
     ended = {"search": None} if searched else {}
-    return Advice((*first, said), sections_yaml({"quantization": section, **ended}))
+    return Advice((*first, conclusion), sections_yaml({"quantization": section, **ended}))
 
 
 def in_eight(quantization: Quantization, groups: Sequence[Group]) -> Advice:
     """Return the predicted KL with one group at a time in 8 bit, and the overrides that halve it, or all of them."""
-    left: list[Group] = []
+    reduced: list[Group] = []
     for group in groups:
         options = {option.scheme: option for option in group.options}
-        now, kept = options.get(assigned(quantization, group.modules[0]) or ""), options.get(_EIGHT)
+        now, in_8_bit = options.get(assigned(quantization, group.modules[0]) or ""), options.get(_EIGHT)
         if now is not None:
-            better = kept is not None and kept.bits > now.bits and kept.cost < now.cost
-            left.append(replace(group, options=(now, kept) if kept is not None and better else (now,)))
-    gains = sorted((group for group in left if len(group.options) > 1), key=lambda each: -_saved(each))
+            better = in_8_bit is not None and in_8_bit.bits > now.bits and in_8_bit.cost < now.cost
+            reduced.append(replace(group, options=(now, in_8_bit) if in_8_bit is not None and better else (now,)))
+    gains = sorted((group for group in reduced if len(group.options) > 1), key=lambda group: -_saved(group))
     if not gains:
         return Advice()
-    points, weights = frontier(left), sum(group.weights for group in left)
+    points, weights = frontier(reduced), sum(group.weights for group in reduced)
     least, half = points[0], points[0].cost / 2
     then = next((point for point in points if point.cost <= half), points[-1])
-    default, made = overrides(left, then.schemes)
+    default, new_overrides = overrides(reduced, then.schemes)
     # Written overrides of what was not measured stay; all others are said anew.
-    other = [
-        each.model_dump(mode="json")
-        for each in quantization.overrides
-        if not any(matches(pattern, group.modules[0]) for pattern in each.modules for group in left)
+    unmeasured = [
+        override.model_dump(mode="json")
+        for override in quantization.overrides
+        if not any(matches(pattern, group.modules[0]) for pattern in override.modules for group in reduced)
     ]
-    data = quantization.model_dump(mode="json") | {"scheme": default, "overrides": [*made, *other]}
+    data = quantization.model_dump(mode="json") | {"scheme": default, "overrides": [*new_overrides, *unmeasured]}
     lines = [
         f"predicted KL {least.cost:.3g} nats, which says where more than how much; "
         f"with one group of layers in {_EIGHT}:"

@@ -88,8 +88,8 @@ def launches_to_reuse(setting: Setting, model: str, version: int) -> tuple[Launc
     count = 0 if gate.stop_early else reusable(gate.launches)
     if not count:
         return ()
-    known = baseline_launches(setting, model, version).newest(count)
-    return tuple(replace(launch, number=number, reused=True) for number, launch in enumerate(known))
+    launches = baseline_launches(setting, model, version).newest(count)
+    return tuple(replace(launch, number=number, reused=True) for number, launch in enumerate(launches))
 
 
 def _machine(setting: Setting) -> dict[str, object]:

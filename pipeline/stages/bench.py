@@ -137,8 +137,8 @@ def outlook(setting: Setting, *, estimate: Estimate | None = None, source: str |
     in this store that are reused if they agree (left out where there are none, or without `source`).
     """
     cells, measured = setting.workload.cells, _newest(setting)
-    known = () if source is None else launches_to_reuse(setting, source, BenchStage.version)
-    counted = 2 * setting.recipe.gate.throughput.launches - len(known)
+    earlier = () if source is None else launches_to_reuse(setting, source, BenchStage.version)
+    counted = 2 * setting.recipe.gate.throughput.launches - len(earlier)
     assumed_start = START_S if estimate is None else estimate.cached_start
     start = mean(launch.started_seconds for launch in measured) if measured else assumed_start
     discarded = full = 0.0  # seconds of a launch's prompts that do not count, and of those that do
@@ -159,7 +159,7 @@ def outlook(setting: Setting, *, estimate: Estimate | None = None, source: str |
     return {
         "launches": counted + 1,
         **({"stop_early": True} if setting.recipe.gate.throughput.stop_early else {}),
-        **({"reused": len(known), "reused_from": known[-1].started} if known else {}),
+        **({"reused": len(earlier), "reused_from": earlier[-1].started} if earlier else {}),
         "prompts": sum(cell.num_prompts + cell.discarded for cell in cells),
         "prompt_tokens": sum(cell.input_len * (cell.num_prompts + cell.discarded) for cell in cells),
         "output_tokens": sum(_answers(cell, cell.num_prompts + cell.discarded) for cell in cells),

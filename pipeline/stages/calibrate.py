@@ -133,15 +133,15 @@ def data_identity(section: Calibration, commits: Commits) -> Mapping[str, object
 
 def texts_of(entries: Mapping[str, Entry]) -> Mapping[str, Any] | None:
     """The set as the entry knows it that read it, our own measurements or an algorithm; None where none did."""
-    own = next((key for key in ("calibrate", "sensitivity") if key in entries), None)
-    settings: Any = entries[own or "quantize"].record.payload["settings"]
-    section = settings if own else settings.get("calibration")
+    measuring = next((key for key in ("calibrate", "sensitivity") if key in entries), None)
+    settings: Any = entries[measuring or "quantize"].record.payload["settings"]
+    section = settings if measuring else settings.get("calibration")
     return section["set"] if section else None
 
 
-def set_name(given: str) -> str:
+def set_name(named: str) -> str:
     """What people call a set that a recipe names, or the YAML file of one."""
-    return given.rpartition("/")[2].removesuffix(".yaml").removesuffix(".yml")
+    return named.rpartition("/")[2].removesuffix(".yaml").removesuffix(".yml")
 
 
 def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) -> Sequence[torch.Tensor]:

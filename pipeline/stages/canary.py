@@ -124,28 +124,28 @@ class CanaryStage(SideStage):
         folder = model_folder(job.inputs["model"])
         baseline = None if self.side == "baseline" else read_answers(job.inputs["baseline"].path)
         if baseline is None:
-            asked = tokenized(job.setting, folder)
+            prompts = tokenized(job.setting, folder)
         else:
-            asked = tuple((answer.prompt, answer.ids) for answer in baseline.answers)
+            prompts = tuple((answer.prompt, answer.ids) for answer in baseline.answers)
         server = job.servers.get(self.side, launch_plan(job.setting, self.side, folder))
         # In an order of their own: texts of a kind stand together in the file, and a look needs some of each.
-        order = sorted(asked, key=lambda prompt: hashlib.sha256(prompt[0].encode()).digest())
+        order = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt[0].encode()).digest())
         by_name: dict[str, Answer] = {}
-        with job.progress.bar(len(asked), "prompts") as advance:
+        with job.progress.bar(len(prompts), "prompts") as advance:
             for end in look_ends(len(order)):
                 for name, ids in order[len(by_name) : end]:
                     by_name[name] = _ask(server, name, ids)
                     advance(1)
                 if baseline is not None and _is_clear(job.setting, baseline, by_name):
                     break
-        answers = _in_order(asked, by_name)
+        answers = _in_order(prompts, by_name)
         text = json.dumps(answers.to_json(), allow_nan=False, separators=(",", ":"))
         (job.path / ANSWERS).write_bytes(gzip.compress(text.encode(), mtime=0))  # the same answers are the same bytes
         return _told(answers) if baseline is None else _compared(job, _on(baseline, by_name), answers)
 
 
-def _in_order(asked: Sequence[tuple[str, tuple[int, ...]]], by_name: Mapping[str, Answer]) -> CanaryAnswers:
-    return CanaryAnswers(tuple(by_name[name] for name, _ in asked if name in by_name))
+def _in_order(prompts: Sequence[tuple[str, tuple[int, ...]]], by_name: Mapping[str, Answer]) -> CanaryAnswers:
+    return CanaryAnswers(tuple(by_name[name] for name, _ in prompts if name in by_name))
 
 
 def _on(baseline: CanaryAnswers, names: Collection[str]) -> CanaryAnswers:
@@ -154,9 +154,9 @@ def _on(baseline: CanaryAnswers, names: Collection[str]) -> CanaryAnswers:
 
 
 def _is_clear(setting: Setting, baseline: CanaryAnswers, by_name: Mapping[str, Answer]) -> bool:
-    known = _on(baseline, by_name)
-    candidate = CanaryAnswers(tuple(by_name[answer.prompt] for answer in known.answers))
-    return is_clear(compare(known, candidate, EARLY_CONFIDENCE), policy_of(setting))
+    answered = _on(baseline, by_name)
+    candidate = CanaryAnswers(tuple(by_name[answer.prompt] for answer in answered.answers))
+    return is_clear(compare(answered, candidate, EARLY_CONFIDENCE), policy_of(setting))
 
 
 def policy_of(setting: Setting) -> CanaryPolicy:

@@ -158,35 +158,37 @@ def _schemes(
 
 def _objective(loaded: LoadedRecipe) -> Iterator[Fault]:
     """A speed that no figures of the target can tell, or that they rule out."""
-    recipe, known = loaded.recipe, accelerators.table()
-    speedup, machine = recipe.quantization.speedup, known[recipe.target.hardware]
+    recipe, machines = loaded.recipe, accelerators.table()
+    speedup, machine = recipe.quantization.speedup, machines[recipe.target.hardware]
     if speedup is None:
         return
     if machine.bandwidth is None:
-        some = ", ".join(name for name, row in known.items() if row.bandwidth is not None)
+        some = ", ".join(name for name, row in machines.items() if row.bandwidth is not None)
         message = f"found throughput for {machine.name}, whose bandwidth and arithmetic are not known, expected {some}"
         yield loaded.fault(("quantization", "objective"), message)
         return
     for path, name in _used(loaded):
         if not machine.multiplies(name):
             able = ", ".join(
-                each for each, row in schemes().items() if "stream" in row.engines and machine.multiplies(each)
+                scheme_name
+                for scheme_name, row in schemes().items()
+                if "stream" in row.engines and machine.multiplies(scheme_name)
             )
-            found = f"found {name}, which {machine.name} unpacks to 16 bit before it multiplies"
-            yield loaded.fault(path, f"{found}, expected for `objective: throughput` one of {able}")
+            fault = f"found {name}, which {machine.name} unpacks to 16 bit before it multiplies"
+            yield loaded.fault(path, f"{fault}, expected for `objective: throughput` one of {able}")
             return
     most = fastest(machine, [name for _, name in _used(loaded)])
     if speedup > most:
-        found = f"found {speedup:g}, expected at most {most:.4g}"
+        fault = f"found {speedup:g}, expected at most {most:.4g}"
         yield loaded.fault(
-            ("quantization", "speedup"), f"{found}: no scheme gains more on {machine.name} by its figures"
+            ("quantization", "speedup"), f"{fault}: no scheme gains more on {machine.name} by its figures"
         )
 
 
 def _kv_granularity(loaded: LoadedRecipe) -> Iterator[Fault]:
     quantization = loaded.recipe.quantization
-    made = quantization.kv_cache, quantization.format, quantization.engine
-    if quantization.kv_cache_granularity != "tensor" and made != ("fp8", "compressed-tensors", "stream"):
+    written = quantization.kv_cache, quantization.format, quantization.engine
+    if quantization.kv_cache_granularity != "tensor" and written != ("fp8", "compressed-tensors", "stream"):
         yield loaded.fault(
             ("quantization", "kv_cache_granularity"),
             "found head, expected tensor, or kv_cache fp8 in format compressed-tensors by engine stream",
@@ -195,12 +197,12 @@ def _kv_granularity(loaded: LoadedRecipe) -> Iterator[Fault]:
 
 def _serve(loaded: LoadedRecipe) -> Iterator[Fault]:
     serve = loaded.recipe.serve
-    known = knobs.table() if serve.knobs else {}
+    knob_table = knobs.table() if serve.knobs else {}
     for name in serve.knobs:
         at: YamlPath = ("serve", "knobs", name)
-        knob, message = known.get(name), ""
+        knob, message = knob_table.get(name), ""
         if knob is None:
-            message = f"found no such knob, expected one of docs/serving-knobs.md{did_you_mean(name, known)}"
+            message = f"found no such knob, expected one of docs/serving-knobs.md{did_you_mean(name, knob_table)}"
         elif knob.kind not in ("flag", "env"):
             message = f"found a setting of the {knob.kind}, expected an argument of `vllm serve` or a variable"
         if message:
@@ -234,8 +236,8 @@ def _definitions(loaded: LoadedRecipe, *, judged: bool) -> Iterator[Fault]:
             f"workload {recipe.target.workload} has requests of that many tokens",
         )
     if workload is not None and recipe.quantization.objective and _paced(workload):
-        found = f"found {workload.name}, whose cells all offer a fixed rate of requests"
-        yield loaded.fault(("target", "workload"), f"{found}, expected one to estimate throughput of")
+        fault = f"found {workload.name}, whose cells all offer a fixed rate of requests"
+        yield loaded.fault(("target", "workload"), f"{fault}, expected one to estimate throughput of")
     if not judged:
         return
     try:
@@ -257,15 +259,15 @@ def _overlaps(loaded: LoadedRecipe, linear: Iterable[str] | None) -> Iterator[Fa
     names = list(linear) if linear is not None else None
     claimed: dict[str, str] = {}
     for path, (pattern, chosen) in _overrides(loaded).items():
-        meant = [pattern] if names is None else [name for name in names if modules.matches(pattern, name)]
-        if names is not None and not meant:
+        modules_meant = [pattern] if names is None else [name for name in names if modules.matches(pattern, name)]
+        if names is not None and not modules_meant:
             hint = did_you_mean(pattern, names)
             yield loaded.fault(path, f'found "{pattern}", expected linear modules of the model{hint}')
-        clash = next((name for name in meant if claimed.get(name, chosen) != chosen), None)
+        clash = next((name for name in modules_meant if claimed.get(name, chosen) != chosen), None)
         if clash is not None:
-            said = f"found {chosen} for {clash} after {claimed[clash]}"
-            yield loaded.fault(path, f"{said}, expected one scheme for a module")
-        claimed.update(dict.fromkeys(meant, chosen))
+            fault = f"found {chosen} for {clash} after {claimed[clash]}"
+            yield loaded.fault(path, f"{fault}, expected one scheme for a module")
+        claimed.update(dict.fromkeys(modules_meant, chosen))
 
 
 def _overrides(loaded: LoadedRecipe) -> dict[YamlPath, tuple[str, str]]:
@@ -298,14 +300,14 @@ def _fused(loaded: LoadedRecipe, names: Iterable[str], config: Mapping[str, Any]
         if len(set(chosen.values())) == 1:
             continue
         for path, pattern in rules.items():
-            meant = [name for name in members if modules.matches(pattern, name)]
-            if path in reported or not 0 < len(meant) < len(members):
+            modules_meant = [name for name in members if modules.matches(pattern, name)]
+            if path in reported or not 0 < len(modules_meant) < len(members):
                 continue
             reported.add(path)
-            outside = next(name for name in members if chosen[name] != chosen[meant[0]])
+            outside = next(name for name in members if chosen[name] != chosen[modules_meant[0]])
             yield loaded.fault(
                 path,
-                f"found {chosen[meant[0]]} for {meant[0]} beside {chosen[outside]} for {outside}, "
+                f"found {chosen[modules_meant[0]]} for {modules_meant[0]} beside {chosen[outside]} for {outside}, "
                 f"expected one scheme for {group}, which vLLM loads as one",
             )
 
@@ -332,14 +334,14 @@ def _model(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
         # these, and calibration proves that nothing clips.
         latent = f"for latent attention (kv_lora_rank {rank})"
         if quantization.engine != "stream":
-            said = f"found fp8 {latent} with engine {quantization.engine}, expected auto: that engine does not measure"
-            yield loaded.fault(("quantization", "kv_cache"), f"{said} whether the latent fits FP8 without a scale")
+            fault = f"found fp8 {latent} with engine {quantization.engine}, expected auto: that engine does not measure"
+            yield loaded.fault(("quantization", "kv_cache"), f"{fault} whether the latent fits FP8 without a scale")
         elif quantization.kv_cache_granularity == "head":
-            said = f"found head {latent}, expected tensor: all heads share one latent"
-            yield loaded.fault(("quantization", "kv_cache_granularity"), said)
+            fault = f"found head {latent}, expected tensor: all heads share one latent"
+            yield loaded.fault(("quantization", "kv_cache_granularity"), fault)
         if recipe.evaluation.runtime == "reference":
-            said = f"found reference with kv_cache fp8 {latent}, expected vllm"
-            yield loaded.fault(("evaluation", "runtime"), f"{said}: the reference runtime has no FP8 cache of latents")
+            fault = f"found reference with kv_cache fp8 {latent}, expected vllm"
+            yield loaded.fault(("evaluation", "runtime"), f"{fault}: the reference runtime has no FP8 cache of latents")
     for path, name in _used(loaded):
         divisor, gpus = scheme(name).input_divisor, recipe.target.gpus
         for width, features, split in _widths(config):
@@ -385,18 +387,18 @@ def accuracy_faults(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
     suite = suite.judged_by(gate.margins)
     if not any(task.gated for task in suite.tasks):
         yield loaded.fault(("gate", "accuracy", "margins"), "found null for every task that decides, expected one left")
-    asked = as_asked(suite, loaded.recipe.evaluation, loaded.recipe.gate)
+    questions = as_asked(suite, loaded.recipe.evaluation, loaded.recipe.gate)
     looks = loaded.recipe.evaluation.looks
-    for sentence in suites.untestable(asked, gate.margin, loaded.recipe.confidence, gate.power, looks):
+    for sentence in suites.untestable(questions, gate.margin, loaded.recipe.confidence, gate.power, looks):
         yield loaded.fault(("gate", "accuracy", "margin"), sentence)
-    known = [task.task for task in suite.tasks]
+    task_names = [task.task for task in suite.tasks]
     named = [("baseline_score", name) for name in gate.baseline_score] + [("margins", name) for name in gate.margins]
     for field, name in named:
-        if name not in known:
+        if name not in task_names:
             yield loaded.fault(
                 ("gate", "accuracy", field, name),
                 f"found no such task in suite {suite.name}, "
-                f"expected one of {', '.join(known)}{did_you_mean(name, known)}",
+                f"expected one of {', '.join(task_names)}{did_you_mean(name, task_names)}",
             )
     answer = max((task.max_gen_tokens or 0 for task in suite.tasks), default=0)
     if answer >= loaded.recipe.target.max_model_len:
@@ -419,11 +421,11 @@ def throughput_faults(loaded: LoadedRecipe, workload: Workload | None) -> Iterat
         return
     promise = ("gate", "throughput", "min_ratio")
     if loaded.recipe.evaluation.runtime == "reference":
-        found = f"found {gate.min_ratio:g} with evaluation.runtime reference"
-        yield loaded.fault(promise, f"{found}, expected null: that runtime measures no throughput")
+        fault = f"found {gate.min_ratio:g} with evaluation.runtime reference"
+        yield loaded.fault(promise, f"{fault}, expected null: that runtime measures no throughput")
     elif workload is not None and _paced(workload):
-        found = f"found {gate.min_ratio:g}, but every cell of workload {workload.name} offers a fixed rate of requests"
-        yield loaded.fault(promise, f"{found}, expected null: latency is what such a load measures")
+        fault = f"found {gate.min_ratio:g}, but every cell of workload {workload.name} offers a fixed rate of requests"
+        yield loaded.fault(promise, f"{fault}, expected null: latency is what such a load measures")
     fewest = fewest_launches(gate.confidence)
     if gate.launches < fewest:
         yield loaded.fault(

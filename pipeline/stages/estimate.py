@@ -150,10 +150,10 @@ def item_seconds(task: SuiteTask, suite: Suite, token: float, answer_token: floa
 
     An item is the prompts of its choices, a text, or a prompt and an answer.
     """
-    own = sum(map(_prompt_characters, suite.files(task)[1:])) / TOKEN_BYTES / task.items
-    prompt = (own or _ITEM) + _SHOT * (task.num_fewshot or 0)
+    prompt_tokens = sum(map(_prompt_characters, suite.files(task)[1:])) / TOKEN_BYTES / task.items
+    prompt = (prompt_tokens or _ITEM) + _SHOT * (task.num_fewshot or 0)
     if task.kind == "perplexity":
-        return _REQUEST_S + (own or _PAGE) * token
+        return _REQUEST_S + (prompt_tokens or _PAGE) * token
     if task.metric.startswith("acc"):
         return _CHOICES * (_REQUEST_S + prompt * token)
     defined = definition(suite.own_tasks, task.task)

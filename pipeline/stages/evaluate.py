@@ -396,9 +396,9 @@ class ControlStage(Stage):
                 items = draw.some(first, evaluation.control or len(first), evaluation.seed)
                 lm.load(task)
                 with job.progress.bar(len(items), f"{task.task} items") as advance:
-                    asked = read_asked(lm.ask(task, items, advance))
-                settings = {**asked.settings, "limit": setting.recipe.evaluation.limit}
-                again = SampleSet(task.task, task.metric, asked.samples, task.kind, settings=settings)
+                    answers = read_asked(lm.ask(task, items, advance))
+                settings = {**answers.settings, "limit": setting.recipe.evaluation.limit}
+                again = SampleSet(task.task, task.metric, answers.samples, task.kind, settings=settings)
                 pairs = pair(baseline.on(again), again)
                 changed = sum(a != b for a, b in zip(pairs.baseline, pairs.candidate, strict=True))
                 flips[task.task] = [changed, len(items)]

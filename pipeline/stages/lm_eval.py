@@ -29,19 +29,19 @@ from quantmint.pipeline.store.disk import sha256_of
 
 def data_commits(setting: Setting, task: SuiteTask) -> dict[str, str]:
     """The commit of each data set of a task; one that nobody knows is left out."""
-    found: dict[str, str] = {}
+    commits: dict[str, str] = {}
     for name in task.data:
         repo, revision = located(name)
         with suppress(CalibrationError, QuantmintError):
-            found[repo] = setting.commits.dataset(repo, revision)
-    return found
+            commits[repo] = setting.commits.dataset(repo, revision)
+    return commits
 
 
 def has_own_tasks(setting: Setting) -> bool:
     """Whether the suite brings definitions of tasks that are neither lm-eval's nor quantmint's."""
     suite = setting.suite
-    own = suite.own_tasks != TASKS_FOLDER
-    return own and any(definition(suite.own_tasks, task.task) is not None for task in suite.tasks)
+    has_own_tasks = suite.own_tasks != TASKS_FOLDER
+    return has_own_tasks and any(definition(suite.own_tasks, task.task) is not None for task in suite.tasks)
 
 
 SAMPLES = "samples"
@@ -62,11 +62,11 @@ class Harness:
         self.job.progress.say(f"{task.task}: loading")
         commits = data_commits(self.job.setting, task)
         loaded = self.talk.ask(harness.loading(task, commits))
-        for found in loaded["datasets"]:
-            if found["path"] not in commits:
+        for dataset in loaded["datasets"]:
+            if dataset["path"] not in commits:
                 self.job.progress.warn(
-                    f"{task.task} reads {found['path']} at no fixed commit, so nobody will notice when it changes: the "
-                    "suite does not name it under `data`, or the Hub could not be asked"
+                    f"{task.task} reads {dataset['path']} at no fixed commit, so nobody will notice when it changes: "
+                    "the suite does not name it under `data`, or the Hub could not be asked"
                 )
         return loaded
 
@@ -77,11 +77,11 @@ class Harness:
         """
         path = batches(self.job.path) / task.task / f"{harness.items_digest(items)}.jsonl.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        told = self.talk.ask(harness.asking(task, harness.by_leaf(items), path), _counter(len(items), advance))
-        if told["full"]:
+        reply = self.talk.ask(harness.asking(task, harness.by_leaf(items), path), _counter(len(items), advance))
+        if reply["full"]:
             room = self.job.setting.recipe.target.max_model_len
             self.job.progress.warn(
-                f"{task.task}: {told['full']} prompts fill the server's {room} tokens, and what is longer was cut "
+                f"{task.task}: {reply['full']} prompts fill the server's {room} tokens, and what is longer was cut "
                 "at its beginning; target.max_model_len should be larger"
             )
         answered = {(sample.task, sample.doc_id) for sample in read_asked(path).samples}
@@ -162,10 +162,10 @@ def task_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
     Our tasks' files go by SHA-256, data on the Hub by known commits; how answers are judged is the gate's business.
     """
     judged = ("items", "expected_flip_rate", "expected_spread", "gated", "margin", "data")
-    found: list[dict[str, object]] = []
+    items: list[dict[str, object]] = []
     for task in tasks:
         commits = data_commits(setting, task)
-        found.append(
+        items.append(
             {
                 **{key: value for key, value in asdict(task).items() if key not in judged},
                 "files": {path.name: sha256_of(path) for path in setting.suite.files(task)},
@@ -173,7 +173,7 @@ def task_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
             }
         )
     return {
-        "tasks": found,
+        "tasks": items,
         "seed": setting.recipe.evaluation.seed,
         "concurrency": setting.recipe.evaluation.concurrency,
         "max_length": setting.recipe.target.max_model_len,

@@ -272,11 +272,11 @@ def _files(entry: Entry) -> dict[str, File]:
     return {name: File(entry.path / name, fact.size, fact.sha256) for name, fact in entry.record.files.items()}
 
 
-def _add(files: dict[str, File], others: Mapping[str, File]) -> None:
-    twice = files.keys() & others.keys()
+def _add(files: dict[str, File], added: Mapping[str, File]) -> None:
+    twice = files.keys() & added.keys()
     if twice:
         raise StageError(f"two files of the release would be called {min(twice)}.")
-    files.update(others)
+    files.update(added)
 
 
 def _write(folder: Path, files: dict[str, File], name: str, content: bytes) -> None:
@@ -309,8 +309,8 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
     _write(job.path, files, CARD_FACTS, encode_facts(facts, job.setting.recipe.publish.licence, texts_of_licence))
     suite = job.setting.suite
     if suite.own_tasks == suite.path.parent:  # its own: nobody else has it
-        own = {path for task in suite.tasks for path in suite.files(task)}
-        for path in sorted({suite.path, *own}):
+        task_files = {path for task in suite.tasks for path in suite.files(task)}
+        for path in sorted({suite.path, *task_files}):
             _write(job.path, files, f"{PROVEN_SUITE}/{path.relative_to(suite.own_tasks)}", path.read_bytes())
     return release_title(facts)
 
@@ -322,10 +322,10 @@ def _require_clean(files: Mapping[str, File], setting: Setting) -> None:
     )
     if refused:
         raise StageError("what must not be published is among the files:\n" + "\n".join(refused))
-    found = screening.find_secrets(paths)
-    if found:
+    secrets = screening.find_secrets(paths)
+    if secrets:
         raise StageError(
-            "the files hold what looks like credentials, and nothing is published:\n" + "\n".join(map(str, found)),
+            "the files hold what looks like credentials, and nothing is published:\n" + "\n".join(map(str, secrets)),
             hint="Take them out of the recipe or the source, make them invalid where they were real, and run again.",
         )
 
@@ -398,12 +398,12 @@ def _evaluated(entries: Mapping[str, Entry]) -> Iterator[DatasetRecord]:
         for task in _settings(entries[key])["tasks"]:
             if task["files"]:
                 data = {name: digest for name, digest in task["files"].items() if not name.endswith(".yaml")}
-                one = next(iter(data.values())) if len(data) == 1 else fingerprint(task["files"])
-                yield DatasetRecord("evaluation", task["task"], None, one)
+                revision = next(iter(data.values())) if len(data) == 1 else fingerprint(task["files"])
+                yield DatasetRecord("evaluation", task["task"], None, revision)
         fetched: Any = entries[key].record.result["datasets"]
         for _, datasets in sorted(fetched.items()):
-            for found in datasets:
-                yield DatasetRecord("evaluation", found["path"], found["commit"], None)
+            for dataset in datasets:
+                yield DatasetRecord("evaluation", dataset["path"], dataset["commit"], None)
     if "canary-baseline" in entries:
         yield DatasetRecord("evaluation", "canary prompts", None, _settings(entries["canary-baseline"])["prompts"])
 

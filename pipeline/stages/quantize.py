@@ -215,8 +215,8 @@ def _absorbs_narrow(quantization: Quantization, config: Mapping[str, Any]) -> bo
 
 def _recorded(quantization: Quantization) -> tuple[str, ...]:
     """The algorithms that a checkpoint is recorded with, in the order in which they were run; scaling is AWQ's."""
-    own = () if quantization.algorithm == "none" else (quantization.algorithm,)
-    return (*(("awq",) if quantization.parameters.get("scaling") else ()), *own)
+    algorithms = () if quantization.algorithm == "none" else (quantization.algorithm,)
+    return (*(("awq",) if quantization.parameters.get("scaling") else ()), *algorithms)
 
 
 def _is_plain(quantization: Quantization) -> bool:
@@ -266,8 +266,8 @@ def _rounded(
     named = ((nearest, to_nearest), ("rounded for the tokens of its layer, as few reach it", pooled))
     for what, names in (*named, ("its channels cannot be scaled", rounded.unscaled)):
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            job.progress.warn(f"{what}: {names[0]}{more}")
+            others_note = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            job.progress.warn(f"{what}: {names[0]}{others_note}")
     if rounded.ranges:
         write_json(job.path / CHANGED, {name: float(largest) for name, largest in sorted(rounded.ranges.items())})
     return rounded, {
@@ -400,8 +400,8 @@ def _proven(entry: Entry) -> Mapping[str, float] | None:
     path = entry.path / ERRORS
     if not path.is_file():
         return None
-    found = {module: error["sqnr_db"] for module, error in read_json(path).items()}
-    return {module: math.inf if sqnr is None else sqnr for module, sqnr in found.items()}  # there was no noise
+    decibels = {module: error["sqnr_db"] for module, error in read_json(path).items()}
+    return {module: math.inf if sqnr is None else sqnr for module, sqnr in decibels.items()}  # there was no noise
 
 
 def reasons_of(entry: Entry) -> tuple[str, ...]:
@@ -416,12 +416,12 @@ def _expected_scales(
     """Return the static scales that the ranges give, by tensor name, rounded to what they are stored in."""
     quantization = job.setting.recipe.quantization
     ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
-    wanted = scale_ranges(ranges, select(structure, quantization), quantization.format)
+    measured = scale_ranges(ranges, select(structure, quantization), quantization.format)
     changed = job.inputs["quantize"].path / CHANGED
     if changed.is_file():
-        wanted |= {name: torch.tensor([largest]) for name, largest in read_json(changed).items()}
+        measured |= {name: torch.tensor([largest]) for name, largest in read_json(changed).items()}
     scales: dict[str, tuple[float, ...]] = {}
-    for name, largest in wanted.items():
+    for name, largest in measured.items():
         stored = checkpoint.tensors[name][1].dtype if name in checkpoint.tensors else None
         if stored not in NUMBERS:
             continue

@@ -142,16 +142,16 @@ def _notes(server: Server) -> list[str]:
 def _choice(job: Job, gate: GateReport, stopped: str | None) -> list[str]:
     """Return what the schemes were chosen by, and after a FAIL the advice."""
     chosen = job.setting.chosen
-    told = [] if chosen is None or chosen.point is None else [f"{chosen.line}."]
+    notes = [] if chosen is None or chosen.point is None else [f"{chosen.line}."]
     if (search := job.setting.written.search) is not None:
-        asked, left = job.setting.written.gate.accuracy.confidence, job.setting.written.confidence
-        told.append(
+        confidence, remaining = job.setting.written.gate.accuracy.confidence, job.setting.written.confidence
+        notes.append(
             f"A search tried up to {search.tries} checkpoints until one passed: each was judged at a confidence of "
-            f"{left:.4g}, so that all of them together err as seldom as one checkpoint at {asked:.4g}."
+            f"{remaining:.4g}, so that all of them together err as seldom as one checkpoint at {confidence:.4g}."
         )
     groups = read_groups(job.inputs[KEY]) if KEY in job.inputs else None
-    found = advise(job.setting, groups, verdict=gate.verdict, stopped=stopped)
-    return [*told, *(f"{line[0].upper()}{line[1:]}." for line in found.lines)]
+    advice = advise(job.setting, groups, verdict=gate.verdict, stopped=stopped)
+    return [*notes, *(f"{line[0].upper()}{line[1:]}." for line in advice.lines)]
 
 
 def _scheme(job: Job) -> str:

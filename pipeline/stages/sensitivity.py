@@ -92,26 +92,26 @@ class SensitivityStage(Stage):
         samples = read_tokens(recipe.calibration, folder, trust_remote_code=trust)
         samples = samples[: sensitivity_samples(len(samples))]
         with measuring(folder):
-            one = replica(folder, resolve_devices(job.setting.device)[0], trust_remote_code=trust)
+            model = replica(folder, resolve_devices(job.setting.device)[0], trust_remote_code=trust)
             groups = _groups(structure.linear)
-            own = _gptq(recipe.quantization)
-            changes = _Changes(one, groups, structure.linear, names, own)
-            with job.progress.bar(2 * len(one.walkable.layers) * len(samples), "layer samples") as advance:
-                costs = measure(one, samples, changes, job.path / _WORK, [names, own], advance=advance)
-        found = [_told(name, modules, structure.linear, names, costs) for name, modules in groups.items()]
+            gptq = _gptq(recipe.quantization)
+            changes = _Changes(model, groups, structure.linear, names, gptq)
+            with job.progress.bar(2 * len(model.walkable.layers) * len(samples), "layer samples") as advance:
+                costs = measure(model, samples, changes, job.path / _WORK, [names, gptq], advance=advance)
+        priced_groups = [_told(name, modules, structure.linear, names, costs) for name, modules in groups.items()]
         tokens = sum(len(sample) for sample in samples)
-        write_json(job.path / SENSITIVITY, {"tokens": tokens, "groups": found})
+        write_json(job.path / SENSITIVITY, {"tokens": tokens, "groups": priced_groups})
         shutil.rmtree(job.path / _WORK)
         return Output(
-            result={"groups": len(found), "schemes": names, "tokens": tokens},
-            summary=f"{len(found)} groups in {', '.join(names)} over {tokens:,} tokens",
+            result={"groups": len(priced_groups), "schemes": names, "tokens": tokens},
+            summary=f"{len(priced_groups)} groups in {', '.join(names)} over {tokens:,} tokens",
         )
 
 
 def _gptq(quantization: Quantization) -> dict[str, float | int | bool]:
     """What GPTQ is told when it rounds one weight; nothing where weights are rounded to the nearest."""
-    told = quantization.parameters if quantization.algorithm == "gptq" else {}
-    return {name: told[name] for name in ("dampening", "activation_order") if name in told}
+    parameters = quantization.parameters if quantization.algorithm == "gptq" else {}
+    return {name: parameters[name] for name in ("dampening", "activation_order") if name in parameters}
 
 
 def read_groups(entry: Entry) -> tuple[Group, ...]:
@@ -129,7 +129,7 @@ def read_groups(entry: Entry) -> tuple[Group, ...]:
 
 def priced(quantization: Quantization, groups: tuple[Group, ...]) -> tuple[Group, ...]:
     """The measured groups as a recipe leaves them: excluded ones are gone, overridden ones have one option."""
-    found: list[Group] = []
+    chosen: list[Group] = []
     for group in groups:
         pinned = override_of(quantization, group.modules[0])
         if is_excluded(quantization, group.modules[0]):
@@ -139,26 +139,26 @@ def priced(quantization: Quantization, groups: tuple[Group, ...]) -> tuple[Group
         else:
             options = tuple(option for option in group.options if option.scheme == pinned)
             options = options or (Option(pinned, 0.0, scheme(pinned).bits_per_weight * group.weights),)
-        found.append(replace(group, options=options))
-    return tuple(found)
+        chosen.append(replace(group, options=options))
+    return tuple(chosen)
 
 
 def spendable(setting: Setting, groups: tuple[Group, ...]) -> tuple[Group, ...]:
     """The measured groups as the recipe leaves them, timed where speed is what it asks for."""
     recipe = setting.written
-    left = priced(recipe.quantization, groups)
+    affordable = priced(recipe.quantization, groups)
     if recipe.quantization.objective is None:
-        return left
+        return affordable
     machine, cells = hardware(recipe.target.hardware), setting.workload.cells
     loaded = tuple(cell for cell in cells if math.isinf(cell.rate or math.inf))
-    return Roofline(machine, loaded, routed_share(text_config(setting.config))).timed(left)
+    return Roofline(machine, loaded, routed_share(text_config(setting.config))).timed(affordable)
 
 
 def _groups(linear: Mapping[str, tuple[int, int]]) -> dict[str, list[str]]:
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    modules_by_group: defaultdict[str, list[str]] = defaultdict(list)
     for name in linear:
-        found[fused_with(name) or name].append(name)
-    return dict(found)
+        modules_by_group[fused_with(name) or name].append(name)
+    return dict(modules_by_group)
 
 
 def _told(
@@ -188,10 +188,10 @@ def _told(
 
 
 def _fitting(shapes: Sequence[tuple[int, int]], schemes: Sequence[str]) -> list[str]:
-    found = [each for each in schemes if all(shape[1] % scheme(each).input_divisor == 0 for shape in shapes)]
-    if not found:
+    fitting = [each for each in schemes if all(shape[1] % scheme(each).input_divisor == 0 for shape in shapes)]
+    if not fitting:
         raise StageError(f"quantization.from: no scheme of {', '.join(schemes)} holds a weight of {list(shapes[0])}.")
-    return found
+    return fitting
 
 
 def _change(group: str, scheme_name: str) -> str:
@@ -203,33 +203,33 @@ class _Changes:
 
     def __init__(
         self,
-        one: Replica,
+        model: Replica,
         groups: Mapping[str, Sequence[str]],
         linear: Mapping[str, tuple[int, int]],
         schemes: Sequence[str],
-        told: Mapping[str, float | int | bool],
+        parameters: Mapping[str, float | int | bool],
     ) -> None:
-        self._told, self._hessians = told, dict[str, "torch.Tensor"]()
-        self._model, self._linear, self._groups, self._schemes = one.model, linear, groups, schemes
-        self._own, self._dtype = sources(one.model, one.owned), one.model.dtype
+        self._told, self._hessians = parameters, dict[str, "torch.Tensor"]()
+        self._model, self._linear, self._groups, self._schemes = model.model, linear, groups, schemes
+        self._own, self._dtype = sources(model.model, model.owned), model.model.dtype
         self._made = cache(self._of)  # of the layer at hand: each sample needs them again
 
     def __call__(self, layer: str, largest: Tensors, hessians: Callable[[], Tensors]) -> list[ModuleChange]:
         self._made.cache_clear()
         self._hessians = dict(hessians()) if self._told else {}
-        found: list[ModuleChange] = []
+        changes: list[ModuleChange] = []
         for group, modules in self._groups.items():
             own = tuple(dict.fromkeys(self._site(module) for module in modules))
             if all(name.startswith(f"{layer}.") for name in own):
                 for name in _fitting([self._linear[module] for module in modules], self._schemes):
                     changed = partial(self._changed, modules, name, largest)
-                    found.append(ModuleChange(_change(group, name), own, changed))
-        return found
+                    changes.append(ModuleChange(_change(group, name), own, changed))
+        return changes
 
     def _site(self, module: str) -> str:
         """The module of the model whose output is looked at: the linear one, or that which stacks experts."""
-        own = self._own.get(module, "")
-        return own.rsplit(".", 2)[0] if own.rpartition(".")[2].isdigit() else own
+        site_weight = self._own.get(module, "")
+        return site_weight.rsplit(".", 2)[0] if site_weight.rpartition(".")[2].isdigit() else site_weight
 
     @contextmanager
     def _changed(self, modules: Sequence[str], name: str, largest: Mapping[str, torch.Tensor]) -> Iterator[None]:

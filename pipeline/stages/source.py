@@ -98,10 +98,10 @@ def require_tokenizer(folder: Path) -> None:
 
 def repository(text: str) -> SourceSection | None:
     """``org/name[@revision]`` of the Hub, as a person types it; None for anything else."""
-    found = classify(text)
-    if found.kind != "repository":
+    argument = classify(text)
+    if argument.kind != "repository":
         return None
-    return SourceSection(repo=found.place.removeprefix(HUB_SCHEME), revision=found.revision or "main")
+    return SourceSection(repo=argument.place.removeprefix(HUB_SCHEME), revision=argument.revision or "main")
 
 
 def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed: bool = True) -> SourceIdentity:
@@ -129,15 +129,15 @@ def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed:
 
 def _marks(folder: Path) -> dict[str, str]:
     """What tells changed files from those they were: size, times and inode of weights, digests of small ones."""
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for path in model_files(folder):
         status, name = path.stat(), path.relative_to(folder).as_posix()
         if path.suffix == ".safetensors":
             times = f"{status.st_mtime_ns}, {status.st_ctime_ns}"
-            found[name] = f"{status.st_size} bytes, {times}, inode {status.st_ino}"
+            files[name] = f"{status.st_size} bytes, {times}, inode {status.st_ino}"
         else:
-            found[name] = sha256_of(path)
-    return found
+            files[name] = sha256_of(path)
+    return files
 
 
 def config_folder(identity: SourceIdentity) -> Path:
