@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quantmint.calibration.activations import States
 from quantmint.calibration.caches import empty_cache
 from quantmint.calibration.errors import CalibrationError, NotReplayableError
+from quantmint.calibration.hooks import substituted
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.parts import layer_names, run_trunk, running
 
@@ -255,17 +256,9 @@ def record(replica: Replica, batches: Iterable[torch.Tensor]) -> Iterator[tuple[
         yield tape
 
 
-@contextmanager
-def answering(model: Any, layers: Iterable[str], answer: Any) -> Iterator[None]:
+def answering(model: Any, layers: Iterable[str], answer: Any) -> AbstractContextManager[None]:
     """Within the block, have layers return an answer and compute nothing."""
-    modules = [model.get_submodule(name) for name in layers]
-    for module in modules:
-        module.forward = lambda *_, **__: answer
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.forward
+    return substituted(model, dict.fromkeys(layers, lambda *_, **__: answer))
 
 
 _Pool = dict[tuple[int, "torch.dtype", "torch.Size"], "torch.Tensor"]
@@ -289,20 +282,15 @@ class _LayerRun:
 
     def play(self, batch: torch.Tensor) -> tuple[States, list[Call]]:
         """Run the model on a batch; return the states that enter the first layer, and the call of every layer."""
-        modules = [self._model.get_submodule(name) for name in self._layers]
-        for number, module in enumerate(modules):
-            module.forward = self._recorder(number)
-        try:
+        recorders = {name: self._recorder(number) for number, name in enumerate(self._layers)}
+        with substituted(self._model, recorders):
             run_trunk(self._model, batch, self._cache)
-        finally:
-            for module in modules:
-                del module.forward
         behind = self._layers[self._position :]
         if self._skipped:
             number = self._layers.index(self._skipped[0])
             raise NotReplayableError(f"it skips layer {number} on text alone", (*self._skipped, *behind))
         if behind:
-            raise NotReplayableError(f"it ran {len(self.calls)} of its {len(modules)} layers", behind)
+            raise NotReplayableError(f"it ran {len(self.calls)} of its {len(self._layers)} layers", behind)
         return States(self._first[0]), self._linked()
 
     @property

@@ -229,7 +229,7 @@ class StatisticsCollector:
     ) -> Iterator[None]:
         """Within the block, sublayers whose output is cached return it; ``added`` gets the modules that end them."""
 
-        def answer(name: str, output: torch.Tensor, count: int | None) -> Any:
+        def answer(name: str, output: torch.Tensor, count: int | None, *_: Any, **__: Any) -> Any:
             added(name, output)
             return output if count is None else (output, *[None] * count)
 

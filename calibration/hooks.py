@@ -248,10 +248,11 @@ class _ForwardEnded(Exception):  # noqa: N818 - nothing is wrong, and `EarlyStop
 
 
 @contextmanager
-def substituted(model: Any, answers: Mapping[str, Callable[[], Any]]) -> Iterator[None]:
-    """Within the block, put modules in place of some parts of a model that return an answer and compute nothing.
+def substituted(model: Any, answers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Within the block, put modules in place of some parts of a model that answer a call in the part's stead.
 
-    Attributes of such a part are still those of the original, and its submodules are found by their names.
+    An answer gets the arguments of the call. Attributes of such a part are still those of the original, its submodules
+    are found by their names, and its hooks are called.
     """
     originals = {name: model.get_submodule(name) for name in answers}
     for name, answer in answers.items():
@@ -263,17 +264,22 @@ def substituted(model: Any, answers: Mapping[str, Callable[[], Any]]) -> Iterato
             model.set_submodule(name, original)
 
 
+_HOOKS = ("hooks", "hooks_with_kwargs", "hooks_always_called")
+"""Ends of the names under which PyTorch keeps a module's hooks."""
+
+
 @cache
 def _stand_in_class() -> Any:
     """Return the class of modules that stand in for others, made when PyTorch is needed."""
 
     class StandIn(torch.nn.Module):
-        def __init__(self, original: Any, answer: Callable[[], Any]) -> None:
+        def __init__(self, original: Any, answer: Callable[..., Any]) -> None:
             super().__init__()
             self.__dict__.update(_original=original, _answer=answer)  # not a submodule: it is only asked
+            self.__dict__.update({name: value for name, value in vars(original).items() if name.endswith(_HOOKS)})
 
-        def forward(self, *_: Any, **__: Any) -> Any:
-            return self._answer()
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self._answer(*args, **kwargs)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.__dict__["_original"], name)
