@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,6 +28,9 @@ from quantmint.pipeline.commands.options import (
 from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
+    from quantmint.pipeline.api import RunResult
+    from quantmint.pipeline.runs.forecast import RunForecast
+    from quantmint.pipeline.stages.advice import Advice
     from quantmint.pipeline.store.entries import Entry
 
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -60,12 +64,6 @@ def run(
     Example: quantmint run llama70b-fp8kv --until inspect
     """
     from quantmint.pipeline import api
-    from quantmint.pipeline.commands.publish import show_published
-    from quantmint.pipeline.publish.addresses import published_folder
-    from quantmint.pipeline.runs.forecast import forecast_with
-    from quantmint.pipeline.runs.search import known_groups
-    from quantmint.pipeline.runs.tracking import log_run
-    from quantmint.pipeline.stages.advice import advise
 
     reporter = reporter_for(json=as_json)
     result = api.run(
@@ -79,70 +77,113 @@ def run(
         remote_store=remote,
         reporter=reporter,
     )
-    outcome, setting, tries = result.outcome, result.setting, result.tries
-    report, places, page = outcome.entry("report"), result.published, result.report
-    checkpoint = published_folder(setting.recipe, setting.home) if places else None
-    tracked = None if report is None else log_run(setting, report, reporter.warn)
-    judged = outcome.entry("gate") or (None if outcome.stopped is None else outcome.entry(outcome.stopped))
-    advised = advise(
-        setting,
-        known_groups(setting) if outcome.exit_code else None,
-        verdict=outcome.verdict,
-        stopped=outcome.stopped,
-    )
-    reasons: object = [] if judged is None else judged.record.result["reasons"]
-    measured = _measured(outcome.entry("gate"))
-    following = forecast_with(setting, advised.paste) if advised.paste else None
+    ending = _ending(result, reporter.warn)
     if as_json:
-        emit(
+        emit(_answer(ending))
+    else:
+        _print(ending)
+    return result.outcome.exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """The result of a run with what is said of it.
+
+    ``reasons`` are those of the verdict, or of the stage that stopped the run. ``following`` is the forecast of a run
+    with the block that the advice has, ``measured`` where the figures come from, ``tracked`` a run of MLflow.
+    """
+
+    result: RunResult
+    reasons: Sequence[str]
+    advice: Advice
+    following: RunForecast | None
+    measured: Mapping[str, str] | None
+    tracked: str | None
+
+
+def _ending(result: RunResult, warn: Callable[[str], None]) -> _Ending:
+    from quantmint.pipeline.runs.forecast import forecast_with
+    from quantmint.pipeline.runs.search import known_groups
+    from quantmint.pipeline.runs.tracking import log_run
+    from quantmint.pipeline.stages.advice import advise
+
+    outcome, setting = result.outcome, result.setting
+    report = outcome.entry("report")
+    tracked = None if report is None else log_run(setting, report, warn)
+    judged = outcome.entry("gate") or (None if outcome.stopped is None else outcome.entry(outcome.stopped))
+    reasons: object = [] if judged is None else judged.record.result["reasons"]
+    groups = known_groups(setting) if outcome.exit_code else None
+    advice = advise(setting, groups, verdict=outcome.verdict, stopped=outcome.stopped)
+    return _Ending(
+        result=result,
+        reasons=list(map(str, reasons)) if isinstance(reasons, list) else [],
+        advice=advice,
+        following=forecast_with(setting, advice.paste) if advice.paste else None,
+        measured=_measured(outcome.entry("gate")),
+        tracked=tracked,
+    )
+
+
+def _answer(ending: _Ending) -> dict[str, Any]:
+    """Return the JSON object of a run."""
+    from quantmint.pipeline.publish.addresses import published_folder
+
+    result, advice, following = ending.result, ending.advice, ending.following
+    outcome, setting, page = result.outcome, result.setting, result.report
+    checkpoint = published_folder(setting.recipe, setting.home) if result.published else None
+    return {
+        "recipe": setting.recipe.name,
+        "verdict": None if outcome.verdict is None else outcome.verdict.value,
+        "reasons": ending.reasons,
+        **({"advice": advice.lines} if advice.lines else {}),
+        **({"paste": advice.paste} if advice.paste else {}),
+        **({"paste_seconds": following.seconds_of_all_tries} if following is not None else {}),
+        "measured": ending.measured,
+        "stopped": outcome.stopped,
+        **({"auto": {"tries": result.tries}} if result.tries else {}),
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "published": [asdict(publication) for publication in result.published],
+        "report": None if page is None else str(page.absolute()),
+        "tracked": ending.tracked,
+        "stages": [
             {
-                "recipe": setting.recipe.name,
-                "verdict": None if outcome.verdict is None else outcome.verdict.value,
-                "reasons": reasons,
-                **({"advice": advised.lines} if advised.lines else {}),
-                **({"paste": advised.paste} if advised.paste else {}),
-                **({"paste_seconds": following.seconds_of_all_tries} if following is not None else {}),
-                "measured": measured,
-                "stopped": outcome.stopped,
-                **({"auto": {"tries": tries}} if tries else {}),
-                "checkpoint": None if checkpoint is None else str(checkpoint),
-                "published": [asdict(publication) for publication in places],
-                "report": None if page is None else str(page.absolute()),
-                "tracked": tracked,
-                "stages": [
-                    {
-                        "stage": step.planned.key,
-                        "fingerprint": step.planned.fingerprint,
-                        "cached": step.cached,
-                        "seconds": round(step.seconds, 3),
-                        "path": str(step.entry.path.resolve()),
-                    }
-                    for step in outcome.steps
-                ],
+                "stage": step.planned.key,
+                "fingerprint": step.planned.fingerprint,
+                "cached": step.cached,
+                "seconds": round(step.seconds, 3),
+                "path": str(step.entry.path.resolve()),
             }
-        )
-        return outcome.exit_code
+            for step in outcome.steps
+        ],
+    }
+
+
+def _print(ending: _Ending) -> None:
+    """Print the verdict with its reasons, the advice, and where the results are."""
+    from quantmint.pipeline.commands.publish import show_published
+
+    result, measured = ending.result, ending.measured
+    outcome, setting, page = result.outcome, result.setting, result.report
     if outcome.verdict is not None:
         from quantmint.pipeline.commands.tables import paragraph, terminal
 
         click.echo(f"\n{outcome.verdict.value}  {setting.recipe.name}")
         console = terminal()
-        for reason in [*(reasons if isinstance(reasons, list) else []), *advised.lines]:
-            click.echo(paragraph(console, "  ", str(reason)))
-        if advised.paste:
-            click.echo(f"\n{advised.paste}")
-            if following is not None:
+        for reason in [*ending.reasons, *ending.advice.lines]:
+            click.echo(paragraph(console, "  ", reason))
+        if ending.advice.paste:
+            click.echo(f"\n{ending.advice.paste}")
+            if ending.following is not None:
                 from quantmint.pipeline.commands.plan import total
 
-                click.echo(f"a run with this takes {total(following)}")
+                click.echo(f"a run with this takes {total(ending.following)}")
     if measured is not None:
         click.echo(f"measured    by {measured['runtime']} on {measured['device'] or measured['hardware']}")
-    show_published(places, setting)
+    show_published(result.published, setting)
     if page is not None:
         click.echo(f"report      {shown_path(page.absolute())}")
-    if tracked is not None:
-        click.echo(f"mlflow      run {tracked} of {setting.recipe.tracking.experiment}")
-    return outcome.exit_code
+    if ending.tracked is not None:
+        click.echo(f"mlflow      run {ending.tracked} of {setting.recipe.tracking.experiment}")
 
 
 def _measured(gate: Entry | None) -> dict[str, str] | None:
