@@ -107,14 +107,14 @@ def calibrate(
                 trust_remote_code,
                 torch.get_num_threads() if elsewhere.device == "cpu" else 0,
             )
-            found = _by_shares(elsewhere, order, batches, watcher)
+            measurement = _by_shares(elsewhere, order, batches, watcher)
         else:
             host = host_bytes(activation_bytes) // len(devices)
-            found = _here(replicas, batches, observation, decision.mode, work, host, watcher)
-        magnitudes = found.finish()
+            measurement = _here(replicas, batches, observation, decision.mode, work, host, watcher)
+        magnitudes = measurement.finish()
         require_sound(replicas[0], magnitudes)
     shutil.rmtree(work, ignore_errors=True)
-    warnings = found.warnings()
+    warnings = measurement.warnings()
     for sentence in warnings:
         watcher.warn(sentence)
     return CalibrationOutcome(ranges_of(replicas[0], magnitudes), decision, warnings)
@@ -134,26 +134,26 @@ def _here(
     steps = 1 if mode == "resident" else len(replicas[0].walkable.layers)
 
     def run(turn: int) -> Measurement:
-        one, mine = replicas[turn], batches[turn :: len(replicas)]
+        copy, mine = replicas[turn], batches[turn :: len(replicas)]
         if mode == "resident":
-            one.weights.load(one.body)
-        return measured(one, mine, observation, mode, work / f"{turn}", host, told)
+            copy.weights.load(copy.body)
+        return measured(copy, mine, observation, mode, work / f"{turn}", host, advance_all)
 
     with watcher.bar(steps * samples, "samples" if mode == "resident" else "layer samples") as advance:
 
-        def told(count: int) -> None:
+        def advance_all(count: int) -> None:
             with lock:
                 advance(count)
 
         turns = range(min(len(replicas), len(batches)))
         if len(turns) == 1:  # in this thread, whose memory the C library gives back
             return run(0)
-        found = Measurement(observation)
+        total = Measurement(observation)
         with ThreadPoolExecutor(len(turns)) as pool:  # all are waited for, but by Ctrl-C, which waits for none
             running = [pool.submit(run, turn) for turn in turns]
-        for each in running:
-            found.add(each.result())
-    return found
+        for future in running:
+            total.add(future.result())
+    return total
 
 
 def _by_shares(elsewhere: Places, order: ShareOrder, batches: Sequence[torch.Tensor], watcher: Watcher) -> Measurement:
@@ -229,20 +229,20 @@ def prepared(order: ShareOrder, batches: Sequence[torch.Tensor], places: int) ->
     from safetensors import safe_open
 
     identity = digest_of([str(order.folder), asdict(order.observation), order.threads], batches)
-    known, path = {"identity": ""}, order.work / _BATCHES
+    header, path = {"identity": ""}, order.work / _BATCHES
     with storing("the shares", order.work):
         if path.is_file():
             with safe_open(path, framework="pt") as stored:
-                known = stored.metadata()
-        if known["identity"] != identity:
+                header = stored.metadata()
+        if header["identity"] != identity:
             shutil.rmtree(order.work, ignore_errors=True)
             order.work.mkdir(parents=True)
-            known = {"identity": identity, "shares": json.dumps(split(len(batches), places, order.mode))}
+            header = {"identity": identity, "shares": json.dumps(split(len(batches), places, order.mode))}
             tensors = {f"{number}": batch.contiguous().clone() for number, batch in enumerate(batches)}
-            save_whole(path, tensors, known)
+            save_whole(path, tensors, header)
     return tuple(
-        Share(number, tuple(mine), sum(batches[each].shape[0] for each in mine))
-        for number, mine in enumerate(json.loads(known["shares"]))
+        Share(number, tuple(mine), sum(batches[index].shape[0] for index in mine))
+        for number, mine in enumerate(json.loads(header["shares"]))
     )
 
 
@@ -266,19 +266,19 @@ def measure_share(order: ShareOrder, share: Share, device: str) -> None:
 
     if is_finished(order, share):
         return
-    own = order.work / f"work-{share.number:05}"
+    folder = order.work / f"work-{share.number:05}"
     with measuring(order.folder), storing("the shares", order.work):
         with safe_open(order.work / _BATCHES, framework="pt") as stored:
             batches: list[torch.Tensor] = [stored.get_tensor(f"{number}") for number in share.batches]
-        made = _loaded if order.mode == "resident" else replica
-        one = made(order.folder, device, trust_remote_code=order.trust_remote_code)
+        load = _loaded if order.mode == "resident" else replica
+        copy = load(order.folder, device, trust_remote_code=order.trust_remote_code)
         host = host_bytes(order.activation_bytes)
-        measured(one, batches, order.observation, order.mode, own, host).save(_final(order, share))
-    shutil.rmtree(own, ignore_errors=True)
+        measured(copy, batches, order.observation, order.mode, folder, host).save(_final(order, share))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def measured(
-    one: Replica,
+    copy: Replica,
     batches: Sequence[torch.Tensor],
     observation: Observation,
     mode: Literal["resident", "layer"],
@@ -291,20 +291,20 @@ def measured(
     In layer mode hidden states lie there too, those that ``host`` bytes of memory do not hold.
     """
     if mode == "resident":
-        return run_resident(one, batches, observation, work, advance)
-    activations = activations_for([one.device], need_of(one, batches), host, work)
-    return run_layers(one, batches, observation, activations, advance)
+        return run_resident(copy, batches, observation, work, advance)
+    activations = activations_for([copy.device], need_of(copy, batches), host, work)
+    return run_layers(copy, batches, observation, activations, advance)
 
 
 def joined(order: ShareOrder, shares: Sequence[Share]) -> Measurement:
     """Return the sum of all shares. Raises `CalibrationError` where one of them cannot be seen or read."""
-    found = Measurement(order.observation)
+    total = Measurement(order.observation)
     for share in shares:
         path = _final(order, share)
         if not is_finished(order, share):
             raise CalibrationError(f"{path} was measured elsewhere, and cannot be seen here")
-        found.add(Measurement.load(order.observation, path))
-    return found
+        total.add(Measurement.load(order.observation, path))
+    return total
 
 
 @lru_cache(maxsize=1)

@@ -141,29 +141,31 @@ class Measurement:
         return {expert: tokens for expert, tokens in self.tokens.items() if tokens < floor}
 
     def warnings(self) -> tuple[str, ...]:
-        """Sentences about experts that few tokens reached, and those that cannot be given any."""
-        found, starved = [], self.starved()
+        """Return sentences about experts that few tokens reached, and about experts measured on routed tokens only."""
+        sentences, starved = [], self.starved()
         if starved:
             least = min(starved, key=starved.__getitem__)
-            found.append(
+            sentences.append(
                 f"{len(starved):,} of {len(self.tokens):,} experts were sent fewer than "
                 f"{self.observation.min_expert_tokens:,} tokens, {least} {starved[least]:,}"
             )
         if self.routed_only:
-            found.append(f"of {len(self.routed_only):,} experts only the tokens that the router sends could be counted")
-        return tuple(found)
+            sentences.append(
+                f"of {len(self.routed_only):,} experts only the tokens that the router sends could be counted"
+            )
+        return tuple(sentences)
 
     def finish(self) -> dict[Key, torch.Tensor]:
-        """The magnitudes, float32 [] or [H_kv], in the order of the forward."""
-        found: dict[Key, torch.Tensor] = {}
+        """Return the magnitudes, float32 [] or [H_kv], in the order of the forward."""
+        magnitudes: dict[Key, torch.Tensor] = {}
         for key in dict.fromkeys(key for _, key in self.summaries):
             floor, expert = self.observation.kv_floor, self.expert_of.get(key)
             tokens: Tokens = "every" if expert is not None and self.wants_every_token(expert) else "routed"
             amax = self._how(key).finish(self.summaries[tokens, key])
-            found[key] = (
+            magnitudes[key] = (
                 torch.maximum(amax, torch.tensor(floor)) if key[0] in ("k", "v") and floor is not None else amax
             )
-        return found
+        return magnitudes
 
     def add(self, part: Measurement) -> None:
         """Take what was seen of other batches, or of another part of the model."""
@@ -176,17 +178,19 @@ class Measurement:
 
     def state(self) -> dict[str, Any]:
         """All of it as what `torch.save` keeps; histograms, which are mostly zeros, are sparse."""
-        seen = {key: (each.total.cpu().to_sparse(), each.dtype) for key, each in self.summaries.items()}
-        return {"summaries": seen, **{name: getattr(self, name) for name in _PLAIN}}
+        summaries = {key: (summary.total.cpu().to_sparse(), summary.dtype) for key, summary in self.summaries.items()}
+        return {"summaries": summaries, **{name: getattr(self, name) for name in _PLAIN}}
 
     @classmethod
     def of(cls, observation: Observation, state: Mapping[str, Any]) -> Measurement:
         """Return the measurement of a `state`."""
-        found = cls(observation)
-        found.summaries = {key: Summary(total.to_dense(), kind) for key, (total, kind) in state["summaries"].items()}
+        measurement = cls(observation)
+        measurement.summaries = {
+            key: Summary(total.to_dense(), kind) for key, (total, kind) in state["summaries"].items()
+        }
         for name in _PLAIN:
-            setattr(found, name, state[name])
-        return found
+            setattr(measurement, name, state[name])
+        return measurement
 
     def save(self, path: Path) -> None:
         """Keep it in a file, for good. Raises `CalibrationError` where it cannot be kept."""

@@ -129,9 +129,9 @@ def _by_weight(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Call
     tied = replica.tied
 
     def largest(own: str) -> torch.Tensor | None:
-        found = [inputs[name] for name in (own, *tied.get(own, ())) if name in inputs]
-        found = found or stacks.get(own.rpartition(".")[0], [])
-        return torch.stack(found).amax(dim=0) if len(found) > 1 else next(iter(found), None)
+        magnitudes = [inputs[name] for name in (own, *tied.get(own, ())) if name in inputs]
+        magnitudes = magnitudes or stacks.get(own.rpartition(".")[0], [])
+        return torch.stack(magnitudes).amax(dim=0) if len(magnitudes) > 1 else next(iter(magnitudes), None)
 
     return largest
 
@@ -153,9 +153,9 @@ def run_resident(
     """
     measurement, pace = Measurement(observation), Pace(RESIDENT_SECONDS)
     facts = [asdict(observation), sorted(replica.owned.items())]
-    kept = None if work is None else work / f"{digest_of(facts, batches)}.pt"
-    if kept is not None and kept.is_file():
-        measurement = Measurement.load(observation, kept)
+    progress_file = None if work is None else work / f"{digest_of(facts, batches)}.pt"
+    if progress_file is not None and progress_file.is_file():
+        measurement = Measurement.load(observation, progress_file)
     advance(sum(batch.shape[0] for batch in batches[: measurement.batches]))
 
     with watching(replica.model, "", measurement), torch.inference_mode():
@@ -163,6 +163,6 @@ def run_resident(
             replica.run(batch, recording_cache(replica.model, measurement))
             measurement.end_batch()
             advance(batch.shape[0])
-            if kept is not None:
-                pace.step(partial(measurement.save, kept))
+            if progress_file is not None:
+                pace.step(partial(measurement.save, progress_file))
     return measurement

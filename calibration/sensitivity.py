@@ -70,33 +70,33 @@ def measure(
     layers = replica.walkable.layers
     batches = [sample.unsqueeze(0) for sample in samples]
     identity = digest_of([facts, sorted(replica.owned.items())], batches)
-    kept = _KeptStates(work, identity)
+    stored = _KeptStates(work, identity)
     output = language_model(replica.model).get_output_embeddings()
     head = next(name for name, module in replica.model.named_modules() if module is output)
     with replica.around(layers, *held(replica.model, head)):
         recorded = list(record(replica, batches))
         sweep = _Sweep(replica, layers, _wide([call for _, call in recorded]), sum(map(len, samples)))
-        back = kept.first("gradient", range(len(layers) + 1))
+        back = stored.first("gradient", range(len(layers) + 1))
         if back is None:
-            start = kept.first("states", reversed(range(len(layers) + 1)))
+            start = stored.first("states", reversed(range(len(layers) + 1)))
             if start is None:
-                kept.write("states", start := 0, [states for states, _ in recorded])
+                stored.write("states", start := 0, [states for states, _ in recorded])
             advance(start * len(samples))
             for number in range(start, len(layers)):
-                kept.write("states", number + 1, *sweep.through(number, kept.read("states", number)[0]))
+                stored.write("states", number + 1, *sweep.through(number, stored.read("states", number)[0]))
                 advance(len(samples))
             back = len(layers)
-            leaving = [states.hidden for states in kept.read("states", back)[0]]
-            kept.write("gradient", back, _of_predictions(replica, layers, recorded[0][1][-1], batches, leaving))
+            leaving = [states.hidden for states in stored.read("states", back)[0]]
+            stored.write("gradient", back, _of_predictions(replica, layers, recorded[0][1][-1], batches, leaving))
         else:
             advance((2 * len(layers) - back) * len(samples))
     for number in reversed(range(back)):
-        largest = {name: torch.tensor(value) for name, value in kept.read("states", number + 1)[1].items()}
-        states, gradient = kept.read("states", number)[0], kept.read("gradient", number + 1)[0]
-        kept.write("gradient", number, *sweep.back(number, states, gradient, changes, largest))
-        kept.drop("states", number + 1)
+        largest = {name: torch.tensor(value) for name, value in stored.read("states", number + 1)[1].items()}
+        states, gradient = stored.read("states", number)[0], stored.read("gradient", number + 1)[0]
+        stored.write("gradient", number, *sweep.back(number, states, gradient, changes, largest))
+        stored.drop("states", number + 1)
         advance(len(samples))
-    return {name: cost for number in range(len(layers)) for name, cost in kept.read("gradient", number)[1].items()}
+    return {name: cost for number in range(len(layers)) for name, cost in stored.read("gradient", number)[1].items()}
 
 
 class _Sweep:
@@ -110,11 +110,14 @@ class _Sweep:
         replica, name = self._replica, self._layers[number]
         measurement = Measurement(Observation(experts="routed"))
         with self._loaded(number) as module, watching(replica.model, name, measurement), torch.no_grad():
-            found = [self._run(number, index, module, each, measurement) for index, each in enumerate(states)]
+            outputs = [
+                self._run(number, index, module, entering_states, measurement)
+                for index, entering_states in enumerate(states)
+            ]
         magnitudes = measurement.finish()
         require_sound(replica, magnitudes, f"{name}.")
         inputs = ranges_of(replica, magnitudes).inputs
-        return found, {module: float(amax) for module, amax in inputs.items()}
+        return outputs, {module: float(amax) for module, amax in inputs.items()}
 
     def back(
         self,
@@ -131,8 +134,8 @@ class _Sweep:
             costs = dict.fromkeys((change.name for change in layer_changes), 0.0)
             sites = {change.name: self._sites(change.modules) for change in layer_changes}
             names = {name for of_change in sites.values() for name in of_change}
-            for index, each in enumerate(states):
-                entering = each.to(self._replica.device)
+            for index, sample_states in enumerate(states):
+                entering = sample_states.to(self._replica.device)
                 with _seen(self._replica.model, names) as calls:
                     leaves = _leaves(entering)
                     leaving = self._run(number, index, module, entering, None)
@@ -151,7 +154,7 @@ class _Sweep:
         return entering_slopes, {change.name: costs[change.name] / (2 * self._tokens) for change in layer_changes}
 
     def _hessians(self, number: int, states: Sequence[States]) -> dict[str, torch.Tensor]:
-        model, name, found = self._replica.model, self._layers[number], dict[str, "torch.Tensor"]()
+        model, name, hessians = self._replica.model, self._layers[number], dict[str, "torch.Tensor"]()
         inside = [
             f"{name}.{part}"
             for part, module in model.get_submodule(name).named_modules()
@@ -160,12 +163,12 @@ class _Sweep:
 
         def see(of: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             rows = entering(args, kwargs).flatten(0, -2)
-            found[of] = rows.t() @ rows if of not in found else found[of].addmm_(rows.t(), rows)
+            hessians[of] = rows.t() @ rows if of not in hessians else hessians[of].addmm_(rows.t(), rows)
 
         with preceding(model, inside, see), torch.no_grad():
-            for index, each in enumerate(states):
-                self._run(number, index, model.get_submodule(name), each, None)
-        return found
+            for index, sample_states in enumerate(states):
+                self._run(number, index, model.get_submodule(name), sample_states, None)
+        return hessians
 
     def _sites(self, modules: Iterable[str]) -> list[str]:
         """Return the modules at whose outputs a change of some modules is measured.
@@ -188,23 +191,23 @@ class _Sweep:
             ((_first(self._replica.model.get_submodule(name)(*args, **kwargs)) - out) * slope).flatten(0, -2)
             for (args, kwargs, out), slope, name in changed
         ]
-        products = sum(one.sum(dim=-1).double() for one in moved)
+        products = sum(product.sum(dim=-1).double() for product in moved)
         return float(products.square().sum())
 
     @contextmanager
     def _loaded(self, number: int) -> Iterator[Any]:
         replica, name = self._replica, self._layers[number]
-        own, module = held(replica.model, name), replica.model.get_submodule(name)
+        names, module = held(replica.model, name), replica.model.get_submodule(name)
         dtype = next(module.parameters()).dtype
         # Buffers that no checkpoint holds would come back rounded.
         buffers = [
             (part, key, part._buffers[key]) for part in module.modules() for key in part._non_persistent_buffers_set
         ]
-        replica.weights.load(own)
+        replica.weights.load(names)
         try:
             yield module.float()
         finally:
-            replica.weights.free(own)
+            replica.weights.free(names)
             module.to(dtype)
             for part, key, buffer in buffers:
                 part._buffers[key] = buffer
@@ -226,16 +229,16 @@ _Call = tuple[tuple[Any, ...], Mapping[str, Any], "torch.Tensor"]
 @contextmanager
 def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
     """Collect the calls of modules by name, each called once; of a tuple that one returns, the first element counts."""
-    found: dict[str, _Call] = {}
+    calls: dict[str, _Call] = {}
 
     def plain(value: Any) -> Any:
         return value.detach() if isinstance(value, torch.Tensor) else value
 
     def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        found[name] = tuple(map(plain, args)), {key: plain(value) for key, value in kwargs.items()}, _first(out)
+        calls[name] = tuple(map(plain, args)), {key: plain(value) for key, value in kwargs.items()}, _first(out)
 
     with following(model, sorted(names), see):
-        yield found
+        yield calls
 
 
 def _leaves(states: States) -> dict[str, torch.Tensor]:
@@ -275,14 +278,14 @@ def _of_predictions(
     from torch.nn.functional import cross_entropy
 
     draw = torch.Generator(replica.device).manual_seed(0)
-    found: list[States] = []
+    gradients: list[States] = []
     for batch, hidden in zip(batches, states, strict=True):
         leaf = hidden.to(replica.device).requires_grad_()
         leaving = last.returned(leaf.to(replica.model.dtype))
         logits = _logits(replica, layers, batch.to(replica.device), leaving)[0].float()
-        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=draw).squeeze(1)
-        found += map(States, torch.autograd.grad(cross_entropy(logits, drawn, reduction="sum"), leaf))
-    return found
+        targets = torch.multinomial(logits.detach().softmax(-1), 1, generator=draw).squeeze(1)
+        gradients += map(States, torch.autograd.grad(cross_entropy(logits, targets, reduction="sum"), leaf))
+    return gradients
 
 
 def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leaving: Any) -> torch.Tensor:
@@ -294,12 +297,12 @@ def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leavin
 
 def _wide(calls: list[list[Call]]) -> list[list[Call]]:
     """Recorded calls with their tensors in float32, each once, and such that gradients may pass them."""
-    known: dict[int, torch.Tensor] = {}
+    converted: dict[int, torch.Tensor] = {}
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in known:
-            known[id(tensor)] = tensor.clone().float() if tensor.is_floating_point() else tensor.clone()
-        return known[id(tensor)]
+        if id(tensor) not in converted:
+            converted[id(tensor)] = tensor.clone().float() if tensor.is_floating_point() else tensor.clone()
+        return converted[id(tensor)]
 
     return [[call.mapped(wide) for call in of_sample] for of_sample in calls]
 
@@ -318,8 +321,11 @@ class _KeptStates:
     def write(self, kind: str, number: int, states: Sequence[States], facts: Any = None) -> None:
         path = self._path(kind, number)
         rows = [
-            (each.hidden.float().cpu().contiguous(), {name: tensor.cpu() for name, tensor in each.carried.items()})
-            for each in states
+            (
+                sample_states.hidden.float().cpu().contiguous(),
+                {name: tensor.cpu() for name, tensor in sample_states.carried.items()},
+            )
+            for sample_states in states
         ]
         with storing("the hidden states", path), whole(path) as partial:
             torch.save((rows, facts), partial)

@@ -10,7 +10,7 @@ from quantmint.eval.accuracy import better
 from quantmint.eval.comparison.model import ComparedGroup, Comparison, Mark, where
 from quantmint.eval.report.accuracy import changes
 from quantmint.eval.report.page import environment
-from quantmint.eval.report.plots import Spot, drawn, plane
+from quantmint.eval.report.plots import Spot, both_widths, plane
 
 FOLDER = Path(__file__).parent
 WIDE = 912
@@ -36,7 +36,7 @@ def _plots(group: ComparedGroup, index: int) -> dict[str, Any]:
             for mark in group.marks
             if (result := mark.contender.accuracy(*task)) is not None and result.kind in kinds
         ]
-        plots[name] = drawn(partial(changes, results), f"g{index}-{name}", wide=WIDE) if results else None
+        plots[name] = both_widths(partial(changes, results), f"g{index}-{name}", wide=WIDE) if results else None
     ranked = [mark for mark in group.marks if mark.worst and mark.worst.recovery is not None]
     sizes = [_spot(mark, mark.contender.size_ratio, None) for mark in ranked]
     views = [("", "size over the baseline's (left is better)", sizes)]
@@ -52,7 +52,7 @@ def _plots(group: ComparedGroup, index: int) -> dict[str, Any]:
             half = (WIDE - 32) // 2 if len(views) > 1 else WIDE
             draw = partial(plane, spots, titles=(title, "recovery of the worst task, %"), origin=(1.0, 100.0),
                            least=(0.1, 1.0))  # fmt: skip
-            plots["planes"].append((caption, drawn(draw, f"g{index}-plane{number}", wide=half)))
+            plots["planes"].append((caption, both_widths(draw, f"g{index}-plane{number}", wide=half)))
     return plots
 
 

@@ -25,12 +25,12 @@ from quantmint.eval.statistics.sequential import Look, decide, until
 from quantmint.eval.verdict import Verdict
 
 
-def compare(task: str, both: Both, policy: Policy) -> tuple[Accuracy, tuple[Look, ...]]:
+def compare(task: str, measurements: Both, policy: Policy) -> tuple[Accuracy, tuple[Look, ...]]:
     """The comparison of a task at the look that decides, and the looks up to it (none for a task that is shown only).
 
     Raises `MeasurementError` where the sides cannot be paired.
     """
-    pairs = pair(*both)
+    pairs = pair(*measurements)
     margin = policy.margins.get(task)
     if margin is None:
         if len(pairs.baseline) != pairs.planned:
@@ -38,8 +38,8 @@ def compare(task: str, both: Both, policy: Policy) -> tuple[Accuracy, tuple[Look
             raise MeasurementError(f"{task}: {count} were asked, and nothing but a margin could end it early")
         return accuracy.compare(pairs, policy.confidence), ()
     looks = decide(pairs, margin_in_units(pairs.kind, margin), policy.confidence)
-    seen = until(pairs, len(looks) - 1)
-    return accuracy.compare(seen, policy.confidence, bound_confidence=looks[-1].bound_confidence), looks
+    judged = until(pairs, len(looks) - 1)
+    return accuracy.compare(judged, policy.confidence, bound_confidence=looks[-1].bound_confidence), looks
 
 
 def judge(

@@ -14,8 +14,8 @@ from quantmint.eval.report.plots import (
     LETTER,
     PanelGrid,
     Row,
+    both_widths,
     colour,
-    drawn,
     forest,
     inline,
     number,
@@ -40,11 +40,11 @@ def view(gate: GateReport) -> dict[str, Any] | None:
     sequential = [path for result in gate.accuracy if (path := _path(gate, result)) is not None]
     return {
         "forests": [
-            drawn(partial(changes, [(result, "", gate) for result in results]), name)
+            both_widths(partial(changes, [(result, "", gate) for result in results]), name)
             for name, results in (("accuracy-scores", scored), ("accuracy-perplexity", perplexed))
             if results
         ],
-        "looks": drawn(partial(paths, sequential), "looks") if sequential else None,
+        "looks": both_widths(partial(paths, sequential), "looks") if sequential else None,
         "saved": sum(result.planned - result.items for result in gate.accuracy),
         "planned": sum(result.planned for result in gate.accuracy),
     }

@@ -11,7 +11,7 @@ from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.gate import Control, GateReport
 from quantmint.eval.report.model import Direction, Flip, Report, TaskFlips
 from quantmint.eval.report.numbers import percent
-from quantmint.eval.report.plots import colour, drawn, figure, inline, plain_ticks, row_title
+from quantmint.eval.report.plots import both_widths, colour, figure, inline, plain_ticks, row_title
 from quantmint.eval.samples import SampleSet
 
 Key = tuple[str, int, str]
@@ -112,7 +112,7 @@ def view(report: Report, gate: GateReport) -> dict[str, Any] | None:
     ]
     return {
         "tasks": tasks,
-        "plot": drawn(partial(bars, scored, gate.control), "flips"),
+        "plot": both_widths(partial(bars, scored, gate.control), "flips"),
         "controlled": any(result.task in gate.control for result in scored),
     }
 

@@ -11,8 +11,8 @@ from quantmint.eval.report.model import Report, ShownLayerError
 from quantmint.eval.report.plots import (
     HEATS,
     LETTER,
+    both_widths,
     colour,
-    drawn,
     figure,
     heat,
     inline,
@@ -35,7 +35,7 @@ def errors(report: Report) -> dict[str, Any] | None:
         cells[place] = min(error["sqnr_db"], cells.get(place, error["sqnr_db"]))
     worst = sorted(report["layers"], key=lambda error: error["sqnr_db"])[:3]
     return {
-        "plot": drawn(partial(heatmap, cells, kinds), "layers") if cells else None,
+        "plot": both_widths(partial(heatmap, cells, kinds), "layers") if cells else None,
         "scale": scale(cells) if cells else [],
         "kinds": kinds,
         "rows": [
@@ -57,7 +57,7 @@ def cache(report: Report) -> dict[str, Any] | None:
     layers = sorted({layer for profile in profiles.values() for layer in profile})
     heads = any(low != high for profile in profiles.values() for low, high in profile.values())
     return {
-        "plot": drawn(partial(kv_scales, profiles), "kv-scales"),
+        "plot": both_widths(partial(kv_scales, profiles), "kv-scales"),
         "names": list(profiles),
         "rows": [(layer, [profiles[which].get(layer) for which in profiles]) for layer in layers],
         "heads": heads,

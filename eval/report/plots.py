@@ -121,15 +121,18 @@ def inline(drawing: Any, *, name: str, label: str) -> str:
     return re.sub(r"^<svg[^>]*>", lambda _: opening, text)
 
 
-def drawn(draw: Callable[..., str], name: str, *, wide: int = WIDE) -> Markup:
-    """A plot for wide and for narrow screens. ``draw`` takes the width and the prefix of the ids."""
+def both_widths(draw: Callable[..., str], name: str, *, wide: int = WIDE) -> Markup:
+    """Return a figure in two widths, for wide and for narrow screens; the style sheet shows the one that fits.
+
+    ``draw`` takes the width in CSS pixels and the prefix of the ids.
+    """
     from markupsafe import Markup
 
-    both = (
+    figures = (
         f'<div class="wide">{draw(width=wide, name=f"{name}-w")}</div>'
         f'<div class="narrow">{draw(width=NARROW, name=f"{name}-n")}</div>'
     )
-    return Markup(both)  # noqa: S704 - our own SVG, whose text matplotlib escapes
+    return Markup(figures)  # noqa: S704 - our own SVG, whose text matplotlib escapes
 
 
 LETTER = 0.6

@@ -11,7 +11,7 @@ from typing import Any
 
 from quantmint.eval.report.model import Report, ShownStage
 from quantmint.eval.report.numbers import duration
-from quantmint.eval.report.plots import LETTER, colour, drawn, figure, inline, plain_ticks
+from quantmint.eval.report.plots import LETTER, both_widths, colour, figure, inline, plain_ticks
 from quantmint.eval.report.summary import answered_by
 
 
@@ -19,7 +19,7 @@ def view(report: Report) -> dict[str, Any]:
     """The section's content."""
     cached = [stage["seconds"] for stage in report["stages"] if stage["cached"]]
     return {
-        "timeline": drawn(partial(timeline, report["stages"]), "timeline") if report["stages"] else None,
+        "timeline": both_widths(partial(timeline, report["stages"]), "timeline") if report["stages"] else None,
         "total": sum(stage["seconds"] for stage in report["stages"]),
         "cached": sum(cached) if cached else None,
         "servers": [(plan, answered_by(plan), command(plan["env"], plan["argv"])) for plan in report["servers"]],

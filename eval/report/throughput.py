@@ -16,8 +16,8 @@ from quantmint.eval.report.plots import (
     PanelGrid,
     Row,
     at_values,
+    both_widths,
     colour,
-    drawn,
     forest,
     inline,
     panels,
@@ -60,11 +60,11 @@ def view(report: Report, gate: GateReport) -> dict[str, Any] | None:
     return {
         "gpus": gpus,
         "unit": unit,
-        "curves": drawn(partial(_speeds, _groups(racing), unit=unit), "speed") if racing else None,
-        "ratios": drawn(partial(_ratios, gate, [item.cell for item in racing]), "ratio") if racing else None,
+        "curves": both_widths(partial(_speeds, _groups(racing), unit=unit), "speed") if racing else None,
+        "ratios": both_widths(partial(_ratios, gate, [item.cell for item in racing]), "ratio") if racing else None,
         "cells": cells,
         "latencies": [
-            (group, drawn(partial(_latencies, group, unit=unit), f"latency-{at}"))
+            (group, both_widths(partial(_latencies, group, unit=unit), f"latency-{at}"))
             for at, group in enumerate(_groups(cells))
         ],
         "fields": [("ttft", "First token"), ("tpot", "Per further token"), ("itl", "Between tokens"),

@@ -31,8 +31,8 @@ def fact_items(world: World) -> list[dict[str, Any]]:
     order = [facts[i] for i in rng.permutation(len(facts)).tolist()]
     contested = [fact for fact in order if fact.share > 0][: round(FACT_ITEMS * CONTESTED_ITEMS)]
     agreed = [fact for fact in order if fact.share == 0][: FACT_ITEMS - len(contested)]
-    drawn = [*contested, *agreed]
-    return [_question(world, drawn[i], rng) for i in rng.permutation(len(drawn)).tolist()]
+    chosen = [*contested, *agreed]
+    return [_question(world, chosen[i], rng) for i in rng.permutation(len(chosen)).tolist()]
 
 
 def recall_items(world: World) -> list[dict[str, Any]]:

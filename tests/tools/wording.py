@@ -25,9 +25,9 @@ _QUESTION = re.compile(r"(what|where|when|which|who|whose|how|as|of)\b", re.IGNO
 _EMPTY = frozenset(
     re.findall(
         r"\w+",
-        "found told tell made make one ones each own asked ask said say given give beside held kept seen took taken "
-        "lacking lacks went came wanted known used meant left gone got they them it others other more rest thing "
-        "things whole all",
+        "found told tell made make one ones each own asked ask said say given give beside reckoned held kept seen took "
+        "taken lacking lacks owed came went wanted known used put drawn meant left gone got gotten they them it others "
+        "other more rest thing things something whole both all",
     )
 )
 _LINES, _PARAMETERS = 60, 8

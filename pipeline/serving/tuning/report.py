@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 import yaml
 
 from quantmint.eval.report.page import environment
-from quantmint.eval.report.plots import WIDE, Spot, drawn, plane
+from quantmint.eval.report.plots import WIDE, Spot, both_widths, plane
 from quantmint.pipeline.serving.plan import Process
 from quantmint.pipeline.serving.render.invocation import command
 from quantmint.pipeline.serving.tuning.space import BASE, TUNABLEOP, Point, Value, change_label, gated, label
@@ -360,7 +360,7 @@ def _plots(report: TuningReport, cell: str, index: int) -> dict[str, Any]:
     if any(point["status"] == "ok" for point in report["points"]):
         for name in TITLES:
             wide = WIDE if name == "ttft_p99" else (WIDE - 32) // 2
-            plots[name] = drawn(partial(pareto, report, cell, name), f"c{index}-{name}", wide=wide)
+            plots[name] = both_widths(partial(pareto, report, cell, name), f"c{index}-{name}", wide=wide)
     return plots
 
 

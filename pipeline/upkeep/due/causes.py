@@ -219,8 +219,8 @@ def _subject(change: DueChange) -> str:
             return f"data of {task}"
     if change.cause == "base":
         return "base"
-    both = change.stage.removesuffix("-baseline").removesuffix("-candidate")  # launched alike, and told once
-    return f"{both}: {'.'.join(map(str, at[1:]))}"
+    stage = change.stage.removesuffix("-baseline").removesuffix("-candidate")  # launched alike, and told once
+    return f"{stage}: {'.'.join(map(str, at[1:]))}"
 
 
 def shown(value: object) -> str:

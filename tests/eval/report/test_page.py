@@ -26,7 +26,7 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Plots have tests of their own: only the whole run draws here."""
     for module in (accuracy, flips, layers, run, throughput):
         if "text" not in request.fixturenames:
-            monkeypatch.setattr(module, "drawn", lambda draw, name, **_: Markup(""))
+            monkeypatch.setattr(module, "both_widths", lambda draw, name, **_: Markup(""))
 
 
 @pytest.fixture(scope="module")
