@@ -75,7 +75,7 @@ def search(
     from quantmint.pipeline.runs.oneshot import source_section
     from quantmint.pipeline.runs.search import chosen, measured_groups, opened
     from quantmint.pipeline.runs.session import open_setting, recipe_named
-    from quantmint.pipeline.stages.advice import FROM, Advice, in_eight
+    from quantmint.pipeline.stages.advice import FROM, Advice, advise_eight_bits
     from quantmint.pipeline.stages.sensitivity import spendable
     from quantmint.pipeline.store.tree import Store
 
@@ -112,7 +112,7 @@ def search(
     if plot is not None:
         _draw(points, point, plot)
     choice: dict[str, Any] = {} if point is None else {"choice": {**point.to_json(), "recipe": text}}
-    advice = Advice() if quantization_now is None or point is not None else in_eight(quantization_now, groups)
+    advice = Advice() if quantization_now is None or point is not None else advise_eight_bits(quantization_now, groups)
     if as_json:
         emit(
             {

@@ -93,14 +93,16 @@ def _precision(setting: Setting, groups: Sequence[Group] | None) -> Advice:
         affordable = spendable(setting, tuple(groups))
         lines, budget = _more_bits(affordable, point)
         if budget is None:
-            return in_sixteen(
+            return advise_sixteen_bits(
                 setting.loaded, affordable, point.schemes, lines, searched=setting.written.search is not None
             )
         return Advice(tuple(lines), _block(setting, {**_choosing(_written(setting)), **budget}))
     eight = all(scheme(name).bits_per_weight >= scheme(_EIGHT).bits_per_weight for name in quantization.schemes)
     if groups is not None:
-        now = {group.name: assigned(quantization, group.modules[0]) or quantization.scheme for group in groups}
-        return in_sixteen(setting.loaded, groups, now) if eight else in_eight(quantization, groups)
+        if not eight:
+            return advise_eight_bits(quantization, groups)
+        schemes = {group.name: assigned(quantization, group.modules[0]) or quantization.scheme for group in groups}
+        return advise_sixteen_bits(setting.loaded, groups, schemes)
     return _of_eight_bits(setting) if eight else _of_few_bits(setting)
 
 
@@ -255,7 +257,7 @@ def _costliest(groups: Sequence[Group], schemes: Mapping[str, str], cost: float)
     return f"of the cost that was predicted, {cost:.3g} nats, most is that of {', '.join(parts)}"
 
 
-def in_sixteen(
+def advise_sixteen_bits(
     loaded: LoadedRecipe,
     groups: Sequence[Group],
     schemes: Mapping[str, str],
@@ -263,77 +265,107 @@ def in_sixteen(
     *,
     searched: bool = False,
 ) -> Advice:
-    """Keep the groups in 16 bit that make half of the predicted cost, each now in its scheme of ``schemes``.
+    """Return the advice to leave those groups in 16 bit that make up half of the predicted cost.
 
-    ``searched``: the recipe has a search, which ends with the choice.
+    ``schemes`` names the present scheme of each group; ``lines`` stand in place of the line on the costliest groups.
+    With ``searched`` the block also removes the recipe's search, which needs schemes that are still to be chosen.
     """
     costs = {
         group.name: option.cost for group in groups for option in group.options if option.scheme == schemes[group.name]
     }
-    total, in_16_bit = sum(costs.values()), list[str]()
-    for name in sorted(costs, key=lambda group: -costs[group]):
-        if sum(costs[group] for group in in_16_bit) >= total / 2:
-            break
-        in_16_bit.append(name)
-    if not in_16_bit:
+    kept = _half_of_cost(costs)
+    patterns = _patterns_in_sixteen_bits([group for group in groups if group.name in costs], kept)
+    if not patterns:
         return Advice(tuple(lines))
     weights = {group.name: group.weights for group in groups}
-    share = sum(weights[name] for name in in_16_bit) / sum(weights.values())
-    measured = [group for group in groups if group.name in costs]
-    _, patterns = overrides(measured, {name: _SIXTEEN if name in in_16_bit else _EIGHT for name in costs})
-    chosen = [pattern for override in patterns if override["scheme"] == _SIXTEEN for pattern in override["modules"]]
-    if not chosen:  # those that stay are most: the others are the patterns
-        return Advice(tuple(lines))
-    section = {**_same(loaded), "exclude": [*loaded.recipe.quantization.exclude, *chosen]}
+    share = sum(weights[name] for name in kept) / sum(weights.values())
     conclusion = (
-        f"{len(in_16_bit)} of {len(costs)} groups make half of the predicted cost; with these, {share:.0%} of the "
+        f"{len(kept)} of {len(costs)} groups make half of the predicted cost; with these, {share:.0%} of the "
         "weights, in 16 bit it is halved: paste this into the recipe"
     )
-    first = list(lines) or [_costliest(groups, schemes, total)]
-    # What is pasted takes the place of a section: a search goes with a choice that is still to be made.
-    ended = {"search": None} if searched else {}
-    return Advice((*first, conclusion), sections_yaml({"quantization": section, **ended}))
+    section = {**_same(loaded), "exclude": [*loaded.recipe.quantization.exclude, *patterns]}
+    sections = {"quantization": section, **({"search": None} if searched else {})}
+    first = list(lines) or [_costliest(groups, schemes, sum(costs.values()))]
+    return Advice((*first, conclusion), sections_yaml(sections))
 
 
-def in_eight(quantization: Quantization, groups: Sequence[Group]) -> Advice:
-    """Return the predicted KL with one group at a time in 8 bit, and the overrides that halve it, or all of them."""
+def _half_of_cost(costs: Mapping[str, float]) -> list[str]:
+    """Return the fewest groups that make up half of the total cost, costliest first."""
+    half, names = sum(costs.values()) / 2, list[str]()
+    for name in sorted(costs, key=lambda group: -costs[group]):
+        if sum(costs[group] for group in names) >= half:
+            break
+        names.append(name)
+    return names
+
+
+def _patterns_in_sixteen_bits(groups: Sequence[Group], names: Collection[str]) -> list[str]:
+    """Return module patterns of the groups in ``names``; empty where these are the majority, which gets no patterns."""
+    if not names:
+        return []
+    schemes = {group.name: _SIXTEEN if group.name in names else _EIGHT for group in groups}
+    _, all_overrides = overrides(groups, schemes)
+    return [pattern for override in all_overrides if override["scheme"] == _SIXTEEN for pattern in override["modules"]]
+
+
+def advise_eight_bits(quantization: Quantization, groups: Sequence[Group]) -> Advice:
+    """Return the predicted KL with one group at a time in 8 bit, and a block of overrides that halves it.
+
+    Where even all groups in 8 bit do not halve it, the block has all of them. Empty where 8 bit improves no group.
+    """
+    choices_by_group = _present_and_eight_bits(quantization, groups)
+    improvable = sorted(
+        (group for group in choices_by_group if len(group.options) > 1), key=lambda group: -_saved(group)
+    )
+    if not improvable:
+        return Advice()
+    points, weights = frontier(choices_by_group), sum(group.weights for group in choices_by_group)
+    present = points[0]
+    target = next((point for point in points if point.cost <= present.cost / 2), points[-1])
+    count = sum(target.schemes[group.name] == _EIGHT for group in improvable)
+    lines = [
+        f"predicted KL {present.cost:.3g} nats, which says where more than how much; "
+        f"with one group of layers in {_EIGHT}:",
+        *(
+            f"  {present.cost - _saved(group):.3g} with {group.name}, "
+            f"{(group.options[1].bits - group.options[0].bits) / weights:.2f} bits a weight more"
+            for group in improvable[:_ROWS]
+        ),
+        f"{target.cost:.3g} with {count} of {len(improvable)} so, {target.bits:.2f} bits a weight for "
+        f"{present.bits:.2f}: scheme and overrides for the recipe",
+    ]
+    return Advice(tuple(lines), choice_yaml(_with_choice(quantization, choices_by_group, target)))
+
+
+def _present_and_eight_bits(quantization: Quantization, groups: Sequence[Group]) -> list[Group]:
+    """Return groups with their present option first, and second the one in 8 bit where it has more bits and costs less.
+
+    Groups whose present scheme was not measured are left out.
+    """
     reduced: list[Group] = []
     for group in groups:
         options = {option.scheme: option for option in group.options}
-        now, in_8_bit = options.get(assigned(quantization, group.modules[0]) or ""), options.get(_EIGHT)
-        if now is not None:
-            better = in_8_bit is not None and in_8_bit.bits > now.bits and in_8_bit.cost < now.cost
-            reduced.append(replace(group, options=(now, in_8_bit) if in_8_bit is not None and better else (now,)))
-    gains = sorted((group for group in reduced if len(group.options) > 1), key=lambda group: -_saved(group))
-    if not gains:
-        return Advice()
-    points, weights = frontier(reduced), sum(group.weights for group in reduced)
-    least, half = points[0], points[0].cost / 2
-    then = next((point for point in points if point.cost <= half), points[-1])
-    default, new_overrides = overrides(reduced, then.schemes)
-    # Written overrides of what was not measured stay; all others are said anew.
+        present = options.get(assigned(quantization, group.modules[0]) or "")
+        in_8_bit = options.get(_EIGHT)
+        if present is None:
+            continue
+        better = in_8_bit is not None and in_8_bit.bits > present.bits and in_8_bit.cost < present.cost
+        reduced.append(replace(group, options=(present, in_8_bit) if in_8_bit is not None and better else (present,)))
+    return reduced
+
+
+def _with_choice(quantization: Quantization, groups: Sequence[Group], point: Point) -> Quantization:
+    """Return the quantization with the schemes of ``point``; overrides of modules outside ``groups`` stay."""
+    default, new_overrides = overrides(groups, point.schemes)
     unmeasured = [
         override.model_dump(mode="json")
         for override in quantization.overrides
-        if not any(matches(pattern, group.modules[0]) for pattern in override.modules for group in reduced)
+        if not any(matches(pattern, group.modules[0]) for pattern in override.modules for group in groups)
     ]
-    data = quantization.model_dump(mode="json") | {"scheme": default, "overrides": [*new_overrides, *unmeasured]}
-    lines = [
-        f"predicted KL {least.cost:.3g} nats, which says where more than how much; "
-        f"with one group of layers in {_EIGHT}:"
-    ]
-    lines += [
-        f"  {least.cost - _saved(group):.3g} with {group.name}, "
-        f"{(group.options[1].bits - group.options[0].bits) / weights:.2f} bits a weight more"
-        for group in gains[:_ROWS]
-    ]
-    count = sum(then.schemes[group.name] == _EIGHT for group in gains)
-    lines.append(
-        f"{then.cost:.3g} with {count} of {len(gains)} so, {then.bits:.2f} bits a weight for {least.bits:.2f}: "
-        "scheme and overrides for the recipe"
-    )
-    return Advice(tuple(lines), choice_yaml(Quantization.model_validate(data)))
+    changes = {"scheme": default, "overrides": [*new_overrides, *unmeasured]}
+    return Quantization.model_validate(quantization.model_dump(mode="json") | changes)
 
 
 def _saved(group: Group) -> float:
+    """Return the cost saved by the second option of a group over its first, in nats."""
     return group.options[0].cost - group.options[1].cost
