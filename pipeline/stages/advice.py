@@ -273,14 +273,14 @@ def advise_sixteen_bits(
     costs = {
         group.name: option.cost for group in groups for option in group.options if option.scheme == schemes[group.name]
     }
-    kept = _half_of_cost(costs)
-    patterns = _patterns_in_sixteen_bits([group for group in groups if group.name in costs], kept)
+    in_16_bit = _half_of_cost(costs)
+    patterns = _patterns_in_sixteen_bits([group for group in groups if group.name in costs], in_16_bit)
     if not patterns:
         return Advice(tuple(lines))
     weights = {group.name: group.weights for group in groups}
-    share = sum(weights[name] for name in kept) / sum(weights.values())
+    share = sum(weights[name] for name in in_16_bit) / sum(weights.values())
     conclusion = (
-        f"{len(kept)} of {len(costs)} groups make half of the predicted cost; with these, {share:.0%} of the "
+        f"{len(in_16_bit)} of {len(costs)} groups make half of the predicted cost; with these, {share:.0%} of the "
         "weights, in 16 bit it is halved: paste this into the recipe"
     )
     section = {**_same(loaded), "exclude": [*loaded.recipe.quantization.exclude, *patterns]}
