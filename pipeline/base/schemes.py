@@ -98,6 +98,13 @@ class Scheme:
         return self.activations.kind == "static"
 
     @property
+    def input_scale_role(self) -> str | None:
+        """The role of the tensor that holds a layer's static scale of inputs; None where inputs have none."""
+        if not self.needs_ranges:
+            return None
+        return "input_global_scale" if self.activations.group else "input_scale"
+
+    @property
     def is_mx(self) -> bool:
         """Whether it is an OCP microscaling scheme: groups of 32 with a power of two as their scale."""
         return self.weight.scale == "e8m0"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from quantmint.eval.gate.reach import SpeedReach
     from quantmint.pipeline.runs.forecast import RunForecast, StageForecast
-_BASES = {"seen": "as last time", "reckoned": "forecast", "cached": "", "None": ""}
+_BASES = {"seen": "as last time", "reckoned": "forecast"}
 
 
 @click.command(name="plan")

@@ -194,8 +194,7 @@ def _recipe(options: DraftOptions, folder: Path, samples: int) -> str:
         )
     length, loads = (2048, ["tiny"]) if cpu else (8192, ["throughput", "latency", "tiny"])
     config = _config(options.model)
-    with suppress(KeyError):
-        length = min(length, config["max_position_embeddings"])
+    length = min(length, config.get("max_position_embeddings", length))
     load = next((name for name in loads if max(cell.longest for cell in workloads.load(name).cells) <= length), "tiny")
     lines.append(
         f"target: {{hardware: {options.target}, gpus: {options.gpus}, workload: {load}, max_model_len: {length}}}"

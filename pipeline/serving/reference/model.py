@@ -155,12 +155,11 @@ class CheckpointLoader:
         layers: dict[str, tuple[ActivationFormat, torch.Tensor | None]] = {}
         rename = Renaming(self._model)
         for module, tensors in self._stored.items():
-            row = row_of(self._schemes[module]).activations
+            served = row_of(self._schemes[module])
+            row = served.activations
             if row.kind == "none":
                 continue
-            named = next(
-                (stored.name for stored in tensors if stored.role in ("input_scale", "input_global_scale")), None
-            )
+            named = next((stored.name for stored in tensors if stored.role == served.input_scale_role), None)
             scale = None if named is None else self._tensor(named).float().reshape(())
             if (stack := self._stack(module)) is not None:
                 part = self._slice(module)

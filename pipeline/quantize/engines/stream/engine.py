@@ -50,8 +50,7 @@ def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict
                     "calibration did not measure it: the model does not run this module on text.",
                     hint="Name it in `exclude`, or take a scheme without static scales, such as ptpc_fp8.",
                 )
-            role = "input_global_scale" if scheme(name).activations.group else "input_scale"
-            found[f"{module}.{role}"] = ranges.inputs[module].reshape(1)
+            found[f"{module}.{scheme(name).input_scale_role}"] = ranges.inputs[module].reshape(1)
     form = layout(checkpoint_format)
     for attention, keys in ranges.keys.items() if choice.kv_cache else ():
         for name, amax in zip(form.kv_scale_names(attention), (keys, ranges.values[attention]), strict=True):

@@ -259,9 +259,7 @@ class OpenShard:
         if step.made is None:
             parts = kernel.compute(weight, largest)
         scale = parts["weight_scale"]
-        if step.group and step.made is None:
-            pass  # all of it was looked at for the largest number
-        elif scale.is_floating_point():  # it was made from the largest number
+        if scale.is_floating_point():  # it was made from the largest number
             self._require_finite(step.origin, scale)
         elif step.made is not None or (scale.numel() and int(scale.amax()) >= kernel.uncertain):
             self._require_finite(step.origin, amax(weight))
@@ -327,7 +325,7 @@ class OpenShard:
         self.sums.append(Sum(offset, data.nbytes, sum_of(data)))
 
     def _require_finite(self, origin: Origin, largest: torch.Tensor) -> None:
-        if not bool(largest.isfinite().all()):
+        if not bool(largest.float().isfinite().all()):
             place = origin.place
             raise StageError(
                 f"{self._source / place.shard}: {place.info.name} holds numbers that are not finite.",
