@@ -117,6 +117,29 @@ def within_products(
 
     It gets [tokens, I], or [E, tokens, I] for all experts, with what `stacked_part` says of the other operand.
     """
+
+    def change(operands: dict[Any, Any], inputs: Any, weight: Any) -> None:
+        if (part := stacked_part(parameters, operands[weight])) is not None:
+            operands[inputs] = take(operands[inputs], *part)
+
+    return _changing_products(change)
+
+
+def widening_products(parameters: Mapping[str, torch.nn.Parameter]) -> AbstractContextManager[Any]:
+    """Have products with a part of some 3-D parameters [E, ., .] computed with that part in the dtype of its input."""
+
+    def change(operands: dict[Any, Any], inputs: Any, weight: Any) -> None:
+        if stacked_part(parameters, operands[weight]) is not None:
+            operands[weight] = operands[weight].to(operands[inputs].dtype)
+
+    return _changing_products(change)
+
+
+def _changing_products(change: Callable[[dict[Any, Any], Any, Any], None]) -> AbstractContextManager[Any]:
+    """Within the block, have the operands of matrix products changed before they are multiplied.
+
+    ``change`` gets a product's arguments by position or name, and the keys of its inputs and of its weight.
+    """
     from torch.overrides import TorchFunctionMode
 
     first = {torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
@@ -125,14 +148,11 @@ def within_products(
 
     class Products(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given = {**dict(enumerate(args)), **(kwargs or {})}
+            operands = {**dict(enumerate(args)), **(kwargs or {})}
             if func in first or func in second:
-                place, other = list(given)[func in second :][:2]
-                owner = stacked_part(parameters, given[other])
-                if owner is not None:
-                    given[place] = take(given[place], *owner)
-            positional = [given.pop(number) for number in range(len(args))]
-            return func(*positional, **given)
+                change(operands, *list(operands)[func in second :][:2])
+            positional = [operands.pop(number) for number in range(len(args))]
+            return func(*positional, **operands)
 
     return Products()
 

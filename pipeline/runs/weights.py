@@ -103,7 +103,7 @@ def forecast_weights(
         if quantization.algorithm == "gptq" and recipe.calibration is not None:
             once = calibrate_cost(gptq_volume(source, structure, recipe), machine)
             rounding = gptq_seconds(source, structure, recipe, choice.schemes, machine)
-            room = gptq_bytes(structure, choice.schemes)
+            room = gptq_bytes(structure, choice.schemes, on_gpu=rates.link is not None)
             stages["quantize"] = _after(stages["quantize"], once, rounding, room, machine)
     return WeightForecast(origin, rates, stages)
 

@@ -328,7 +328,7 @@ def _require_memory(setting: Setting) -> None:
         require_library_memory(source.nbytes, device_memory(device), device, quantization.engine)
         return
     need = gptq_volume(source, structure, setting.recipe).need
-    rounding = gptq_bytes(structure, select(structure, quantization).schemes)
+    rounding = gptq_bytes(structure, select(structure, quantization).schemes, on_gpu=device != "cpu")
     try:
         require_rounding_room(need, rounding, device_memory(device), device)
     except CalibrationError as error:

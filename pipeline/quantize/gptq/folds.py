@@ -19,6 +19,7 @@ from typing import Any
 from quantmint.calibration.activations import States
 from quantmint.calibration.caches import empty_cache
 from quantmint.calibration.calls import Call, record
+from quantmint.calibration.hooks import widening_products
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import Replica
 from quantmint.calibration.weights import held
@@ -73,9 +74,13 @@ class Fold:
 
 
 def _change(root: Any, name: str, how: Callable[..., torch.Tensor]) -> None:
+    """Replace a parameter by ``how`` of it in float32; of a stack expert by expert, as all would take gigabytes."""
     path, _, last = name.rpartition(".")
     old = root.get_parameter(name).detach()
-    setattr(root.get_submodule(path), last, torch.nn.Parameter(how(old.float()).to(old.dtype), requires_grad=False))
+    new = torch.empty_like(old)
+    for before, after in zip(old, new, strict=True) if old.ndim == 3 else [(old, new)]:
+        after.copy_(how(before.float()))
+    setattr(root.get_submodule(path), last, torch.nn.Parameter(new, requires_grad=False))
 
 
 def study(replica: Replica, tokens: torch.Tensor) -> tuple[dict[str, tuple[Fold, ...]], list[str]]:
@@ -117,16 +122,41 @@ def _inputs(layer: Any, reader: Matrix) -> int:
     return int(layer.get_parameter(reader.weight).shape[-2 if reader.transposed else -1])
 
 
+def _stacks(layer: Any) -> dict[str, torch.nn.Parameter]:
+    """Return the 3-D parameters of a layer that stack experts, by name."""
+    return {
+        f"{name}.{key}": parameter
+        for name, module in layer.named_modules()
+        if stacks_experts(module)
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    }
+
+
+def _widened_copy(layer: Any) -> Any:
+    """Return a copy of a layer in float32 that shares the layer's stacks of experts, in their own dtype."""
+    shared = {id(stack): stack for stack in _stacks(layer).values()}
+    copied = copy.deepcopy(layer, dict(shared))
+    for module in copied.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in shared:
+                parameter.data = parameter.data.float()
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, _wide(buffer))
+    return copied
+
+
 class _Trial:
     """One layer in float32 and what it makes of random hidden states; other norms and biases than its own.
 
-    The hidden states have the shape of ``states``, and the layer gets what is carried along there.
+    The hidden states have the shape of ``states``, and the layer gets what is carried along there. Stacks of experts
+    stay in their dtype and are widened where they are multiplied: a layer of DeepSeek R1 takes 45 GB in float32.
     """
 
     def __init__(self, replica: Replica, layer: Any, call: Call, states: States) -> None:
         self._replica, self._call = replica, call.mapped(_wide)
         self._random = torch.Generator().manual_seed(0)
-        self._layer = copy.deepcopy(layer).float()
+        self._layer = _widened_copy(layer)
         for parameter in self._layer.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.2 * self._randn(*parameter.shape)
@@ -139,7 +169,8 @@ class _Trial:
         return torch.randn(*shape, generator=self._random).to(self._replica.device)
 
     def _run(self, layer: Any) -> States:
-        return self._call.run(layer, self._states, empty_cache(self._replica.model))
+        with widening_products(_stacks(layer)):
+            return self._call.run(layer, self._states, empty_cache(self._replica.model))
 
     def folds(self) -> tuple[tuple[Fold, ...], list[str]]:
         """Return the folds that hold, and the names of what makes the channels of the others."""
@@ -148,12 +179,14 @@ class _Trial:
         return good, [fold.weight.removesuffix(".weight") for fold in tried if fold not in good]
 
     def _holds(self, fold: Fold) -> bool:
-        changed = copy.deepcopy(self._layer)
+        # Parameters are shared: the fold replaces those that it changes.
+        changed = copy.deepcopy(self._layer, {id(parameter): parameter for parameter in self._layer.parameters()})
         width = len(changed.get_parameter(fold.weight))
         if any(_inputs(changed, reader) != width for reader in fold.readers):
             return False  # a norm of each head, whose heads are read together
         with torch.inference_mode():
-            fold.scale(changed, self._randn(len(changed.get_parameter(fold.weight))).exp())
+            # By powers of two, which no dtype of a weight rounds.
+            fold.scale(changed, self._randn(width).round().clamp(-2, 2).exp2())
             sound = self.sound.hidden
             error = (self._run(changed).hidden - sound).norm(dim=-1) / sound.norm(dim=-1)
             return bool(error.flatten().quantile(_SHARE) < _TOLERANCE)

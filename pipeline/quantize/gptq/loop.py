@@ -101,7 +101,7 @@ def _scale(
     runner.share(f"{name}.{parameter}" for parameter, _ in module.named_parameters())
     roundings = inputs.roundings(weights, name)
     runner.roundings.linear.update(roundings.linear)
-    runner.roundings.experts.update(roundings.experts)
+    runner.roundings.experts.update(roundings.experts)  # of the same widths as before
 
 
 def _replicas(request: GptqRequest, devices: Sequence[str]) -> list[Replica]:
@@ -117,7 +117,8 @@ def _need(request: GptqRequest, model: Replica, devices: Sequence[str]) -> Need:
     need = need_of(model, request.batches)
     if request.settings.compensation:
         need = replace(need, states=2 * need.states)
-    rounding = gptq_bytes(request.structure, request.choice.schemes)
+    on_gpu = torch.device(devices[0]).type != "cpu"
+    rounding = gptq_bytes(request.structure, request.choice.schemes, on_gpu=on_gpu)
     for device in dict.fromkeys(devices):
         require_rounding_room(need, rounding, free_bytes(device), device)
     return need

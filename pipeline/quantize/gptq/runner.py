@@ -37,6 +37,7 @@ from quantmint.pipeline.quantize.gptq.trace import trace_layer
 _Collector = TypeVar("_Collector", StatisticsCollector, ExpertCollector)
 _ROWS = 1024  # of a sample
 _SEQUENCES = 16  # that its rows are taken from
+EXPERT_SUMS = 6 << 30  # bytes of the Hessians that a step of experts sums on a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,13 @@ class InputRoundings:
     """Roundings of the inputs of the modules that get new weights, as they are served, by the model's own names.
 
     ``linear`` are those of linear modules: modules with the same input and the very same function have one Hessian.
-    ``experts`` are those of stacked experts, by the stack's parameter with the expert's number behind.
+    ``experts`` are those of stacked experts, by the stack's parameter with the expert's number behind;
+    ``expert_columns`` the inputs of an expert of each stack.
     """
 
     linear: dict[str, Rounding]
     experts: dict[str, Rounding] = field(default_factory=dict)
+    expert_columns: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,8 @@ class GptqRunner(LayerRunner):
     def steps(self, layer: int) -> Iterator[RunnerStep]:
         """Yield the steps in which a layer gets its weights: linear modules, then its stacks of experts.
 
-        As many experts at a time as their sums fit in a quarter of the free memory.
+        As many experts at a time as their sums, of a part of the batches and of all, fit in a quarter of the free
+        memory, and in `EXPERT_SUMS`.
         """
         self._state = state = self._begin(layer)
         model = self.replica.model
@@ -168,10 +172,9 @@ class GptqRunner(LayerRunner):
         for name in state.stacks:  # a copy gets the new weights, as the reference model has the parameter
             _set(model, name, model.get_parameter(name).detach().clone())
         for name in state.stacks:
-            # The columns are one of the last two dimensions; the larger sum is planned with.
-            count, width = model.get_parameter(name).shape[0], max(model.get_parameter(name).shape[1:])
+            count, square = model.get_parameter(name).shape[0], 4 * self.roundings.expert_columns[name] ** 2
             free = min(free_bytes(replica.device) for replica in self.replicas)
-            size = max(1, min(count, free // (16 * width**2)))
+            size = max(1, min(count, free // (4 * square), EXPERT_SUMS // square))
             for start in range(0, count, size):
                 yield ExpertStep(layer, name, range(start, start + size), start + size >= count)
 

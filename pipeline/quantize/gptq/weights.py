@@ -142,6 +142,7 @@ class ServedInputs:
         return InputRoundings(
             {module: self.rounding(member.step) for module, member in linear.items()},
             {product: self.rounding(members[0].step) for product, members in experts.items()},
+            {product.rpartition(".")[0]: members[0].step.origin.shape[1] for product, members in experts.items()},
         )
 
     def set_range(self, step: Step, largest: torch.Tensor) -> None:
