@@ -45,10 +45,11 @@ class Decision:
     reason: str
 
 
-def forward_bytes(config: Any, batch: int, length: int) -> int:
+def forward_bytes(config: Any, batch: int, length: int, *, is_fused: bool = False) -> int:
     """Return bytes beside the weights for a forward of [batch, length] tokens, from above.
 
-    Scores: 10 bytes a head and pair of positions (16-bit scores, float32 softmax, 16-bit probabilities, and the mask).
+    Scores: 10 bytes a head and pair of positions (16-bit scores, float32 softmax, 16-bit probabilities, and the mask);
+    none where attention ``is_fused``.
     Tokens: ten vectors of the hidden size and three of the inner one, in 16 bit. State spaces: as transformers computes
     them without kernels, float32 for each token, head and number of the state, with every token of its chunk.
     """
@@ -60,7 +61,8 @@ def forward_bytes(config: Any, batch: int, length: int) -> int:
     chunk = _first_number(config, "mamba_chunk_size", "chunk_size")
     # Without heads each channel has a state of its own, and tokens come one after the other.
     scan = 4 * min(chunk, length) * channels * states if chunk else 3 * 4 * inner * states
-    return int(batch * length * (length * heads * 10 + tokens + scan))
+    scores = 0 if is_fused else length * heads * 10
+    return int(batch * length * (scores + tokens + scan))
 
 
 def _first_number(config: Any, *names: str) -> int:
@@ -155,7 +157,8 @@ def need_of(first: Replica, batches: Sequence[torch.Tensor]) -> Need:
         loop = first.walkable
         largest = max(nbytes(first.model, held(first.model, name)) for name in loop.layers)
         states = sum(batch.numel() for batch in batches) * loop.width * torch.finfo(first.model.dtype).bits // 8
-    return Need(first.nbytes, largest, forward_bytes(config, batch, length), states)
+    is_fused = getattr(config, "_attn_implementation", None) == "sdpa"
+    return Need(first.nbytes, largest, forward_bytes(config, batch, length, is_fused=is_fused), states)
 
 
 def host_bytes(asked: int | None) -> int:

@@ -18,7 +18,7 @@ from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.room import Mode, Need, decide, forward_bytes
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
 from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
-from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, TensorInfo
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.modules import expert_count
 from quantmint.pipeline.recipe.schema import Calibration, Recipe
@@ -231,12 +231,20 @@ def quantize_volume(plans: Iterable[ShardPlan]) -> QuantizeVolume:
     )
 
 
-def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Calibration) -> CalibrateVolume:
+def _loaded_bytes(info: TensorInfo) -> int:
+    """Return the bytes of a tensor in the model that runs: FP8 in blocks is decoded to bfloat16."""
+    return info.nbytes * (2 if info.dtype == "F8_E4M3" else 1)
+
+
+def calibrate_volume(
+    source: Checkpoint, structure: Structure, calibration: Calibration, *, is_fused: bool = False
+) -> CalibrateVolume:
     """Count a forward over the whole calibration set, without the output head.
 
     A product of [t, i] and [i, o] takes 2 t i o operations. Eager attention computes all L x L scores of a head, with
     4 D operations each for a head of D elements, in the product with the keys and that with the values. An expert gets
-    every token once, besides those that the router sends, unless the recipe asks for the router's only.
+    every token once, besides those that the router sends, unless the recipe asks for the router's only. Attention that
+    ``is_fused`` keeps no scores.
     """
     text: Mapping[str, Any] = source.config.get("text_config") or source.config
     tokens, length = calibration.samples * calibration.sequence_length, calibration.sequence_length
@@ -250,11 +258,11 @@ def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Cali
     layers: Counter[str] = Counter()
     for name, (_, info) in source.tensors.items():
         if match := _LAYER.search(name):
-            layers[match.group(1)] += info.nbytes
-    body = sum(info.nbytes for name, (_, info) in source.tensors.items() if "lm_head." not in name)
+            layers[match.group(1)] += _loaded_bytes(info)
+    body = sum(_loaded_bytes(info) for name, (_, info) in source.tensors.items() if "lm_head." not in name)
     batch = min(calibration.batch_size, calibration.samples)
     sizes = {**text, "num_attention_heads": heads, "hidden_size": hidden}
-    forward = forward_bytes(SimpleNamespace(**sizes), batch, length)
+    forward = forward_bytes(SimpleNamespace(**sizes), batch, length, is_fused=is_fused)
     return CalibrateVolume(
         need=Need(body, max(layers.values(), default=body), forward, states=2 * tokens * hidden),
         flops=2.0 * tokens * products + 4.0 * scores * width,
@@ -271,9 +279,12 @@ def routed_share(config: Mapping[str, Any]) -> float:
 
 
 def gptq_volume(source: Checkpoint, structure: Structure, recipe: Recipe) -> CalibrateVolume:
-    """Return the volume of one forward of GPTQ, with the hidden states of the reference model where it has one."""
+    """Return the volume of one forward of GPTQ, with the hidden states of the reference model where it has one.
+
+    GPTQ has attention fused where the architecture lets it, which the loop asks the model itself.
+    """
     assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
-    volume = replace(calibrate_volume(source, structure, recipe.calibration), mode="layer")
+    volume = replace(calibrate_volume(source, structure, recipe.calibration, is_fused=True), mode="layer")
     has_reference_model = recipe.quantization.parameters["compensation"]
     states = volume.need.states * (2 if has_reference_model else 1)
     return replace(volume, need=replace(volume.need, states=states))

@@ -82,7 +82,8 @@ def measure(options: list[str], source: Path, out: Path, count: int, *, ray: boo
         with watching_gpus(row):
             row |= json.loads(subprocess.run(child, cwd=ROOT, env=environment, capture_output=True, check=True).stdout)
     if row.pop("code"):
-        row["why_not"] = "\n".join(Path(logs[1]).read_text(errors="replace").splitlines()[-20:])
+        lines = Path(logs[1]).read_text(errors="replace").splitlines()
+        row["why_not"] = "\n".join([line for line in lines if not line.startswith("frame #")][-20:])
         return row
     row["wall"] = row.pop("ended") - row.pop("begun")
     text = "\n" + Path(logs[0]).read_text(errors="replace")

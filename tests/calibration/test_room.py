@@ -127,3 +127,8 @@ def test_gptq_is_refused_where_its_squares_do_not_fit() -> None:
     ):
         room.require_rounding_room(need, rounding, 40 * 10**9, "cuda:0")
     room.require_rounding_room(need, rounding, 80 * 10**9, "cuda:0")
+
+
+def test_a_fused_forward_keeps_no_scores() -> None:
+    config = SimpleNamespace(hidden_size=7168, num_attention_heads=128, intermediate_size=18432)
+    assert forward_bytes(config, 8, 2048, is_fused=True) < 6e9 < 40e9 < forward_bytes(config, 8, 2048)

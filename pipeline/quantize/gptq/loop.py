@@ -113,7 +113,10 @@ def _replicas(request: GptqRequest, devices: Sequence[str]) -> list[Replica]:
 
 
 def _need(request: GptqRequest, model: Replica, devices: Sequence[str]) -> Need:
-    """Return what the layers take; raise `CalibrationError` where a device has no room to round weights."""
+    """Return what the layers take, with the rounding of weights counted to a forward.
+
+    Raises `CalibrationError` where a device has no room to round weights.
+    """
     need = need_of(model, request.batches)
     if request.settings.compensation:
         need = replace(need, states=2 * need.states)
@@ -121,7 +124,7 @@ def _need(request: GptqRequest, model: Replica, devices: Sequence[str]) -> Need:
     rounding = gptq_bytes(request.structure, request.choice.schemes, on_gpu=on_gpu)
     for device in dict.fromkeys(devices):
         require_rounding_room(need, rounding, free_bytes(device), device)
-    return need
+    return replace(need, forward=need.forward + rounding)  # neither leaves room for hidden states
 
 
 def _facts(request: GptqRequest, weights: ModelWeights) -> list[object]:

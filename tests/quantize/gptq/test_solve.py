@@ -103,7 +103,7 @@ def test_on_a_gpu_problems_of_one_shape_are_solved_side_by_side(models: Any, mon
 @pytest.mark.parametrize(
     ("folder", "layer", "gigabytes"),
     [
-        ("DeepSeek-R1-0528", "model.layers.30.mlp.experts", 44.4),  # the stacks 22.5, sums 4.3, 18 down projections side by side 17.5
+        ("DeepSeek-R1-0528", "model.layers.30.mlp.experts", 44.4),  # stacks 22.5, sums 4.3, 18 down projections
         ("Llama-3.1-70B-Instruct", "model.layers.30.mlp", 21.6),  # the down projection, 8192 x 28672
     ],
 )
