@@ -37,6 +37,11 @@ def open_destination(text: str) -> Destination:
         if (parsed := kind.parse(text)) is not None:
             destination, name = parsed
             return _class_of(destination).of(destination, name, Path(), typed=True)
+    if text and (link := Path(text)).is_symlink() and not link.exists():
+        raise UserError(
+            f"{text}: a link to {link.readlink()}, which is not there: a published folder is a link to its release",
+            hint=f"Copy what it leads to: cp -rL published/NAME {text}",
+        )
     releases = Path(text).absolute().parent / RELEASES
     folders = releases.iterdir() if releases.is_dir() else ()
     near = did_you_mean(text, [str(Path(text).with_name(folder.name)) for folder in folders])

@@ -146,3 +146,11 @@ def test_other_places_than_the_recipe_names() -> None:
 def test_what_is_no_other_place(given: dict[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         override_destinations(recipe(folder="out").publish, given)
+
+
+def test_a_copied_link_is_told_from_a_copied_release(tmp_path: Path) -> None:
+    """`cp -r published/llama elsewhere` copies the link to the release, and not the release."""
+    (tmp_path / "elsewhere").symlink_to(".releases/llama/v1")
+    with pytest.raises(UserError, match=r"a link to \.releases/llama/v1, which is not there") as refused:
+        open_destination(str(tmp_path / "elsewhere"))
+    assert "cp -rL" in str(refused.value.hint)
