@@ -1,22 +1,148 @@
-"""FP8 in blocks, the encoding that DeepSeek publishes its models in: how it is told, and how it is decoded."""
+"""Sources that store weights in fewer than 16 bits: how each encoding is told from its tensors, and how it is decoded.
+
+    encoding, scales = recognise(names, "model.layers.0.mlp.up_proj.weight_packed")
+    ENCODINGS["mxfp4"].decode(elements, [scale])        # bfloat16 [O, I]
+
+A weight lies in one tensor of elements, ``X.weight`` or ``X.weight_packed``, beside tensors of scales. Dtypes and
+shapes tell the encodings apart:
+
+    fp8_block    F8_E4M3 [O, I]; ``_scale_inv``, or ``_scale``, [ceil(O/128), ceil(I/128)]
+    fp8_channel  F8_E4M3 [O, I]; ``_scale`` [O] or [O, 1]
+    fp8_tensor   F8_E4M3 [O, I]; ``_scale`` [] or [1]
+    mxfp8        F8_E4M3 [O, I]; ``_scale`` U8 [O, I/32], E8M0
+    mxfp4        U8 [O, I/2]; ``_scale`` U8 [O, I/32], E8M0
+    nvfp4        U8 [O, I/2]; ``_scale`` F8_E4M3 [O, I/16]; ``_global_scale`` F32, by which scales are divided
+    int4         I32 [O, I/8], symmetric; ``_scale`` [O, I/group]; ``_shape``
+
+Numbers are computed in float32 and rounded to bfloat16 once. In block FP8 the name says inverse, but a weight is the
+stored number times the scale of its block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Final
 
+from quantmint.calibration.elements import decode_elements, power, unpack_int4
 from quantmint.calibration.lazy import torch
 
 BLOCK = 128
 """Rows and columns of a block that shares one scale."""
 SCALE_SUFFIX = "_scale_inv"
-"""Ends the name of the block scales, behind the name of the weight that they belong to."""
+"""Ends the name of the block scales that DeepSeek publishes, behind the name of the weight that they belong to."""
+_FLOATS = ("F32", "BF16", "F16")
+
+Stored = tuple[str, tuple[int, ...]]
+"""Dtype by its safetensors name, and shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """One way to store a matrix [O, I]: ``elements`` of a row lie in one item of the stored row, and ``rows`` rows
+    share a row of scales. ``decode`` takes rows of elements and the scales that belong to them."""
+
+    decode: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+    elements: int = 1
+    rows: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The encoding of one weight, a key of `ENCODINGS`, and its tensors of scales in the order of `Encoding.decode`.
+
+    ``by_row``: the first of them has a row for each `Encoding.rows` of the weight's; else it is read whole, as all
+    others are.
+    """
+
+    encoding: str
+    scales: tuple[str, ...]
+    by_row: bool = True
+
+    @property
+    def rule(self) -> Encoding:
+        """The encoding's rule."""
+        return ENCODINGS[self.encoding]
+
+
+def plain_name(name: str) -> str:
+    """Return the name of the 16-bit weight that a tensor of elements stands for."""
+    return f"{name.removesuffix('weight_packed')}weight" if name.endswith(".weight_packed") else name
+
+
+def recognise(tensors: Mapping[str, Stored], name: str) -> Encoded | None:
+    """Return the encoding of a tensor of elements; None for a tensor that no rule knows, or whose scales lack."""
+    dtype, shape = tensors[name]
+    if len(shape) != 2 or not name.endswith((".weight", ".weight_packed")):
+        return None
+    stem = plain_name(name)
+    scale = tensors.get(f"{stem}_scale") or tensors.get(f"{stem}{SCALE_SUFFIX}")
+    if scale is None:
+        return None
+    scale_name = f"{stem}_scale" if f"{stem}_scale" in tensors else f"{stem}{SCALE_SUFFIX}"
+    (rows, stored), (scale_dtype, scale_shape) = shape, scale
+    if dtype == "F8_E4M3":
+        if scale_dtype == "U8" and scale_shape == (rows, stored // 32):
+            return Encoded("mxfp8", (scale_name,))
+        if scale_dtype not in _FLOATS:
+            return None
+        if scale_shape in ((), (1,), (1, 1)):
+            return Encoded("fp8_tensor", (scale_name,), by_row=False)
+        if scale_shape in ((rows,), (rows, 1)):
+            return Encoded("fp8_channel", (scale_name,))
+        if scale_shape == (ceil(rows / BLOCK), ceil(stored / BLOCK)):
+            return Encoded("fp8_block", (scale_name,))
+    elif dtype == "U8" and scale_dtype == "U8" and scale_shape == (rows, stored // 16) and not stored % 16:
+        return Encoded("mxfp4", (scale_name,))
+    elif dtype == "U8" and scale_dtype == "F8_E4M3" and scale_shape == (rows, stored // 8) and not stored % 8:
+        overall = f"{stem}_global_scale"
+        return Encoded("nvfp4", (scale_name, overall)) if overall in tensors else None
+    elif dtype == "I32" and scale_dtype in _FLOATS and f"{stem}_zero_point" not in tensors:
+        groups = scale_shape[1] if len(scale_shape) == 2 and scale_shape[0] == rows else 0
+        return Encoded("int4", (scale_name,)) if groups and not 8 * stored % groups else None
+    return None
 
 
 def is_block_fp8(declared: Mapping[str, Any]) -> bool:
     """Whether a ``quantization_config`` declares FP8 weights in blocks of 128x128."""
     block = declared.get("weight_block_size")
     return declared.get("quant_method") == "fp8" and isinstance(block, list) and block == [BLOCK, BLOCK]
+
+
+_TYPES = {"float": {4, 8}, "int": {4}}  # bits of elements, by what compressed-tensors calls their type
+_QUARK = {"fp8_e4m3", "fp4"}
+
+
+def obstacle(declared: Mapping[str, Any]) -> str | None:
+    """Return why a source with such a ``quantization_config`` cannot be decoded; None where its tensors decide.
+
+    Tensors of other formats may look alike: INT4 with zero points in the words, INT8, rotated weights.
+    """
+    method = str(declared.get("quant_method"))
+    if method == "fp8":
+        block = declared.get("weight_block_size")
+        return None if not block or list(block) == [BLOCK, BLOCK] else f"fp8, in blocks of {block}"
+    if method == "compressed-tensors":
+        if (declared.get("transform_config") or {}).get("config_groups"):
+            return "compressed-tensors, with rotated weights"
+        for group in (declared.get("config_groups") or {}).values():
+            weights = group.get("weights") or {}
+            kind, bits = weights.get("type"), weights.get("num_bits")
+            if bits not in _TYPES.get(str(kind), set()) or not weights.get("symmetric", True):
+                return f"compressed-tensors, {'' if weights.get('symmetric', True) else 'asymmetric '}{kind}{bits}"
+            if weights.get("actorder") not in (None, False, "static", "weight"):
+                return f"compressed-tensors, with activation order {weights['actorder']}"
+        return None
+    if method == "quark":
+        layers = [declared.get("global_quant_config"), *(declared.get("layer_quant_config") or {}).values()]
+        for layer in layers:
+            weights = (layer or {}).get("weight") or {}
+            for part in weights if isinstance(weights, list) else [weights]:
+                if part and part.get("dtype") not in _QUARK:
+                    return f"quark, {part.get('dtype')}"
+        return None
+    return method
 
 
 def decode_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -31,6 +157,47 @@ def decode_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     numbers[: whole * BLOCK].view(whole, BLOCK, columns).mul_(wide[:whole].unsqueeze(1))
     numbers[whole * BLOCK :].mul_(wide[whole:])  # the last block's, where it is not whole
     return numbers.to(torch.bfloat16)
+
+
+def _decode_fp8(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Multiply FP8 [O, I] with the scale of each row, or of all."""
+    numbers, factor = _widened(weight, scales[0])
+    return numbers.mul_((scales[0].float() * factor).reshape(-1, 1)).to(torch.bfloat16)
+
+
+def _by_group(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Multiply float32 [O, I] with the scales of groups, float32 [O, n]; bfloat16."""
+    groups = numbers.view(*scale.shape, -1)
+    return groups.mul_(scale.unsqueeze(-1)).to(torch.bfloat16).view(numbers.shape)
+
+
+def _decode_mxfp8(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    return _by_group(weight.float(), power(scales[0]))
+
+
+def _decode_mxfp4(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    return _by_group(decode_elements("e2m1", 4, weight), power(scales[0]))
+
+
+def _decode_nvfp4(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    scale = scales[0].float() / scales[1].float().reshape(())
+    return _by_group(decode_elements("e2m1", 4, weight), scale)
+
+
+def _decode_int4(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    return _by_group(unpack_int4(weight), scales[0].float())
+
+
+ENCODINGS: Final[Mapping[str, Encoding]] = {
+    "fp8_block": Encoding(lambda weight, scales: decode_blocks(weight, scales[0]), rows=BLOCK),
+    "fp8_channel": Encoding(_decode_fp8),
+    "fp8_tensor": Encoding(_decode_fp8),
+    "mxfp8": Encoding(_decode_mxfp8),
+    "mxfp4": Encoding(_decode_mxfp4, elements=2),
+    "nvfp4": Encoding(_decode_nvfp4, elements=2),
+    "int4": Encoding(_decode_int4, elements=8),
+}
+"""Rules by name."""
 
 
 _FP16_BIAS, _E4M3_BIAS, _E4M3_NAN = 15, 7, 0x7F

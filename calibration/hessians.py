@@ -269,7 +269,8 @@ class StatisticsCollector:
         inputs = rows.to(dtype)
         if statistics.output_gap is not None and states is not None and self._hidden is not None:
             before, by_module, after = states
-            weight = after.float().square().mean(-1, keepdim=True).rsqrt().to(dtype)
+            weight = after.float().square().mean(-1, keepdim=True).rsqrt()
+            weight = weight.masked_fill(weight.isinf(), 0.0).to(dtype)  # a padding token's embedding may be zero
             hidden = self._hidden.reshape(-1, self._hidden.shape[-1])
             lost = (before.to(dtype) - hidden.to(dtype)).add_(by_module.to(dtype) - module.forward(rows).to(dtype))
             inputs = inputs * weight

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quantmint.calibration.classes import build_model
-from quantmint.calibration.encodings import SCALE_SUFFIX, decode_blocks, is_block_fp8
+from quantmint.calibration.encodings import Encoded, Stored, obstacle, plain_name, recognise
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.index import weight_files
 from quantmint.calibration.lazy import torch
@@ -66,8 +66,8 @@ class Shards:
 
     ``only`` names the ones that are wanted, as they are stored: those of a quantized checkpoint that stay in 16 bit.
 
-    Raises `CalibrationError` for a folder without safetensors, and, without ``only``, for weights that are quantized
-    already, but for FP8 in blocks (``weight_scale_inv``, as DeepSeek publishes it), which is decoded.
+    Weights that are not in 16 bit are decoded, see `encodings`, and have the names of 16-bit weights. Raises
+    `CalibrationError` for a folder without safetensors, and, without ``only``, for weights that cannot be decoded.
     """
 
     def __init__(self, folder: Path, *, only: Collection[str] | None = None) -> None:
@@ -76,18 +76,31 @@ class Shards:
         self.folder = folder
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            self._encoded = only is None and _require_readable(config, folder)
+            is_encoded = only is None and _require_readable(config, folder)
             self._open: dict[str, Any] = {}
             place = {name: file for file in weight_files(folder)[0] for name in self._mapped(file).keys()}  # noqa: SIM118
         except (OSError, ValueError, SafetensorError) as error:
             raise CalibrationError(f"{folder}: the weights cannot be read: {error}") from error
         self._place = {name: file for name, file in place.items() if only is None or name in only}
         self._starts: dict[str, dict[str, int]] = {}
+        self._encoded = self._recognise() if is_encoded else {}
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the weights, without the scales that some are decoded with."""
-        return tuple(name for name in self._place if not (self._encoded and name.endswith(SCALE_SUFFIX)))
+        scales = {scale for _, encoded in self._encoded.values() for scale in encoded.scales}
+        decoded = {elements: name for name, (elements, _) in self._encoded.items()}
+        return tuple(decoded.get(name, name) for name in self._place if name not in scales)
+
+    def _recognise(self) -> dict[str, tuple[str, Encoded]]:
+        """Return the tensor of elements of each encoded weight and its encoding, by the weight's plain name."""
+        stored: dict[str, Stored] = {}
+        for name, file in self._place.items():
+            part = self._mapped(file).get_slice(name)
+            stored[name] = part.get_dtype(), tuple(part.get_shape())
+        return {
+            plain_name(name): (name, encoded) for name in stored if (encoded := recognise(stored, name)) is not None
+        }
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -103,10 +116,10 @@ class Shards:
     def read(self, name: str, device: str) -> torch.Tensor:
         """A tensor on a device; on a CPU a part of the mapped file, of which nothing is in memory until it is used."""
         read = self._view if device.startswith("cpu") else partial(self._uploaded, device=device)
-        scale = f"{name}{SCALE_SUFFIX}"
-        if not self._encoded or scale not in self._place:
+        if name not in self._encoded:
             return read(name)
-        return decode_blocks(read(name), read(scale))
+        elements, encoded = self._encoded[name]
+        return encoded.rule.decode(read(elements), [read(scale) for scale in encoded.scales])
 
     def _mapped(self, file: str) -> Any:
         from safetensors import safe_open
@@ -166,14 +179,13 @@ def _fill(file: Any, into: memoryview) -> None:
 
 
 def _require_readable(config: Mapping[str, Any], folder: Path) -> bool:
-    """Whether the weights are FP8 in blocks; raises `CalibrationError` for any other quantized source."""
+    """Whether the weights are encoded; raises `CalibrationError` for a source that cannot be decoded."""
     text = config.get("text_config")
     declared = config.get("quantization_config") or (text if isinstance(text, dict) else {}).get("quantization_config")
-    if declared is None or is_block_fp8(declared):
+    if declared is None or (reason := obstacle(declared)) is None:
         return declared is not None
     raise CalibrationError(
-        f"{folder}: its weights are quantized already ({declared.get('quant_method')}), "
-        "expected 16 bit, or FP8 with a scale for each block of 128x128"
+        f"{folder}: its weights are quantized already ({reason}), expected 16 bit or another encoding"
     )
 
 

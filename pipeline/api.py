@@ -167,6 +167,7 @@ def inspect(
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
     from quantmint.pipeline.quantize.formats.layout import layout_of
     from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+    from quantmint.pipeline.quantize.model.encodings import DECODED
     from quantmint.pipeline.quantize.model.structure import read_structure
 
     fetch_release = open_checkpoint(Path(checkpoint))
@@ -174,10 +175,10 @@ def inspect(
     original = None if source is None else open_checkpoint(Path(source))
     structure = read_structure(fetch_release.folder, fetch_release.tensors)
     origin = None if original is None else read_structure(original.folder, original.tensors)
-    if origin is not None and origin.quantized_by is not None:
+    if origin is not None and origin.undecodable is not None:
         raise UserError(
-            f"--source: found a model that is quantized already ({origin.quantized_by}), expected 16-bit weights, or "
-            "FP8 in blocks of 128x128.",
+            f"--source: found a model that is quantized already ({origin.undecodable}), expected 16-bit weights, or an "
+            f"encoding that is decoded: {DECODED}.",
             hint="Name the model that the checkpoint was made from.",
         )
     with (reporter or Quiet()).bar(fetch_release.nbytes, "B") as advance:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from quantmint.calibration.elements import ELEMENT_TYPES
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.schemes import ActivationFormat
-from quantmint.pipeline.quantize.schemes.elements import ELEMENT_TYPES, to_nearest
+from quantmint.pipeline.quantize.schemes.elements import to_nearest
 from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, INT8_MAX, MX_GROUP, NV_GROUP
 
 Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]

@@ -77,7 +77,7 @@ def run(job: Job) -> Output:
     device = resolve_devices(job.setting.device)[0]
     if structure.encoded:
         raise UserError(
-            f"engine {quantization.engine} reads 16-bit models only, {next(iter(structure.encoded))} is FP8 in blocks.",
+            f"engine {quantization.engine} reads 16-bit models only, {next(iter(structure.encoded))} is encoded.",
             hint="The engine stream decodes such a source on the way.",
         )
     require_memory(source.nbytes, device_memory(device), device, quantization.engine)

@@ -368,3 +368,12 @@ def test_killed_at_any_moment(source: Path, warm_python: Path) -> None:
         and any(name.endswith(".safetensors") and "/" not in name for name in one["left"])
         for one in ended
     )
+
+
+def test_gptq_of_a_text_with_a_token_of_zeros(quantmint: Quantmint, source: Path, models: Callable[..., Path]) -> None:
+    """transformers makes the padding token's embedding zero; its hidden states have no size to divide by."""
+    model = models("qwen3-moe")
+    words = ("--calibration", "words.yaml", "--samples", "8")
+    made = quantmint("quantize", model, "out", "--scheme", "mxfp4", "--algorithm", "gptq", *words)
+    assert made.code == 0, made.err
+    assert "PASS" in made.out

@@ -1,24 +1,41 @@
-"""Sources that are not in 16 bit: FP8 in blocks, decoded to bfloat16 when it is read.
-
-DeepSeek's layout, which others took over, stores ``X.weight`` F8_E4M3 [O, I] beside ``X.weight_scale_inv`` F32
-[ceil(O/128), ceil(I/128)]. The name says inverse, but a weight is the stored number times the scale of its block. Other
-sources that are not in 16 bit are refused.
-"""
+"""Sources that are not in 16 bit: which tensors hold encoded weights, and why a source cannot be decoded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from quantmint.calibration.encodings import BLOCK, SCALE_SUFFIX, is_block_fp8
+from quantmint.calibration.encodings import BLOCK, SCALE_SUFFIX, Encoded, is_block_fp8, obstacle, recognise
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import TensorInfo
 from quantmint.pipeline.recipe.modules import declared_quantization
 
+LEFTOVERS = ("_scale", "_scale_inv", "_global_scale", "_shape", "_zero_point", "_g_idx")
+"""Ends of names of what a quantized source has beside its weights: without meaning once these are decoded."""
+DECODED = "FP8 by blocks of 128x128, channels or tensor, MXFP8, MXFP4, NVFP4, symmetric INT4"
+"""The encodings that sources are decoded from, for messages."""
+_INTEGERS = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEncoding:
+    """How the weights of a source are encoded.
+
+    ``weights`` maps each tensor of elements to its encoding. ``obstacle`` is why the source cannot be decoded, as part
+    of a sentence.
+    """
+
+    weights: Mapping[str, Encoded] = field(default_factory=dict)
+    obstacle: str | None = None
+
 
 def quantized_by(config: Mapping[str, Any]) -> str | None:
-    """The ``quant_method`` of a source that cannot be decoded; None for 16 bit and for FP8 in blocks of 128x128."""
+    """Return the ``quant_method`` of a checkpoint that declares one; None for 16 bit and for FP8 in blocks of 128x128.
+
+    Those two are what transformers and calibration run without asking how they were quantized.
+    """
     declared = declared_quantization(config)
     if declared is None or is_block_fp8(declared):
         return None
@@ -26,15 +43,32 @@ def quantized_by(config: Mapping[str, Any]) -> str | None:
     return f"{method}, {'per tensor' if not block else f'in blocks of {block}'}" if method == "fp8" else method
 
 
-def encoded_weights(config: Mapping[str, Any], tensors: Mapping[str, tuple[str, TensorInfo]]) -> dict[str, str]:
-    """Map each FP8 weight of a source to the name of its block scales; empty for a 16-bit source.
+def source_encoding(config: Mapping[str, Any], tensors: Mapping[str, tuple[str, TensorInfo]]) -> SourceEncoding:
+    """Return how the weights of a source are encoded, by its configuration and tensors.
 
-    Raises `UserError` for an FP8 weight without scales and for scales of another shape.
+    Raises `UserError` for FP8 in blocks whose scales are missing or have another shape.
     """
     declared = declared_quantization(config)
-    if declared is None or not is_block_fp8(declared):
-        return {}
-    scales: dict[str, str] = {}
+    if declared is None:
+        return SourceEncoding()
+    if is_block_fp8(declared):
+        return SourceEncoding(_block_weights(tensors))
+    if (reason := obstacle(declared)) is not None:
+        return SourceEncoding(obstacle=reason)
+    stored = {name: (info.dtype, info.shape) for name, (_, info) in tensors.items()}
+    weights: dict[str, Encoded] = {}
+    for name, (dtype, shape) in stored.items():
+        if dtype not in _INTEGERS or name.endswith(LEFTOVERS):
+            continue
+        encoded = recognise(stored, name)
+        if encoded is None:
+            return SourceEncoding(obstacle=f"{declared.get('quant_method')}, {name} is {dtype} {list(shape)}")
+        weights[name] = encoded
+    return SourceEncoding(weights, None if weights else f"{declared.get('quant_method')}, which none of its tensors is")
+
+
+def _block_weights(tensors: Mapping[str, tuple[str, TensorInfo]]) -> dict[str, Encoded]:
+    weights: dict[str, Encoded] = {}
     for name, (_, info) in tensors.items():
         if info.dtype != "F8_E4M3":
             continue
@@ -49,5 +83,5 @@ def encoded_weights(config: Mapping[str, Any], tensors: Mapping[str, tuple[str, 
                 f"{name + SCALE_SUFFIX}: it is {scale[1].dtype} {list(scale[1].shape)}, expected F32 {list(blocks)} "
                 f"for {name} {list(info.shape)}."
             )
-        scales[name] = name + SCALE_SUFFIX
-    return scales
+        weights[name] = Encoded("fp8_block", (name + SCALE_SUFFIX,))
+    return weights

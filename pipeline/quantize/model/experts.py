@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quantmint.calibration.encodings import Encoded
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import STACKS
 from quantmint.pipeline.base.errors import UserError
@@ -31,14 +32,14 @@ class WeightSource:
 
     ``tensor`` is a name on disk. ``expert`` picks an entry of the first dimension of a tensor that stacks experts,
     ``rows`` the output rows [first, last) of that matrix (gate and up lie in one), and ``transposed`` says that it is
-    stored as [I, O]. ``scale`` names the tensor of block scales that an FP8 source is multiplied with.
+    stored as [I, O]. ``encoded`` says how a tensor that is not in 16 bit is decoded.
     """
 
     tensor: str
     expert: int | None = None
     rows: tuple[int, int] | None = None
     transposed: bool = False
-    scale: str | None = None
+    encoded: Encoded | None = None
 
 
 class UnknownLayoutError(Exception):

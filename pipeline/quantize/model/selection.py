@@ -11,6 +11,7 @@ from functools import lru_cache
 from quantmint.pipeline.base.errors import UserError, did_you_mean
 from quantmint.pipeline.base.schemes import scheme as scheme_row
 from quantmint.pipeline.quantize.formats.layout import Choice, most_frequent
+from quantmint.pipeline.quantize.model.encodings import DECODED
 from quantmint.pipeline.quantize.model.structure import UNQUANTIZED, Structure, kind_of
 from quantmint.pipeline.recipe.modules import assigned, is_excluded, matches, override_of
 from quantmint.pipeline.recipe.schema import AUTO, Quantization
@@ -49,10 +50,10 @@ class _Identity:
 def _select(identity: _Identity, section: str) -> Choice:
     """Choose once for a structure and a section, which plan, forecast, engine and report all ask for."""
     structure, quantization = identity.structure, Quantization.model_validate_json(section)
-    if structure.quantized_by is not None:
+    if structure.undecodable is not None:
         raise UserError(
-            f"source: found a model that is quantized already (quant_method {structure.quantized_by}), expected 16-bit "
-            "weights, or FP8 in blocks of 128x128.",
+            f"source: found a model that is quantized already (quant_method {structure.undecodable}), expected 16-bit "
+            f"weights, or an encoding that is decoded: {DECODED}.",
             hint="Start from the 16-bit release of the model.",
         )
     structure.require_whole("source")

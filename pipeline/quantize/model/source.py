@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from threading import local
 
-from quantmint.calibration.encodings import BLOCK, decode_blocks
+from quantmint.calibration.encodings import plain_name
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader
 from quantmint.pipeline.quantize.model.experts import WeightSource
@@ -16,7 +16,7 @@ from quantmint.pipeline.quantize.model.structure import Structure
 def divided(structure: Structure, quantized: Collection[str]) -> Mapping[str, Sequence[str]]:
     """Map each tensor of the source that ``quantized`` modules' weights lie in to all modules whose weights do.
 
-    These tensors are taken apart; every other tensor but block scales is carried over whole, see `whole`.
+    These tensors are taken apart; every other tensor but scales is carried over whole, see `whole`.
     """
     modules: defaultdict[str, list[str]] = defaultdict(list)
     for module, weight in structure.weights.items():
@@ -25,8 +25,8 @@ def divided(structure: Structure, quantized: Collection[str]) -> Mapping[str, Se
 
 
 def whole(structure: Structure, name: str) -> WeightSource:
-    """Return a whole tensor of the source as a weight, which is decoded where it is FP8."""
-    return WeightSource(name, scale=structure.encoded.get(name))
+    """Return a whole tensor of the source as a weight, which is decoded where it is not in 16 bit."""
+    return WeightSource(name, encoded=structure.encoded.get(name))
 
 
 def carried(source: Checkpoint, structure: Structure, quantized: Collection[str]) -> dict[str, WeightSource]:
@@ -34,7 +34,7 @@ def carried(source: Checkpoint, structure: Structure, quantized: Collection[str]
 
     A stack of experts of which some are quantized is written as single experts, in 16 bit those that are not.
     """
-    taken, scales = divided(structure, quantized), frozenset(structure.encoded.values())
+    taken, scales = divided(structure, quantized), structure.decoded_away
     tensors: dict[str, WeightSource] = {}
     for name in source.tensors:
         if name in scales:
@@ -43,7 +43,7 @@ def carried(source: Checkpoint, structure: Structure, quantized: Collection[str]
             rest = (module for module in taken[name] if module not in quantized)
             tensors |= {f"{module}.weight": structure.weights[module] for module in rest}
         else:
-            tensors[name] = whole(structure, name)
+            tensors[plain_name(name) if name in structure.encoded else name] = whole(structure, name)
     return tensors
 
 
@@ -58,12 +58,14 @@ class SourceReader:
         return weight.tensor in self._checkpoint.tensors
 
     def dtype(self, weight: WeightSource) -> str:
-        """The safetensors dtype that it is carried over in: FP8 is decoded to bfloat16."""
-        return "BF16" if weight.scale is not None else self._read.info(weight.tensor).dtype
+        """The safetensors dtype that it is carried over in: what is not in 16 bit is decoded to bfloat16."""
+        return "BF16" if weight.encoded is not None else self._read.info(weight.tensor).dtype
 
     def shape(self, weight: WeightSource) -> tuple[int, ...]:
         """Its shape, [O, I] for the part of a stack."""
         shape = self._read.info(weight.tensor).shape
+        if weight.encoded is not None:
+            return shape[0], shape[1] * weight.encoded.rule.elements
         if weight.expert is None:
             return shape
         outputs, inputs = reversed(shape[1:]) if weight.transposed else shape[1:]
@@ -80,11 +82,18 @@ class SourceReader:
         return self._read.matrix_rows(weight.tensor, weight.expert, start + first, start + last)
 
     def _decoded(self, weight: WeightSource, first: int, last: int) -> torch.Tensor:
-        if weight.scale is None:
+        if weight.encoded is None:
             return self._read.rows(weight.tensor, first, last)
-        begin = first // BLOCK * BLOCK
-        scale = self._read.rows(weight.scale, begin // BLOCK, -(-last // BLOCK))
-        return decode_blocks(self._read.rows(weight.tensor, begin, last), scale)[first - begin :]
+        rule, names = weight.encoded.rule, weight.encoded.scales
+        begin = first // rule.rows * rule.rows
+        scales = [self._whole(name) for name in names[weight.encoded.by_row :]]
+        if weight.encoded.by_row:
+            scales.insert(0, self._read.rows(names[0], begin // rule.rows, -(-last // rule.rows)))
+        return rule.decode(self._read.rows(weight.tensor, begin, last), scales)[first - begin :]
+
+    def _whole(self, name: str) -> torch.Tensor:
+        shape = self._read.info(name).shape
+        return self._read.rows(name, 0, shape[0] if shape else 1)
 
     def _turned(self, weight: WeightSource) -> torch.Tensor:
         """The whole matrix of an expert that is stored as [I, O], as [O, I]; the same again while it is asked for."""

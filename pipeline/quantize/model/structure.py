@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from quantmint.calibration.calls import replay_obstacle, skipped_layers
+from quantmint.calibration.encodings import Encoded, plain_name
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.parts import attention_modules, text_obstacle
 from quantmint.calibration.replica import Renaming, on_disk, sources
@@ -31,7 +32,7 @@ from quantmint.pipeline.base.errors import StoreError, UserError
 from quantmint.pipeline.base.machine import cache_folder, versions
 from quantmint.pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint, TensorInfo, read_json
 from quantmint.pipeline.quantize.model.builder import decoder_prefix, meta_model, stored_tensors, towers
-from quantmint.pipeline.quantize.model.encodings import encoded_weights, quantized_by
+from quantmint.pipeline.quantize.model.encodings import LEFTOVERS, quantized_by, source_encoding
 from quantmint.pipeline.quantize.model.experts import (
     UnknownLayoutError,
     WeightSource,
@@ -63,7 +64,8 @@ class Structure:
     model. ``predictor`` are the prefixes of the tensors of a multi-token predictor.
 
     ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
-    quantized checkpoint. ``encoded`` maps each FP8 weight of the source to its block scales. ``modules`` maps linear
+    quantized checkpoint. ``encoded`` maps each tensor of the source that is not in 16 bit to its encoding, and
+    ``dropped`` are tensors of its quantization that no decoded weight needs. ``modules`` maps linear
     and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one of the
     experts that it stacks. ``aliases`` are the names by which vLLM asks for a module, where they are not its own; none
     where no name reaches it. ``joined`` are kinds of modules (names with * for numbers) behind whose rows vLLM puts
@@ -73,7 +75,8 @@ class Structure:
     can be measured. ``latent`` is whether attention caches one latent for all heads; ``absorbed`` are linear modules
     that vLLM folds into their neighbours when it loads them; ``scales`` are tensors of the model itself that are called
     like those of a quantization; ``unquantizable`` counts the elements of the decoder's matrices that vLLM builds
-    without a quantization. ``quantized_by`` is set where the folder is no source at all.
+    without a quantization. ``quantized_by`` is the quantization that the folder declares, but for FP8 in
+    blocks; ``undecodable`` is why the folder is no source, as part of a sentence.
 
     ``faults`` are contradictions between the configuration and the tensors on disk, each a rule, a tensor and words:
     what the configuration implies and nobody stored, what has another shape, and what is stored for no module.
@@ -84,7 +87,8 @@ class Structure:
     attention: tuple[str, ...]
     parameters: int
     weights: Mapping[str, WeightSource] = field(default_factory=dict, compare=False)
-    encoded: Mapping[str, str] = field(default_factory=dict, compare=False)
+    encoded: Mapping[str, Encoded] = field(default_factory=dict, compare=False)
+    dropped: tuple[str, ...] = field(default=(), compare=False)
     modules: Mapping[str, str] = field(default_factory=dict, compare=False)
     copied: Mapping[str, int] = field(default_factory=dict, compare=False)
     unclaimed: Mapping[str, str] = field(default_factory=dict)
@@ -99,7 +103,13 @@ class Structure:
     scales: tuple[str, ...] = ()
     unquantizable: int = 0
     quantized_by: str | None = field(default=None, compare=False)
+    undecodable: str | None = field(default=None, compare=False)
     faults: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)
+
+    @property
+    def decoded_away(self) -> frozenset[str]:
+        """Tensors of the source that a 16-bit or quantized checkpoint does not have: scales, and what lies beside."""
+        return frozenset(self.dropped).union(*(encoded.scales for encoded in self.encoded.values()))
 
     def require_whole(self, where: object) -> None:
         """Raise `UserError` where the tensors of ``where`` are not those that its configuration implies."""
@@ -145,7 +155,8 @@ def _code() -> list[str]:
     """Digests of the modules and tables that a structure follows from."""
     root = Path(__file__).parents[3]
     files = [*Path(__file__).parent.rglob("*.py"), *Path(__file__).parent.rglob("*.yaml")]
-    files += [root / "calibration" / f"{name}.py" for name in ("replica", "encodings", "classes", "calls", "parts")]
+    names = ("replica", "elements", "encodings", "classes", "calls", "parts")
+    files += [root / "calibration" / f"{name}.py" for name in names]
     files += [root / "pipeline" / "quantize" / "formats" / "checkpoint.py", root / "pipeline" / "recipe" / "modules.py"]
     return [sha256_of(path) for path in sorted(files)]
 
@@ -161,12 +172,13 @@ def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoin
     structure = _Reading(model, {**config, "quantization_config": None}, plain).structure()
     tensors = imagined_tensors(stored_tensors(model), model, config, structure.linear)
     checkpoint = Checkpoint(folder, config, tuple(sorted({file for file, _ in tensors.values()})), tensors)
-    encoded = encoded_weights(config, tensors)
+    declared = quantized_by(config)
+    encoded = source_encoding(config, tensors).weights if declared is None else {}
     weights = {
-        name: replace(weight, scale=encoded.get(weight.tensor)) if weight.tensor in encoded else weight
+        name: replace(weight, encoded=encoded.get(weight.tensor)) if weight.tensor in encoded else weight
         for name, weight in structure.weights.items()
     }
-    return checkpoint, replace(structure, encoded=encoded, weights=weights, quantized_by=quantized_by(config))
+    return checkpoint, replace(structure, encoded=encoded, weights=weights, quantized_by=declared, undecodable=declared)
 
 
 OUTPUT_HEAD = "output head"
@@ -205,7 +217,10 @@ class _Reading:
         self._routers = routers(self._owners, self._decoder)
         self._predictor = Predictor(model)
         self._view: LoaderView | None = load_view(config)
-        self._encoded = encoded_weights(config, tensors)
+        self._encoding = source_encoding(config, tensors)
+        self._encoded = self._encoding.weights
+        self._dropped: list[str] = []
+        self._stored_as = {plain_name(name): name for name in self._encoded}
         self._linear: dict[str, tuple[int, int]] = {}
         self._weights: dict[str, WeightSource] = {}
         self._modules: dict[str, str] = {}
@@ -222,18 +237,20 @@ class _Reading:
 
     def structure(self) -> Structure:
         head = False
-        scales = frozenset(self._encoded.values())
+        scales = {scale for encoded in self._encoded.values() for scale in encoded.scales}
         for name, (_, info) in self._tensors.items():
             if name in scales:
                 continue
             own, operations = self._locate(name)
             owner, parameter = self._owners.get(own.rpartition(".")[0]), self._parameters.get(own)
             head |= owner is self._head
-            self._stored[own].append(_plain(name))
+            self._stored[own].append(plain_name(name))
             if not operations and parameter is not None and info.dtype in (*SIXTEEN_BIT, "F32"):
                 self._require_shape(name, info.shape, owner, tuple(parameter.shape))
             if own in self._state and name.endswith(_QUANTIZED):
                 self._scales.append(name)
+            elif self._encoded and name.endswith(LEFTOVERS):
+                self._dropped.append(name)
             self._classify(name, own, info, operations)
         if not head:
             # A head that is tied to the embedding has no tensor of its own, but servers look for its name.
@@ -249,6 +266,7 @@ class _Reading:
             parameters=sum(parameter.numel() for parameter in self._model.parameters()),
             weights=self._weights,
             encoded=self._encoded,
+            dropped=tuple(self._dropped),
             modules={**self._modules, **attention},
             copied=dict(sorted(self._copied.items())),
             unclaimed=self._unclaimed,
@@ -263,6 +281,7 @@ class _Reading:
             unquantizable=self._unquantizable,
             absorbed=tuple(name for name in self._linear if self._is_absorbed(name)),
             quantized_by=quantized_by(self._config),
+            undecodable=self._encoding.obstacle,
             faults=tuple(self._contradictions()),
         )
 
@@ -320,7 +339,7 @@ class _Reading:
 
     def _locate(self, name: str) -> tuple[str, tuple[Any, ...]]:
         """The parameter that a tensor belongs to, and how transformers rearranges it."""
-        plain = _plain(name)
+        plain = plain_name(name)
         own, operations = self._rename(plain)
         if own not in self._parameters and plain.endswith(".weight"):
             # One expert of a model whose release stacks them: quantized checkpoints hold them one by one.
@@ -403,7 +422,7 @@ class _Reading:
                 for written, inside, source in split(name, own, owner, parameter, info.shape, operations):
                     self._add(written, inside, shape, source)
             elif suffix in ("weight", _PACKED) and (part := part_of(module)) is not None:
-                inside = self._single(own, _plain(name), *part)
+                inside = self._single(own, plain_name(name), *part)
                 self._matrix(module, inside, self._single_shape(name, info, shape))
         except UnknownLayoutError as error:
             self._unclaimed[name] = f"this stack of experts cannot be taken apart: {error}"
@@ -427,7 +446,7 @@ class _Reading:
         """
         if info.dtype in _WHOLE and len(info.shape) == 2:
             return info.shape[0], info.shape[1]
-        scale = self._tensors.get(f"{_plain(name)}_scale")
+        scale = self._tensors.get(f"{plain_name(name)}_scale")
         if scale is not None and scale[1].dtype == "U8" and len(scale[1].shape) == 2:
             return info.shape[0], scale[1].shape[1] * MX_GROUP
         return shape
@@ -437,7 +456,7 @@ class _Reading:
             self._kept[module] = UNQUANTIZED
             self._unquantizable += prod(shape)
         else:
-            self._add(module, inside, shape, self._plain(module))
+            self._add(module, inside, shape, self._source(module))
 
     def _is_quantizable(self, module: str) -> bool | None:
         """Whether vLLM asks for a quantization of a module; of those that differ in numbers alone the first counts."""
@@ -482,8 +501,9 @@ class _Reading:
     def _add(self, module: str, inside: str, shape: tuple[int, int], source: WeightSource) -> None:
         self._linear[module], self._weights[module], self._modules[module] = shape, source, inside
 
-    def _plain(self, module: str) -> WeightSource:
-        return WeightSource(f"{module}.weight", scale=self._encoded.get(f"{module}.weight"))
+    def _source(self, module: str) -> WeightSource:
+        name = self._stored_as.get(f"{module}.weight", f"{module}.weight")
+        return WeightSource(name, encoded=self._encoded.get(name))
 
 
 def kind_of(module: str) -> str:
@@ -493,8 +513,3 @@ def kind_of(module: str) -> str:
 
 def _embeds(owner: Any) -> bool:
     return isinstance(owner, torch.nn.Embedding)
-
-
-def _plain(name: str) -> str:
-    """The name that the rules of transformers know, which is that of the 16-bit weight."""
-    return f"{name.removesuffix(_PACKED)}weight" if name.endswith(_PACKED) else name

@@ -1,4 +1,4 @@
-"""Element types smaller than a byte, and FP8, by their bits: round, encode, pack, decode.
+"""Element types smaller than a byte, and FP8, by their bits: round, encode, pack; `calibration.elements` decodes.
 
 >>> codes = encode_minifloat(scaled, E2M1, signed_zero=False)   # uint8 codes 0 to 15
 >>> pack_nibbles(codes)                                         # two in a byte
@@ -6,50 +6,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from functools import cache
-
+from quantmint.calibration.elements import (
+    E2M1,
+    ElementType,
+)
 from quantmint.calibration.lazy import torch
-from quantmint.pipeline.quantize.schemes.scales import FP8_MAX
 
 _NIBBLES_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ's order puts the outputs 0 to 7 of a word
-
-
-@dataclass(frozen=True, slots=True)
-class ElementType:
-    """A floating-point element type: bits of exponent and of mantissa, and its largest finite value.
-
-    ``deciding`` are the mantissa bits that decide whether the scale of a microscaling group is rounded up.
-    """
-
-    exponent_bits: int
-    mantissa_bits: int
-    largest: float
-    deciding: int
-
-    @property
-    def bits(self) -> int:
-        """Bits of an element, its sign included."""
-        return 1 + self.exponent_bits + self.mantissa_bits
-
-    @property
-    def least_exponent(self) -> int:
-        """The exponent of the smallest normal number."""
-        return 2 - (1 << (self.exponent_bits - 1))
-
-    @property
-    def max_exponent(self) -> int:
-        """The exponent of the largest finite value."""
-        return math.frexp(self.largest)[1] - 1
-
-
-# OCP Microscaling 1.0. The scale of e4m3 is decided as that of e2m1, because its largest value is 1.75 * 2 ** 8.
-E2M1 = ElementType(2, 1, 6.0, 1)
-E2M3 = ElementType(2, 3, 7.5, 3)
-E3M2 = ElementType(3, 2, 28.0, 2)
-E4M3 = ElementType(4, 3, FP8_MAX, 1)
-ELEMENT_TYPES = {"e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2, "e4m3": E4M3}
 
 
 def to_nearest(numbers: torch.Tensor, mantissa: int, least: int, *, out: torch.Tensor) -> torch.Tensor:
@@ -102,47 +65,6 @@ def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
     """Whole numbers from -8 to 7 of any dtype, [O, I]: 8 added, eight in an int32, the first in its lowest bits."""
     pairs = (numbers + 8).to(torch.uint8).view(numbers.shape[0], -1, 2)
     return (pairs[..., 0] + 16 * pairs[..., 1]).view(torch.int32)
-
-
-def decode_elements(dtype: str, bits: int, stored: torch.Tensor) -> torch.Tensor:
-    """Return stored elements as float32 [O, I]; by a table of all bytes where a processor has no instruction."""
-    if dtype in ELEMENT_TYPES and bits == 6:
-        low, middle, high = stored.int().reshape(stored.shape[0], -1, 3).unbind(-1)
-        word = low | (middle << 8) | (high << 16)
-        codes = torch.stack([(word >> shift) & 63 for shift in (0, 6, 12, 18)], dim=-1).flatten(1)
-        return minifloat_values(dtype, stored.device)[codes]
-    if stored.dtype in (torch.float8_e4m3fn, torch.uint8):
-        values = _values_of_bytes(dtype, stored.device).index_select(0, stored.view(torch.uint8).reshape(-1).int())
-        return values.view(stored.shape[0], -1)
-    return stored.float()
-
-
-@cache
-def _values_of_bytes(dtype: str, device: torch.device) -> torch.Tensor:
-    """Return the values of each byte: float32 [256], or [256, 2] of two elements of 4 bits, the lowest bits first."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device)
-    if dtype == "e4m3":
-        return codes.view(torch.float8_e4m3fn).float()
-    return minifloat_values(dtype, device)[torch.stack((codes & 15, codes >> 4), dim=-1).int()]
-
-
-@cache
-def minifloat_values(dtype: str, device: torch.device) -> torch.Tensor:
-    """Return every value of an element type in float32, in the order of its codes: sign, exponent, mantissa."""
-    element = ELEMENT_TYPES[dtype]
-    steps = 2**element.mantissa_bits
-    values = []
-    for code in range(2 ** (element.bits - 1)):
-        exponent, mantissa = divmod(code, steps)
-        fraction = mantissa / steps if exponent == 0 else 1 + mantissa / steps
-        values.append(fraction * 2.0 ** (max(exponent, 1) - 1 + element.least_exponent))
-    return torch.tensor([*values, *(-value for value in values)], device=device)
-
-
-def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
-    """Return integers, float32 [O, I], of 32-bit words of eight along I, 8 added to each (see `pack_int4`)."""
-    nibbles = torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)], dim=-1)
-    return (nibbles.flatten(1) - 8).float()
 
 
 def unpack_int4_transposed(packed: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quantmint.calibration.elements import decode_elements
 from quantmint.calibration.lazy import torch
-from quantmint.pipeline.quantize.schemes.elements import decode_elements
 from quantmint.pipeline.quantize.schemes.scales import BLOCK, FP8_MAX, amax, fp8_scale
 from quantmint.pipeline.quantize.schemes.scheme import Grid, Kernel, Parts, WeightScheme
 

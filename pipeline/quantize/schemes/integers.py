@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quantmint.calibration.elements import unpack_int4
 from quantmint.calibration.lazy import torch
-from quantmint.pipeline.quantize.schemes.elements import pack_int4, unpack_int4, unpack_int4_transposed
+from quantmint.pipeline.quantize.schemes.elements import pack_int4, unpack_int4_transposed
 from quantmint.pipeline.quantize.schemes.scales import INT4_GROUP, INT4_MAX, INT8_MAX, amax, int4_scale, int8_scale
 from quantmint.pipeline.quantize.schemes.scheme import Grid, Kernel, Parts, WeightScheme
 

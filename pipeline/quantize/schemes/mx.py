@@ -8,19 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from quantmint.calibration.elements import E2M1, E2M3, E3M2, E4M3, ElementType, decode_elements, power
 from quantmint.calibration.lazy import torch
-from quantmint.pipeline.quantize.schemes.elements import (
-    E2M1,
-    E2M3,
-    E3M2,
-    E4M3,
-    ElementType,
-    decode_elements,
-    encode_minifloat,
-    pack_e2m1,
-    pack_six_bits,
-)
-from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, MX_GROUP, amax, e8m0, inverse_power, power
+from quantmint.pipeline.quantize.schemes.elements import encode_minifloat, pack_e2m1, pack_six_bits
+from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, MX_GROUP, amax, e8m0, inverse_power
 from quantmint.pipeline.quantize.schemes.scheme import Decode, Grid, Kernel, Parts, WeightScheme
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quantmint.calibration.elements import E2M1, decode_elements
 from quantmint.calibration.lazy import torch
-from quantmint.pipeline.quantize.schemes.elements import E2M1, decode_elements, pack_e2m1
+from quantmint.pipeline.quantize.schemes.elements import pack_e2m1
 from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, NV_GROUP, amax, global_scale
 from quantmint.pipeline.quantize.schemes.scheme import Kernel, Parts, WeightScheme
 

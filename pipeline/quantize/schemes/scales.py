@@ -83,11 +83,3 @@ def e8m0(largest: torch.Tensor, max_exponent: int = 2, deciding: int = 1) -> tor
 def inverse_power(exponent: torch.Tensor) -> torch.Tensor:
     """Return 2 ** (127 - exponent) in float32 of E8M0 exponents in int32, by its bits: exp2 is not exact everywhere."""
     return ((254 - exponent) << 23).view(torch.float32)
-
-
-def power(exponent: torch.Tensor) -> torch.Tensor:
-    """Return 2 ** (exponent - 127) in float32 of E8M0 bytes; NaN for 255."""
-    # By their bits: exp2 is not exact for every integer everywhere, and ldexp runs on the current GPU alone. Of
-    # 2 ** -127 float32 has no normal number.
-    powers = torch.where(exponent == 0, 1 << 22, exponent.int() << 23).view(torch.float32)
-    return powers.masked_fill(exponent == 255, torch.nan)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantmint.calibration.encodings import decode_blocks
+from quantmint.calibration.encodings import Encoded, decode_blocks
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.quantize.engines.stream import schedule
 from quantmint.pipeline.quantize.engines.stream.engine import Written, write_checkpoint
@@ -31,7 +31,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def structure(weights: Mapping[str, WeightSource], encoded: Mapping[str, str] | None = None) -> Structure:
+def structure(weights: Mapping[str, WeightSource], encoded: Mapping[str, Encoded] | None = None) -> Structure:
     return Structure(dict.fromkeys(weights, (0, 0)), (), (), 0, weights, encoded or {})
 
 
@@ -113,8 +113,13 @@ def test_fp8_in_blocks_is_decoded_to_bfloat16_and_then_quantized(
     names = ("o_proj", "kept")
     tensors = {f"{name}.weight": stored.clone() for name in names}
     tensors |= {f"{name}.weight_scale_inv": scale.clone() for name in names}
-    weights = {name: WeightSource(f"{name}.weight", scale=f"{name}.weight_scale_inv") for name in names}
-    parts = structure(weights, {f"{name}.weight": f"{name}.weight_scale_inv" for name in names})
+    weights = {
+        name: WeightSource(f"{name}.weight", encoded=Encoded("fp8_block", (f"{name}.weight_scale_inv",)))
+        for name in names
+    }
+    parts = structure(
+        weights, {f"{name}.weight": Encoded("fp8_block", (f"{name}.weight_scale_inv",)) for name in names}
+    )
     quantize(save(tmp_path / "source", tensors), parts, {"o_proj": scheme}, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert not any("scale_inv" in name for name in found)

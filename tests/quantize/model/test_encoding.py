@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantmint.calibration.encodings import Encoded
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.selection import select
@@ -45,10 +46,11 @@ def test_fp8_weights_have_their_scales(
     assert structure.linear == plain.linear
     assert structure.attention == plain.attention
     assert structure.weights == {
-        module: WeightSource(f"{module}.weight", scale=f"{module}.weight_scale_inv") for module in structure.linear
+        module: WeightSource(f"{module}.weight", encoded=Encoded("fp8_block", (f"{module}.weight_scale_inv",)))
+        for module in structure.linear
     }
     ahead = f"{PREDICTOR}.mlp.experts.3.up_proj.weight"
-    assert structure.encoded[ahead] == f"{ahead}_scale_inv"
+    assert structure.encoded[ahead].scales == (f"{ahead}_scale_inv",)
     assert {source.tensor for source in structure.weights.values()} < set(structure.encoded)
 
 
@@ -85,7 +87,7 @@ def test_a_weight_without_its_scale_is_named(
         ({"quant_method": "awq", "bits": 4}, "awq"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ({"quant_method": "quark"}, "quark"),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8, per tensor"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8, which none"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"fp8, in blocks of \[64, 64\]"),
     ],
 )

@@ -149,7 +149,7 @@ def _carried(checkpoint: Checkpoint, source: Checkpoint, structure: Structure, c
     """Yield the 16-bit tensors that are missing, or have another type or shape."""
     taken = {structure.weights[module].tensor for module in choice.schemes if module in structure.weights}
     for name, (_, info) in source.tensors.items():
-        if name in taken or name in structure.encoded.values():
+        if name in taken or name in structure.decoded_away:
             continue
         if name not in checkpoint.tensors:
             yield f"missing: {name}: the source has it, the checkpoint does not"

@@ -15,9 +15,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from math import ceil, lcm, prod
+from math import lcm, prod
 from pathlib import Path
 
+from quantmint.calibration.encodings import Encoded, plain_name
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import ITEM_BITS, Checkpoint, TensorInfo, encode_header
 from quantmint.pipeline.quantize.formats.layout import Choice, StoredTensor, layout, weight_tensors
@@ -25,7 +26,6 @@ from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.source import divided, whole
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, kernel_name
-from quantmint.pipeline.quantize.schemes.scales import BLOCK
 from quantmint.pipeline.recipe.modules import scale_group, text_config
 
 
@@ -39,18 +39,20 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A step's source. ``expert``, ``rows`` and ``transposed`` as in `WeightSource`; ``scale`` holds block scales."""
+    """A step's source. ``expert``, ``rows``, ``transposed`` and ``encoded`` as in `WeightSource`; ``scales`` are where
+    the tensors of scales lie."""
 
     place: TensorPlace
     expert: int | None = None
     rows: tuple[int, int] | None = None
     transposed: bool = False
-    scale: TensorPlace | None = None
+    encoded: Encoded | None = None
+    scales: tuple[TensorPlace, ...] = ()
 
     @property
     def dtype(self) -> str:
-        """The safetensors dtype of the numbers; FP8 is decoded to bfloat16, which its models are run in."""
-        return "BF16" if self.scale is not None else self.place.info.dtype
+        """The safetensors dtype of the numbers; what is not in 16 bit is decoded to bfloat16, which models run in."""
+        return "BF16" if self.encoded is not None else self.place.info.dtype
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -60,6 +62,8 @@ class Origin:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that it is written with; [O, I] for a weight."""
+        if self.encoded is not None:
+            return self.matrix[0], self.matrix[1] * self.encoded.rule.elements
         if self.expert is None and self.rows is None and not self.transposed:
             return self.place.info.shape
         outer, inner = self.matrix
@@ -70,6 +74,8 @@ class Origin:
     @property
     def nbytes(self) -> int:
         """Bytes that are read for it, without its scales."""
+        if self.encoded is not None:
+            return self.place.info.nbytes
         return prod(self.shape) * ITEM_BITS[self.place.info.dtype] // 8
 
     @property
@@ -77,7 +83,7 @@ class Origin:
         """The number of rows that it must be read in multiples of; all of them where it is stored transposed."""
         if self.transposed:
             return self.shape[0]
-        return BLOCK if self.scale is not None else 1
+        return 1 if self.encoded is None else self.encoded.rule.rows
 
     @property
     def start(self) -> int:
@@ -97,7 +103,7 @@ class Origin:
         width = ITEM_BITS[self.place.info.dtype] // 8
         if self.transposed:
             return self.start, prod(self.matrix) * width
-        row = prod(self.shape[1:]) * width
+        row = (prod(self.shape[1:]) if self.encoded is None else self.matrix[1]) * width
         return self.start + first * row, (last - first) * row
 
 
@@ -108,13 +114,9 @@ def origin_of(source: Checkpoint, weight: WeightSource) -> Origin:
         weight.expert,
         weight.rows,
         weight.transposed,
-        None if weight.scale is None else TensorPlace(*source.tensors[weight.scale]),
+        weight.encoded,
+        () if weight.encoded is None else tuple(TensorPlace(*source.tensors[name]) for name in weight.encoded.scales),
     )
-
-
-def blocks(count: int) -> int:
-    """Return the number of blocks of scales that cover so many rows or columns."""
-    return ceil(count / BLOCK)
 
 
 STATIC_ROLES = frozenset({"input_scale", "input_global_scale", "k_scale", "v_scale", "weight_shape"})
@@ -199,7 +201,7 @@ class _Layouter:
         self._source, self._structure, self._choice = source, structure, choice
         self._format = checkpoint_format
         self._kv_scales = _kv_scales(source, structure, choice, checkpoint_format)
-        self._scales = frozenset(structure.encoded.values())
+        self._decoded_away = structure.decoded_away
         self._divided = divided(structure, choice.schemes)
         self._groups = self._shared(shared_scales)
         self._files: defaultdict[str, list[TensorInfo]] = defaultdict(list)  # by file, in no order
@@ -211,12 +213,13 @@ class _Layouter:
         steps: list[Step] = []
         extra: list[StoredTensor] = []
         for info in sorted(self._files[name], key=lambda info: info.start):
-            if info.name in self._scales:
+            if info.name in self._decoded_away:
                 continue
             if info.name in self._divided:
                 steps += map(self._taken, self._divided[info.name])
             else:
-                steps.append(self._carried(info.name, origin_of(self._source, whole(self._structure, info.name))))
+                origin = origin_of(self._source, whole(self._structure, info.name))
+                steps.append(self._carried(info.name if origin.encoded is None else plain_name(info.name), origin))
             extra += self._kv_scales.get(info.name, ())
         if not steps:
             return None
@@ -338,7 +341,7 @@ def cut(plan: ShardPlan, size: int) -> list[Scan | Piece]:
                 for first, last in _ranges(origin.shape[0], _rows(origin, 1, size))
             )
         origin = step.origin
-        raw = step.kernel is None and origin.scale is None and not origin.transposed and step.made is None
+        raw = step.kernel is None and origin.encoded is None and not origin.transposed and step.made is None
         if raw:
             ranges = list(_ranges(origin.nbytes, max(size // _WORD, 1) * _WORD))
         else:

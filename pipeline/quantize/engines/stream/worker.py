@@ -16,12 +16,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from quantmint.calibration.encodings import decode_blocks
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.errors import StageError
-from quantmint.pipeline.quantize.engines.stream.plan import Origin, blocks
+from quantmint.pipeline.quantize.engines.stream.plan import Origin
 from quantmint.pipeline.quantize.formats.checkpoint import Files, torch_dtype
-from quantmint.pipeline.quantize.schemes.scales import BLOCK
 
 _FLUSH = 16 << 20  # bytes of a file that the disk is asked to begin with together
 
@@ -77,20 +75,26 @@ class Worker:
             if origin.transposed:
                 begin, end = origin.rows or (0, origin.matrix[1])
                 return numbers.view(origin.matrix)[:, begin:end].t()[first:last].contiguous()
-            numbers = numbers.view(last - first, *origin.shape[1:])
-            return numbers if origin.scale is None else self._decoded(files, origin, numbers, first)
+            if origin.encoded is not None:
+                return self._decoded(files, origin, numbers.view(last - first, -1), first)
+            return numbers.view(last - first, *origin.shape[1:])
 
     def _decoded(self, files: Files, origin: Origin, numbers: torch.Tensor, first: int) -> torch.Tensor:
-        """Rows from ``first`` on, which begins a block, times their blocks' scales, which are read for them."""
-        assert origin.scale is not None  # noqa: S101
-        rows, columns = numbers.shape
-        info = origin.scale.info
-        across = blocks(columns)
-        dtype = torch_dtype(info.dtype)
-        raw = torch.empty(blocks(rows) * across * dtype.itemsize, dtype=torch.uint8)
-        place = info.start + first // BLOCK * across * dtype.itemsize
-        files.read(origin.scale.shard, info.name, place, raw.numpy().data, ahead=False)
-        return decode_blocks(numbers, raw.view(dtype).view(-1, across).to(self.device))
+        """Decode rows of elements from ``first`` on, which begins rows that share scales, with scales read for them."""
+        assert origin.encoded is not None  # noqa: S101
+        rule, rows = origin.encoded.rule, len(numbers)
+        scales = []
+        for number, place in enumerate(origin.scales):
+            info = place.info
+            begin, end = 0, info.nbytes
+            if number == 0 and origin.encoded.by_row:
+                row = info.nbytes // info.shape[0]
+                begin, end = first // rule.rows * row, -(-(first + rows) // rule.rows) * row
+            raw = torch.empty(end - begin, dtype=torch.uint8)
+            files.read(place.shard, info.name, info.start + begin, raw.numpy().data, ahead=False)
+            scale = raw.view(torch_dtype(info.dtype))
+            scales.append(scale.view(-1, *info.shape[1:]).to(self.device))
+        return rule.decode(numbers, scales)
 
     def host(self, tensor: torch.Tensor, use: str) -> torch.Tensor:
         """The bytes of a result on the host: uint8, valid until the same use comes again."""

@@ -1,0 +1,128 @@
+"""Sources that are not in 16 bit: what is made of them is, byte for byte, what is made of their decoded weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+Quantmint = Callable[..., Any]
+Models = Callable[..., Path]
+
+CASES = [
+    ("ptpc_fp8", "compressed-tensors", "float-quantized"),
+    ("fp8", "compressed-tensors", "float-quantized"),
+    ("fp8_block", "compressed-tensors", "float-quantized"),
+    ("mxfp8", "compressed-tensors", "mxfp8-quantized"),
+    ("mxfp4", "compressed-tensors", "mxfp4-pack-quantized"),
+    ("nvfp4", "compressed-tensors", "nvfp4-pack-quantized"),
+    ("w4a16", "compressed-tensors", "pack-quantized"),
+]
+
+
+def decompressed(folder: Path, out: Path, form: str) -> int:
+    """Write a checkpoint's 16-bit model as compressed-tensors decompresses it; return the number of its matrices."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    config = json.loads((folder / "config.json").read_text())
+    (group,) = config.pop("quantization_config")["config_groups"].values()
+    compressor, scheme = BaseCompressor.load_from_registry(form), QuantizationScheme.model_validate(group)
+    out.mkdir()
+    for path in folder.iterdir():
+        if path.suffix == ".json" and path.name != "model.safetensors.index.json":
+            shutil.copy(path, out / path.name)
+    (out / "config.json").write_text(json.dumps(config))
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(shard)
+    modules: dict[str, dict[str, torch.Tensor]] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        module, _, role = name.rpartition(".")
+        if f"{module}.weight_scale" in tensors:
+            modules.setdefault(module, {})[role] = tensor
+        elif not role.endswith("_scale"):  # of the cache
+            plain[name] = tensor
+    for module, parts in modules.items():
+        plain[f"{module}.weight"] = compressor.decompress(parts, scheme)["weight"].to(torch.bfloat16).contiguous()
+    save_file(plain, out / "model.safetensors", {"format": "pt"})
+    return len(modules)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(shard)
+    return tensors
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
+
+
+@pytest.fixture
+def words() -> tuple[str, ...]:
+    text = "\n".join(" ".join(f"w{(line * word) % 500 + 4}" for word in range(1, 60)) for line in range(1, 40))
+    Path("words.txt").write_text(text)
+    Path("words.yaml").write_text(
+        "name: words\ndescription: Words.\nfile: words.txt\nsamples: 8\nsequence_length: 64\nseed: 2\n"
+    )
+    return "--calibration", "words.yaml"
+
+
+@pytest.mark.parametrize(("scheme", "layout", "form"), CASES, ids=lambda value: str(value))
+def test_a_compressed_source_is_decoded_as_its_library_does(
+    quantmint: Quantmint, models: Models, words: tuple[str, ...], scheme: str, layout: str, form: str
+) -> None:
+    own = ("--scheme", scheme, "--format", layout)
+    own += words if scheme in ("fp8", "nvfp4") else ()
+    own += ("--exclude", "re:.*self_attn.*") if scheme == "fp8_block" else ()  # of fewer rows than a block
+    made = quantmint("quantize", models("llama", sharded=True), "first", *own)
+    assert made.code == 0, made.err
+    assert decompressed(Path("first"), Path("plain"), form) == 2 * (3 if scheme == "fp8_block" else 7)
+    more = ("--scheme", "mxfp4" if scheme == "ptpc_fp8" else "ptpc_fp8", "--exclude", "re:.*layers\\.1\\.mlp.*")
+    for source, out in (("first", "second"), ("plain", "expected")):
+        made = quantmint("quantize", source, out, *more)
+        assert made.code == 0, made.err
+    assert_equal(stored(Path("second")), stored(Path("expected")))
+    inspected = quantmint("inspect", "second", "--source", "first")
+    assert inspected.code == 0, inspected.out
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "ptpc_fp8"])
+def test_gptq_of_a_mixture_runs_on_the_decoded_model(
+    quantmint: Quantmint, models: Models, words: tuple[str, ...], scheme: str
+) -> None:
+    """Also in Quark's layout, whose tensors have other names and shapes."""
+    for layout in ("quark", "compressed-tensors"):
+        made = quantmint("quantize", models("qwen3-moe"), layout, "--scheme", scheme, "--format", layout)
+        assert made.code == 0, made.err
+        more = ("--scheme", "mxfp4", "--algorithm", "gptq", *words)
+        made = quantmint("quantize", layout, f"of-{layout}", *more, "--format", "quark")
+        assert made.code == 0, made.err
+    if scheme == "ptpc_fp8":  # zeros of MXFP4 have a sign in one layout
+        assert_equal(stored(Path("of-quark")), stored(Path("of-compressed-tensors")))
+    inspected = quantmint("inspect", "of-quark", "--source", "quark")
+    assert inspected.code == 0, inspected.out
+
+
+def test_a_source_whose_tensors_lie_is_refused(quantmint: Quantmint, models: Models) -> None:
+    made = quantmint("quantize", models("llama"), "first", "--scheme", "w4a16")
+    assert made.code == 0, made.err
+    config = json.loads(Path("first/config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    Path("first/config.json").write_text(json.dumps(config))
+    refused = quantmint("quantize", "first", "second", "--scheme", "ptpc_fp8")
+    assert refused.code == 2
+    assert "compressed-tensors, asymmetric int4" in refused.err
+    assert not Path("second").exists()
