@@ -202,6 +202,7 @@ def _show_result(job: QuantizationJob, checkpoint: QuantizedCheckpoint, *, as_js
         if "auto" in record
         else None,
         "time": ", ".join(f"{part} {seconds:.1f} s" for part, seconds in record["seconds"].items()),
+        "exact": f"{record['exact']:,} modules hold their source's very numbers" if record["exact"] else None,
         "error": None if worst is None else f"least SQNR {worst['sqnr_db']:.1f} dB, of {worst['module']}",
         "inspection": record["inspection"] or later,
         "serve": serve or "not before a tokenizer lies beside it: the source has none, and vLLM needs one",

@@ -241,6 +241,7 @@ def _deliver(job: QuantizationJob, outcome: RunOutcome, expected: Outlook, *, st
         "resumed": resumed,
         "inspection": None if inspected is None else evidence[INSPECTION]["verdict"],
         "worst": _worst(evidence),
+        "exact": sum(sqnr is None for sqnr, _ in _errors(evidence)),
         "files": {name: {"size": fact.size, "sha256": fact.sha256} for name, fact in files.items()},
     }
     evidence[_JOB] = {"fingerprint": fingerprint(job.payload), "payload": job.payload, **facts}
@@ -286,13 +287,15 @@ def _move(out: Path) -> None:
     shutil.rmtree(out / _WORK)
 
 
-def _worst(evidence: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the layer with the least SQNR: by the inspection, which compares whole weights, else by the engine's
-    count.
-    """
+def _errors(evidence: Mapping[str, Any]) -> list[tuple[float | None, str]]:
+    """Return the SQNR of each module in dB, None where its numbers are the source's: by the inspection, which compares
+    whole weights, else by the engine's count."""
     if INSPECTION in evidence:
-        errors = [(layer["sqnr_db"], layer["module"]) for layer in evidence[INSPECTION]["layers"]]
-    else:
-        errors = [(error["sqnr_db"], module) for module, error in evidence.get(ERRORS, {}).items()]
-    known_errors = [(sqnr, module) for sqnr, module in errors if sqnr is not None]
+        return [(layer["sqnr_db"], layer["module"]) for layer in evidence[INSPECTION]["layers"]]
+    return [(error["sqnr_db"], module) for module, error in evidence.get(ERRORS, {}).items()]
+
+
+def _worst(evidence: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the module with the least SQNR; None where all are exact."""
+    known_errors = [(sqnr, module) for sqnr, module in _errors(evidence) if sqnr is not None]
     return {"module": min(known_errors)[1], "sqnr_db": min(known_errors)[0]} if known_errors else None

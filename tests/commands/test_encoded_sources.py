@@ -90,13 +90,29 @@ def test_a_compressed_source_is_decoded_as_its_library_does(
     made = quantmint("quantize", models("llama", sharded=True), "first", *own)
     assert made.code == 0, made.err
     assert decompressed(Path("first"), Path("plain"), form) == 2 * (3 if scheme == "fp8_block" else 7)
-    more = ("--scheme", "mxfp4" if scheme == "ptpc_fp8" else "ptpc_fp8", "--exclude", "re:.*layers\\.1\\.mlp.*")
+    target = {"ptpc_fp8": "mxfp4", "mxfp8": "mxfp4", "mxfp4": "mxfp8"}.get(scheme, "ptpc_fp8")
+    more = ("--scheme", target, "--exclude", "re:.*layers\\.1\\.mlp.*")
     for source, out in (("first", "second"), ("plain", "expected")):
         made = quantmint("quantize", source, out, *more)
         assert made.code == 0, made.err
     assert_equal(stored(Path("second")), stored(Path("expected")))
     inspected = quantmint("inspect", "second", "--source", "first")
     assert inspected.code == 0, inspected.out
+
+
+@pytest.mark.parametrize("target", ["ptpc_fp8", "fp8_block", "mxfp4"])
+def test_mxfp4_becomes_fp8_and_mxfp4_without_loss(quantmint: Quantmint, models: Models, target: str) -> None:
+    made = quantmint("quantize", models("llama"), "first", "--scheme", "mxfp4", "--format", "quark")
+    assert made.code == 0, made.err
+    more = ("--exclude", "re:.*self_attn.*") if target == "fp8_block" else ()
+    made = quantmint("quantize", "first", "second", "--scheme", target, "--format", "compressed-tensors", *more)
+    assert made.code == 0, made.err
+    count = 2 * (3 if target == "fp8_block" else 7)
+    assert f"{count} modules hold their source's very numbers" in made.out
+    assert "least SQNR" not in made.out
+    inspected = quantmint("inspect", "second", "--source", "first")
+    assert inspected.code == 0, inspected.out
+    assert f"{count} modules hold their source's very numbers" in inspected.out
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "ptpc_fp8"])

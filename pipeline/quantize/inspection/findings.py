@@ -64,7 +64,10 @@ class Inspection:
         """A few lines for a person: the first findings of each rule."""
         if self.passed:
             worst = min(self.layers, key=lambda layer: layer.sqnr_db, default=None)
-            error = "" if worst is None else f"; least SQNR {worst.sqnr_db:.1f} dB at {worst.module}"
+            exact = sum(math.isinf(layer.sqnr_db) for layer in self.layers)
+            error = f"; {exact} modules hold their source's very numbers" if exact else ""
+            if worst is not None and not math.isinf(worst.sqnr_db):
+                error += f"; least SQNR {worst.sqnr_db:.1f} dB at {worst.module}"
             scales = f", {len(self.kv_scales)} KV scales" if self.kv_scales else ""
             return f"{self.quantized_modules} quantized modules{scales}, nothing missing{error}"
         lines: list[str] = []

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quantmint.calibration.elements import decode_elements
+from quantmint.calibration.elements import E4M3, decode_elements
 from quantmint.calibration.lazy import torch
+from quantmint.pipeline.quantize.schemes.elements import to_nearest
 from quantmint.pipeline.quantize.schemes.scales import BLOCK, FP8_MAX, amax, fp8_scale
 from quantmint.pipeline.quantize.schemes.scheme import Grid, Kernel, Parts, WeightScheme
 
@@ -56,6 +57,45 @@ def fp8_block(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
     return {"weight": quotient.view(padded.shape)[:rows, :columns].contiguous(), "weight_scale": scale}
 
 
+def ptpc_fp8_exact(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
+    """`ptpc_fp8` of a weight whose numbers have few bits: channels that FP8 can hold get a power of two as scale.
+
+    An element of MXFP4 is c 2^k with c = 0.5, 1, 1.5, 2, 3, 4 or 6 and the k of its group. Divided by a scale 2^s it is
+    an E4M3 number for -8 <= k - s <= 6: 6 * 2^6 = 384 is below 448, and 0.5 * 2^-8 is the smallest number of all. So a
+    channel is exact where its groups' exponents span no more than 14. Other channels are rounded as by `ptpc_fp8`.
+    """
+    largest = amax(weight, dim=1).unsqueeze(1)
+    scale = _exact_scale(weight, largest, (1,))
+    return {"weight": _to_fp8(weight, scale, largest), "weight_scale": scale.squeeze(1)}
+
+
+def fp8_block_exact(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
+    """`fp8_block` of a weight whose numbers have few bits: see `ptpc_fp8_exact`."""
+    from torch.nn.functional import pad
+
+    rows, columns = weight.shape
+    padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    scale = _exact_scale(blocks, largest, (1, 3))
+    quotient = _to_fp8(blocks, scale, largest)
+    stored = quotient.view(padded.shape)[:rows, :columns].contiguous()
+    return {"weight": stored, "weight_scale": scale.view(blocks.shape[0], blocks.shape[2])}
+
+
+def _exact_scale(weight: torch.Tensor, largest: torch.Tensor, shared: tuple[int, ...]) -> torch.Tensor:
+    """Return a scale for numbers that share one along some dimensions: the least power of two that brings the largest
+    into E4M3's range, where no number is lost by it, and else that of round-to-nearest."""
+    exponent = torch.frexp(largest.float() / FP8_MAX).exponent.clamp(-126, 127)
+    power = ((exponent + 127) << 23).view(torch.float32)
+    quotient = weight.float() / power
+    rounded = to_nearest(quotient, E4M3.mantissa_bits, E4M3.least_exponent, out=torch.empty_like(quotient))
+    exact = (rounded == quotient).all(dim=shared[0], keepdim=True)
+    for dim in shared[1:]:
+        exact = exact.all(dim=dim, keepdim=True)
+    return torch.where(exact & (largest > 0), power.to(weight.dtype), fp8_scale(largest))
+
+
 def _to_fp8(weight: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     quotient = weight / scale
     # Rounding is monotone, so the quotient of the largest is the largest quotient: it exceeds the format only where
@@ -91,9 +131,11 @@ _GRID = Grid(3, -6, -FP8_MAX, FP8_MAX)
 _PTPC = Kernel("ptpc_fp8", ptpc_fp8, _decode, grid=_GRID, decode_sample=_decode_sample)
 _TENSOR = Kernel("fp8", fp8, _decode, whole=True, grid=_GRID, decode_sample=_decode_sample)
 _BLOCKS = Kernel("fp8_block", fp8_block, _decode_blocks, rows=BLOCK, decode_sample=_decode_sample)
+_PTPC_EXACT = Kernel("ptpc_fp8_exact", ptpc_fp8_exact, _decode, decode_sample=_decode_sample)
+_BLOCKS_EXACT = Kernel("fp8_block_exact", fp8_block_exact, _decode_blocks, rows=BLOCK, decode_sample=_decode_sample)
 
 SCHEMES = (
-    WeightScheme("ptpc_fp8", _decode, {"compressed-tensors": _PTPC, "quark": _PTPC}, 24.0),
+    WeightScheme("ptpc_fp8", _decode, {"compressed-tensors": _PTPC, "quark": _PTPC}, 24.0, exact=_PTPC_EXACT),
     WeightScheme("fp8", _decode, {"compressed-tensors": _TENSOR, "quark": _TENSOR}, 20.0),
-    WeightScheme("fp8_block", _decode_blocks, {"compressed-tensors": _BLOCKS}, 24.0),
+    WeightScheme("fp8_block", _decode_blocks, {"compressed-tensors": _BLOCKS}, 24.0, exact=_BLOCKS_EXACT),
 )

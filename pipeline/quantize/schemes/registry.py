@@ -18,13 +18,25 @@ SCHEMES: Mapping[str, WeightScheme] = MappingProxyType(
 )
 """Every scheme of ``pipeline/base/schemes.yaml``, by name."""
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
-    {kernel.name: kernel for scheme in SCHEMES.values() for kernel in scheme.kernels.values()}
+    {
+        kernel.name: kernel
+        for scheme in SCHEMES.values()
+        for kernel in (*scheme.kernels.values(), *([scheme.exact] if scheme.exact else []))
+    }
 )
 """Every kernel of the streaming engine, by name."""
 
+_FEW_BITS = frozenset({"mxfp4", "mxfp8"})  # encodings whose numbers are elements times powers of two
 
-def kernel_name(scheme: str, checkpoint_format: str) -> str:
-    """Return the kernel of a scheme's weights in a layout; `KeyError` where only libraries write it."""
+
+def kernel_name(scheme: str, checkpoint_format: str, encoding: str | None = None) -> str:
+    """Return the kernel of a scheme's weights in a layout, for a source in an ``encoding`` (None: 16 bit).
+
+    Raises `KeyError` where only libraries write it.
+    """
+    exact = SCHEMES[scheme].exact
+    if exact is not None and encoding in _FEW_BITS:
+        return exact.name
     return SCHEMES[scheme].kernels[checkpoint_format].name
 
 

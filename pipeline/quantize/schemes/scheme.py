@@ -73,13 +73,15 @@ class WeightScheme:
     ``decode`` rebuilds float32 [O, I] from the stored tensors of every layout. ``kernels`` has no entry for a layout
     that only libraries write. ``sqnr_floor_db`` is the least signal-to-noise ratio of
     a correctly rounded weight: rounding gives about 31.5 dB for e4m3, 31 for e2m3, 25.5 for e3m2 and 18 for e2m1,
-    little dependent on the distribution because all have an exponent; integers depend on it.
+    little dependent on the distribution because all have an exponent; integers depend on it. ``exact`` encodes, in all
+    layouts, weights whose numbers have so few bits that the scheme may hold them without loss.
     """
 
     name: str
     decode: Decode
     kernels: Mapping[str, Kernel]
     sqnr_floor_db: float
+    exact: Kernel | None = None
 
     @property
     def kernel(self) -> Kernel:

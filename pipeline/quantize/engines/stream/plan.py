@@ -251,7 +251,7 @@ class _Layouter:
                 hint="Quantize from the 16-bit release of the model.",
             )
         outputs = weight_tensors(self._format, scheme, module, (origin.shape[0], origin.shape[1]), origin.dtype)
-        kernel = kernel_name(scheme, self._format)
+        kernel = kernel_name(scheme, self._format, None if origin.encoded is None else origin.encoded.encoding)
         group = self._groups.get(module, (origin,)) if KERNELS[kernel].whole else ()
         return Step(module, origin, kernel, outputs, group)
 
