@@ -63,26 +63,26 @@ class Group:
     @property
     def useful(self) -> tuple[Option, ...]:
         """The options that nothing cheaper is as good as, from the lowest price to the least cost."""
-        found: list[Option] = []
-        for option in sorted(self.options, key=lambda each: (each.price, each.cost, each.scheme)):
-            if not found or option.cost < found[-1].cost:
-                found.append(option)
-        return tuple(found)
+        efficient: list[Option] = []
+        for option in sorted(self.options, key=lambda option: (option.price, option.cost, option.scheme)):
+            if not efficient or option.cost < efficient[-1].cost:
+                efficient.append(option)
+        return tuple(efficient)
 
     @property
     def hull(self) -> tuple[Option, ...]:
         """Those of them that are worth their price: each saves less for it than the one before."""
-        found: list[Option] = []
+        hull: list[Option] = []
         for option in self.useful:
-            while len(found) > 1 and _slope(found[-2], found[-1]) <= _slope(found[-1], option):
-                found.pop()
-            found.append(option)
-        return tuple(found)
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], option):
+                hull.pop()
+            hull.append(option)
+        return tuple(hull)
 
 
-def _slope(one: Option, other: Option) -> float:
+def _slope(cheaper: Option, dearer: Option) -> float:
     """Return the cost that a bit more saves between two options."""
-    return (one.cost - other.cost) / (other.price - one.price)
+    return (cheaper.cost - dearer.cost) / (dearer.price - cheaper.price)
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,10 @@ class _BudgetStep:
 
 
 def _steps(groups: Sequence[Group]) -> list[_BudgetStep]:
-    found = [
+    steps = [
         _BudgetStep(group.name, *pair) for group in groups for pair in zip(group.hull, group.hull[1:], strict=False)
     ]
-    return sorted(found, key=lambda step: step.key)
+    return sorted(steps, key=lambda step: step.key)
 
 
 def _point(groups: Sequence[Group], chosen: Mapping[str, Option]) -> Point:
@@ -175,23 +175,23 @@ def spend(groups: Sequence[Group], budget: float) -> Point:
             "group in the smallest scheme that holds it, and with its exclusions and overrides."
         )
     # Group by group, the least cost of all before it for each sum of bits: what another has for fewer bits is dropped.
-    whole = (budget + 1e-9) * sum(group.weights for group in groups) if least.speedup is None else 1 / (budget - 1e-9)
-    left = whole - sum(group.hull[0].price for group in groups)
+    limit = (budget + 1e-9) * sum(group.weights for group in groups) if least.speedup is None else 1 / (budget - 1e-9)
+    room = limit - sum(group.hull[0].price for group in groups)
     spent, costs = np.zeros(1), np.zeros(1)
-    taken: list[tuple[Any, Any]] = []
+    choices: list[tuple[Any, Any]] = []
     for group in groups:
-        more = np.array([option.price - group.hull[0].price for option in group.useful])
-        sums = (spent[:, None] + more).ravel()
+        extra = np.array([option.price - group.hull[0].price for option in group.useful])
+        sums = (spent[:, None] + extra).ravel()
         totals = (costs[:, None] + np.array([option.cost for option in group.useful])).ravel()
         order = np.lexsort((totals, sums))
-        order = order[sums[order] <= left]
+        order = order[sums[order] <= room]
         order = order[np.r_[True, totals[order][1:] < np.minimum.accumulate(totals[order])[:-1]]]
         if len(order) > _STATES:
-            order = order[np.r_[np.diff((sums[order] * (_STATES / left)).astype(int)) > 0, True]]
-        taken.append(np.divmod(order, len(more)))
+            order = order[np.r_[np.diff((sums[order] * (_STATES / room)).astype(int)) > 0, True]]
+        choices.append(np.divmod(order, len(extra)))
         spent, costs = sums[order], totals[order]
     chosen, state = {}, int(costs.argmin())
-    for group, (parents, options) in zip(reversed(groups), reversed(taken), strict=True):
+    for group, (parents, options) in zip(reversed(groups), reversed(choices), strict=True):
         chosen[group.name] = group.useful[int(options[state])]
         state = int(parents[state])
     return _point(groups, {group.name: chosen[group.name] for group in groups})
@@ -218,11 +218,11 @@ def next_try(
     low = max(failed, key=lambda point: point.bits)
     if passed:
         high = min(passed, key=lambda point: point.bits)
-        wanted = (low.bits + high.bits) / 2
+        middle = (low.bits + high.bits) / 2
         between = [point for point in frontier(groups) if low.bits + 1e-9 < point.bits < high.bits - 1e-9]
         if high.bits - low.bits <= RESOLUTION or not between:
             return None
-        return min(between, key=lambda point: abs(point.bits - wanted))
+        return min(between, key=lambda point: abs(point.bits - middle))
     above = [point for point in frontier(groups) if point.bits > low.bits + 1e-9 and point.cost < low.cost]
     if not above:
         return None
@@ -235,11 +235,11 @@ def next_try(
 
 def costliest(groups: Sequence[Group], schemes: Mapping[str, str], most: int = 3) -> list[tuple[str, str, float]]:
     """The groups that cost the most as they were chosen: name, scheme and share of the predicted cost."""
-    found = [
+    costs = [
         (group.name, o.scheme, o.cost) for group in groups for o in group.options if o.scheme == schemes[group.name]
     ]
-    total = sum(cost for *_, cost in found) or 1.0
-    return [(name, scheme, cost / total) for name, scheme, cost in sorted(found, key=lambda one: -one[2])[:most]]
+    total = sum(cost for *_, cost in costs) or 1.0
+    return [(name, scheme, cost / total) for name, scheme, cost in sorted(costs, key=lambda entry: -entry[2])[:most]]
 
 
 _LAYER = re.compile(r"(.*?\.)(\d+)\.(.+)")
@@ -256,8 +256,8 @@ def overrides(groups: Sequence[Group], schemes: Mapping[str, str]) -> tuple[str,
     for group in groups:
         if (scheme := schemes[group.name]) == default:
             continue
-        if found := _LAYER.fullmatch(group.name):
-            layers[scheme][found[1], found[3]].append(found[2])
+        if match := _LAYER.fullmatch(group.name):
+            layers[scheme][match[1], match[3]].append(match[2])
         else:
             plain[scheme] += group.modules
     return default, [
@@ -329,9 +329,9 @@ class Roofline:
             read = bits / 8 * (1 - (1 - routed) ** rows) / self.hardware.bytes_per_second
             return max(read, 2 * group.weights * routed * rows / self.hardware.flops(dtype))
 
-        found = []
+        seconds = []
         for cell in self.cells:
             answer = cell.longest - cell.input_len if cell.output_len is None else cell.output_len
             prompt, answer = cell.mean_lengths or (cell.input_len, answer)
-            found.append(product(prompt) + answer / cell.in_flight * product(cell.in_flight))
-        return found
+            seconds.append(product(prompt) + answer / cell.in_flight * product(cell.in_flight))
+        return seconds

@@ -19,49 +19,49 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def resolve_device(wanted: str) -> str:
+def resolve_device(name: str) -> str:
     """PyTorch's name of a device: "auto" takes a GPU (ROCm's too is called cuda) where there is one.
 
     It becomes this thread's current one: CUDA graphs, and an operation that forgets to ask, run there.
 
     Raises `UserError` for one that PyTorch does not see.
     """
-    if wanted == "auto":
+    if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        if torch.empty(1, device=wanted).is_cuda:
-            torch.cuda.set_device(wanted)
+        if torch.empty(1, device=name).is_cuda:
+            torch.cuda.set_device(name)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device: found {wanted!r}, which PyTorch cannot use here: {error}") from None
-    return wanted
+        raise UserError(f"--device: found {name!r}, which PyTorch cannot use here: {error}") from None
+    return name
 
 
-def resolve_devices(wanted: str) -> tuple[str, ...]:
+def resolve_devices(names: str) -> tuple[str, ...]:
     """The devices that work is spread over: "auto" takes every GPU, else the CPU; a list has commas. The first becomes
     the current one.
 
     Raises `UserError` for one that PyTorch does not see.
     """
-    if wanted == "auto" and torch.cuda.is_available():
+    if names == "auto" and torch.cuda.is_available():
         return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
-    return tuple(resolve_device(name.strip()) for name in reversed(wanted.split(",")))[::-1]
+    return tuple(resolve_device(name.strip()) for name in reversed(names.split(",")))[::-1]
 
 
 def device_memory(device: str) -> int:
     """Bytes of memory that a device has in all; a CPU's are the machine's, as far as the container's limits let us."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    whole, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit()
-    return whole if limit is None else min(whole, limit)
+    installed, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit()
+    return installed if limit is None else min(installed, limit)
 
 
 def device_title(devices: Iterable[str]) -> str:
     """Return the title of devices: ``8 x AMD Instinct MI300X``, or the model of the CPU."""
-    found = Counter(
+    counts = Counter(
         torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name(Host())
         for device in devices
     )
-    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in found.items())
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
 
 
 def give_back_memory() -> None:

@@ -44,11 +44,11 @@ def tokenizer_digest(folder: Path) -> str | None:
     if (folder / _FAST).is_file():
         content = {key: value for key, value in read_json(folder / _FAST).items() if key not in _SESSION}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    found = [folder / name for name in _SLOW if (folder / name).is_file()]
-    if not found:
+    files = [folder / name for name in _SLOW if (folder / name).is_file()]
+    if not files:
         return None
     digest = hashlib.sha256()
-    for path in found:
+    for path in files:
         digest.update(f"{path.name}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
 
@@ -61,8 +61,8 @@ def _template(folder: Path) -> str | None:
         return "\0".join(texts)
     if not (folder / _CONFIG).is_file():
         return None
-    found = read_json(folder / _CONFIG).get("chat_template")
-    return found if isinstance(found, str) or found is None else json.dumps(found, sort_keys=True)
+    template = read_json(folder / _CONFIG).get("chat_template")
+    return template if isinstance(template, str) or template is None else json.dumps(template, sort_keys=True)
 
 
 def _overriding(override: str) -> str:
@@ -95,13 +95,13 @@ def companions(source: Path, destination: Path, *, with_code: bool) -> dict[Path
     Code is among them only for a recipe that trusts it; what the weights are described by is not.
     """
     patterns = (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES
-    found: dict[Path, Path] = {}
+    sources: dict[Path, Path] = {}
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
         if path.is_file() and path.name not in _DESCRIPTIONS:
-            found[destination / path.relative_to(source)] = path
-    for copy in found:
+            sources[destination / path.relative_to(source)] = path
+    for copy in sources:
         copy.parent.mkdir(exist_ok=True)
-    return found
+    return sources
 
 
 def file_digests(
@@ -115,19 +115,19 @@ def file_digests(
     if not files:
         raise UserError(f"{folder}: no such folder, or no model files in it.")
     store = memory / _MEMORY
-    known = _remembered(store)
-    found: dict[str, tuple[int, str]] = {}
+    remembered = _remembered(store)
+    digests: dict[str, tuple[int, str]] = {}
     fresh: dict[str, str] = {}
     for path in files:
         status = path.stat()
         mark = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}|{status.st_ino}"
-        digest = known.get(mark) or sha256_of(path)
+        digest = remembered.get(mark) or sha256_of(path)
         fresh[mark] = digest
-        found[path.relative_to(folder).as_posix()] = (status.st_size, digest)
+        digests[path.relative_to(folder).as_posix()] = (status.st_size, digest)
         advance(status.st_size)
-    if fresh.items() - known.items():
-        _remember(store, {**known, **fresh})
-    return found
+    if fresh.items() - remembered.items():
+        _remember(store, {**remembered, **fresh})
+    return digests
 
 
 def folder_digest(digests: dict[str, tuple[int, str]]) -> str:

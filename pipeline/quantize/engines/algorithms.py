@@ -88,9 +88,9 @@ _PLAIN = frozenset({"QuantizationModifier"})  # rounds to the nearest
 
 def record(names: Sequence[str], checkpoint_format: str) -> tuple[list[str], str | None]:
     """A library's record of algorithms in its layout: their names, and the `RECIPE` that holds them, None for Quark."""
-    found = [table()[name].engines[_ENGINES[checkpoint_format]].record for name in names]
-    text = yaml.safe_dump({"default_stage": {"default_modifiers": {name: {} for name in found}}}, sort_keys=False)
-    return found, None if checkpoint_format == "quark" else text
+    records = [table()[name].engines[_ENGINES[checkpoint_format]].record for name in names]
+    text = yaml.safe_dump({"default_stage": {"default_modifiers": {name: {} for name in records}}}, sort_keys=False)
+    return records, None if checkpoint_format == "quark" else text
 
 
 def recorded_algorithms(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -104,20 +104,20 @@ def recorded_algorithms(checkpoint: Checkpoint) -> tuple[str, ...]:
         return ()
     records = _of_quark(declared) if method == "quark" else _of_llmcompressor(checkpoint, declared)
     engine = _ENGINES[method]
-    known = {row.engines[engine].record: name for name, row in table().items() if engine in row.engines}
-    return tuple(known.get(record, record) for record in dict.fromkeys(records))
+    our_names = {row.engines[engine].record: name for name, row in table().items() if engine in row.engines}
+    return tuple(our_names.get(record, record) for record in dict.fromkeys(records))
 
 
 def recorded_alterations(checkpoint: Checkpoint) -> Alters:
     """Return how a checkpoint differs from its source beside rounding; in everything where a record is in no row."""
     names = recorded_algorithms(checkpoint)
-    found = [table()[name].alters if name in table() else "everything" for name in names]
-    return max(found, key=_ALTERS.index, default="nothing")
+    alterations = [table()[name].alters if name in table() else "everything" for name in names]
+    return max(alterations, key=_ALTERS.index, default="nothing")
 
 
 def _of_quark(declared: Mapping[str, Any]) -> Iterable[str]:
-    found = declared.get("algo_config") or ()
-    for entry in (found,) if isinstance(found, Mapping) else found:
+    entries = declared.get("algo_config") or ()
+    for entry in (entries,) if isinstance(entries, Mapping) else entries:
         yield str(entry.get("name"))
 
 

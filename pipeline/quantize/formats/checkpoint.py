@@ -235,8 +235,8 @@ def torch_dtype(dtype: str) -> torch.dtype:
     names = {"BOOL": "bool", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
              "F8_E8M0": "float8_e8m0fnu"}  # fmt: skip
     kinds = {"U": "uint", "I": "int", "F": "float"}
-    found: torch.dtype = getattr(torch, names.get(dtype) or f"{kinds[dtype[0]]}{dtype[1:]}")
-    return found
+    torch_type: torch.dtype = getattr(torch, names.get(dtype) or f"{kinds[dtype[0]]}{dtype[1:]}")
+    return torch_type
 
 
 class Reader:
@@ -285,7 +285,7 @@ class Reader:
 
     def _buffer(self, size: int) -> torch.Tensor:
         """This thread's memory that a GPU reads at the full speed of its bus, the same again each time."""
-        known: torch.Tensor | None = getattr(self._pinned, "buffer", None)
-        if known is None or known.numel() < size:
-            known = self._pinned.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        return known[:size]
+        buffer: torch.Tensor | None = getattr(self._pinned, "buffer", None)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._pinned.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return buffer[:size]

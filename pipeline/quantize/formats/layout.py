@@ -117,8 +117,8 @@ def weight_tensors(
     Raises `UserError` where the format has no layout for the scheme.
     """
     if not stores(checkpoint_format, scheme):
-        known = ", ".join(sorted(_table("tensors.yaml").get(checkpoint_format, {})))
-        raise UserError(f"the format {checkpoint_format} has no layout for {scheme}; it has: {known}.")
+        stored_schemes = ", ".join(sorted(_table("tensors.yaml").get(checkpoint_format, {})))
+        raise UserError(f"the format {checkpoint_format} has no layout for {scheme}; it has: {stored_schemes}.")
     return tuple(
         StoredTensor(
             f"{module}.{role}",
@@ -207,15 +207,15 @@ class CompressedTensors(Layout):
         """See `Layout`. With one scheme the group targets the class ``Linear``; with several, exact names."""
         groups: dict[str, Any] = {}
         default = choice.default
-        used = sorted(set(choice.schemes.values()), key=lambda scheme: (scheme != default, scheme))
-        for number, scheme in enumerate(used):
+        schemes = sorted(set(choice.schemes.values()), key=lambda scheme: (scheme != default, scheme))
+        for number, scheme in enumerate(schemes):
             weights, inputs = _declared(self.name, scheme)
             names = choice.named(module for module, chosen in choice.schemes.items() if chosen == scheme)
             groups[f"group_{number}"] = {
                 "format": _table("layouts.yaml")[self.name]["schemes"][scheme]["format"],
                 "input_activations": inputs,
                 "output_activations": None,
-                "targets": ["Linear"] if len(used) == 1 else names,
+                "targets": ["Linear"] if len(schemes) == 1 else names,
                 "weights": weights,
             }
         strategy = "attn_head" if choice.kv_per_head else "tensor"
@@ -254,10 +254,10 @@ class CompressedTensors(Layout):
 
         return settings
 
-    def _same(self, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
-        if found is None or expected is None:
-            return found is expected
-        return all(found[key] == expected[key] for key in self._decisive if key in found)
+    def _same(self, settings: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
+        if settings is None or expected is None:
+            return settings is expected
+        return all(settings[key] == expected[key] for key in self._decisive if key in settings)
 
     def _has_kv_cache(self, config: Mapping[str, Any]) -> bool:
         return bool(config.get("kv_cache_scheme"))
@@ -338,12 +338,12 @@ class Quark(Layout):
 
         return settings
 
-    def _same(self, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
-        if not found or expected is None:
-            return not found and expected is None
+    def _same(self, settings: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
+        if not settings or expected is None:
+            return not settings and expected is None
         # Of integers the zero point must be zero; floating-point formats have none, and some exports say null.
-        asymmetric = str(expected["dtype"]).startswith("int") and found.get("symmetric") is not True
-        return not asymmetric and all(found.get(key) == expected[key] for key in self._decisive)
+        asymmetric = str(expected["dtype"]).startswith("int") and settings.get("symmetric") is not True
+        return not asymmetric and all(settings.get(key) == expected[key] for key in self._decisive)
 
     def _has_kv_cache(self, config: Mapping[str, Any]) -> bool:
         return bool((config.get("export") or {}).get("kv_cache_group"))
@@ -393,7 +393,7 @@ def _expression(module: str, pattern: str) -> bool:
     return pattern.startswith("re:") and re.match(pattern[3:], module) is not None
 
 
-_LAYOUTS: Mapping[str, Layout] = {known.name: known for known in (CompressedTensors(), Quark())}
+_LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (CompressedTensors(), Quark())}
 
 
 def layout(name: str) -> Layout:

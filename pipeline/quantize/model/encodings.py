@@ -21,7 +21,7 @@ _INTEGERS = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")
 
 @dataclass(frozen=True, slots=True)
 class SourceEncoding:
-    """How the weights of a source are encoded.
+    """The encodings of a source's weights.
 
     ``weights`` maps each tensor of elements to its encoding. ``obstacle`` is why the source cannot be decoded, as part
     of a sentence.

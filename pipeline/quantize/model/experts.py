@@ -95,8 +95,8 @@ def part_of(module_name: str) -> tuple[int, str] | None:
     return (int(single[2]), _MIXTRAL.get(single[3], single[3])) if single else None
 
 
-def missing_experts(stored: Sequence[str], own: str, experts: int) -> list[str]:
-    """Projections of single experts that are not among the ``stored`` names of the stack ``own``.
+def missing_experts(stored: Sequence[str], stack_name: str, experts: int) -> list[str]:
+    """Projections of single experts that are not among the ``stored`` names of the stack ``stack_name``.
 
     Nothing where none of the names is that of a single expert.
     """
@@ -109,7 +109,7 @@ def missing_experts(stored: Sequence[str], own: str, experts: int) -> list[str]:
         f"{prefix}.{expert}.{spelled.get(part, part)}.weight"
         for prefix in dict.fromkeys(prefix for prefix, _, _ in last_names)
         for expert in range(experts)
-        for part in _PARTS[own.rpartition(".")[2]]
+        for part in _PARTS[stack_name.rpartition(".")[2]]
         if (prefix, expert, part) not in last_names
     ]
 
@@ -137,29 +137,34 @@ def expert_slice(experts: Any, name: str, expert: int, projection: str) -> Exper
     """
     stacks = dict(experts.named_parameters(recurse=False))
     key = next(key for key, parts in _PARTS.items() if projection in parts and key in stacks)
-    own = f"{name}.{key}"
+    stack_name = f"{name}.{key}"
     try:
-        height, _ = expert_shape(experts, own, stacks[key])
+        height, _ = expert_shape(experts, stack_name, stacks[key])
         first = _PARTS[key].index(projection) * height
         return ExpertSlice(key, expert, (first, first + height), _is_transposed(experts))
     except UnknownLayoutError as error:
-        raise UserError(f"{own}: this stack of experts cannot be taken apart: {error}.") from None
+        raise UserError(f"{stack_name}: this stack of experts cannot be taken apart: {error}.") from None
 
 
-def expert_shape(experts: Any, own: str, parameter: torch.Tensor) -> tuple[int, int]:
-    """[out_features, in_features] of one projection of one expert, from the parameter ``own`` that stacks it."""
+def expert_shape(experts: Any, stack_name: str, parameter: torch.Tensor) -> tuple[int, int]:
+    """[out_features, in_features] of one projection of one expert, from the parameter that stacks it."""
     rows, columns = _matrix(experts, parameter)
-    return rows // len(_PARTS[own.rpartition(".")[2]]), columns
+    return rows // len(_PARTS[stack_name.rpartition(".")[2]]), columns
 
 
 def split(
-    name: str, own: str, experts: Any, parameter: torch.Tensor, shape: Sequence[int], operations: Sequence[Any]
+    name: str,
+    stack_name: str,
+    experts: Any,
+    parameter: torch.Tensor,
+    shape: Sequence[int],
+    operations: Sequence[Any],
 ) -> Iterator[tuple[str, str, WeightSource]]:
     """Take a stack on disk apart: module as it is written, module as calibration knows it, and the source.
 
-    ``name`` with ``shape`` is the tensor on disk, ``own`` the parameter, [E, O, I] or [E, I, O], that it becomes by
-    transformers' ``operations``. Raises `UnknownLayoutError` where it cannot be taken apart without a guess, and
-    `UserError` for a shape that contradicts config.json.
+    ``name`` with ``shape`` is the tensor on disk, ``stack_name`` the parameter, [E, O, I] or [E, I, O], that it
+    becomes by transformers' ``operations``. Raises `UnknownLayoutError` where it cannot be taken apart without a guess,
+    and `UserError` for a shape that contradicts config.json.
     """
     plain = name.removesuffix(".weight")
     prefix, _, last = plain.rpartition(".")
@@ -167,15 +172,15 @@ def split(
         raise UnknownLayoutError("its name is not one that servers know single experts by")
     rows, _ = _matrix(experts, parameter)
     transposed = _is_transposed(experts) ^ _is_turned(name, shape, parameter, operations)
-    singles, parts = _STACKS[last], _PARTS[own.rpartition(".")[2]]
+    singles, parts = _STACKS[last], _PARTS[stack_name.rpartition(".")[2]]
     if len(singles) != len(parts):
-        raise UnknownLayoutError(f"it holds {len(singles)} projections, and {own} holds {len(parts)}")
+        raise UnknownLayoutError(f"it holds {len(singles)} projections, and {stack_name} holds {len(parts)}")
     height = rows // len(parts)
     for expert in range(parameter.shape[0]):
         for number, (single, part) in enumerate(zip(singles, parts, strict=True)):
             taken = (number * height, (number + 1) * height) if len(parts) > 1 else None
             source = WeightSource(name, expert=expert, rows=taken, transposed=transposed)
-            yield f"{prefix}.{single.format(expert)}", f"{own.rpartition('.')[0]}.{expert}.{part}", source
+            yield f"{prefix}.{single.format(expert)}", f"{stack_name.rpartition('.')[0]}.{expert}.{part}", source
 
 
 def _matrix(experts: Any, parameter: torch.Tensor) -> tuple[int, int]:

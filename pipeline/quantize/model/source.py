@@ -34,14 +34,14 @@ def carried(source: Checkpoint, structure: Structure, quantized: Collection[str]
 
     A stack of experts of which some are quantized is written as single experts, in 16 bit those that are not.
     """
-    taken, scales = divided(structure, quantized), structure.decoded_away
+    modules_of, scales = divided(structure, quantized), structure.decoded_away
     tensors: dict[str, WeightSource] = {}
     for name in source.tensors:
         if name in scales:
             continue
-        if name in taken:
-            rest = (module for module in taken[name] if module not in quantized)
-            tensors |= {f"{module}.weight": structure.weights[module] for module in rest}
+        if name in modules_of:
+            unquantized = (module for module in modules_of[name] if module not in quantized)
+            tensors |= {f"{module}.weight": structure.weights[module] for module in unquantized}
         else:
             tensors[plain_name(name) if name in structure.encoded else name] = whole(structure, name)
     return tensors
@@ -98,10 +98,10 @@ class SourceReader:
     def _turned(self, weight: WeightSource) -> torch.Tensor:
         """The whole matrix of an expert that is stored as [I, O], as [O, I]; the same again while it is asked for."""
         assert weight.expert is not None  # noqa: S101
-        key, known = getattr(self._last, "value", (None, None))
-        if known is None or key != (weight.tensor, weight.expert):
+        key, matrix = getattr(self._last, "value", (None, None))
+        if matrix is None or key != (weight.tensor, weight.expert):
             inputs = self._read.info(weight.tensor).shape[1]
-            known = self._read.matrix_rows(weight.tensor, weight.expert, 0, inputs).t()
-            self._last.value = (weight.tensor, weight.expert), known
-        whole: torch.Tensor = known
-        return whole
+            matrix = self._read.matrix_rows(weight.tensor, weight.expert, 0, inputs).t()
+            self._last.value = (weight.tensor, weight.expert), matrix
+        turned: torch.Tensor = matrix
+        return turned

@@ -241,22 +241,22 @@ class _Reading:
         for name, (_, info) in self._tensors.items():
             if name in scales:
                 continue
-            own, operations = self._locate(name)
-            owner, parameter = self._owners.get(own.rpartition(".")[0]), self._parameters.get(own)
+            parameter_name, operations = self._locate(name)
+            owner, parameter = self._owners.get(parameter_name.rpartition(".")[0]), self._parameters.get(parameter_name)
             head |= owner is self._head
-            self._stored[own].append(plain_name(name))
+            self._stored[parameter_name].append(plain_name(name))
             if not operations and parameter is not None and info.dtype in (*SIXTEEN_BIT, "F32"):
                 self._require_shape(name, info.shape, owner, tuple(parameter.shape))
-            if own in self._state and name.endswith(_QUANTIZED):
+            if parameter_name in self._state and name.endswith(_QUANTIZED):
                 self._scales.append(name)
             elif self._encoded and name.endswith(LEFTOVERS):
                 self._dropped.append(name)
-            self._classify(name, own, info, operations)
+            self._classify(name, parameter_name, info, operations)
         if not head:
             # A head that is tied to the embedding has no tensor of its own, but servers look for its name.
             self._kept |= {name: OUTPUT_HEAD for name, module in self._owners.items() if module is self._head}
-        owned = {name: own for own, names in self._stored.items() for name in names}
-        attention = {name: own for own, name in on_disk(self._attention, owned).items()}
+        owned = {name: parameter_name for parameter_name, names in self._stored.items() for name in names}
+        attention = {name: parameter_name for parameter_name, name in on_disk(self._attention, owned).items()}
         walk_obstacle = replay_obstacle(self._model)
         skipped = skipped_layers(self._model) if walk_obstacle is not None else ()
         return Structure(
@@ -297,7 +297,7 @@ class _Reading:
         for module in self._linear:
             if module not in named or self._modules[module].startswith(layers):
                 yield module
-        yield from (module for module, own in attention.items() if own.startswith(layers))
+        yield from (module for module, parameter_name in attention.items() if parameter_name.startswith(layers))
 
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         method = (declared_quantization(self._config) or {}).get("quant_method")
@@ -316,23 +316,23 @@ class _Reading:
         stacks: set[str] = set()
         for name in (name for name in implied if name not in stored_names):
             # The rules are for names of releases: DeepSeek V4's would lead the model's own name astray.
-            own = name if name in self._state else self._locate(name)[0]
-            stored = self._stored.get(own, [])
+            parameter_name = name if name in self._state else self._locate(name)[0]
+            stored = self._stored.get(parameter_name, [])
             if implied.keys().isdisjoint(stored) and stored:  # the same weights by other names
-                owner = self._owners.get(own.rpartition(".")[0])
-                if own not in stacks and owner is not None and stacks_experts(owner):
-                    stacks.add(own)
+                owner = self._owners.get(parameter_name.rpartition(".")[0])
+                if parameter_name not in stacks and owner is not None and stacks_experts(owner):
+                    stacks.add(parameter_name)
                     # LongCat counts experts that compute nothing, and have a place in one of two stacks.
                     experts = min(p.shape[0] for p in owner.parameters(recurse=False) if p.ndim == 3)
-                    missing = missing_experts(stored, own, experts)
+                    missing = missing_experts(stored, parameter_name, experts)
                     yield from (("missing", each, "config.json implies it, it is not stored") for each in missing)
             else:
                 yield "missing", name, f"config.json implies it, {list(implied[name][1])}; it is not stored"
 
     def _unexpected_tensors(self) -> Iterator[tuple[str, str, str]]:
         """Yield tensors without an owning module, minus those that the family is known to carry along."""
-        for own, names in self._stored.items():
-            for name in names if own not in self._state else ():
+        for parameter_name, names in self._stored.items():
+            for name in names if parameter_name not in self._state else ():
                 known = self._predictor.root(name) is not None or self._predictor.is_ignored(name)
                 if not name.endswith(_QUANTIZED) and not known:
                     yield "undeclared", name, "it is stored, and no module of config.json has it"
@@ -340,31 +340,31 @@ class _Reading:
     def _locate(self, name: str) -> tuple[str, tuple[Any, ...]]:
         """The parameter that a tensor belongs to, and how transformers rearranges it."""
         plain = plain_name(name)
-        own, operations = self._rename(plain)
-        if own not in self._parameters and plain.endswith(".weight"):
+        inner, operations = self._rename(plain)
+        if inner not in self._parameters and plain.endswith(".weight"):
             # One expert of a model whose release stacks them: quantized checkpoints hold them one by one.
             for stack in stacked_names(plain.removesuffix(".weight")):
                 for spelled in (stack, f"{stack}.weight"):
                     renamed, _ = self._rename(spelled)
                     if renamed in self._parameters:
                         return renamed, ()
-        return own, operations
+        return inner, operations
 
-    def _classify(self, name: str, own: str, info: TensorInfo, operations: tuple[Any, ...]) -> None:
+    def _classify(self, name: str, parameter_name: str, info: TensorInfo, operations: tuple[Any, ...]) -> None:
         """Sort one tensor into what is quantized, kept, copied or unclaimed."""
         module, _, suffix = name.rpartition(".")
-        inside = own.rpartition(".")[0]
-        owner, parameter = self._owners.get(inside), self._parameters.get(own)
+        inside = parameter_name.rpartition(".")[0]
+        owner, parameter = self._owners.get(inside), self._parameters.get(parameter_name)
         is_weight = suffix in ("weight", _PACKED)
         if parameter is None:
-            self._carry(name, own, info)
+            self._carry(name, parameter_name, info)
         elif owner is self._head:
             if is_weight:
                 self._kept[module] = OUTPUT_HEAD
-        elif not own.startswith(self._decoder) or own.startswith(self._towers):
+        elif not parameter_name.startswith(self._decoder) or parameter_name.startswith(self._towers):
             self._keep(module, _TOWER, is_weight and parameter.ndim == 2 and not _embeds(owner))
         elif stacks_experts(owner):
-            self._expert(name, own, info, operations)
+            self._expert(name, parameter_name, info, operations)
         elif inside in self._routers:
             self._keep(module, "router", is_weight and parameter.ndim == 2)
         elif parameter.ndim < 2 or type(owner).__name__.endswith("Norm"):
@@ -393,46 +393,46 @@ class _Reading:
         else:
             self._copied[reason] += 1
 
-    def _carry(self, name: str, own: str, info: TensorInfo) -> None:
+    def _carry(self, name: str, parameter_name: str, info: TensorInfo) -> None:
         """Sort a tensor that is no parameter of the model: a buffer, or a part of a multi-token predictor."""
-        if name.endswith(_QUANTIZED) and own not in self._state:
+        if name.endswith(_QUANTIZED) and parameter_name not in self._state:
             return
         module, _, suffix = name.rpartition(".")
         root = self._predictor.root(name)
         if root is not None:
             self._roots.add(root)
         is_matrix = len(info.shape) >= 2 and "embed" not in module.rpartition(".")[2]
-        if is_matrix and own not in self._state and (suffix == "weight" or len(info.shape) == 3):
+        if is_matrix and parameter_name not in self._state and (suffix == "weight" or len(info.shape) == 3):
             # A stack of experts has no module of its own: servers ask for the module that holds it.
             self._kept[module] = "predictor" if root is not None else "not built by transformers"
         else:
             self._copied["predictor" if root is not None else "buffer"] += 1
 
-    def _expert(self, name: str, own: str, info: TensorInfo, operations: tuple[Any, ...]) -> None:
-        owner, parameter = self._owners[own.rpartition(".")[0]], self._parameters[own]
+    def _expert(self, name: str, parameter_name: str, info: TensorInfo, operations: tuple[Any, ...]) -> None:
+        owner, parameter = self._owners[parameter_name.rpartition(".")[0]], self._parameters[parameter_name]
         module, _, suffix = name.rpartition(".")
         if parameter.ndim < 3:
             self._copied[_VECTOR] += 1
             return
         try:
-            shape = expert_shape(owner, own, parameter)
+            shape = expert_shape(owner, parameter_name, parameter)
             if len(info.shape) == 3:
                 if name in self._encoded:
                     raise UserError(f"{name}: it is a stack of experts in {info.dtype}, which is not decoded.")
-                for written, inside, source in split(name, own, owner, parameter, info.shape, operations):
+                for written, inside, source in split(name, parameter_name, owner, parameter, info.shape, operations):
                     self._add(written, inside, shape, source)
             elif suffix in ("weight", _PACKED) and (part := part_of(module)) is not None:
-                inside = self._single(own, plain_name(name), *part)
+                inside = self._single(parameter_name, plain_name(name), *part)
                 self._matrix(module, inside, self._single_shape(name, info, shape))
         except UnknownLayoutError as error:
             self._unclaimed[name] = f"this stack of experts cannot be taken apart: {error}"
 
-    def _single(self, own: str, name: str, number: int, projection: str) -> str:
-        """Return a single expert's name inside the model; ``own`` is the first stack that it may be a part of.
+    def _single(self, parameter_name: str, name: str, number: int, projection: str) -> str:
+        """Return a single expert's name inside the model; ``parameter_name`` is the first stack that may hold it.
 
         Experts of one list may be split among stacks, in their order (ERNIE's for text and then those for images).
         """
-        for stack in (own, *self._rename.targets(name)[1:]):
+        for stack in (parameter_name, *self._rename.targets(name)[1:]):
             parameter = self._parameters.get(stack)
             if parameter is not None and number < parameter.shape[0]:
                 return f"{stack.rpartition('.')[0]}.{number}.{projection}"

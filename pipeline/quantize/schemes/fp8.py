@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quantmint.calibration.elements import E4M3, decode_elements
+from quantmint.calibration.elements import decode_elements
 from quantmint.calibration.lazy import torch
-from quantmint.pipeline.quantize.schemes.elements import to_nearest
 from quantmint.pipeline.quantize.schemes.scales import BLOCK, FP8_MAX, amax, fp8_scale
 from quantmint.pipeline.quantize.schemes.scheme import Grid, Kernel, Parts, WeightScheme
 
@@ -44,17 +43,8 @@ def fp8_block(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
 
     Returns ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [ceil(O/128), ceil(I/128)].
     """
-    from torch.nn.functional import pad
-
-    rows, columns = weight.shape
-    padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    # By columns first: a reduction over the outer dimension is the one that vector units like.
-    by_column = amax(blocks.view(blocks.shape[0], BLOCK, -1), dim=1)
-    largest = amax(by_column.view(blocks.shape[0], blocks.shape[2], BLOCK), dim=2)
-    scale = fp8_scale(largest)
-    quotient = _to_fp8(blocks, scale[:, None, :, None], largest[:, None, :, None])
-    return {"weight": quotient.view(padded.shape)[:rows, :columns].contiguous(), "weight_scale": scale}
+    blocks, largest = _blocks(weight)
+    return _of_blocks(weight, blocks, fp8_scale(largest), largest)
 
 
 def ptpc_fp8_exact(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
@@ -71,29 +61,62 @@ def ptpc_fp8_exact(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts
 
 def fp8_block_exact(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
     """`fp8_block` of a weight whose numbers have few bits: see `ptpc_fp8_exact`."""
+    blocks, largest = _blocks(weight)
+    scale = _exact_scale(blocks, largest[:, None, :, None], (1, 3)).view(largest.shape)
+    return _of_blocks(weight, blocks, scale, largest)
+
+
+def _blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight [O, I] in blocks, [m, 128, n, 128] with zeros at the edges, and their largest magnitudes [m, n]."""
     from torch.nn.functional import pad
 
     rows, columns = weight.shape
     padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
-    scale = _exact_scale(blocks, largest, (1, 3))
-    quotient = _to_fp8(blocks, scale, largest)
-    stored = quotient.view(padded.shape)[:rows, :columns].contiguous()
-    return {"weight": stored, "weight_scale": scale.view(blocks.shape[0], blocks.shape[2])}
+    # By columns first: a reduction over the outer dimension is the one that vector units like.
+    by_column = amax(blocks.view(blocks.shape[0], BLOCK, -1), dim=1)
+    return blocks, amax(by_column.view(blocks.shape[0], blocks.shape[2], BLOCK), dim=2)
+
+
+def _of_blocks(weight: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor) -> Parts:
+    """Return what is stored of a weight's blocks with a scale each, [m, n]."""
+    (rows, columns), (above, _, across, _) = weight.shape, blocks.shape
+    quotient = _to_fp8(blocks, scale[:, None, :, None], largest[:, None, :, None])
+    stored = quotient.view(above * BLOCK, across * BLOCK)[:rows, :columns].contiguous()
+    return {"weight": stored, "weight_scale": scale}
 
 
 def _exact_scale(weight: torch.Tensor, largest: torch.Tensor, shared: tuple[int, ...]) -> torch.Tensor:
     """Return a scale for numbers that share one along some dimensions: the least power of two that brings the largest
     into E4M3's range, where no number is lost by it, and else that of round-to-nearest."""
     exponent = torch.frexp(largest.float() / FP8_MAX).exponent.clamp(-126, 127)
-    power = ((exponent + 127) << 23).view(torch.float32)
-    quotient = weight.float() / power
-    rounded = to_nearest(quotient, E4M3.mantissa_bits, E4M3.least_exponent, out=torch.empty_like(quotient))
-    exact = (rounded == quotient).all(dim=shared[0], keepdim=True)
-    for dim in shared[1:]:
-        exact = exact.all(dim=dim, keepdim=True)
-    return torch.where(exact & (largest > 0), power.to(weight.dtype), fp8_scale(largest))
+    power = ((exponent + 127) << 23).view(torch.float32).to(weight.dtype)
+    quotient = weight / power
+    if _is_coarse(quotient):
+        return torch.where(largest > 0, power, fp8_scale(largest))
+    exact = _fits_e4m3(quotient).view(torch.uint8).amin(dim=shared, keepdim=True).bool()
+    return torch.where(exact & (largest > 0), power, fp8_scale(largest))
+
+
+def _is_coarse(numbers: torch.Tensor) -> bool:
+    """Return whether all bfloat16 numbers have one bit of mantissa and none lies between zero and 2^-8, as elements of
+    MXFP4 mostly do; all are E4M3 numbers then. Takes a fifth of the time of `_fits_e4m3` on a CPU."""
+    bits = numbers.view(torch.int16) & 0x7FFF
+    if int((bits & 0x3F).amax()):
+        return False
+    return int(bits.sub_(1).bitwise_and_(0x7FFF).amin()) >= (119 << 7) - 1  # zero has become the largest
+
+
+def _fits_e4m3(numbers: torch.Tensor) -> torch.Tensor:
+    """Return which bfloat16 numbers of at most 448 are E4M3 numbers, by their bits.
+
+    Of the 7 bits of the mantissa the last 4 must be zero, and one more for each power of two below 2^-6, down to 2^-9.
+    """
+    bits = numbers.view(torch.int16) & 0x7FFF
+    fits = ((bits & 0x0F) == 0) & (bits >= 121 << 7)
+    for zeros, exponent in ((0x1F, 120), (0x3F, 119)):
+        fits |= ((bits & zeros) == 0) & (bits >= exponent << 7)
+    return fits | (bits == 118 << 7) | (bits == 0)
 
 
 def _to_fp8(weight: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ from quantmint.pipeline.quantize.model.structure import read_structure
 
 def inspect(folder: Path, source: Path) -> Inspection:
     """As for a stranger: the structure is read from the checkpoint itself."""
-    checkpoint = open_checkpoint(folder)
-    return inspect_checkpoint(checkpoint, read_structure(folder, checkpoint.tensors), source=open_checkpoint(source))
+    checkpoint, original = open_checkpoint(folder), open_checkpoint(source)
+    structures = [read_structure(opened.folder, opened.tensors) for opened in (checkpoint, original)]
+    return inspect_checkpoint(checkpoint, structures[0], source=original, source_structure=structures[1])
 
 
 @pytest.mark.parametrize("checkpoint_format", ["compressed-tensors", "quark"])

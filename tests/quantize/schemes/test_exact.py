@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantmint.calibration.encodings import ENCODINGS
+from quantmint.pipeline.quantize.schemes import fp8
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, kernel_name
 
 SPAN = 14
@@ -38,6 +39,12 @@ def test_a_channel_of_more_binades_is_rounded_as_ever() -> None:
     assert torch.equal(made["weight"][:1].view(torch.uint8), usual["weight"].view(torch.uint8))
     assert torch.equal(made["weight_scale"][:1], usual["weight_scale"])
     assert torch.equal(exact.decode(made)[1:], narrow.float())
+
+
+def test_the_bits_tell_every_e4m3_number() -> None:
+    every = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16)
+    within = every[every.abs() <= 448]
+    assert torch.equal(fp8._fits_e4m3(within), within.to(torch.float8_e4m3fn).to(torch.bfloat16) == within)
 
 
 def test_a_channel_of_zeros_has_the_scale_that_it_always_had() -> None:

@@ -59,30 +59,30 @@ def names_on_disk(source: Checkpoint, structure: Structure, *, trust_remote_code
     """The names of a model's modules and of the tensors that are carried over."""
     rename = Renaming(meta_model(source.folder, trust_remote_code=trust_remote_code))
     tensors = {rename(name)[0]: name for name in source.tensors}
-    modules = {own.removesuffix(".weight"): name.removesuffix(".weight") for own, name in tensors.items()}
-    own = {inside: module for module, inside in structure.modules.items()}
-    taken = {weight.tensor for weight in structure.weights.values()}
-    return Names({**modules, **own}, {inside: name for inside, name in tensors.items() if name not in taken})
+    modules = {model_name.removesuffix(".weight"): name.removesuffix(".weight") for model_name, name in tensors.items()}
+    model_name = {inside: module for module, inside in structure.modules.items()}
+    quantized = {weight.tensor for weight in structure.weights.values()}
+    return Names({**modules, **model_name}, {inside: name for inside, name in tensors.items() if name not in quantized})
 
 
-def adopt(made: Path, destination: Path, names: Names, source: Checkpoint, choice: Choice, form: str) -> None:
+def adopt(written: Path, destination: Path, names: Names, source: Checkpoint, choice: Choice, form: str) -> None:
     """Move what a library wrote in ``made`` into ``destination``, which must not be there, under the source's names.
 
     Weights are renamed in place; only files with names to change are written anew. ``config.json`` is the source's with
     the library's ``quantization_config``, in which the modules that stay in 16 bit are listed one by one.
     Raises `UserError` where there is no checkpoint to read.
     """
-    checkpoint = open_checkpoint(made)
+    checkpoint = open_checkpoint(written)
     destination.mkdir(parents=True)
     weight_map: dict[str, str] = {}
     for shard in checkpoint.shards:
-        _move_shard(made / shard, destination / shard, names)
+        _move_shard(written / shard, destination / shard, names)
         weight_map |= {names.tensor(info.name): shard for info in checkpoint.in_shard(shard)}
-    if (made / INDEX_NAME).is_file():
+    if (written / INDEX_NAME).is_file():
         index = {"metadata": {"total_size": checkpoint.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
         _write(destination / INDEX_NAME, index)
-    if (made / RECIPE).is_file():
-        shutil.copyfile(made / RECIPE, destination / RECIPE)
+    if (written / RECIPE).is_file():
+        shutil.copyfile(written / RECIPE, destination / RECIPE)
     _write(destination / "config.json", _config(checkpoint.config, names, source, choice, form))
 
 
@@ -90,10 +90,10 @@ def _config(
     written: Mapping[str, Any], names: Names, source: Checkpoint, choice: Choice, form: str
 ) -> Mapping[str, Any]:
     declared: dict[str, Any] = names.configuration(written.get("quantization_config") or {})
-    kept = layout(form).quantization_config(choice)
+    expected = layout(form).quantization_config(choice)
     for key in ("ignore", "exclude"):
-        if key in declared and key in kept:
-            declared[key] = kept[key]
+        if key in declared and key in expected:
+            declared[key] = expected[key]
     # A rotated embedding and its head are no longer the same matrix.
     tied = {key: written[key] for key in ("tie_word_embeddings",) if key in source.config and key in written}
     return {**source.config, **tied, "quantization_config": declared}
@@ -147,14 +147,15 @@ def differences(
 
 def _carried(checkpoint: Checkpoint, source: Checkpoint, structure: Structure, choice: Choice) -> Iterator[str]:
     """Yield the 16-bit tensors that are missing, or have another type or shape."""
-    taken = {structure.weights[module].tensor for module in choice.schemes if module in structure.weights}
+    quantized = {structure.weights[module].tensor for module in choice.schemes if module in structure.weights}
     for name, (_, info) in source.tensors.items():
-        if name in taken or name in structure.decoded_away:
+        if name in quantized or name in structure.decoded_away:
             continue
         if name not in checkpoint.tensors:
             yield f"missing: {name}: the source has it, the checkpoint does not"
-        elif (found := checkpoint.tensors[name][1]).dtype != info.dtype or found.shape != info.shape:
-            yield f"altered: {name}: it is {found.dtype} {list(found.shape)}, expected {info.dtype} {list(info.shape)}"
+        elif (stored := checkpoint.tensors[name][1]).dtype != info.dtype or stored.shape != info.shape:
+            expected = f"{info.dtype} {list(info.shape)}"
+            yield f"altered: {name}: it is {stored.dtype} {list(stored.shape)}, expected {expected}"
 
 
 def _write(path: Path, value: object) -> None:

@@ -32,8 +32,8 @@ _CACHE = ("FP8E4M3PerTensorSpec", {"observer_method": "min_max"})
 
 def specs() -> Mapping[str, Mapping[str, Any]]:
     """By scheme, the ``weights`` and the ``inputs``: a class of Quark's configuration with its arguments, or None."""
-    found: dict[str, dict[str, Any]] = load_table(__file__, "quark.yaml")
-    return found
+    table: dict[str, dict[str, Any]] = load_table(__file__, "quark.yaml")
+    return table
 
 
 def main(job: LibraryJob) -> None:
@@ -58,21 +58,21 @@ def _algorithm(job: LibraryJob, model_type: str) -> list[Any] | None:
 
     if job.algorithm == "none":
         return None
-    found: Any = get_algo_config(job.algorithm, model_type)  # Quark's own settings for the kind of model
-    if found is None:
+    settings: Any = get_algo_config(job.algorithm, model_type)  # Quark's own settings for the kind of model
+    if settings is None:
         raise UnfitError(f"Quark has no settings of {job.algorithm} for models of type {model_type}")
     if job.algorithm == "gptq":
         # It rounds to the nearest what its settings leave out, and records the algorithm all the same.
-        left = [name for name in job.schemes if not name.endswith(tuple(found.inside_layer_modules))]
-        if left:
+        unlisted = [name for name in job.schemes if not name.endswith(tuple(settings.inside_layer_modules))]
+        if unlisted:
             raise UnfitError(
-                f"Quark's gptq leaves out {len(left)} modules of a {model_type} model, {left[0]} is the first; "
+                f"Quark's gptq leaves out {len(unlisted)} modules of a {model_type} model, {unlisted[0]} is the first; "
                 "llm-compressor's does not"
             )
         ordered = bool(job.parameters["activation_order"])
-        own = {"block_size": job.parameters["block_size"], "damp_percent": job.parameters["dampening"]}
-        return [replace(found, desc_act=ordered, static_groups=True, **own)]
-    return [replace(found, alpha=job.parameters["strength"])] if job.algorithm == "smoothquant" else [found]
+        parameters = {"block_size": job.parameters["block_size"], "damp_percent": job.parameters["dampening"]}
+        return [replace(settings, desc_act=ordered, static_groups=True, **parameters)]
+    return [replace(settings, alpha=job.parameters["strength"])] if job.algorithm == "smoothquant" else [settings]
 
 
 def _config(job: LibraryJob, model: Any, algorithm: list[Any] | None) -> Any:

@@ -216,7 +216,7 @@ class _Layouter:
             if info.name in self._decoded_away:
                 continue
             if info.name in self._divided:
-                steps += map(self._taken, self._divided[info.name])
+                steps += map(self._divided_step, self._divided[info.name])
             else:
                 origin = origin_of(self._source, whole(self._structure, info.name))
                 steps.append(self._carried(info.name if origin.encoded is None else plain_name(info.name), origin))
@@ -231,7 +231,7 @@ class _Layouter:
         offsets = {out.name: start for out, start in zip(ordered, starts, strict=False)}
         return ShardPlan(name, tuple(steps), deferred, header, offsets)
 
-    def _taken(self, module: str) -> Step:
+    def _divided_step(self, module: str) -> Step:
         """A weight of a tensor that is not carried over whole: of a stack some experts may stay in 16 bit."""
         if module in self._choice.schemes:
             return self._quantized(module)
@@ -329,13 +329,13 @@ class Piece:
 
 def cut(plan: ShardPlan, size: int) -> list[Scan | Piece]:
     """Cut a file into pieces of about ``size`` bytes of the input; more where fewer rows cannot be computed apart."""
-    found: list[Scan | Piece] = []
+    pieces: list[Scan | Piece] = []
     scanned: set[tuple[Origin, ...]] = set()
     number = 0
     for step in plan.steps:
         if step.group and step.group not in scanned:
             scanned.add(step.group)
-            found += (
+            pieces += (
                 Scan(origin, step.group, first, last)
                 for origin in step.group
                 for first, last in _ranges(origin.shape[0], _rows(origin, 1, size))
@@ -348,9 +348,9 @@ def cut(plan: ShardPlan, size: int) -> list[Scan | Piece]:
             apart = 1 if step.kernel is None else KERNELS[step.kernel].rows
             ranges = list(_ranges(origin.shape[0], _rows(origin, apart, size)))
         for first, last in ranges:
-            found.append(Piece(step, number, first, last, raw, final=last == ranges[-1][1]))
+            pieces.append(Piece(step, number, first, last, raw, final=last == ranges[-1][1]))
             number += 1
-    return found
+    return pieces
 
 
 def _rows(origin: Origin, kernel: int, size: int) -> int:

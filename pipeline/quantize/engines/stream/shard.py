@@ -105,9 +105,9 @@ def sum_of(data: memoryview) -> int:
     import numpy as np
 
     factors, total = _factors(), 1
-    whole = data.nbytes // factors.nbytes * factors.nbytes
-    rest = bytes(data[whole:]).ljust(factors.nbytes, b"\0")
-    for part in (data[:whole], rest):
+    size = data.nbytes // factors.nbytes * factors.nbytes
+    tail = bytes(data[size:]).ljust(factors.nbytes, b"\0")
+    for part in (data[:size], tail):
         for row in (np.frombuffer(part, dtype=np.uint64).reshape(-1, _ROW) @ factors).tolist():
             total = (total * _PRIME + row) % (1 << 64)
     return total
@@ -115,13 +115,13 @@ def sum_of(data: memoryview) -> int:
 
 def read_back(path: Path, sums: Sequence[Sum]) -> bool:
     """Return whether a file that was flushed holds on the disk what it was made of; its cached pages are dropped."""
-    files, buffer = Files(path.parent), torch.empty(max(each.size for each in sums), dtype=torch.uint8).numpy().data
+    files, buffer = Files(path.parent), torch.empty(max(part.size for part in sums), dtype=torch.uint8).numpy().data
     try:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for each in sums:
-            files.read(path.name, "what was written", each.offset, buffer[: each.size])
-            if sum_of(buffer[: each.size]) != each.value:
+        for part in sums:
+            files.read(path.name, "what was written", part.offset, buffer[: part.size])
+            if sum_of(buffer[: part.size]) != part.value:
                 return False
         return True
     finally:
@@ -337,16 +337,16 @@ def _made(piece: Piece, device: torch.device) -> tuple[Parts, Error]:
     """Rows of what was made of a step, by role, as its kernel would return them; with the last ones its error."""
     from safetensors import safe_open
 
-    step, found = piece.step, {}
+    step, parts = piece.step, {}
     with safe_open(str(step.made), framework="pt") as stored:
         for output in step.outputs:
             name = f"{step.name}.{output.role}"
             if name in stored.keys():  # noqa: SIM118 - it is no mapping
                 part = stored.get_slice(name)
                 rows = part[piece.first : piece.last] if part.get_shape() else stored.get_tensor(name)
-                found[output.role] = rows.to(device)
+                parts[output.role] = rows.to(device)
         error = json.loads(stored.metadata()[ERRORS]).get(step.name) if piece.final else None
-    return found, Error() if error is None else Error(*error)
+    return parts, Error() if error is None else Error(*error)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -50,28 +50,28 @@ class Worker:
 
     def buffer(self, use: str, size: int) -> torch.Tensor:
         """``size`` bytes of host memory, the same memory again for the same use: uint8 [size]."""
-        known = self._buffers.get(use)
-        if known is None or known.numel() < size:
+        buffer = self._buffers.get(use)
+        if buffer is None or buffer.numel() < size:
             self._buffers.pop(use, None)  # before the new one is made
-            known = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-            self._buffers[use] = known
-        return known[:size]
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+            self._buffers[use] = buffer
+        return buffer[:size]
 
     def raw(self, files: Files, origin: Origin, first: int, last: int) -> torch.Tensor:
         """Bytes [first, last) of what an origin holds, counted from its beginning: uint8 on the host."""
-        found = self.buffer("read", last - first)
+        raw = self.buffer("read", last - first)
         with self.clock("read"):
-            files.read(origin.place.shard, origin.place.info.name, origin.start + first, found.numpy().data)
-        return found
+            files.read(origin.place.shard, origin.place.info.name, origin.start + first, raw.numpy().data)
+        return raw
 
     def rows(self, files: Files, origin: Origin, first: int, last: int) -> torch.Tensor:
         """Rows [first, last) of a weight on the device, decoded and the right way round: [last - first, I]."""
         start, size = origin.extent(first, last)
-        found = self.buffer("read", size)
+        raw = self.buffer("read", size)
         with self.clock("read"):
-            files.read(origin.place.shard, origin.place.info.name, start, found.numpy().data)
+            files.read(origin.place.shard, origin.place.info.name, start, raw.numpy().data)
         with self.clock("compute"), self.computing():
-            numbers = found.to(self.device, non_blocking=True).view(torch_dtype(origin.place.info.dtype))
+            numbers = raw.to(self.device, non_blocking=True).view(torch_dtype(origin.place.info.dtype))
             if origin.transposed:
                 begin, end = origin.rows or (0, origin.matrix[1])
                 return numbers.view(origin.matrix)[:, begin:end].t()[first:last].contiguous()
@@ -104,16 +104,16 @@ class Worker:
         # them wait for a copy there, and the buffer would be read before it is filled.
         with self.clock("compute"), self.computing():
             flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-            found = self.buffer(use, flat.numel())
-            made = _sum(flat)
-            found.copy_(flat, non_blocking=True)
+            copied = self.buffer(use, flat.numel())
+            checksum = _sum(flat)
+            copied.copy_(flat, non_blocking=True)
             self._stream.synchronize()
-            if int(made) != int(_sum(found)):
+            if int(checksum) != int(_sum(copied)):
                 raise StageError(
                     f"{self.device}: what was copied to the host is not what the device made.",
                     hint="Run the same command again; should it repeat, the device's memory or its bus is at fault.",
                 )
-        return found
+        return copied
 
 
 def _sum(flat: torch.Tensor) -> torch.Tensor:
