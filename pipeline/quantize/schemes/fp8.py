@@ -67,7 +67,7 @@ def fp8_block_exact(weight: torch.Tensor, _: torch.Tensor | None = None) -> Part
 
 
 def _blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight [O, I] in blocks, [m, 128, n, 128] with zeros at the edges, and their largest magnitudes [m, n]."""
+    """Return a weight [O, I] in blocks [m, 128, n, 128], zeros at the edges, and their largest magnitudes, [m, n]."""
     from torch.nn.functional import pad
 
     rows, columns = weight.shape
