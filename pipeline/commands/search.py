@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,8 @@ import click
 from quantmint.pipeline.commands.options import device_option, emit, json_option, store_option
 
 if TYPE_CHECKING:
-    from quantmint.pipeline.quantize.budget import Point
+    from quantmint.pipeline.quantize.budget import Group, Point
+    from quantmint.pipeline.recipe.load import LoadedRecipe
     from quantmint.pipeline.recipe.schema import Quantization
 
 _ROWS = 16
@@ -66,16 +67,12 @@ def search(
 
     Example: quantmint search llama70b-fp8kv --calibration ultrachat --bits 5
     """
-    from quantmint.eval.records import is_path
-    from quantmint.pipeline.base.argument import classify
     from quantmint.pipeline.base.progress import reporter_for
     from quantmint.pipeline.quantize.budget import frontier, spend
-    from quantmint.pipeline.recipe.load import choice_yaml, load_recipe, recipe_of
-    from quantmint.pipeline.recipe.schema import AUTO
-    from quantmint.pipeline.runs.oneshot import source_section
-    from quantmint.pipeline.runs.search import chosen, measured_groups, opened
-    from quantmint.pipeline.runs.session import open_setting, recipe_named
-    from quantmint.pipeline.stages.advice import FROM, Advice, advise_eight_bits
+    from quantmint.pipeline.recipe.load import choice_yaml
+    from quantmint.pipeline.runs.search import chosen, measured_groups
+    from quantmint.pipeline.runs.session import open_setting
+    from quantmint.pipeline.stages.advice import Advice, advise_eight_bits
     from quantmint.pipeline.stages.sensitivity import spendable
     from quantmint.pipeline.store.tree import Store
 
@@ -84,22 +81,9 @@ def search(
         raise click.UsageError("--write: found it without --bits or --speedup, which say what is written")
     if bits is not None and speedup is not None:
         raise click.UsageError("--speedup: found it with --bits, expected one of them")
-    names = None if from_ is None else tuple(from_.split(","))
-    texts: dict[str, Any] = {"set": calibration, "samples": samples, "sequence_length": sequence_length}
-    quantization_now: Quantization | None = None
-    if classify(model).kind in ("recipe", "name"):
-        recipe = load_recipe(recipe_named(model, store_path) or model)
-        quantization_now = None if recipe.recipe.quantization.scheme == AUTO else recipe.recipe.quantization
-        if calibration is not None and is_path(calibration):
-            texts["set"] = str(Path(calibration).absolute())  # relative to here, and not to the recipe's file
-        stated = {name: value for name, value in texts.items() if value is not None}
-        loaded = opened(recipe, names, bits, speedup, calibration=stated if calibration else None)
-    elif speedup is not None:
-        raise click.UsageError(f"--speedup: found it with {model}, expected a recipe, which says the target")
-    else:
-        sections: dict[str, Any] = {"source": source_section(model), "calibration": texts if calibration else None}
-        quantization = {"scheme": "ptpc_fp8", "format": "quark"}  # the layout that holds the most schemes
-        loaded = opened(recipe_of(sections | {"quantization": quantization}), names or FROM)
+    texts = {"set": calibration, "samples": samples, "sequence_length": sequence_length}
+    schemes = None if from_ is None else tuple(from_.split(","))
+    loaded, quantization_now = _load(model, schemes, texts if calibration else None, (bits, speedup), store_path)
     reporter = reporter_for(json=as_json)
     setting = open_setting(loaded, store=Store(store_path, on_warning=reporter.warn), device=device)
     groups = measured_groups(setting, reporter)
@@ -111,34 +95,63 @@ def search(
         write.write_text(text, encoding="utf-8")
     if plot is not None:
         _draw(points, point, plot)
-    choice: dict[str, Any] = {} if point is None else {"choice": {**point.to_json(), "recipe": text}}
     advice = Advice() if quantization_now is None or point is not None else advise_eight_bits(quantization_now, groups)
     if as_json:
-        emit(
-            {
-                "model": model,
-                "from": list(loaded.recipe.quantization.from_ or ()),
-                "frontier": [option.to_json() for option in points],
-                "groups": [
-                    {
-                        "name": group.name,
-                        "weights": group.weights,
-                        "schemes": {
-                            option.scheme: {"cost": option.cost, "bits": option.bits} for option in group.options
-                        },
-                    }
-                    for group in spendable_groups
-                ],
-                **choice,
-                **({"advice": advice.lines, "paste": advice.paste} if advice.paste else {}),
-            }
-        )
+        answer: dict[str, Any] = {"model": model, "from": list(loaded.recipe.quantization.from_ or ())}
+        answer |= {"frontier": [option.to_json() for option in points]}
+        answer |= {"groups": [_group_facts(group) for group in spendable_groups]}
+        answer |= {} if point is None else {"choice": {**point.to_json(), "recipe": text}}
+        emit(answer | ({"advice": advice.lines, "paste": advice.paste} if advice.paste else {}))
         return
     _show(points, point)
     for line in ("", *advice.lines, "", advice.paste) if advice.paste else ():
         click.echo(line)
     if text is not None:
         click.echo(f"\n{text}" if write is None else f"written to {write}")
+
+
+def _load(
+    model: str,
+    schemes: tuple[str, ...] | None,
+    texts: Mapping[str, Any] | None,
+    budget: tuple[float | None, float | None],
+    store: Path,
+) -> tuple[LoadedRecipe, Quantization | None]:
+    """Return a recipe that chooses among schemes, and the quantization of the recipe that ``model`` names, if one is.
+
+    ``texts`` is a calibration section in the place of the recipe's; ``budget`` bits and speedup.
+    """
+    from quantmint.eval.records import is_path
+    from quantmint.pipeline.base.argument import classify
+    from quantmint.pipeline.recipe.load import load_recipe, recipe_of
+    from quantmint.pipeline.recipe.schema import AUTO
+    from quantmint.pipeline.runs.oneshot import source_section
+    from quantmint.pipeline.runs.search import opened
+    from quantmint.pipeline.runs.session import recipe_named
+    from quantmint.pipeline.stages.advice import FROM
+
+    bits, speedup = budget
+    if classify(model).kind in ("recipe", "name"):
+        recipe = load_recipe(recipe_named(model, store) or model)
+        quantization = recipe.recipe.quantization
+        stated = None
+        if texts is not None:
+            stated = {name: value for name, value in texts.items() if value is not None}
+            if is_path(stated["set"]):
+                stated["set"] = str(Path(stated["set"]).absolute())  # relative to here, and not to the recipe's file
+        loaded = opened(recipe, schemes, bits, speedup, calibration=stated)
+        return loaded, None if quantization.scheme == AUTO else quantization
+    if speedup is not None:
+        raise click.UsageError(f"--speedup: found it with {model}, expected a recipe, which says the target")
+    sections: dict[str, Any] = {"source": source_section(model), "calibration": texts}
+    sections["quantization"] = {"scheme": "ptpc_fp8", "format": "quark"}  # the layout that holds the most schemes
+    return opened(recipe_of(sections), schemes or FROM), None
+
+
+def _group_facts(group: Group) -> dict[str, Any]:
+    """Return a group of modules as JSON."""
+    schemes = {option.scheme: {"cost": option.cost, "bits": option.bits} for option in group.options}
+    return {"name": group.name, "weights": group.weights, "schemes": schemes}
 
 
 def _show(points: Sequence[Point], point: Point | None) -> None:

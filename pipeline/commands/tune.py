@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +23,7 @@ from quantmint.pipeline.store.tree import Store
 if TYPE_CHECKING:
     from quantmint.pipeline.serving.tuning.aiter import Gemms
     from quantmint.pipeline.serving.tuning.report import TuningReport
+    from quantmint.pipeline.serving.tuning.space import Axis
     from quantmint.pipeline.serving.tuning.sweep import KnobSweep
 
 _LARGEST_GRID = 4096
@@ -131,7 +133,7 @@ def tune(model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **
     Example: quantmint tune llama70b-fp8kv --budget 2h
     """
     from quantmint.pipeline.base.times import parse_duration
-    from quantmint.pipeline.runs.tuning import open_subject
+    from quantmint.pipeline.runs.tuning import KernelTuning, SubjectRequest, open_subject
     from quantmint.pipeline.runs.tuning import tune as measure
     from quantmint.pipeline.serving.knobs.table import table
     from quantmint.pipeline.serving.tuning.aiter import gemms
@@ -143,27 +145,19 @@ def tune(model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **
         parse_knob,
         without_base_values,
     )
-    from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective, grid_size
+    from quantmint.pipeline.serving.tuning.sweep import Design, KnobSweep, Objective
 
     as_json, dry_run = options["as_json"], options["dry_run"]
     reporter = reporter_for(json=as_json)
     limit = None if options["budget"] is None else parse_duration(options["budget"])
     knobs = [parse_knob(text) for text in options["knobs"]]
     store = Store(options["store_path"], on_warning=reporter.warn)
-    opened = open_subject(
-        model,
-        **{name: options[name] for name in ("target", "workload", "vllm", "vllm_version")},
-        store=store,
-        reporter=reporter,
-        measuring=not dry_run,
-        tunableop=tunableop,
-    )
+    named = {name: options[name] for name in ("target", "workload", "vllm", "vllm_version")}
+    request = SubjectRequest(model, **named, measuring=not dry_run, tunableop=tunableop)
+    opened = open_subject(request, store, reporter)
     subject = opened.subject
-    if subject.kind != "rocm" and (tunableop or options["aiter"]):
-        raise UserError(
-            "--tunableop, --aiter: they choose among rocBLAS's, hipBLASLt's and AITER's kernels; elsewhere there is "
-            "nothing to tune"
-        )
+    if tunableop or options["aiter"]:
+        _require_rocm(subject.kind)
     products = gemms(opened.facts, opened.arch, subject.plan(BASE)) if options["aiter"] else None
     axes = option_axes(knobs, version=subject.vllm.version) if knobs else opened.default_axes()
     axes = without_base_values(axes, subject.plan(BASE), lambda knob: table()[knob].default)
@@ -171,33 +165,54 @@ def tune(model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **
         axes = (Axis(TUNABLEOP, ("1",)), *axes)
     objective = Objective(options["objective"], options["max_ttft"], options["max_itl"])
     sweep = KnobSweep(subject, Design(axes, mode, options["repeat"], options["launches"]), objective)
-    if mode == "grid" and grid_size(axes) > _LARGEST_GRID:
+    if mode == "grid":
+        _require_small_grid(axes)
+    folder = options["out"] or Path("tuning") / subject.name
+    if dry_run:
+        return _show(sweep, folder, as_json=as_json, products=products)
+    kernels, redo = KernelTuning(tunableop, products), options["redo"]
+    report, page = measure(sweep, store, limit, reporter, folder, existing=opened.existing, kernels=kernels, redo=redo)
+    if as_json:
+        emit({**report, "page": str(page.absolute())})
+    else:
+        _print(report, page)
+    return 0 if report["best"] is not None else 1
+
+
+def _require_rocm(kind: str) -> None:
+    """Raise `UserError` for kernels to tune on anything else than an AMD GPU."""
+    if kind != "rocm":
+        raise UserError(
+            "--tunableop, --aiter: they choose among rocBLAS's, hipBLASLt's and AITER's kernels; elsewhere there is "
+            "nothing to tune"
+        )
+
+
+def _require_small_grid(axes: Sequence[Axis]) -> None:
+    """Raise `UserError` for a grid that no budget holds."""
+    from quantmint.pipeline.serving.tuning.sweep import grid_size
+
+    if grid_size(axes) > _LARGEST_GRID:
         raise UserError(
             f"a grid over {', '.join(axis.knob for axis in axes)} has {grid_size(axes):,} combinations, "
             f"expected at most {_LARGEST_GRID:,}",
             hint="name the knobs that depend on each other with --knob, or leave --mode grid out",
         )
-    folder = options["out"] or Path("tuning") / subject.name
-    if dry_run:
-        return _show(sweep, folder, as_json=as_json, products=products)
-    again = {"existing": dict(opened.existing), "redo": options["redo"], "products": products}
-    report, page = measure(sweep, store, limit, reporter, folder, tunableop=tunableop, **again)
-    if as_json:
-        emit({**report, "page": str(page.absolute())})
-    else:
-        _print(report)
-        click.echo(report["verdict"])
-        for line in report["undecided"]:
-            click.echo(line)
-        if report["gate_again"]:
-            click.echo(f"changes what the model answers: {', '.join(report['gate_again'])}; run the gate again")
-        if report["best"] and report["serve_yaml"]:
-            click.echo(f"\n{report['serve_yaml']}")
-        click.echo(f"page  {page}")
-    return 0 if report["best"] is not None else 1
 
 
-def _print(report: TuningReport) -> None:
+def _print(report: TuningReport, page: Path) -> None:
+    _print_points(report)
+    click.echo(report["verdict"])
+    for line in report["undecided"]:
+        click.echo(line)
+    if report["gate_again"]:
+        click.echo(f"changes what the model answers: {', '.join(report['gate_again'])}; run the gate again")
+    if report["best"] and report["serve_yaml"]:
+        click.echo(f"\n{report['serve_yaml']}")
+    click.echo(f"page  {page}")
+
+
+def _print_points(report: TuningReport) -> None:
     from quantmint.pipeline.commands.tables import table, terminal
     from quantmint.pipeline.serving.tuning.report import SHORT, percent
 

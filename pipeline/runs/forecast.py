@@ -34,6 +34,7 @@ from quantmint.pipeline.stages.gate import policy_of
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.sizes import Prediction, model_for, predict
 from quantmint.pipeline.stages.source import config_folder, require_tokenizer
+from quantmint.pipeline.stages.stage import Planned
 from quantmint.pipeline.store.disk import free_bytes
 
 
@@ -133,21 +134,7 @@ def forecast_run(
     rates = machine_here(setting.device) if elsewhere is None else machine_of(elsewhere)
     weights = forecast_weights(*model, recipe, rates, written=setting.written)
     estimate = Estimate(setting, prediction, weights.rates, weights.seconds, {}, None)
-    bench: Mapping[str, Any] = {}
-    for planned in plan:
-        if planned.key == "bench":  # another machine's launches are not in this store
-            source = source_of(planned) if elsewhere is None else None
-            bench = outlook(setting, estimate=estimate, source=source)
-    questions = as_asked(setting.suite, recipe.evaluation, recipe.gate)
-    looks = recipe.evaluation.looks
-    judged = reach(
-        questions,
-        policy_of(setting),
-        looks,
-        noise=bench.get("noise"),
-        seen=bench.get("ratio"),
-        reused=bench.get("reused", 0),
-    )
+    bench, judged = _gate_forecast(setting, plan, estimate, here=elsewhere is None)
     expected = {name: task.expected for name, task in judged.tasks.items()}
     estimate = replace(estimate, expected=expected, bench=bench.get("seconds"))
     times = stage_times(plan, missing, setting, stage_forecasts(plan, estimate), here=elsewhere is None)
@@ -160,10 +147,8 @@ def forecast_run(
     return RunForecast(
         setting=setting,
         stages=[
-            StageForecast(
-                planned.key, planned.fingerprint, planned.key not in missing, *times.get(planned.key, (None, None))
-            )
-            for planned in plan
+            StageForecast(step.key, step.fingerprint, step.key not in missing, *times.get(step.key, (None, None)))
+            for step in plan
         ],
         machine="here" if elsewhere is None else str(elsewhere),
         seconds=total,
@@ -180,6 +165,26 @@ def forecast_run(
         bench=bench,
         cautions=[*_cautions(setting), *_too_small(needed, free, where, elsewhere)],
     )
+
+
+def _gate_forecast(
+    setting: Setting, plan: Sequence[Planned], estimate: Estimate, *, here: bool
+) -> tuple[Mapping[str, Any], Reach]:
+    """Return the forecast of the launches, empty where none are made, and what the gate can show with them."""
+    bench: Mapping[str, Any] = {}
+    for planned in plan:
+        if planned.key == "bench":  # another machine's launches are not in this store
+            bench = outlook(setting, estimate=estimate, source=source_of(planned) if here else None)
+    evaluation = setting.recipe.evaluation
+    judged = reach(
+        as_asked(setting.suite, evaluation, setting.recipe.gate),
+        policy_of(setting),
+        evaluation.looks,
+        noise=bench.get("noise"),
+        seen=bench.get("ratio"),
+        reused=bench.get("reused", 0),
+    )
+    return bench, judged
 
 
 def forecast_with(setting: Setting, sections: str) -> RunForecast | None:

@@ -17,13 +17,14 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.machine import Host, cores
 from quantmint.pipeline.base.progress import Reporter
 from quantmint.pipeline.quantize.digest import file_digests, folder_digest
-from quantmint.pipeline.recipe.schema import Serve
+from quantmint.pipeline.recipe.schema import Recipe, Serve
 from quantmint.pipeline.runs.search import run_search
 from quantmint.pipeline.runs.serving import ServedModel, fetched, find_model, profile_for, target_for, vllm_for
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.model.facts import ModelFacts
 from quantmint.pipeline.serving.planning.request import ServingRequest
+from quantmint.pipeline.serving.planning.target import Profile, ServingTarget
 from quantmint.pipeline.serving.tuning.aiter import Gemms, tune_gemms
 from quantmint.pipeline.serving.tuning.report import TuningReport, report, write
 from quantmint.pipeline.serving.tuning.runner import run_sweep
@@ -40,6 +41,14 @@ from quantmint.pipeline.store.tree import Store
 LOCK = "tuning.lock"
 
 
+@dataclass(frozen=True, slots=True)
+class KernelTuning:
+    """Matrix kernels to tune before a sweep: all by TunableOp, and AITER's for some ``products``."""
+
+    tunableop: bool = False
+    products: Gemms | None = None
+
+
 def tune(
     sweep: KnobSweep,
     store: Store,
@@ -47,14 +56,14 @@ def tune(
     reporter: Reporter,
     out: Path,
     *,
-    existing: dict[str, Any],
-    tunableop: bool,
-    products: Gemms | None,
+    existing: Mapping[str, Any],
+    kernels: KernelTuning,
     redo: bool,
 ) -> tuple[TuningReport, Path]:
     """Run a sweep to its end or for so many seconds; write `tuning.json` and `tuning.html` into ``out``.
 
-    One sweep at a time works with a store: a second one waits, and then reads what the first one measured.
+    ``existing`` is the recipe's own serve section. One sweep at a time works with a store: a second one waits, and then
+    reads what the first one measured.
     """
     with disk_errors(store.root):
         store.root.mkdir(parents=True, exist_ok=True)
@@ -62,11 +71,11 @@ def tune(
     lock.acquire(on_wait=lambda who: reporter.warn(f"another sweep is measuring, this one waits for it: {who}"))
     try:
         budget = Budget(seconds)  # what came before, such as waiting for another sweep, was not measuring
-        if tunableop:
+        if kernels.tunableop:
             _tuned_first(sweep, store, budget, reporter, out, redo=redo)
-        if products is not None:
+        if kernels.products is not None:
             with suppress(OutOfTimeError):  # the sweep says what it has no time for
-                axis = tune_gemms(products, sweep.subject, store, budget, reporter, out, redo=redo)
+                axis = tune_gemms(kernels.products, sweep.subject, store, budget, reporter, out, redo=redo)
                 sweep.design = replace(sweep.design, axes=(axis, *sweep.design.axes))
         # The collector of garbage spares what the newest runs name: these trials too.
         log = RunLog.start(
@@ -79,8 +88,8 @@ def tune(
                 sweep,
                 budget,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
-                existing=existing,
-                tunableop=os.fspath((out / FOLDER / TUNED_FILE).absolute()) if tunableop else None,
+                existing=dict(existing),
+                tunableop=os.fspath((out / FOLDER / TUNED_FILE).absolute()) if kernels.tunableop else None,
             )
             with disk_errors(out):
                 page = write(out, tuned)
@@ -145,45 +154,45 @@ class OpenedSubject:
         )
 
 
-def open_subject(
-    text: str,
-    *,
-    target: str | None,
-    workload: str | None,
-    vllm: str | None,
-    vllm_version: str | None = None,
-    store: Store,
-    reporter: Reporter,
-    measuring: bool = True,
-    tunableop: bool = False,
-) -> OpenedSubject:
-    """Find the model to tune, or make a recipe's checkpoint, through `inspect`, where there is none.
+@dataclass(frozen=True, slots=True)
+class SubjectRequest:
+    """The model to tune as a person named it (``text``), and the options of the command.
 
     Without ``measuring`` nothing is made, and the target may be another machine and the vLLM another version than those
-    here. With ``tunableop`` the base plan leaves out the kernels that an earlier sweep tuned. Raises `UserError` for a
-    model that is not there.
+    here. With ``tunableop`` the base plan leaves out the kernels that an earlier sweep tuned.
     """
-    version, environment = vllm_for(vllm, vllm_version, elsewhere=not measuring)
-    served = find_model(text, store=store.root, vllm=vllm if environment is not None else None)
-    if measuring:
-        served = _present(served, text, vllm, store, reporter)
+
+    text: str
+    target: str | None = None
+    workload: str | None = None
+    vllm: str | None = None
+    vllm_version: str | None = None
+    measuring: bool = True
+    tunableop: bool = False
+
+
+def open_subject(request: SubjectRequest, store: Store, reporter: Reporter) -> OpenedSubject:
+    """Find the model to tune, or make a recipe's checkpoint, through `inspect`, where there is none.
+
+    Raises `UserError` for a model that is not there.
+    """
+    version, environment = vllm_for(request.vllm, request.vllm_version, elsewhere=not request.measuring)
+    executable = request.vllm if environment is not None else None
+    served = find_model(request.text, store=store.root, vllm=executable)
+    if request.measuring:
+        served = _present(served, request.text, request.vllm, store, reporter)
     recipe = served.recipe
-    place = target_for(target, recipe)
+    place = target_for(request.target, recipe)
     if place.nodes > 1:
         raise UserError(
             f"{place}: a sweep starts its servers on this machine, the target has {place.nodes}",
             hint="tune one node: what it finds of batches, graphs and kernels holds for each",
         )
-    usual = "tiny" if place.accelerator.kind == "cpu" else "throughput"
-    try:
-        load = workloads.load(workload or (usual if recipe is None else recipe.target.workload))
-    except DefinitionError as error:
-        raise UserError(str(error)) from error
-    load_profile = profile_for(workload if recipe else workload or usual, recipe, concurrency=None, max_model_len=None)
+    load, load_profile = _workload(request.workload, recipe, place)
     serve = Serve() if recipe is None else recipe.serve
-    kernels = None if tunableop else served.tunableop
+    kernels = None if request.tunableop else served.tunableop
     model = Path(served.model)
-    request = ServingRequest(
+    serving = ServingRequest(
         model=model,
         facts=served.facts,
         target=place,
@@ -198,19 +207,30 @@ def open_subject(
         trust_remote_code=recipe is not None and recipe.trust_remote_code,
         cpu_threads=cores(),
     )
+    machine = machine_facts(place, Host()) if request.measuring else {"target": str(place)}
     subject = TuningSubject(
         name=served.name,
         model=model,
-        digest=folder_digest(file_digests(model, store.root)) if measuring else _UNKNOWN,
+        digest=folder_digest(file_digests(model, store.root)) if request.measuring else _UNKNOWN,
         target=str(place),
         kind=place.accelerator.kind,
         workload=load,
         vllm=environment or VllmEnvironment(Path("vllm"), version),
-        machine=MappingProxyType(machine_facts(place, Host()) if measuring else {"target": str(place)}),
-        planner=planner(request),
+        machine=MappingProxyType(machine),
+        planner=planner(serving),
     )
     existing = serve.model_dump(mode="json", exclude_defaults=True)
     return OpenedSubject(subject, served.facts, place.accelerator.arch or "", MappingProxyType(existing))
+
+
+def _workload(name: str | None, recipe: Recipe | None, place: ServingTarget) -> tuple[workloads.Workload, Profile]:
+    """Return the workload to tune for, and the load that it puts on a server: what was named, or the recipe's."""
+    usual = "tiny" if place.accelerator.kind == "cpu" else "throughput"
+    try:
+        load = workloads.load(name or (usual if recipe is None else recipe.target.workload))
+    except DefinitionError as error:
+        raise UserError(str(error)) from error
+    return load, profile_for(name if recipe else name or usual, recipe, concurrency=None, max_model_len=None)
 
 
 def _present(served: ServedModel, text: str, vllm: str | None, store: Store, reporter: Reporter) -> ServedModel:

@@ -30,7 +30,7 @@ from quantmint.pipeline.quantize.gptq.loop import quantize_layers
 from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, GptqSettings
 from quantmint.pipeline.quantize.gptq.solve import gptq_bytes
 from quantmint.pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
-from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.inspection.inspect import Expectations, inspect_checkpoint
 from quantmint.pipeline.quantize.model.loader import load_view
 from quantmint.pipeline.quantize.model.selection import ABSORBED_BITS, select
 from quantmint.pipeline.quantize.model.structure import Structure
@@ -371,16 +371,14 @@ class InspectStage(Stage):
         checkpoint = open_checkpoint(model_folder(job.inputs["quantize"]))
         tensor_bytes = job.inputs["quantize"].record.result["tensor_bytes"]
         calibrated = "calibrate" in job.inputs
-        expected = _expected_scales(job, checkpoint, source, structure) if calibrated else None
+        scales = _expected_scales(job, checkpoint, source, structure) if calibrated else {}
         proven = _proven(job.inputs["quantize"])
         with job.progress.bar(checkpoint.nbytes, "B") as advance:
             inspection = inspect_checkpoint(
                 checkpoint,
                 structure,
                 source=source,
-                expected_scales=expected,
-                expected_bytes=tensor_bytes if isinstance(tensor_bytes, int) else None,
-                proven=proven,
+                expected=Expectations(scales, tensor_bytes if isinstance(tensor_bytes, int) else None, proven),
                 # What is proven is a few rows of each tensor; a GPU would take longer to wake up.
                 device="cpu" if proven is not None else resolve_devices(job.setting.device)[0],
                 advance=advance,

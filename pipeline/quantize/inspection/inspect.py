@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,16 +30,29 @@ from quantmint.pipeline.quantize.model.source import SourceReader, carried
 from quantmint.pipeline.quantize.model.structure import Structure
 
 
+@dataclass(frozen=True, slots=True)
+class Expectations:
+    """Facts that are known of a checkpoint before it is inspected.
+
+    ``scales`` are static scales, of inputs and of the KV cache, by tensor name; a tuple where there is one a head.
+    ``nbytes`` is the size of all tensors that was predicted. ``sqnr_db`` is that of each module, of a checkpoint that
+    was measured while its files were written, and whose files were read back then. It is not measured again: of each
+    tensor the first rows and all scales are read, to prove that they lie where the headers say.
+    """
+
+    scales: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)
+    nbytes: int | None = None
+    sqnr_db: Mapping[str, float] | None = None
+
+
 def inspect_checkpoint(
     checkpoint: Checkpoint,
     structure: Structure,
     *,
     source: Checkpoint | None = None,
     source_structure: Structure | None = None,
-    expected_scales: Mapping[str, float | tuple[float, ...]] | None = None,
-    expected_bytes: int | None = None,
+    expected: Expectations | None = None,
     allow_unit_kv_scales: bool = False,
-    proven: Mapping[str, float] | None = None,
     device: str = "cpu",
     advance: Callable[[int], None] = lambda _: None,
 ) -> Inspection:
@@ -53,17 +66,13 @@ def inspect_checkpoint(
         structure: of the same model.
         source: the model that it was made from; with it the error of every layer is measured and untouched tensors
             are compared, both with what the source decodes to.
-        source_structure: of the source; without it ``structure`` is taken for the source's too.
-        expected_scales: static scales, of inputs and of the KV cache, by tensor name, where the ranges are known; a
-            tuple where there is one a head.
-        expected_bytes: the size of all tensors that was predicted, bytes.
+        source_structure: of the source; without it ``structure`` must be the source's.
+        expected: facts that are known of the checkpoint.
         allow_unit_kv_scales: accept KV scales of exactly 1.0, for a checkpoint that asks for them.
-        proven: SQNR in dB by module, of a checkpoint that was measured while its files were written, and whose files
-            were read back then. It is not measured again: of each tensor the first rows and all scales are read, to
-            prove that they lie where the headers say.
         device: where numbers are compared; all cores read for it.
         advance: told the bytes that were checked.
     """
+    expected = expected or Expectations()
     form = layout_of(checkpoint.config)
     claims = form.claims(checkpoint.config["quantization_config"], [*structure.linear, *structure.kept])
     findings = list(check_structure(checkpoint, structure, claims))
@@ -71,74 +80,110 @@ def inspect_checkpoint(
         findings.append(
             InspectionFinding("not quantized", str(checkpoint.folder), "the configuration quantizes no module at all")
         )
-    expected = expected_tensors(checkpoint, structure, claims)
-    wanted = {n: found if isinstance(found, tuple) else (found,) for n, found in (expected_scales or {}).items()}
-    alters = recorded_alterations(checkpoint)
-    layers: list[LayerError] = []
+    stored = expected_tensors(checkpoint, structure, claims)
+    origin = source_structure or structure
+    weights = carried(source, origin, stored) if source is not None else {}
+    weights |= {f"{module}.weight": origin.weights[module] for module in stored if module in origin.weights}
+    cached = [name for attention in structure.attention for name in form.kv_scale_names(attention)]
+    cached = [name for name in cached if claims.kv_cache and name in checkpoint.tensors]
+    look = _Inspector(
+        checkpoint=checkpoint,
+        read=Reader(checkpoint, device),
+        original=None if source is None else SourceReader(source, device),
+        weights=weights,
+        expected=stored,
+        claims=claims,
+        scales={name: value if isinstance(value, tuple) else (value,) for name, value in expected.scales.items()},
+        alters=recorded_alterations(checkpoint),
+        proven=expected.sqnr_db,
+        unsound=frozenset(finding.where for finding in findings),
+    )
     with many_small_workers(), ThreadPoolExecutor(cores(), "inspect") as pool:
-        unsound = frozenset(finding.where for finding in findings)
-        origin = source_structure or structure
-        read, original = Reader(checkpoint, device), None if source is None else SourceReader(source, device)
-        weights = carried(source, origin, expected) if source is not None else {}
-        weights |= {f"{module}.weight": origin.weights[module] for module in expected if module in origin.weights}
-        look = _Inspector(read, original, weights, expected, claims, wanted, alters, proven, unsound)
-        for name, results in zip(expected, pool.map(look.module, expected), strict=True):
-            findings += [result for result in results if isinstance(result, InspectionFinding)]
-            layers += [result for result in results if isinstance(result, LayerError)]
-            advance(sum(stored.nbytes for stored in expected[name]))
-        scales: dict[str, float] = {}
-        cached = [name for attention in structure.attention for name in form.kv_scale_names(attention)]
-        cached = [name for name in cached if claims.kv_cache and name in checkpoint.tensors]
-        for name in (name for name in cached if name not in unsound):
-            values: list[float] = look.read(name).float().reshape(-1).tolist()
-            scales |= {name: values[0]} if len(values) == 1 else {}
-            measured = wanted.get(name, (None,) * len(values))
-            if len(values) != len(measured):
-                message = f"{len(values)} scales, calibration measured {len(measured)}"
-                findings.append(InspectionFinding("wrong shape", name, message))
-                continue
-            for value, expected_value in zip(values, measured, strict=True):
-                findings += check_kv_scale(name, value, expected_value, allow_one=allow_unit_kv_scales)
-        quantized = {stored.name for tensors in expected.values() for stored in tensors} | set(cached)
-        if source is not None:
-            untouched = _untouched(structure, alters)
-            names = [name for name in weights if not _quantized(name, expected)]
-            copies = pool.map(lambda name: look.copy(name, exact=untouched(name, look.shape(name))), names)
-            for name, differences in zip(names, copies, strict=True):
-                findings += differences
-                advance(checkpoint.tensors[name][1].nbytes if name in checkpoint.tensors else 0)
-            for name in sorted(set(checkpoint.tensors) - weights.keys() - quantized):
-                # A head that shared the embedding's tensor has its own once the two differ.
-                own_head = name.endswith(".weight") and name.removesuffix(".weight") in structure.kept
-                if not own_head or untouched(name, checkpoint.tensors[name][1].shape):
-                    findings.append(InspectionFinding("undeclared", name, "the source has no such tensor"))
-    if expected_bytes is not None and checkpoint.nbytes != expected_bytes:
-        message = f"{checkpoint.nbytes:,} bytes of tensors, predicted {expected_bytes:,}"
+        layers, faults = look.modules(pool, advance)
+        kv_scales, unfit = look.kv_scales(cached, allow_one=allow_unit_kv_scales)
+        differences = look.copies(pool, structure, cached, advance) if source is not None else []
+    findings += [*faults, *unfit, *differences]
+    if expected.nbytes is not None and checkpoint.nbytes != expected.nbytes:
+        message = f"{checkpoint.nbytes:,} bytes of tensors, predicted {expected.nbytes:,}"
         findings.append(InspectionFinding("size", str(checkpoint.folder), message))
     return Inspection(
         checkpoint_format=form.name,
         findings=tuple(findings),
         layers=tuple(layers),
-        bytes_by_part=_bytes_by_part(checkpoint, quantized),
-        quantized_modules=len(expected),
-        kv_scales=scales,
+        bytes_by_part=_bytes_by_part(checkpoint, look.quantized(cached)),
+        quantized_modules=len(stored),
+        kv_scales=kv_scales,
         compared_with_source=source is not None,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Inspector:
-    """A unit of work for any thread: one quantized module, or one tensor that was carried over."""
+    """The checks of a checkpoint's parts: its quantized modules, its cache's scales, and what was carried over.
 
+    `module` and `copy` are units of work for any thread.
+    """
+
+    checkpoint: Checkpoint
     read: Reader
     original: SourceReader | None
     weights: Mapping[str, WeightSource]
     expected: Mapping[str, tuple[StoredTensor, ...]]
     claims: Claims
-    wanted: Mapping[str, tuple[float, ...]]
+    scales: Mapping[str, tuple[float, ...]]
     alters: Alters
     proven: Mapping[str, float] | None
     unsound: Collection[str]
+
+    def modules(
+        self, pool: Executor, advance: Callable[[int], None]
+    ) -> tuple[list[LayerError], list[InspectionFinding]]:
+        """Check every quantized module; return their errors and findings."""
+        layers: list[LayerError] = []
+        findings: list[InspectionFinding] = []
+        for name, results in zip(self.expected, pool.map(self.module, self.expected), strict=True):
+            findings += [result for result in results if isinstance(result, InspectionFinding)]
+            layers += [result for result in results if isinstance(result, LayerError)]
+            advance(sum(stored.nbytes for stored in self.expected[name]))
+        return layers, findings
+
+    def kv_scales(self, names: Sequence[str], *, allow_one: bool) -> tuple[dict[str, float], list[InspectionFinding]]:
+        """Return the cache's scales that are one number, and what is wrong with any."""
+        scales: dict[str, float] = {}
+        findings: list[InspectionFinding] = []
+        for name in (name for name in names if name not in self.unsound):
+            values: list[float] = self.read(name).float().reshape(-1).tolist()
+            scales |= {name: values[0]} if len(values) == 1 else {}
+            measured = self.scales.get(name, (None,) * len(values))
+            if len(values) != len(measured):
+                message = f"{len(values)} scales, calibration measured {len(measured)}"
+                findings.append(InspectionFinding("wrong shape", name, message))
+                continue
+            for value, expected_value in zip(values, measured, strict=True):
+                findings += check_kv_scale(name, value, expected_value, allow_one=allow_one)
+        return scales, findings
+
+    def quantized(self, cached: Sequence[str]) -> set[str]:
+        """Return the tensors of quantized modules, and of the cache."""
+        return {stored.name for tensors in self.expected.values() for stored in tensors} | set(cached)
+
+    def copies(
+        self, pool: Executor, structure: Structure, cached: Sequence[str], advance: Callable[[int], None]
+    ) -> list[InspectionFinding]:
+        """Check what was carried over from the source, and that nothing else is there."""
+        untouched, tensors = _untouched(structure, self.alters), self.checkpoint.tensors
+        names = [name for name in self.weights if not _quantized(name, self.expected)]
+        copies = pool.map(lambda name: self.copy(name, exact=untouched(name, self.shape(name))), names)
+        findings: list[InspectionFinding] = []
+        for name, differences in zip(names, copies, strict=True):
+            findings += differences
+            advance(tensors[name][1].nbytes if name in tensors else 0)
+        for name in sorted(set(tensors) - self.weights.keys() - self.quantized(cached)):
+            # A head that shared the embedding's tensor has its own once the two differ.
+            own_head = name.endswith(".weight") and name.removesuffix(".weight") in structure.kept
+            if not own_head or untouched(name, tensors[name][1].shape):
+                findings.append(InspectionFinding("undeclared", name, "the source has no such tensor"))
+        return findings
 
     def module(self, module: str) -> list[InspectionFinding | LayerError]:
         tensors, scheme = self.expected[module], self.claims.schemes[module] or ""
@@ -149,11 +194,11 @@ class _Inspector:
         if self.original is not None and weight is not None and weight in self.original:
             original = partial(self.original.rows, weight)
         results = list(check_module(self.read, module, scheme, tensors, original, self.alters, proven))
-        for name in self.wanted.keys() & {stored.name for stored in tensors}:
-            value, wanted = float(self.read(name).float().reshape(())), self.wanted[name][0]
-            if value != wanted:
+        for name in self.scales.keys() & {stored.name for stored in tensors}:
+            value, measured = float(self.read(name).float().reshape(())), self.scales[name][0]
+            if value != measured:
                 results.append(
-                    InspectionFinding("wrong scale", name, f"{value:g}; the calibrated range gives {wanted:g}")
+                    InspectionFinding("wrong scale", name, f"{value:g}; the calibrated range gives {measured:g}")
                 )
         return results
 

@@ -16,7 +16,7 @@ from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, writ
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice, layout
-from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.inspection.inspect import Expectations, inspect_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 from tests.measuring import observe
@@ -45,14 +45,16 @@ def test_a_checkpoint_with_a_scale_for_each_head(
             assert torch.equal(scale.flatten(), fp8_scale(amax.bfloat16()))
     assert made.config["quantization_config"]["kv_cache_scheme"]["strategy"] == "attn_head"
     wanted = {name: tuple(fp8_scale(amax.bfloat16()).tolist()) for name, amax in static.items()}
-    assert inspect_checkpoint(made, structure, source=source, expected_scales=wanted).findings == ()
+    assert inspect_checkpoint(made, structure, source=source, expected=Expectations(wanted)).findings == ()
     different = [name for name in structure.attention if len(stored[f"{name}.v_scale"].unique()) == 2]
     assert different, "heads must differ to be told apart"
     swapped = different[0]
     stored[f"{swapped}.v_scale"] = stored[f"{swapped}.v_scale"].flip(0)
     (path,) = out.glob("*.safetensors")
     save_file(stored, path, metadata={"format": "pt"})
-    findings = inspect_checkpoint(open_checkpoint(out), structure, source=source, expected_scales=wanted).findings
+    findings = inspect_checkpoint(
+        open_checkpoint(out), structure, source=source, expected=Expectations(wanted)
+    ).findings
     assert {(finding.rule, finding.where) for finding in findings} == {("wrong scale", f"{swapped}.v_scale")}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.inspection.findings import Inspection
-from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.inspection.inspect import Expectations, inspect_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
 
 
@@ -30,8 +30,7 @@ def test_ours_pass(quantize: Callable[..., Any], model: str, sharded: bool, chec
         made.checkpoint,
         made.structure,
         source=made.source,
-        expected_scales=made.expected_scales,
-        expected_bytes=sum(plan.nbytes - len(plan.header) for plan in made.plans),
+        expected=Expectations(made.expected_scales, sum(plan.nbytes - len(plan.header) for plan in made.plans)),
     )
     assert inspection.findings == ()
     assert inspection.quantized_modules == len(made.structure.linear)

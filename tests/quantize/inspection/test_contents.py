@@ -12,6 +12,7 @@ import pytest
 
 from quantmint.pipeline.quantize.formats.checkpoint import Reader, open_checkpoint
 from quantmint.pipeline.quantize.inspection.inspect import (
+    Expectations,
     inspect_checkpoint,
     kv_scales,
     layer_errors,
@@ -74,7 +75,9 @@ def test_wide_rows_are_looked_at_in_the_memory_of_a_piece(
 
     monkeypatch.setattr("quantmint.pipeline.quantize.inspection.inspect.Reader", Small)
     known = dict.fromkeys(made.structure.linear, 31.0) if proven else None
-    assert inspect_checkpoint(made.checkpoint, made.structure, source=made.source, proven=known).passed
+    assert inspect_checkpoint(
+        made.checkpoint, made.structure, source=made.source, expected=Expectations(sqnr_db=known)
+    ).passed
     assert 0 < max(read) <= piece
 
 

@@ -12,7 +12,7 @@ import torch
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import layout
 from quantmint.pipeline.quantize.inspection.findings import Inspection
-from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.inspection.inspect import Expectations, inspect_checkpoint
 
 FORMATS = ("compressed-tensors", "quark")
 MODULE = "model.layers.1.mlp.up_proj"
@@ -157,13 +157,13 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
 
 
 def inspect(made: Any, folder: Any, **changes: Any) -> Inspection:
-    arguments = {
-        "source": made.source,
-        "expected_scales": made.expected_scales,
-        "expected_bytes": made.checkpoint.nbytes,
-        **changes,
-    }
-    return inspect_checkpoint(open_checkpoint(folder), made.structure, **arguments)
+    expected = Expectations(
+        changes.pop("expected_scales", made.expected_scales) or {},
+        changes.pop("expected_bytes", made.checkpoint.nbytes),
+        changes.pop("proven", None),
+    )
+    arguments = {"source": made.source, **changes}
+    return inspect_checkpoint(open_checkpoint(folder), made.structure, expected=expected, **arguments)
 
 
 @pytest.mark.parametrize("checkpoint_format", FORMATS)

@@ -10,7 +10,7 @@ import pytest
 from quantmint.pipeline.base.schemes import table
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.inspection.findings import Inspection
-from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.inspection.inspect import Expectations, inspect_checkpoint
 
 PAIRS = [(name, layout) for name, row in table().items() for layout in row.formats if "stream" in row.makers(layout)]
 MODULE = "model.layers.0.mlp.down_proj"
@@ -27,8 +27,7 @@ def inspect(made: Any, folder: Any) -> Inspection:
         open_checkpoint(folder),
         made.structure,
         source=made.source,
-        expected_scales=made.expected_scales,
-        expected_bytes=made.checkpoint.nbytes,
+        expected=Expectations(made.expected_scales, made.checkpoint.nbytes),
     )
 
 

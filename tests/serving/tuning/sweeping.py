@@ -14,7 +14,7 @@ from typing import Any
 
 from quantmint.eval.workloads import Cell, Workload
 from quantmint.pipeline.base.progress import PlainReporter
-from quantmint.pipeline.runs.tuning import tune
+from quantmint.pipeline.runs.tuning import KernelTuning, tune
 from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout
 from quantmint.pipeline.serving.tuning.report import TuningReport
 from quantmint.pipeline.serving.tuning.space import Axis, Value
@@ -92,7 +92,8 @@ def run(folder: Path, sweep: KnobSweep, *, budget: float | None = None, **more: 
     """Sweep to the end; the report."""
     reporter = PlainReporter()
     store = Store(folder / "store", on_warning=reporter.warn)
-    options = {"existing": {}, "tunableop": False, "products": None, "redo": False} | more
+    kernels = KernelTuning(more.pop("tunableop", False), more.pop("products", None))
+    options = {"existing": {}, "kernels": kernels, "redo": False} | more
     return tune(sweep, store, budget, reporter, folder / "out", **options)[0]
 
 
