@@ -72,14 +72,14 @@ def _plain(path: Path, sample_by: str) -> Iterator[Row]:
 
 
 def _pieces(path: Path, sample_by: str) -> Iterator[tuple[int, list[str]]]:
-    began, held = 1, list[str]()
+    began, lines = 1, list[str]()
     for number, line in _lines(path):
-        began = began if held else number
-        held.append(line)
+        began = began if lines else number
+        lines.append(line)
         if sample_by == "line" or (sample_by == "paragraph" and not line.strip()):
-            yield began, held
-            held = []
-    yield began, held
+            yield began, lines
+            lines = []
+    yield began, lines
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -237,13 +237,13 @@ def samples_of(
     tokenized = (tokenizer(text, add_special_tokens=special_tokens)["input_ids"] for text in _shuffled(texts, seed))
     if not packing:
         cut = (ids[:sequence_length] for ids in tokenized)
-        found = tuple(torch.tensor(ids, dtype=torch.int64) for ids in islice(filter(len, cut), samples))
-        if len(found) < samples:
+        sequences = tuple(torch.tensor(ids, dtype=torch.int64) for ids in islice(filter(len, cut), samples))
+        if len(sequences) < samples:
             raise CalibrationError(
-                f"the calibration set has {len(found):,} texts; {samples:,} samples without packing need one each: "
-                f"ask for at most {len(found):,}"
+                f"the calibration set has {len(sequences):,} texts; {samples:,} samples without packing need one each: "
+                f"ask for at most {len(sequences):,}"
             )
-        return found
+        return sequences
     needed, end = samples * sequence_length, tokenizer.eos_token_id
     stream: list[int] = []
     for ids in tokenized:

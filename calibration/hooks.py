@@ -25,13 +25,13 @@ def watch_stacked(
     """Put hooks on a module whose 3-D ``parameters`` stack experts; yields their handles."""
     stack = _Stack(name, parameters, measurement)
 
-    def seen(*given: Any) -> AbstractContextManager[Any]:
+    def measured(*arguments: Any) -> AbstractContextManager[Any]:
         if not measurement.is_routed:
             return nullcontext()
-        stack.show_every_token(module, given)
+        stack.show_every_token(module, arguments)
         return within_products(parameters, stack.see)
 
-    yield from while_called(module, seen)
+    yield from while_called(module, measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +57,19 @@ class _Stack:
             self.measurement.input(f"{self.name}.{key}.{number}", tokens, expert=expert)
         return entering
 
-    def show_every_token(self, module: Any, given: tuple[Any, ...]) -> None:
+    def show_every_token(self, module: Any, arguments: tuple[Any, ...]) -> None:
         """Run the experts that want it on every token of the layer."""
-        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
         hidden, indices = tensors[0], [value for value in tensors[1:] if not value.is_floating_point()]
         names = [f"{self.name}.{number}" for number in range(self.count)]
         for name in names:
             self.measurement.routed(name, 0)
-        scattered = len(given) == 1 and hidden.shape[0] % self.count == 0
+        scattered = len(arguments) == 1 and hidden.shape[0] % self.count == 0
         if not scattered and not (len(tensors) == 3 and len(indices) == 1):
             self.measurement.routed_only.update(names)
             return
-        wanted = [number for number, name in enumerate(names) if self.measurement.wants_every_token(name)]
-        if not wanted:
+        experts = [number for number, name in enumerate(names) if self.measurement.wants_every_token(name)]
+        if not experts:
             return
         with self.measurement.every_token(), within_products(self.parameters, self.see):
             if scattered:
@@ -78,7 +78,7 @@ class _Stack:
             flat = hidden.reshape(-1, hidden.shape[-1])
             weights = next(value for value in tensors[1:] if value.is_floating_point())
             try:
-                for number in wanted:
+                for number in experts:
                     index = indices[0].new_full((flat.shape[0], 1), number)
                     module(flat, index, weights.new_ones((flat.shape[0], 1)))
             except ValueError:  # a module that is not made for one expert a token, as LongCat's
@@ -163,13 +163,15 @@ def taking_inputs(module: Any, take: Callable[[str, int, torch.Tensor], torch.Te
     It gets the parameter's own name, the expert's number and [tokens, I].
     """
 
-    def each(entering: torch.Tensor, key: str, one: int | None) -> torch.Tensor:
-        if one is None:
+    def round_inputs(entering: torch.Tensor, key: str, expert: int | None) -> torch.Tensor:
+        if expert is None:
             return torch.stack([take(key, number, rows) for number, rows in enumerate(entering)])
-        return take(key, one, entering)
+        return take(key, expert, entering)
 
     def within(*_: Any) -> AbstractContextManager[Any]:
-        return within_products({key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}, each)
+        return within_products(
+            {key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}, round_inputs
+        )
 
     return while_called(module, within)
 

@@ -71,11 +71,11 @@ def least_squares(counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     flat, values = counts.cpu().reshape(-1, BINS), magnitudes(dtype)
     best = torch.zeros(flat.shape[0], dtype=torch.float64)
     for row, numbers in enumerate(flat):
-        seen = numbers.nonzero().squeeze(1)
-        if not len(seen) or not bool(values[seen[-1]].isfinite()):
+        bins = numbers.nonzero().squeeze(1)
+        if not len(bins) or not bool(values[bins[-1]].isfinite()):
             continue
-        x, n = values[seen].float(), numbers[seen].double()
-        candidates = values[seen[-1]] * (1 - torch.arange(_STEPS // 2 + 1, dtype=torch.float64) / _STEPS)
+        x, n = values[bins].float(), numbers[bins].double()
+        candidates = values[bins[-1]] * (1 - torch.arange(_STEPS // 2 + 1, dtype=torch.float64) / _STEPS)
         scales = (candidates.float() / FP8_MAX).unsqueeze(1)
         scales = scales.clamp_(min=torch.finfo(torch.float32).tiny)
         stored = (x / scales).clamp_(max=FP8_MAX).to(torch.float8_e4m3fn).float() * scales
@@ -84,9 +84,9 @@ def least_squares(counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _finite_only(best, flat, dtype).float().reshape(counts.shape[:-1])
 
 
-def _finite_only(found: torch.Tensor, counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _finite_only(ranges: torch.Tensor, counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     beyond = counts[:, ~magnitudes(dtype).isfinite()].sum(dim=1) > 0
-    return found.masked_fill(beyond, float("nan"))
+    return ranges.masked_fill(beyond, float("nan"))
 
 
 ObserverName = Literal["amax", "percentile", "mse"]

@@ -128,9 +128,9 @@ def _by_weight(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Call
             stacks.setdefault(stack, []).append(amax)
     tied = replica.tied
 
-    def largest(own: str) -> torch.Tensor | None:
-        magnitudes = [inputs[name] for name in (own, *tied.get(own, ())) if name in inputs]
-        magnitudes = magnitudes or stacks.get(own.rpartition(".")[0], [])
+    def largest(parameter_name: str) -> torch.Tensor | None:
+        magnitudes = [inputs[name] for name in (parameter_name, *tied.get(parameter_name, ())) if name in inputs]
+        magnitudes = magnitudes or stacks.get(parameter_name.rpartition(".")[0], [])
         return torch.stack(magnitudes).amax(dim=0) if len(magnitudes) > 1 else next(iter(magnitudes), None)
 
     return largest

@@ -54,11 +54,11 @@ class Replica:
     @property
     def tied(self) -> dict[str, list[str]]:
         """Modules that have another module's weight, by that module: the blocks that several layers of Zamba run."""
-        found: dict[str, list[str]] = {}
+        sharers: dict[str, list[str]] = {}
         for target, source in dict(getattr(self.model, "all_tied_weights_keys", None) or {}).items():
             if target.endswith(".weight") and source.endswith(".weight"):
-                found.setdefault(source.removesuffix(".weight"), []).append(target.removesuffix(".weight"))
-        return found
+                sharers.setdefault(source.removesuffix(".weight"), []).append(target.removesuffix(".weight"))
+        return sharers
 
     @property
     def body(self) -> list[str]:
@@ -119,16 +119,16 @@ def _narrow_norms(model: Any) -> None:
         return output.to(args[0].dtype) if norm.weight.dtype == torch.float32 else output
 
     for module in model.modules() if model._get_dtype_plan(model.dtype) else ():
-        own = dict(module.named_parameters(recurse=False))
-        if list(own) == ["weight"] and own["weight"].ndim == 1:
+        weights = dict(module.named_parameters(recurse=False))
+        if list(weights) == ["weight"] and weights["weight"].ndim == 1:
             module.register_forward_hook(narrowed)
 
 
 def load_resident(folder: Path, device: str, *, trust_remote_code: bool = False) -> Replica:
     """A model with all that calibration needs of it on one device."""
-    made = replica(folder, device, trust_remote_code=trust_remote_code)
-    made.weights.load(made.body)
-    return made
+    resident = replica(folder, device, trust_remote_code=trust_remote_code)
+    resident.weights.load(resident.body)
+    return resident
 
 
 STACKS = {"gate_up_proj": ("{}.gate_proj", "{}.up_proj")}
@@ -158,29 +158,29 @@ class Renaming:
         """The parameter that a tensor becomes (a part of), and the operations of transformers that make it so."""
         from transformers.core_model_loading import rename_source_key
 
-        own, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._own)
-        return own, () if pattern is None else tuple(self._by_pattern[pattern].operations)
+        parameter, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._own)
+        return parameter, () if pattern is None else tuple(self._by_pattern[pattern].operations)
 
     def targets(self, name: str) -> tuple[str, ...]:
         """Return all parameters that a tensor, alone or with others, becomes: several where transformers splits it."""
         from transformers.core_model_loading import rename_source_key
 
-        own, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._own)
+        parameter, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._own)
         patterns = [] if pattern is None else self._by_pattern[pattern].target_patterns
-        return tuple(dict.fromkeys((own, *(own.replace(patterns[0], target) for target in patterns[1:]))))
+        return tuple(dict.fromkeys((parameter, *(parameter.replace(patterns[0], target) for target in patterns[1:]))))
 
 
 def owners(model: Any, names: Iterable[str]) -> dict[str, str]:
     """The parameter or buffer of the model that each tensor on disk becomes (a part of); without those of no use."""
-    rename, own = Renaming(model), model.state_dict()
-    found: dict[str, str] = {}
+    rename, state = Renaming(model), model.state_dict()
+    owned: dict[str, str] = {}
     for name in names:
         renamed = rename(name)[0]
-        if renamed not in own and name in own:
+        if renamed not in state and name in state:
             renamed = name  # a rule for another layout of the same model
-        if renamed in own:
-            found[name] = renamed
-    return found
+        if renamed in state:
+            owned[name] = renamed
+    return owned
 
 
 def sources(model: Any, owned: Mapping[str, str]) -> dict[str, str]:
@@ -190,14 +190,14 @@ def sources(model: Any, owned: Mapping[str, str]) -> dict[str, str]:
     as the single experts that servers know: ``experts.3.gate_proj`` for a part of ``experts.gate_up_proj``.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found: dict[str, str] = {}
-    for name, own in owned.items():
-        module, parameter = name.removesuffix(".weight"), parameters.get(own)
+    by_module: dict[str, str] = {}
+    for name, parameter_name in owned.items():
+        module, parameter = name.removesuffix(".weight"), parameters.get(parameter_name)
         if parameter is None or parameter.ndim not in (2, 3):
             continue
         if parameter.ndim == 2:
             if name.endswith(".weight"):
-                found[module] = own.removesuffix(".weight")
+                by_module[module] = parameter_name.removesuffix(".weight")
             continue
         prefix, _, last = module.rpartition(".")
         number = prefix.rpartition(".")[2]
@@ -205,12 +205,12 @@ def sources(model: Any, owned: Mapping[str, str]) -> dict[str, str]:
             if (
                 int(number) < parameter.shape[0]
             ):  # numbers behind are those of another stack: experts of images in Ernie
-                found[module] = f"{own}.{number}"
+                by_module[module] = f"{parameter_name}.{number}"
             continue
         for expert in range(parameter.shape[0]):
             for part in STACKS.get(last, (f"{{}}.{last}",)):
-                found[f"{prefix}.{part.format(expert)}"] = f"{own}.{expert}"
-    return found
+                by_module[f"{prefix}.{part.format(expert)}"] = f"{parameter_name}.{expert}"
+    return by_module
 
 
 def on_disk(modules: Collection[str], owned: Mapping[str, str]) -> dict[str, str]:

@@ -67,8 +67,8 @@ def forward_bytes(config: Any, batch: int, length: int, *, is_fused: bool = Fals
 
 def _first_number(config: Any, *names: str) -> int:
     """Return the first field that a configuration has, the largest number of one that differs by layer; 0 for none."""
-    found = next((value for name in names if (value := getattr(config, name, None))), 0)
-    return int(max(found) if isinstance(found, list | tuple) else found)
+    number = next((value for name in names if (value := getattr(config, name, None))), 0)
+    return int(max(number) if isinstance(number, list | tuple) else number)
 
 
 def rounding_bytes(shapes: Iterable[tuple[int, int]]) -> int:
@@ -80,8 +80,8 @@ def rounding_bytes(shapes: Iterable[tuple[int, int]]) -> int:
     """
 
     def of(rows: int, columns: int) -> int:
-        square, whole = columns * columns, rows * columns
-        return 4 * max(2 * square + 14 * min(whole, ROUNDED_AT_A_TIME) + 2 * whole, 4 * square + 5 * whole)
+        square, numbers = columns * columns, rows * columns
+        return 4 * max(2 * square + 14 * min(numbers, ROUNDED_AT_A_TIME) + 2 * numbers, 4 * square + 5 * numbers)
 
     return max((of(*shape) for shape in shapes), default=0)
 
@@ -107,9 +107,9 @@ def decide(
     """
     usable = {device: int(free[device] * _SHARE) // devices.count(device) for device in devices}
     tightest = min(usable, key=lambda device: usable[device])
-    whole, layers = need.weights + need.forward, 2 * need.layer + need.forward
-    fits = whole <= usable[tightest]
-    room = f"the model takes {_gb(whole)} to run, and {tightest} has room for {_gb(usable[tightest])}"
+    resident, layers = need.weights + need.forward, 2 * need.layer + need.forward
+    fits = resident <= usable[tightest]
+    room = f"the model takes {_gb(resident)} to run, and {tightest} has room for {_gb(usable[tightest])}"
     if not_replayable is not None and mode == "layer":
         raise CalibrationError(
             f"found calibration.mode layer, but the model's layers cannot be run one at a time: {not_replayable}; take "
@@ -123,7 +123,7 @@ def decide(
             f"{room}; its layers cannot be run one at a time either: {not_replayable}. Take a smaller "
             "calibration.batch_size, or a larger device"
         )
-    if mode == "auto" and fits and layers + _STATES * need.states < whole:
+    if mode == "auto" and fits and layers + _STATES * need.states < resident:
         return Decision("layer", f"two layers and what runs through them take {_gb(layers + need.states)}, {room}")
     if mode == "auto" and fits:
         return Decision("resident", room)
@@ -141,8 +141,8 @@ def free_bytes(device: str) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    left = memory_left()
-    return available if left is None else min(available, left)
+    within_limits = memory_left()
+    return available if within_limits is None else min(available, within_limits)
 
 
 def _gb(count: int) -> str:

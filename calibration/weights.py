@@ -57,7 +57,7 @@ class _Tensor:
 
     read: Callable[[], torch.Tensor]
 
-    def __getitem__(self, _whole: Any) -> torch.Tensor:
+    def __getitem__(self, _everything: Any) -> torch.Tensor:
         return self.read()
 
 
@@ -105,9 +105,9 @@ class Shards:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of the first tensor that is no integer and not encoded; None where there is none."""
-        known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+        dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
         kinds = (self._mapped(file).get_slice(name).get_dtype() for name, file in self._place.items())
-        return next((known[kind] for kind in kinds if kind in known), None)
+        return next((dtypes[kind] for kind in kinds if kind in dtypes), None)
 
     def unmap(self) -> None:
         """Let go of the files; those that a tensor lies in stay mapped until that is gone."""
@@ -124,9 +124,9 @@ class Shards:
     def _mapped(self, file: str) -> Any:
         from safetensors import safe_open
 
-        if (found := self._open.get(file)) is None:
-            found = self._open[file] = safe_open(self.folder / file, framework="pt")
-        return found
+        if (opened := self._open.get(file)) is None:
+            opened = self._open[file] = safe_open(self.folder / file, framework="pt")
+        return opened
 
     def _view(self, name: str) -> Any:
         return self._mapped(self._place[name]).get_tensor(name)
@@ -138,8 +138,8 @@ class Shards:
         """
         stream = _upload_stream(device)
         with (self.folder / self._place[name]).open("rb", buffering=0) as file, torch.cuda.stream(stream):
-            found = torch.empty_like(self._view(name), device=device)
-            raw = found.flatten().view(torch.uint8)
+            tensor = torch.empty_like(self._view(name), device=device)
+            raw = tensor.flatten().view(torch.uint8)
             pinned = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
             file.seek(self._start(name))
             for first in range(0, len(raw), _PIECE):
@@ -149,8 +149,8 @@ class Shards:
                 piece.copy_(host, non_blocking=True)
                 stream.synchronize()
         # Its memory is not taken for the next tensor before what was computed with it is done.
-        found.record_stream(torch.cuda.default_stream(device))
-        return found
+        tensor.record_stream(torch.cuda.default_stream(device))
+        return tensor
 
     def _start(self, name: str) -> int:
         """Return a tensor's first byte in its file, whose header safetensors accepted."""
@@ -200,49 +200,53 @@ class Weights:
         self._model, self._shards, self._device = model, shards, device
         self._rules = get_model_conversion_mapping(model)
         self._by_owner: dict[str, list[str]] = {}
-        for name, own in owned.items():
-            self._by_owner.setdefault(own, []).append(name)
+        for name, parameter in owned.items():
+            self._by_owner.setdefault(parameter, []).append(name)
         ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self._ties = {**{source: target for target, source in ties.items()}, **ties}
 
-    def load(self, wanted: Iterable[str]) -> None:
+    def load(self, parameters: Iterable[str]) -> None:
         """Put parameters and persistent buffers of the model, by their own names, onto the device.
 
         A weight on a CPU that is used as it is stored lies in the mapped file, and is read when it is used. Raises
         `CalibrationError` for one that is not in the checkpoint, or has another shape there.
         """
-        wanted = list(wanted)
-        present = {own for own in wanted if own in self._by_owner}
-        tied = {own: self._ties[own] for own in wanted if own not in present and own in self._ties}
+        parameters = list(parameters)
+        present = {parameter for parameter in parameters if parameter in self._by_owner}
+        tied = {
+            parameter: self._ties[parameter]
+            for parameter in parameters
+            if parameter not in present and parameter in self._ties
+        }
         for part in self._parts(present | {partner for partner in tied.values() if partner in self._by_owner}):
             self._convert(part)
         self._shards.unmap()
-        for own, partner in tied.items():
-            _assign(self._model, own, _get(self._model, partner))
-        absent = [own for own in wanted if _get(self._model, own).is_meta]
+        for parameter, partner in tied.items():
+            _assign(self._model, parameter, _get(self._model, partner))
+        absent = [parameter for parameter in parameters if _get(self._model, parameter).is_meta]
         if absent:
             raise CalibrationError(f"{self._shards.folder}: {absent[0]} is not in the checkpoint")
 
-    def _parts(self, wanted: Iterable[str]) -> Iterator[list[str]]:
+    def _parts(self, parameters: Iterable[str]) -> Iterator[list[str]]:
         """Cut names into parts of about a gigabyte: transformers reads ahead of what it stacks and casts."""
         state = self._model.state_dict()
         part: list[str] = []
         size = 0
-        for own in sorted(wanted):
-            part.append(own)
-            size += state[own].numel() * state[own].element_size()
+        for parameter in sorted(parameters):
+            part.append(parameter)
+            size += state[parameter].numel() * state[parameter].element_size()
             if size > _PART:
                 yield part
                 part, size = [], 0
         if part:
             yield part
 
-    def _convert(self, wanted: Iterable[str]) -> None:
+    def _convert(self, parameters: Iterable[str]) -> None:
         from safetensors import SafetensorError
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        names = [name for own in wanted for name in self._by_owner[own]]
+        names = [name for parameter in parameters for name in self._by_owner[parameter]]
         state = {name: _Tensor(partial(self._shards.read, name, self._device)) for name in names}
         dtype = self._model.dtype
         setting = LoadStateDictConfig(
@@ -252,14 +256,14 @@ class Weights:
             weight_mapping=self._rules,
         )
         try:
-            found, _ = convert_and_load_state_dict_in_model(self._model, state, setting)
+            report, _ = convert_and_load_state_dict_in_model(self._model, state, setting)
         except (OSError, SafetensorError) as error:
             raise CalibrationError(f"{self._shards.folder}: the weights cannot be read: {error}") from error
-        for name, stored, expected in found.mismatched_keys:
+        for name, stored, expected in report.mismatched_keys:
             raise CalibrationError(
                 f"{self._shards.folder}: {name} is {list(stored)}, expected {list(expected)} from config.json"
             )
-        for name, reason in found.conversion_errors.items():
+        for name, reason in report.conversion_errors.items():
             raise CalibrationError(f"{self._shards.folder}: {name} cannot be loaded: {reason}")
 
     def free(self, names: Iterable[str]) -> None:

@@ -69,8 +69,8 @@ class TaskHarness:
             _fix_prompts(leaf, self._seed)
         clusters = {name: _clusters(leaf, task.cluster) for name, leaf in leaves.items()}
         self._loaded[task.task] = (task, leaves, clusters)
-        read = (dataset_of(leaf, commits) for leaf in leaves.values())
-        datasets = {repr(found): found for found in read if found is not None}
+        datasets_read = (dataset_of(leaf, commits) for leaf in leaves.values())
+        datasets = {repr(dataset): dataset for dataset in datasets_read if dataset is not None}
         return {"documents": clusters, "datasets": [datasets[key] for key in sorted(datasets)]}
 
     def ask(self, name: str, documents: Mapping[str, list[int]], destination: Path) -> dict[str, Any]:
@@ -78,8 +78,8 @@ class TaskHarness:
         import lm_eval
 
         task, leaves, clusters = self._loaded[name]
-        asked = [leaves[leaf] for leaf in documents]
-        kinds = {leaf.OUTPUT_TYPE for leaf in asked}
+        tasks = [leaves[leaf] for leaf in documents]
+        kinds = {leaf.OUTPUT_TYPE for leaf in tasks}
         bos = self._model.begins_with_bos() and not task.chat and kinds != {"loglikelihood_rolling"}
         self._model.add_bos_token = bos
         self._model.temperatures.clear()
@@ -89,7 +89,7 @@ class TaskHarness:
             generation["max_gen_toks"] = task.max_gen_tokens
         results = lm_eval.simple_evaluate(
             self._model,
-            tasks=asked,
+            tasks=tasks,
             task_manager=self._manager,
             samples=dict(documents),
             num_fewshot=task.num_fewshot,
@@ -115,7 +115,7 @@ class TaskHarness:
         settings = {
             "temperature": max(self._model.temperatures, default=None),
             # Of all leaf tasks, for two batches of a group are asked alike whichever of its tasks they are of.
-            "num_fewshot": _one([leaves[leaf].config.num_fewshot for leaf in sorted(leaves)]),
+            "num_fewshot": _common([leaves[leaf].config.num_fewshot for leaf in sorted(leaves)]),
             "chat_template": self._model.template_digest() if task.chat else None,
             "bos": bos,
             "seed": self._seed,
@@ -154,21 +154,21 @@ def _clusters(leaf: Any, field: str | None) -> list[str]:
     documents = leaf.eval_docs
     if field is None:
         return [""] * len(documents)
-    found = []
+    digests = []
     for number, document in enumerate(documents):
         if field not in document:
             raise MeasurementError(
                 f"{leaf.task_name}#{number} has no field {field!r} to cluster by; there are {', '.join(document)}"
             )
-        found.append(digest(document[field]))
-    return found
+        digests.append(digest(document[field]))
+    return digests
 
 
 def _choices(leaf: Any, row: Mapping[str, Any]) -> list[str] | None:
     return list(leaf.doc_to_choice(row["doc"])) if leaf.OUTPUT_TYPE == "multiple_choice" else None
 
 
-def _one(values: list[Any]) -> Any:
+def _common(values: list[Any]) -> Any:
     """The value that all leaf tasks have, or all of theirs."""
     return values[0] if len(set(values)) == 1 else values
 
@@ -202,12 +202,12 @@ def reading(commits: Mapping[str, str]) -> Iterator[None]:
         datasets.load_dataset = load
 
 
-def dataset_of(task: Any, wanted: Mapping[str, str] = MappingProxyType({})) -> dict[str, str | None] | None:
-    """Path, name and commit of a loaded task's data set on the Hub; None for local files.
+def dataset_of(task: Any, commits_by_path: Mapping[str, str] = MappingProxyType({})) -> dict[str, str | None] | None:
+    """Return path, name and commit of a loaded task's data set on the Hub; None for local files.
 
-    lm-eval itself records no commit. What is told is what `datasets` remembers of the download; where it remembers
-    nothing, the commit ``wanted`` of it by `reading`, or None. Several are joined by a comma. Raises `MeasurementError`
-    where another was read than was wanted, as happens without a network if only that one is in its cache.
+    lm-eval itself records no commit. `datasets` remembers that of its download; where it does not, the commit is that
+    of ``commits_by_path``, which `reading` asked for, or None. Several are joined by a comma. Raises `MeasurementError`
+    where another commit was read than was asked for, as happens without a network if only that one is in its cache.
     """
     path = task.config.dataset_path
     if path is None or path in _LOCAL:
@@ -216,12 +216,12 @@ def dataset_of(task: Any, wanted: Mapping[str, str] = MappingProxyType({})) -> d
     splits = task.dataset.values() if isinstance(task.dataset, dict) else ()
     for split in splits:
         for file in (getattr(split, "info", None) and split.info.download_checksums) or ():
-            found = _FILE.match(str(file))
-            if found is not None:
-                commits.add(found["commit"])
-    read = ", ".join(sorted(commits)) or wanted.get(path)
-    if path in wanted and read != wanted[path]:
-        raise MeasurementError(f"{path} was to be read at commit {wanted[path]}, and {read} is what was read")
+            match = _FILE.match(str(file))
+            if match is not None:
+                commits.add(match["commit"])
+    read = ", ".join(sorted(commits)) or commits_by_path.get(path)
+    if path in commits_by_path and read != commits_by_path[path]:
+        raise MeasurementError(f"{path} was to be read at commit {commits_by_path[path]}, and {read} is what was read")
     return {"path": path, "name": task.config.dataset_name, "commit": read}
 
 
@@ -232,15 +232,15 @@ class Session:
         self._model = model
         self._harness: TaskHarness | None = None
 
-    def reply(self, what: str, given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-        """The reply to a message. Raises `MeasurementError` where what was asked for cannot be measured."""
-        if what == "open":
-            self._harness = TaskHarness(given, tell, self._model)
+    def reply(self, kind: str, content: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+        """The reply to a message. Raises `MeasurementError` where it cannot be answered."""
+        if kind == "open":
+            self._harness = TaskHarness(content, tell, self._model)
             return {}
         assert self._harness is not None  # noqa: S101 - "open" is the first message
-        if what == "load":
-            return self._harness.load(SuiteTask.from_json(given["task"]), given["commits"])
-        return self._harness.ask(given["task"], given["documents"], Path(given["destination"]))
+        if kind == "load":
+            return self._harness.load(SuiteTask.from_json(content["task"]), content["commits"])
+        return self._harness.ask(content["task"], content["documents"], Path(content["destination"]))
 
 
 def answer_on(address: str, reply: Callable[[str, Mapping[str, Any], Tell], Any]) -> None:
@@ -253,18 +253,18 @@ def answer_on(address: str, reply: Callable[[str, Mapping[str, Any], Tell], Any]
             raise PermissionError(f"{address} is another user's socket")
         with connection.makefile("rw", encoding="utf-8") as lines:
 
-            def tell(message: Mapping[str, Any]) -> None:
+            def send(message: Mapping[str, Any]) -> None:
                 lines.write(json.dumps(message) + "\n")
                 lines.flush()
 
             while line := lines.readline():
-                (what, given), *_ = json.loads(line).items()
+                (kind, content), *_ = json.loads(line).items()
                 try:
-                    found = reply(what, given, tell)
+                    answer = reply(kind, content, send)
                 except MeasurementError as error:
-                    tell({"refused": str(error)})
+                    send({"refused": str(error)})
                 else:
-                    tell({"reply": found})
+                    send({"reply": answer})
 
 
 if __name__ == "__main__":

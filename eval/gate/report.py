@@ -209,8 +209,8 @@ def changes(recorded: GateReport, found: GateReport) -> tuple[str, ...]:
     if recorded.verdict is not found.verdict:
         sentences.append(f"The numbers lead to {found.verdict.value}, the record says {recorded.verdict.value}.")
     old, new = Counter(map(_outcome, recorded.findings)), Counter(map(_outcome, found.findings))
-    sentences += [f"Only the record says: {_told(f)}" for f in recorded.findings if _outcome(f) in old - new]
-    sentences += [f"The record does not say: {_told(f)}" for f in found.findings if _outcome(f) in new - old]
+    sentences += [f"Only the record says: {_sentence(f)}" for f in recorded.findings if _outcome(f) in old - new]
+    sentences += [f"The record does not say: {_sentence(f)}" for f in found.findings if _outcome(f) in new - old]
     before, after = _figures(recorded), _figures(found)
     differing = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     shared = {row.name: row for row in recorded.headlines}
@@ -235,5 +235,5 @@ def _figures(report: GateReport) -> dict[str, Any]:
     return {name: value for name, value in report.to_json().items() if name not in texts}
 
 
-def _told(finding: Finding) -> str:
+def _sentence(finding: Finding) -> str:
     return f"{finding.verdict.value}, {finding.kind}: {finding.reason}"

@@ -25,7 +25,7 @@ def render(report: Report) -> str:
         ("### Accuracy", accuracy(gate)),
         ("### Throughput", throughput(report, gate)),
         ("### Size", size(report)),
-        ("### How it was made", _made(report)),
+        ("### How it was made", _origin(report)),
         ("### Limits", "\n".join(f"- {limit}" for limit in limited)),
     ]
     return "\n\n".join(f"{heading}\n\n{part}" for heading, part in parts if part) + "\n"
@@ -145,7 +145,7 @@ def fenced(text: str, language: str = "") -> str:
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
 
-def _made(report: Report) -> str:
+def _origin(report: Report) -> str:
     versions = ", ".join(f"{plain(name)} {plain(version)}" for name, version in report["versions"].items())
     return (
         f"{plain(report['scheme'])}, from {plain(report['model'])}, by this recipe:\n\n"

@@ -53,31 +53,36 @@ def due(recipes: tuple[str, ...], device: str, vllm: str | None, store_path: Pat
     reporter = reporter_for(json=as_json)
     store = Store(store_path, on_warning=reporter.warn)
     named = recipes or all_recipes()
-    found = look(tuple(dict.fromkeys(named)), store=store, vllm=vllm, device=device)
-    for sentence in dict.fromkeys(sentence for one in found for sentence in one.unknown):
+    answers = look(tuple(dict.fromkeys(named)), store=store, vllm=vllm, device=device)
+    for sentence in dict.fromkeys(sentence for answer in answers for sentence in answer.unknown):
         reporter.warn(sentence)
     if as_json:
-        emit({"due": sum(one.state == "due" for one in found), "recipes": [one.to_json() for one in found]})
+        emit(
+            {
+                "due": sum(answer.state == "due" for answer in answers),
+                "recipes": [answer.to_json() for answer in answers],
+            }
+        )
     else:
-        _print_due(found)
+        _print_due(answers)
     codes = {"due": SOMETHING_DUE, "damaged": 5, "broken": 2}
-    return max((codes.get(one.state, 0) for one in found), default=0)
+    return max((codes.get(answer.state, 0) for answer in answers), default=0)
 
 
-def _print_due(found: Sequence[Due]) -> None:
-    width = max((len(one.name) for one in found), default=0)
-    for one in found:
-        phrases = (one.reason.splitlines() or [""])[0].split("; ")
-        more = "; ..." if len(phrases) > _SHOWN or "\n" in one.reason else ""
-        tag = "-" if one.release is None else one.release.tag
-        click.echo(f"{one.name:<{width}}  {one.state:<7}  {tag}  {'; '.join(phrases[:_SHOWN])}{more}")
-        if one.stages and one.state == "due":
-            click.echo(f"  reruns: {_reruns(one)}")
+def _print_due(answers: Sequence[Due]) -> None:
+    width = max((len(answer.name) for answer in answers), default=0)
+    for answer in answers:
+        phrases = (answer.reason.splitlines() or [""])[0].split("; ")
+        ending = "; ..." if len(phrases) > _SHOWN or "\n" in answer.reason else ""
+        tag = "-" if answer.release is None else answer.release.tag
+        click.echo(f"{answer.name:<{width}}  {answer.state:<7}  {tag}  {'; '.join(phrases[:_SHOWN])}{ending}")
+        if answer.stages and answer.state == "due":
+            click.echo(f"  reruns: {_reruns(answer)}")
 
 
-def _reruns(one: Due) -> str:
-    keys = [key for key, state in one.stages if state == "rerun"]
-    if keys and len(keys) == len(one.stages):
+def _reruns(answer: Due) -> str:
+    keys = [key for key, state in answer.stages if state == "rerun"]
+    if keys and len(keys) == len(answer.stages):
         return "all stages"
     families = [key.removesuffix("-baseline").removesuffix("-candidate") for key in keys]
     return ", ".join(dict.fromkeys(families)) or "-"
@@ -111,7 +116,7 @@ def requantize(
     metrics_file: Path | None,
     store_path: Path,
     as_json: bool,
-    **given: Any,
+    **more_options: Any,
 ) -> int:
     """Make, prove and publish RECIPES (names or YAML files) that are due, beside each other; all of ./recipes if none.
 
@@ -129,7 +134,7 @@ def requantize(
         max_disk=None if max_disk is None else int(max_disk * 1e9),
         everything=not only_due,
         on=dashboard_address(on),
-        **given,
+        **more_options,
     )
     if dry_run:
         return _foresee(named, options, as_json)
@@ -146,17 +151,17 @@ def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> R
     from quantmint.pipeline.upkeep.fleet.rounds import Fleet
     from quantmint.pipeline.upkeep.notices import outlets
 
-    def say(line: str) -> None:
+    def write_line(line: str) -> None:
         with suppress(OSError):  # a log on a full disk, or who read it is gone: the recipes are not
             click.echo(line, err=True)
 
     def warn(message: str) -> None:
-        say(f"warning: {message}")
+        write_line(f"warning: {message}")
 
     with outlets(options.store, warn=warn, metrics_file=metrics_file) as (notify, _):
 
         def hear(event: Event) -> None:
-            say(line_of(event))
+            write_line(line_of(event))
             notify(event)
 
         fleet = Fleet(options, on_event=hear, warn=warn)
@@ -167,7 +172,7 @@ def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> R
 
 
 def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
-    jobs, left = foresee(named, options, reporter_for(json=as_json).warn)
+    jobs, others = foresee(named, options, reporter_for(json=as_json).warn)
     runs: list[dict[str, Any]] = [
         {
             "recipe": job.name,
@@ -182,20 +187,20 @@ def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
     ]
     if as_json:
         keys = ("recipe", "state", "exit_code", "reason")
-        emit({"runs": runs, "others": [{key: getattr(ended, key) for key in keys} for ended in left]})
+        emit({"runs": runs, "others": [{key: getattr(ended, key) for key in keys} for ended in others]})
     else:
-        made = table("", "recipe", "priority", "devices", "last took", "why", right=("", "priority", "last took"))
+        rows = table("", "recipe", "priority", "devices", "last took", "why", right=("", "priority", "last took"))
         for number, run in enumerate(runs, start=1):
-            took = "-" if run["expected_s"] is None else duration(run["expected_s"])
-            cells = (number, run["recipe"], run["priority"], run["needs"], took, escape(run["reason"]))
-            made.add_row(*map(str, cells))
+            last_time = "-" if run["expected_s"] is None else duration(run["expected_s"])
+            cells = (number, run["recipe"], run["priority"], run["needs"], last_time, escape(run["reason"]))
+            rows.add_row(*map(str, cells))
         if runs:
-            terminal().print(made)
+            terminal().print(rows)
         else:
             click.echo("nothing would run")
-        for ended in left:
+        for ended in others:
             click.echo(f"{ended.recipe}: {ended.state}: {ended.reason}")
-    return worst(ended.exit_code for ended in left if ended.state in {"broken", "damaged", "failed"})
+    return worst(ended.exit_code for ended in others if ended.state in {"broken", "damaged", "failed"})
 
 
 def _print(summary: RoundSummary) -> None:

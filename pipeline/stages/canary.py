@@ -141,7 +141,7 @@ class CanaryStage(SideStage):
         answers = _in_order(prompts, by_name)
         text = json.dumps(answers.to_json(), allow_nan=False, separators=(",", ":"))
         (job.path / ANSWERS).write_bytes(gzip.compress(text.encode(), mtime=0))  # the same answers are the same bytes
-        return _told(answers) if baseline is None else _compared(job, _on(baseline, by_name), answers)
+        return _output(answers) if baseline is None else _compared(job, _on(baseline, by_name), answers)
 
 
 def _in_order(prompts: Sequence[tuple[str, tuple[int, ...]]], by_name: Mapping[str, Answer]) -> CanaryAnswers:
@@ -231,7 +231,7 @@ def _parsed(name: str, ids: Sequence[int], positions: Sequence[Mapping[str, Mapp
     return Answer(name, tuple(ids), tuple(actual), tuple(tokens), tuple(logprobs))
 
 
-def _told(answers: CanaryAnswers) -> Output:
+def _output(answers: CanaryAnswers) -> Output:
     """Return the baseline's result. Raises `InvalidMeasurementError` where it has no finite log probabilities."""
     silent = [answer.prompt for answer in answers.answers if not answer.actual]
     if silent:

@@ -113,7 +113,7 @@ class PackageStage(Stage):
         """Prove that nothing changed since the verdict, write the missing files, and look through all of them."""
         setting, entries = job.setting, job.inputs
         _require_unchanged(entries, job.progress)
-        files = _given(entries["quantize"], _evidence(entries))
+        files = _evidence_files(entries["quantize"], _evidence(entries))
         title = _write_texts(job, files)
         manifest = manifest_of(entries, setting.loaded.text_proven, title)
         recorded = {key: recorded_environment(entry) for key, entry in sorted(entries.items())}
@@ -208,7 +208,7 @@ def release(entries: Mapping[str, Entry]) -> Release:
     there are.
     """
     package = entries["package"]
-    files = _given(entries["quantize"], _evidence(entries))
+    files = _evidence_files(entries["quantize"], _evidence(entries))
     _add(files, _files(package))
     if "sign" in entries:
         _add(files, {SIGNATURE: _files(entries["sign"])[SIGNATURE]})
@@ -258,7 +258,7 @@ def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None
                 ) from error
 
 
-def _given(quantize: Entry, evidence: Mapping[str, Entry]) -> dict[str, File]:
+def _evidence_files(quantize: Entry, evidence: Mapping[str, Entry]) -> dict[str, File]:
     """Return the files that exist before the package: the checkpoint at the top, the evidence in its folder."""
     folder = quantize.path / CHECKPOINT
     checkpoint = checkpoint_files(quantize).items()
@@ -334,7 +334,7 @@ def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manife
     """Return a checkpoint's manifest from the records of a run's stages; ``recipe`` is `LoadedRecipe.text_proven`."""
     resolved = yaml.safe_load(recipe)
     server = record.read(entries["gate"].file(GATE))[0].candidate
-    stages = {key: _made(entry) for key, entry in sorted(entries.items())}
+    stages = {key: _stage_record(entry) for key, entry in sorted(entries.items())}
     calibrated: list[DatasetRecord] = []
     if (texts := texts_of(entries)) is not None:
         name = texts["repo"] or set_name(resolved["calibration"]["set"])
@@ -362,7 +362,7 @@ def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manife
     )
 
 
-def _made(entry: Entry) -> StageRecord:
+def _stage_record(entry: Entry) -> StageRecord:
     record_ = entry.record
     return StageRecord(
         fingerprint=entry.fingerprint,

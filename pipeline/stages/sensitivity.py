@@ -98,7 +98,9 @@ class SensitivityStage(Stage):
             changes = _Changes(model, groups, structure.linear, names, gptq)
             with job.progress.bar(2 * len(model.walkable.layers) * len(samples), "layer samples") as advance:
                 costs = measure(model, samples, changes, job.path / _WORK, [names, gptq], advance=advance)
-        priced_groups = [_told(name, modules, structure.linear, names, costs) for name, modules in groups.items()]
+        priced_groups = [
+            _group_entry(name, modules, structure.linear, names, costs) for name, modules in groups.items()
+        ]
         tokens = sum(len(sample) for sample in samples)
         write_json(job.path / SENSITIVITY, {"tokens": tokens, "groups": priced_groups})
         shutil.rmtree(job.path / _WORK)
@@ -109,19 +111,19 @@ class SensitivityStage(Stage):
 
 
 def _gptq(quantization: Quantization) -> dict[str, float | int | bool]:
-    """What GPTQ is told when it rounds one weight; nothing where weights are rounded to the nearest."""
+    """Return the parameters of GPTQ for one weight; none where weights are rounded to the nearest."""
     parameters = quantization.parameters if quantization.algorithm == "gptq" else {}
     return {name: parameters[name] for name in ("dampening", "activation_order") if name in parameters}
 
 
 def read_groups(entry: Entry) -> tuple[Group, ...]:
-    """What the stage measured."""
+    """Return the groups of modules with their costs, as the stage measured them."""
     return tuple(
         Group(
             group["name"],
             tuple(group["modules"]),
             group["weights"],
-            tuple(Option(name, each["cost"], each["bits"]) for name, each in group["schemes"].items()),
+            tuple(Option(name, option["cost"], option["bits"]) for name, option in group["schemes"].items()),
         )
         for group in read_json(entry.file(SENSITIVITY))["groups"]
     )
@@ -161,34 +163,34 @@ def _groups(linear: Mapping[str, tuple[int, int]]) -> dict[str, list[str]]:
     return dict(modules_by_group)
 
 
-def _told(
+def _group_entry(
     name: str,
     modules: Sequence[str],
     linear: Mapping[str, tuple[int, int]],
     schemes: Sequence[str],
     costs: Mapping[str, float],
 ) -> dict[str, Any]:
-    """A group as it is kept; what no layer runs, so that it has no costs, is left in the largest scheme."""
+    """Return a group as JSON; one that no layer runs, so that it has no costs, is left in the largest scheme."""
     shapes = [linear[module] for module in modules]
     fitting = _fitting(shapes, schemes)
     if _change(name, fitting[0]) not in costs:
-        fitting = [max(fitting, key=lambda each: scheme(each).bits_per_weight)]
+        fitting = [max(fitting, key=lambda option: scheme(option).bits_per_weight)]
     return {
         "name": name,
         "modules": list(modules),
         "weights": sum(rows * columns for rows, columns in shapes),
         "schemes": {
-            each: {
-                "cost": costs.get(_change(name, each), 0.0),
-                "bits": sum(scheme(each).stored_bits(*shape) for shape in shapes),
+            option: {
+                "cost": costs.get(_change(name, option), 0.0),
+                "bits": sum(scheme(option).stored_bits(*shape) for shape in shapes),
             }
-            for each in fitting
+            for option in fitting
         },
     }
 
 
 def _fitting(shapes: Sequence[tuple[int, int]], schemes: Sequence[str]) -> list[str]:
-    fitting = [each for each in schemes if all(shape[1] % scheme(each).input_divisor == 0 for shape in shapes)]
+    fitting = [name for name in schemes if all(shape[1] % scheme(name).input_divisor == 0 for shape in shapes)]
     if not fitting:
         raise StageError(f"quantization.from: no scheme of {', '.join(schemes)} holds a weight of {list(shapes[0])}.")
     return fitting
@@ -209,21 +211,21 @@ class _Changes:
         schemes: Sequence[str],
         parameters: Mapping[str, float | int | bool],
     ) -> None:
-        self._told, self._hessians = parameters, dict[str, "torch.Tensor"]()
+        self._gptq_parameters, self._hessians = parameters, dict[str, "torch.Tensor"]()
         self._model, self._linear, self._groups, self._schemes = model.model, linear, groups, schemes
         self._own, self._dtype = sources(model.model, model.owned), model.model.dtype
         self._made = cache(self._of)  # of the layer at hand: each sample needs them again
 
     def __call__(self, layer: str, largest: Tensors, hessians: Callable[[], Tensors]) -> list[ModuleChange]:
         self._made.cache_clear()
-        self._hessians = dict(hessians()) if self._told else {}
+        self._hessians = dict(hessians()) if self._gptq_parameters else {}
         changes: list[ModuleChange] = []
         for group, modules in self._groups.items():
-            own = tuple(dict.fromkeys(self._site(module) for module in modules))
-            if all(name.startswith(f"{layer}.") for name in own):
+            sites = tuple(dict.fromkeys(self._site(module) for module in modules))
+            if all(name.startswith(f"{layer}.") for name in sites):
                 for name in _fitting([self._linear[module] for module in modules], self._schemes):
                     changed = partial(self._changed, modules, name, largest)
-                    changes.append(ModuleChange(_change(group, name), own, changed))
+                    changes.append(ModuleChange(_change(group, name), sites, changed))
         return changes
 
     def _site(self, module: str) -> str:
@@ -238,20 +240,20 @@ class _Changes:
             rounds: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
             shared = cache(partial(_entering, name))  # the same input is rounded once where it meets the same function
             for module in modules:
-                own, site, scale = self._own[module], self._site(module), None
+                weight_name, site, scale = self._own[module], self._site(module), None
                 if scheme(name).needs_ranges:
                     # An expert that no token was sent to has no range, and no part in any cost.
                     scale = float(fp8_scale(largest[module].float())) if module in largest else 1.0
                 rounded = shared(scale)
                 owner = self._model.get_submodule(site)
-                if own == site:
+                if weight_name == site:
                     stack.callback(setattr, owner, "weight", owner.weight)
-                    owner.weight = torch.nn.Parameter(self._made(own, _kernel(name)), requires_grad=False)
+                    owner.weight = torch.nn.Parameter(self._made(weight_name, _kernel(name)), requires_grad=False)
                     stack.callback(owner.register_forward_pre_hook(rounded.hook).remove)
                     continue
-                found = part_of(module)
-                assert found is not None  # noqa: S101 - it is one of a stack
-                place = expert_slice(owner, site, int(own.rpartition(".")[2]), found[1])
+                part_of_stack = part_of(module)
+                assert part_of_stack is not None  # noqa: S101 - it is one of a stack
+                place = expert_slice(owner, site, int(weight_name.rpartition(".")[2]), part_of_stack[1])
                 if site not in rounds:
                     for key, parameter in list(owner.named_parameters(recurse=False)):
                         stack.callback(setattr, owner, key, parameter)
@@ -259,17 +261,17 @@ class _Changes:
                 part = place.of(getattr(owner, place.parameter))
                 part.copy_(self._rounded(part.contiguous(), _kernel(name)))
                 rounds[site][place.parameter, place.expert] = rounded
-            for site, each in rounds.items():
-                for handle in round_inputs(self._model.get_submodule(site), each):
+            for site, roundings in rounds.items():
+                for handle in round_inputs(self._model.get_submodule(site), roundings):
                     stack.callback(handle.remove)
             yield
 
-    def _of(self, own: str, kernel: str) -> torch.Tensor:
-        weight: torch.Tensor = self._model.get_submodule(own).weight
-        hessian = self._hessians.get(own)
+    def _of(self, module: str, kernel: str) -> torch.Tensor:
+        weight: torch.Tensor = self._model.get_submodule(module).weight
+        hessian = self._hessians.get(module)
         if hessian is None or kernel not in SUPPORTED:
             return self._rounded(weight, kernel)
-        dampening, ordered = float(self._told["dampening"]), bool(self._told["activation_order"])
+        dampening, ordered = float(self._gptq_parameters["dampening"]), bool(self._gptq_parameters["activation_order"])
         factor = factorize(hessian, KERNELS[kernel], dampening=dampening, ordered=ordered)
         return (
             KERNELS[kernel].decode(round_weight(weight.detach().to(self._dtype), factor, KERNELS[kernel]).parts).float()
@@ -285,7 +287,7 @@ def _kernel(name: str) -> str:
 
 
 class _entering:  # noqa: N801 - a function with a memory
-    """What a server does to the inputs of a scheme; of the same tensor once."""
+    """The rounding of inputs as a scheme serves them; the same tensor is rounded once."""
 
     def __init__(self, name: str, scale: float | None) -> None:
         self._row = scheme(name).activations

@@ -45,8 +45,8 @@ class Error:
 
 def compare(source: torch.Tensor, restored: torch.Tensor) -> Error:
     """The error of some rows, summed in float32 over a row and in float64 over rows."""
-    wanted = source.float()
-    sums = [each.square().sum(dim=-1).double().sum() for each in (wanted, wanted - restored)]
+    expected = source.float()
+    sums = [numbers.square().sum(dim=-1).double().sum() for numbers in (expected, expected - restored)]
     return Error(float(sums[0]), float(sums[1]), source.numel())
 
 

@@ -106,16 +106,16 @@ def kept_because(structure: Structure, choice: Choice, quantization: Quantizatio
 
 def _require_claims(structure: Structure, quantization: Quantization) -> None:
     """Raise `UserError` for a tensor of the decoder that no rule claims, unless the recipe excludes it by name."""
-    left = {
+    unclaimed = {
         name: reason
         for name, reason in structure.unclaimed.items()
-        if not any(is_excluded(quantization, each) for each in (name, *_modules_of([name])))
+        if not any(is_excluded(quantization, label) for label in (name, *_modules_of([name])))
     }
-    if left:
-        name, reason = next(iter(left.items()))
-        more = f", and {len(left) - 1} more tensors" if len(left) > 1 else ""
+    if unclaimed:
+        name, reason = next(iter(unclaimed.items()))
+        others = f", and {len(unclaimed) - 1} more tensors" if len(unclaimed) > 1 else ""
         raise UserError(
-            f"quantization.scheme: {name} is a weight that quantmint cannot quantize: {reason}{more}.",
+            f"quantization.scheme: {name} is a weight that quantmint cannot quantize: {reason}{others}.",
             hint="To leave such tensors in 16 bit, name them in quantization.exclude; expect the checkpoint to be "
             "little smaller than its source.",
         )
@@ -149,12 +149,13 @@ def _require_share(structure: Structure, quantization: Quantization) -> None:
     Whoever wants that all the same excludes these modules by name.
     """
     quantizable = sum(rows * columns for rows, columns in structure.linear.values())
-    left = [name for name, reason in structure.kept.items() if reason == UNQUANTIZED]
-    if structure.unquantizable > quantizable and not any(is_excluded(quantization, name) for name in left):
+    unquantized = [name for name, reason in structure.kept.items() if reason == UNQUANTIZED]
+    if structure.unquantizable > quantizable and not any(is_excluded(quantization, name) for name in unquantized):
         share = quantizable / (quantizable + structure.unquantizable)
+        first = unquantized[0] if unquantized else "in matrices of their own"
         raise UserError(
             f"quantization.scheme: found a model of which {share:.0%} of the decoder's weights can be quantized: vLLM "
-            f"builds the rest without a quantization, {left[0] if left else 'in matrices of their own'} first.",
+            f"builds the rest without a quantization, {first} first.",
             hint="To make such a checkpoint all the same, name those modules in quantization.exclude.",
         )
 
@@ -217,11 +218,11 @@ def _require_blocks(structure: Structure, schemes: Mapping[str, str], quantizati
         rows, group = structure.linear[module][0], structure.joined.get(kind_of(module), ())
         if group and rows % divisors[scheme]:
             field = "scheme" if override_of(quantization, module) is None else "overrides"
-            others = " and ".join(last for last in group if last != module.rpartition(".")[2])
+            neighbours = " and ".join(last for last in group if last != module.rpartition(".")[2])
             pattern = f"re:.*[.]({'|'.join(map(re.escape, group))})$"
             raise UserError(
                 f"quantization.{field}: found {scheme} for {module}, which has {rows} rows, expected a multiple of "
-                f"{divisors[scheme]}: vLLM loads it in one matrix with {others}.",
+                f"{divisors[scheme]}: vLLM loads it in one matrix with {neighbours}.",
                 hint=f"Leave them in 16 bit: exclude: [{pattern!r}].",
             )
 
@@ -265,11 +266,11 @@ def _require_reached(structure: Structure, schemes: Mapping[str, str], quantizat
 
 def _refuse_kept(pattern: str, structure: Structure) -> None:
     # A pattern may sweep over what is kept; a name, or a pattern that means nothing else, is a wish that fails.
-    kept = [module for module in structure.kept if matches(pattern, module)]
-    if kept and not any(matches(pattern, module) for module in structure.linear):
+    sixteen_bit = [module for module in structure.kept if matches(pattern, module)]
+    if sixteen_bit and not any(matches(pattern, module) for module in structure.linear):
         raise UserError(
-            f"quantization.overrides: found {pattern!r}, which means {kept[0]} and nothing that is quantized: "
-            f"{structure.kept[kept[0]]}; the output head, routers, vision towers, the layers of a multi-token "
+            f"quantization.overrides: found {pattern!r}, which means {sixteen_bit[0]} and nothing that is quantized: "
+            f"{structure.kept[sixteen_bit[0]]}; the output head, routers, vision towers, the layers of a multi-token "
             "predictor, and what vLLM builds without a quantization stay in 16 bit.",
             hint="Take it out of `overrides`.",
         )

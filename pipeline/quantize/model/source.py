@@ -16,7 +16,7 @@ from quantmint.pipeline.quantize.model.structure import Structure
 def divided(structure: Structure, quantized: Collection[str]) -> Mapping[str, Sequence[str]]:
     """Map each tensor of the source that ``quantized`` modules' weights lie in to all modules whose weights do.
 
-    These tensors are taken apart; every other tensor but scales is carried over whole, see `whole`.
+    These tensors are taken apart; every other tensor but scales is carried over whole, see `whole_tensor`.
     """
     modules: defaultdict[str, list[str]] = defaultdict(list)
     for module, weight in structure.weights.items():
@@ -24,7 +24,7 @@ def divided(structure: Structure, quantized: Collection[str]) -> Mapping[str, Se
     return {name: owners for name, owners in modules.items() if any(owner in quantized for owner in owners)}
 
 
-def whole(structure: Structure, name: str) -> WeightSource:
+def whole_tensor(structure: Structure, name: str) -> WeightSource:
     """Return a whole tensor of the source as a weight, which is decoded where it is not in 16 bit."""
     return WeightSource(name, encoded=structure.encoded.get(name))
 
@@ -43,7 +43,7 @@ def carried(source: Checkpoint, structure: Structure, quantized: Collection[str]
             unquantized = (module for module in modules_of[name] if module not in quantized)
             tensors |= {f"{module}.weight": structure.weights[module] for module in unquantized}
         else:
-            tensors[plain_name(name) if name in structure.encoded else name] = whole(structure, name)
+            tensors[plain_name(name) if name in structure.encoded else name] = whole_tensor(structure, name)
     return tensors
 
 
@@ -86,12 +86,12 @@ class SourceReader:
             return self._read.rows(weight.tensor, first, last)
         rule, names = weight.encoded.rule, weight.encoded.scales
         begin = first // rule.rows * rule.rows
-        scales = [self._whole(name) for name in names[weight.encoded.by_row :]]
+        scales = [self._read_all(name) for name in names[weight.encoded.by_row :]]
         if weight.encoded.by_row:
             scales.insert(0, self._read.rows(names[0], begin // rule.rows, -(-last // rule.rows)))
         return rule.decode(self._read.rows(weight.tensor, begin, last), scales)[first - begin :]
 
-    def _whole(self, name: str) -> torch.Tensor:
+    def _read_all(self, name: str) -> torch.Tensor:
         shape = self._read.info(name).shape
         return self._read.rows(name, 0, shape[0] if shape else 1)
 

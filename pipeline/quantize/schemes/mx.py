@@ -29,13 +29,13 @@ def mxfp4(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
 
 def mxfp4_unsigned_zero(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
     """`mxfp4` as Quark has it: the tensor is called ``weight``, and zero has no sign."""
-    made = _mxfp4(weight, signed_zero=False)
-    return {"weight": made["weight_packed"], "weight_scale": made["weight_scale"]}
+    parts = _mxfp4(weight, signed_zero=False)
+    return {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}
 
 
 def _mxfp4(weight: torch.Tensor, *, signed_zero: bool) -> Parts:
-    made = _mxfp4_of_bits(weight, signed_zero) if weight.dtype == torch.bfloat16 else None
-    return _mxfp4_of_numbers(weight, signed_zero) if made is None else made
+    parts = _mxfp4_of_bits(weight, signed_zero) if weight.dtype == torch.bfloat16 else None
+    return _mxfp4_of_numbers(weight, signed_zero) if parts is None else parts
 
 
 def _mxfp4_of_bits(weight: torch.Tensor, signed_zero: bool) -> Parts | None:

@@ -131,12 +131,12 @@ def differences(
     modules = [*structure.linear, *structure.kept]
     claims = form.claims(checkpoint.config["quantization_config"], modules)
     for module in modules:
-        found, wanted = claims.schemes[module] or claims.unknown.get(module), choice.schemes.get(module)
-        if found != wanted:
-            yield f"{module} is declared as {found or '16 bit'}, asked for was {wanted or '16 bit'}"
+        declared, asked_for = claims.schemes[module] or claims.unknown.get(module), choice.schemes.get(module)
+        if declared != asked_for:
+            yield f"{module} is declared as {declared or '16 bit'}, asked for was {asked_for or '16 bit'}"
     if claims.kv_cache != choice.kv_cache:
-        said = "an FP8" if claims.kv_cache else "no FP8"
-        yield f"it declares {said} KV cache, asked for was {'one' if choice.kv_cache else 'none'}"
+        cache = "an FP8" if claims.kv_cache else "no FP8"
+        yield f"it declares {cache} KV cache, asked for was {'one' if choice.kv_cache else 'none'}"
     recorded = recorded_algorithms(checkpoint)
     if recorded != (() if algorithm_name == "none" else (algorithm_name,)):
         yield f"it records {' and '.join(recorded) or 'no algorithm'}, asked for was {algorithm_name}"

@@ -23,7 +23,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import ITEM_BITS, Checkpoint, TensorInfo, encode_header
 from quantmint.pipeline.quantize.formats.layout import Choice, StoredTensor, layout, weight_tensors
 from quantmint.pipeline.quantize.model.experts import WeightSource
-from quantmint.pipeline.quantize.model.source import divided, whole
+from quantmint.pipeline.quantize.model.source import divided, whole_tensor
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, kernel_name
 from quantmint.pipeline.recipe.modules import scale_group, text_config
@@ -218,7 +218,7 @@ class _Layouter:
             if info.name in self._divided:
                 steps += map(self._divided_step, self._divided[info.name])
             else:
-                origin = origin_of(self._source, whole(self._structure, info.name))
+                origin = origin_of(self._source, whole_tensor(self._structure, info.name))
                 steps.append(self._carried(info.name if origin.encoded is None else plain_name(info.name), origin))
             extra += self._kv_scales.get(info.name, ())
         if not steps:
@@ -286,7 +286,7 @@ def _kv_scales(
                 f"{source.folder}: {module} has no {' or '.join(_KEYS)} there, so static FP8 KV scales have no place.",
                 hint="Set `kv_cache: auto` for a model whose attention has no K projection of its own.",
             )
-        dtype = origin_of(source, whole(structure, anchor)).dtype
+        dtype = origin_of(source, whole_tensor(structure, anchor)).dtype
         result[anchor] = tuple(
             StoredTensor(name, role, dtype, shape)
             for name, role in zip(form.kv_scale_names(module), ("k_scale", "v_scale"), strict=True)

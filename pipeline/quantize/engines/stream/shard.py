@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 _STRIDE = 64
 
 
-def error_of(weight: torch.Tensor, made: Parts, kernel: str) -> Error:
-    """Compare rows of a weight [O, I] with what a kernel made of them: all where the bus is what is waited for."""
+def error_of(weight: torch.Tensor, encoded: Parts, kernel: str) -> Error:
+    """Compare rows of a weight [O, I] with what a kernel encoded of them: all where the bus is what is waited for."""
     stride = _STRIDE if weight.device.type == "cpu" else 1
     source = weight[::stride].float()
-    restored = KERNELS[kernel].sample(made, stride)
+    restored = KERNELS[kernel].sample(encoded, stride)
     # By rows in float32 and over rows in float64; one wait for a GPU, not two.
-    sums = [each.square().sum(1).double().sum() for each in (source, source - restored)]
+    sums = [numbers.square().sum(1).double().sum() for numbers in (source, source - restored)]
     signal, noise = torch.stack(sums).tolist()
     return Error(signal, noise, source.numel())
 
@@ -161,9 +161,9 @@ class OpenShard:
         self._turn = 0
         self._stopped = False
         self._unscanned: defaultdict[tuple[Origin, ...], int] = defaultdict(int)
-        for each in pieces:
-            if isinstance(each, Scan):
-                self._unscanned[each.group] += 1
+        for task in pieces:
+            if isinstance(task, Scan):
+                self._unscanned[task.group] += 1
         self._largest: dict[tuple[Origin, ...], torch.Tensor] = {}
         self._collected: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         self._held: dict[str, torch.Tensor] = dict(scalars)
@@ -218,8 +218,8 @@ class OpenShard:
             largest = amax(weight).cpu()
         self._require_finite(scan.origin, largest)
         with self._changed:
-            known = self._largest.get(scan.group, largest)
-            self._largest[scan.group] = known.maximum(largest)
+            so_far = self._largest.get(scan.group, largest)
+            self._largest[scan.group] = so_far.maximum(largest)
             self._unscanned[scan.group] -= 1
             self._changed.notify_all()
 
@@ -240,8 +240,8 @@ class OpenShard:
         largest = self._largest_of(worker, step) if step.group else None
         with worker.clock("compute"), worker.computing():
             parts, error = self._compute(piece, weight, largest)
-        main, *others = (out for out in step.outputs if out.role not in STATIC_ROLES)
-        smalls = [(out, worker.host(parts[out.role], out.role).clone()) for out in others]
+        main, *small_outputs = (out for out in step.outputs if out.role not in STATIC_ROLES)
+        smalls = [(out, worker.host(parts[out.role], out.role).clone()) for out in small_outputs]
         data = worker.host(parts[main.role], "main")
         if is_deferred(main):
             self._hand_over(worker, piece, smalls=[(main, data.clone()), *smalls], error=error)
@@ -251,7 +251,7 @@ class OpenShard:
 
     def _compute(self, piece: Piece, weight: torch.Tensor, largest: torch.Tensor | None) -> tuple[Parts, Error]:
         step = piece.step
-        parts, error = _made(piece, weight.device) if step.made is not None else ({"copy": weight}, Error())
+        parts, error = _read_finished(piece, weight.device) if step.made is not None else ({"copy": weight}, Error())
         if step.kernel is None:
             self._require_finite(step.origin, amax(parts["copy"]))
             return parts, error
@@ -310,11 +310,11 @@ class OpenShard:
             self._collected[stored.name].append(part)
         if not piece.final:
             return
-        whole = torch.cat(self._collected.pop(stored.name))
+        tensor = torch.cat(self._collected.pop(stored.name))
         if is_deferred(stored):
-            self._held[stored.name] = whole
+            self._held[stored.name] = tensor
         else:
-            self._append(self._plan.offsets[stored.name], _bytes(whole))
+            self._append(self._plan.offsets[stored.name], _bytes(tensor))
 
     def _append(self, offset: int, data: memoryview) -> None:
         self._sink.write(offset, data)
@@ -333,7 +333,7 @@ class OpenShard:
             )
 
 
-def _made(piece: Piece, device: torch.device) -> tuple[Parts, Error]:
+def _read_finished(piece: Piece, device: torch.device) -> tuple[Parts, Error]:
     """Rows of what was made of a step, by role, as its kernel would return them; with the last ones its error."""
     from safetensors import safe_open
 
