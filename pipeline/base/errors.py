@@ -149,3 +149,9 @@ def did_you_mean(word: object, valid: Iterable[str]) -> str:
     """Return the hint ` (did you mean "..."?)`, empty where no valid spelling is near."""
     near = nearest(word, valid)
     return f' (did you mean "{near}"?)' if near else ""
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does: what is finished is kept, and processes of ours end."""
+
+    exit_code = 143

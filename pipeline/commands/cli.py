@@ -6,6 +6,7 @@ import atexit
 import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import Any
 import click
 
 from quantmint.pipeline import __version__
-from quantmint.pipeline.base.errors import QuantmintError, did_you_mean
+from quantmint.pipeline.base.errors import QuantmintError, TerminatedError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,8 @@ class _Commands(click.Group):
 def cli(ctx: click.Context, debug: bool) -> None:
     """Quantize LLMs for vLLM on AMD Instinct, prove them against their 16-bit baseline, publish what passes.
 
-    Exit codes: 0 PASS, 1 FAIL, 2 usage or bad recipe, 3 INCONCLUSIVE, 4 INVALID measurement, 5 a stage broke (the same
-    command goes on from there).
+    Exit codes: 0 PASS, 1 FAIL, 2 usage or bad recipe, 3 INCONCLUSIVE, 4 INVALID measurement, 5 a stage broke, 130 and
+    143 ended by Ctrl-C and SIGTERM (after the last three the same command goes on from there).
     """
     ctx.obj = {"debug": debug}
 
@@ -156,8 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code: Any = cli.main(typed, prog_name="quantmint", standalone_mode=False)
     except QuantmintError as error:
         _fail(str(error), typed, error.exit_code, transient=error.transient)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        _fail("interrupted; what was finished is kept, and the same command goes on from there", typed, 130)
+    except (click.exceptions.Abort, KeyboardInterrupt) as error:
+        code = 143 if isinstance(error.__cause__, TerminatedError) else 130
+        _fail("interrupted; what was finished is kept, and the same command goes on from there", typed, code)
     except click.ClickException as error:
         _emit_error(error.format_message(), typed, 2)
         error.show()
@@ -192,6 +194,7 @@ def run() -> None:
     taken apart.
     """
     code: object = 0
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         main()
     except SystemExit as ended:
@@ -205,6 +208,11 @@ def run() -> None:
             with suppress(OSError, ValueError):
                 stream.flush()
     os._exit(code if isinstance(code, int) else 5 if code else 0)
+
+
+def _terminate(_number: int, _frame: object) -> None:
+    """Take SIGTERM, which service managers stop a process with, as Ctrl-C."""
+    raise TerminatedError
 
 
 def _too_long(path: str) -> str:

@@ -22,6 +22,7 @@ from quantmint.pipeline.base.errors import (
     QuantmintError,
     StageError,
     StoreError,
+    TerminatedError,
 )
 from quantmint.pipeline.base.progress import Reporter
 from quantmint.pipeline.base.transience import is_transient
@@ -216,6 +217,6 @@ def _log_end(log: RunLog, error: BaseException) -> None:
     if isinstance(error, QuantmintError):
         message, code = error.message, error.exit_code
     elif isinstance(error, KeyboardInterrupt):
-        message, code = "interrupted", 130
+        message, code = "interrupted", error.exit_code if isinstance(error, TerminatedError) else 130
     with suppress(StoreError):
         log.finish(None, code, facts={"error": message})

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -377,3 +378,20 @@ def test_gptq_of_a_text_with_a_token_of_zeros(quantmint: Quantmint, source: Path
     made = quantmint("quantize", model, "out", "--scheme", "mxfp4", "--algorithm", "gptq", *words)
     assert made.code == 0, made.err
     assert "PASS" in made.out
+
+
+def test_sigterm_ends_as_ctrl_c_does(source: Path, quantmint: Quantmint) -> None:
+    """Service managers stop a process so; it says what is kept, and its exit code is that of the signal."""
+    command = [sys.executable, "-m", "quantmint", "quantize", str(source), "out", "--scheme", "ptpc_fp8"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
+    ) as run:
+        assert run.stderr is not None
+        while "[1/" not in run.stderr.readline():
+            assert run.poll() is None
+        run.terminate()
+        words = run.stderr.read()
+    assert run.returncode == 143, words
+    assert "interrupted; what was finished is kept, and the same command goes on from there" in words
+    assert quantmint("quantize", source, "out", "--scheme", "ptpc_fp8").code == 0
