@@ -75,22 +75,15 @@ def inspect_checkpoint(
     expected = expected or Expectations()
     form = layout_of(checkpoint.config)
     claims = form.claims(checkpoint.config["quantization_config"], [*structure.linear, *structure.kept])
-    findings = list(check_structure(checkpoint, structure, claims))
-    if not any(claims.schemes.values()) and not claims.unknown:
-        findings.append(
-            InspectionFinding("not quantized", str(checkpoint.folder), "the configuration quantizes no module at all")
-        )
+    findings = _structure_findings(checkpoint, structure, claims)
     stored = expected_tensors(checkpoint, structure, claims)
-    origin = source_structure or structure
-    weights = carried(source, origin, stored) if source is not None else {}
-    weights |= {f"{module}.weight": origin.weights[module] for module in stored if module in origin.weights}
     cached = [name for attention in structure.attention for name in form.kv_scale_names(attention)]
     cached = [name for name in cached if claims.kv_cache and name in checkpoint.tensors]
     look = _Inspector(
         checkpoint=checkpoint,
         read=Reader(checkpoint, device),
         original=None if source is None else SourceReader(source, device),
-        weights=weights,
+        weights=_source_weights(source, source_structure or structure, stored),
         expected=stored,
         claims=claims,
         scales={name: value if isinstance(value, tuple) else (value,) for name, value in expected.scales.items()},
@@ -102,10 +95,7 @@ def inspect_checkpoint(
         layers, faults = look.modules(pool, advance)
         kv_scales, unfit = look.kv_scales(cached, allow_one=allow_unit_kv_scales)
         differences = look.copies(pool, structure, cached, advance) if source is not None else []
-    findings += [*faults, *unfit, *differences]
-    if expected.nbytes is not None and checkpoint.nbytes != expected.nbytes:
-        message = f"{checkpoint.nbytes:,} bytes of tensors, predicted {expected.nbytes:,}"
-        findings.append(InspectionFinding("size", str(checkpoint.folder), message))
+    findings += [*faults, *unfit, *differences, *_size_findings(checkpoint, expected.nbytes)]
     return Inspection(
         checkpoint_format=form.name,
         findings=tuple(findings),
@@ -115,6 +105,37 @@ def inspect_checkpoint(
         kv_scales=kv_scales,
         compared_with_source=source is not None,
     )
+
+
+def _structure_findings(checkpoint: Checkpoint, structure: Structure, claims: Claims) -> list[InspectionFinding]:
+    """Check the tensors' names, shapes and dtypes, and that the configuration quantizes at least one module."""
+    findings = list(check_structure(checkpoint, structure, claims))
+    if not any(claims.schemes.values()) and not claims.unknown:
+        findings.append(
+            InspectionFinding("not quantized", str(checkpoint.folder), "the configuration quantizes no module at all")
+        )
+    return findings
+
+
+def _source_weights(
+    source: Checkpoint | None, structure: Structure, modules: Mapping[str, tuple[StoredTensor, ...]]
+) -> dict[str, WeightSource]:
+    """Return where the source holds each tensor that is carried over, and each weight of the quantized ``modules``.
+
+    ``structure`` is the source's. Without a source nothing is carried over.
+    """
+    weights = {} if source is None else carried(source, structure, modules)
+    return weights | {
+        f"{module}.weight": structure.weights[module] for module in modules if module in structure.weights
+    }
+
+
+def _size_findings(checkpoint: Checkpoint, predicted: int | None) -> list[InspectionFinding]:
+    """Compare the bytes of all tensors with the predicted ones; None: there is no prediction."""
+    if predicted is None or checkpoint.nbytes == predicted:
+        return []
+    message = f"{checkpoint.nbytes:,} bytes of tensors, predicted {predicted:,}"
+    return [InspectionFinding("size", str(checkpoint.folder), message)]
 
 
 @dataclass(frozen=True, slots=True)
