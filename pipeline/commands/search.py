@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quantmint.pipeline.quantize.budget import Group, Point
     from quantmint.pipeline.recipe.load import LoadedRecipe
     from quantmint.pipeline.recipe.schema import Quantization
+    from quantmint.pipeline.stages.advice import Advice
 
 _ROWS = 16
 
@@ -77,10 +78,7 @@ def search(
     from quantmint.pipeline.store.tree import Store
 
     budget = bits if speedup is None else speedup
-    if write is not None and budget is None:
-        raise click.UsageError("--write: found it without --bits or --speedup, which say what is written")
-    if bits is not None and speedup is not None:
-        raise click.UsageError("--speedup: found it with --bits, expected one of them")
+    _require_one_budget(bits, speedup, write)
     texts = {"set": calibration, "samples": samples, "sequence_length": sequence_length}
     schemes = None if from_ is None else tuple(from_.split(","))
     loaded, quantization_now = _load(model, schemes, texts if calibration else None, (bits, speedup), store_path)
@@ -98,16 +96,25 @@ def search(
     advice = Advice() if quantization_now is None or point is not None else advise_eight_bits(quantization_now, groups)
     if as_json:
         answer: dict[str, Any] = {"model": model, "from": list(loaded.recipe.quantization.from_ or ())}
-        answer |= {"frontier": [option.to_json() for option in points]}
-        answer |= {"groups": [_group_facts(group) for group in spendable_groups]}
+        answer |= _frontier_facts(points, spendable_groups)
         answer |= {} if point is None else {"choice": {**point.to_json(), "recipe": text}}
         emit(answer | ({"advice": advice.lines, "paste": advice.paste} if advice.paste else {}))
         return
     _show(points, point)
-    for line in ("", *advice.lines, "", advice.paste) if advice.paste else ():
-        click.echo(line)
-    if text is not None:
-        click.echo(f"\n{text}" if write is None else f"written to {write}")
+    _show_sections(advice, text, write)
+
+
+def _require_one_budget(bits: float | None, speedup: float | None, write: Path | None) -> None:
+    """Raise `click.UsageError` for two budgets, and for a file to write without any."""
+    if write is not None and bits is None and speedup is None:
+        raise click.UsageError("--write: found it without --bits or --speedup, which say what is written")
+    if bits is not None and speedup is not None:
+        raise click.UsageError("--speedup: found it with --bits, expected one of them")
+
+
+def _frontier_facts(points: Sequence[Point], groups: Sequence[Group]) -> dict[str, Any]:
+    """Return the frontier and the groups that it spends on, as JSON."""
+    return {"frontier": [point.to_json() for point in points], "groups": [_group_facts(group) for group in groups]}
 
 
 def _load(
@@ -152,6 +159,14 @@ def _group_facts(group: Group) -> dict[str, Any]:
     """Return a group of modules as JSON."""
     schemes = {option.scheme: {"cost": option.cost, "bits": option.bits} for option in group.options}
     return {"name": group.name, "weights": group.weights, "schemes": schemes}
+
+
+def _show_sections(advice: Advice, choice: str | None, file: Path | None) -> None:
+    """Print the advice with its section, and the section of a choice, or the file that it was written to."""
+    for line in ("", *advice.lines, "", advice.paste) if advice.paste else ():
+        click.echo(line)
+    if choice is not None:
+        click.echo(f"\n{choice}" if file is None else f"written to {file}")
 
 
 def _show(points: Sequence[Point], point: Point | None) -> None:
