@@ -65,29 +65,39 @@ class CalibrationOutcome:
     warnings: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """Where and how calibration computes; none of it changes a bit of the ranges on devices of one kind.
+
+    Each of the ``devices`` has a copy of the model, or of its layer, and the copies share the batches. With
+    ``elsewhere``, other machines measure, and the copies only show the model's structure. ``work`` is a folder for the
+    state that an interrupted run resumes from; it is removed at the end. The mode "auto" takes the mode that needs less
+    memory (`calibration.room.decide`). In layer mode ``activation_bytes`` of the host's memory hold hidden states
+    (None: a quarter of the free memory), and the rest is spilled to ``work``.
+    """
+
+    devices: Sequence[str]
+    work: Path
+    mode: Mode = "auto"
+    activation_bytes: int | None = None
+    elsewhere: Places | None = None
+
+
 def calibrate(
     folder: Path,
     batches: Sequence[torch.Tensor],
     observation: Observation,
+    execution: Execution,
     *,
-    devices: Sequence[str],
-    work: Path,
     watcher: Watcher,
-    mode: Mode = "auto",
-    activation_bytes: int | None = None,
     trust_remote_code: bool = False,
-    elsewhere: Places | None = None,
 ) -> CalibrationOutcome:
     """Measure the 16-bit model in ``folder`` on batches of tokens: int64 ids of [batch, sequence], no padding.
 
-    How batches are composed decides the last bit. Each of the ``devices`` has a copy of the model, or of its layer, and
-    the copies share the batches; with ``elsewhere``, other machines, they only say what is computed on. ``work`` is a
-    folder for what an interrupted run is gone on with; it is removed at the end. The mode
-    "auto" takes what needs less memory (`calibration.room.decide`). ``activation_bytes`` of the host's memory are for
-    hidden states in layer mode, the rest of which is spilled to ``work``; None takes a quarter of what is free.
-
-    Raises `CalibrationError`, which says why the model cannot be measured, and what to do instead.
+    How batches are composed decides the last bit. Raises `CalibrationError`, which says why the model cannot be
+    measured, and what to do instead.
     """
+    devices, work, elsewhere = execution.devices, execution.work, execution.elsewhere
     with measuring(folder):
         replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in devices]
         if (reason := text_obstacle(replicas[0].model)) is not None:
@@ -95,7 +105,7 @@ def calibrate(
         need = need_of(replicas[0], batches)
         free = {device: free_bytes(device) for device in devices} if elsewhere is None else elsewhere.free
         places = tuple(devices) if elsewhere is None else tuple(free)
-        decision = decide(mode, need, places, free, replicas[0].obstacle)
+        decision = decide(execution.mode, need, places, free, replicas[0].obstacle)
         watcher.say(f"{decision.mode} mode on {', '.join(places)}: {decision.reason}")
         if elsewhere is not None:
             order = ShareOrder(
@@ -103,13 +113,13 @@ def calibrate(
                 work.resolve(),
                 observation,
                 decision.mode,
-                activation_bytes,
+                execution.activation_bytes,
                 trust_remote_code,
                 torch.get_num_threads() if elsewhere.device == "cpu" else 0,
             )
             measurement = _by_shares(elsewhere, order, batches, watcher)
         else:
-            host = host_bytes(activation_bytes) // len(devices)
+            host = host_bytes(execution.activation_bytes) // len(devices)
             measurement = _here(replicas, batches, observation, decision.mode, work, host, watcher)
         magnitudes = measurement.finish()
         require_sound(replicas[0], magnitudes)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantmint.calibration.batches import at_commit, batched, read_texts, rendered, samples_digest, samples_of
-from quantmint.calibration.calibrate import calibrate
+from quantmint.calibration.calibrate import Execution, calibrate
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.sets import DEFAULTS, CalibrationSet, load_set
@@ -87,13 +87,15 @@ class CalibrateStage(Stage):
                 folder,
                 list(batched(samples, section.batch_size)),
                 section.observation,
-                devices=devices,
-                work=job.path / _LAYERS,
+                Execution(
+                    devices=devices,
+                    work=job.path / _LAYERS,
+                    mode=section.mode,
+                    activation_bytes=section.activation_bytes,
+                    elsewhere=places,
+                ),
                 watcher=job.progress,
-                mode=section.mode,
-                activation_bytes=section.activation_bytes,
                 trust_remote_code=trust,
-                elsewhere=places,
             )
         finally:
             if spread is not None:

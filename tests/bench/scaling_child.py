@@ -105,7 +105,7 @@ def drive(order: dict[str, Any]) -> dict[str, Any]:
 def _calibrate(folder: Path, order: dict[str, Any], out: Path, spread: Any, watcher: Any) -> Any:
     import torch
 
-    from quantmint.calibration.calibrate import calibrate
+    from quantmint.calibration.calibrate import Execution, calibrate
     from quantmint.calibration.observers import Observation
 
     # As many threads as a worker takes, which need not be what the driver was told.
@@ -115,11 +115,8 @@ def _calibrate(folder: Path, order: dict[str, Any], out: Path, spread: Any, watc
         folder,
         batches(order),
         Observation(),
-        devices=["cpu"],
-        work=out / "shares",
+        Execution(devices=["cpu"], work=out / "shares", mode="resident", elsewhere=places),
         watcher=watcher,
-        mode="resident",
-        elsewhere=places,
     ).ranges
 
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, conversion_mapping, core_model_lo
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 from quantmint.calibration import layers
-from quantmint.calibration.calibrate import calibrate
+from quantmint.calibration.calibrate import Execution, calibrate
 from quantmint.calibration.observers import Observation
 
 
@@ -56,11 +56,8 @@ def run(folder: Path, tokens: Path, place: Path, name: str, last: int | None) ->
         folder,
         list(torch.load(tokens, weights_only=True).split(4)),
         Observation(),
-        devices=["cpu"],
-        work=place / "work",
+        Execution(devices=["cpu"], work=place / "work", mode="layer", activation_bytes=0),
         watcher=Watcher(place / name, last),
-        mode="layer",
-        activation_bytes=0,
     )
     outcome.ranges.save(place / f"{name}.safetensors")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quantmint.calibration import layers
-from quantmint.calibration.calibrate import CalibrationOutcome, calibrate
+from quantmint.calibration.calibrate import CalibrationOutcome, Execution, calibrate
 from quantmint.calibration.calls import replay_obstacle
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.measurement import rotary_part
@@ -58,8 +58,9 @@ BROKEN = {
 @pytest.fixture
 def run(tmp_path: Path, listener: Any) -> Callable[..., CalibrationOutcome]:
     def run(folder: Path, batches: list[torch.Tensor], **more: Any) -> CalibrationOutcome:
-        settings = {"devices": ["cpu"], "work": tmp_path / "work", "watcher": listener, **more}
-        return calibrate(folder, batches, settings.pop("observation", Observation()), **settings)
+        observation = more.pop("observation", Observation())
+        execution = Execution(**{"devices": ["cpu"], "work": tmp_path / "work", **more})
+        return calibrate(folder, batches, observation, execution, watcher=listener)
 
     return run
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantmint.calibration.calibrate import CalibrationOutcome, calibrate
+from quantmint.calibration.calibrate import CalibrationOutcome, Execution, calibrate
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.observers import Observation
 from quantmint.calibration.ranges import Ranges
@@ -31,9 +31,9 @@ OBSERVATIONS = {
 def run(tmp_path: Path, listener: Any) -> Callable[..., CalibrationOutcome]:
     def run(folder: Path, batches: list[torch.Tensor], observation: Observation, **more: Any) -> CalibrationOutcome:
         work = tmp_path / "layers"
-        settings = {"devices": ["cpu"], "work": work, "watcher": listener, **more}
+        execution = Execution(**{"devices": ["cpu"], "work": work, **more})
         listener.done = 0
-        outcome = calibrate(folder, batches, observation, **settings)
+        outcome = calibrate(folder, batches, observation, execution, watcher=listener)
         assert listener.done == listener.total
         assert not work.exists()
         return outcome

@@ -13,6 +13,7 @@ import torch
 
 from quantmint.calibration import layers
 from quantmint.calibration.calibrate import (
+    Execution,
     Share,
     ShareOrder,
     calibrate,
@@ -75,7 +76,7 @@ def ranges(
 ) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    outcome = calibrate(folder, batches, observation, devices=["cpu"], work=work, watcher=Silent(), **options)
+    outcome = calibrate(folder, batches, observation, Execution(["cpu"], work, **options), watcher=Silent())
     outcome.ranges.save(work.with_suffix(".safetensors"))
     return load_file(work.with_suffix(".safetensors"))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quantmint.calibration.calibrate import calibrate
+from quantmint.calibration.calibrate import Execution, calibrate
 from quantmint.calibration.observers import Observation
 from quantmint.calibration.ranges import Ranges
 from quantmint.pipeline.base.errors import UserError
@@ -65,7 +65,7 @@ def tensors(ranges: Ranges) -> dict[str, list[float]]:
 
 def measured(folder: Path, blocks: Any, observation: Observation, work: Path, told: Any, **options: Any) -> Ranges:
     batches = blocks[:, :32].split(2)
-    return calibrate(folder, batches, observation, devices=["cpu"], work=work, watcher=told, **options).ranges
+    return calibrate(folder, batches, observation, Execution(["cpu"], work, **options), watcher=told).ranges
 
 
 def written(folder: Path, scheme: str, ranges: Ranges | None, out: Path, **options: Any) -> Written:
