@@ -67,7 +67,7 @@ class CalibrationOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """Where and how calibration computes; none of it changes a bit of the ranges on devices of one kind.
+    """Devices, folder, mode and memory of a calibration; none changes a bit of the ranges on devices of one kind.
 
     Each of the ``devices`` has a copy of the model, or of its layer, and the copies share the batches. With
     ``elsewhere``, other machines measure, and the copies only show the model's structure. ``work`` is a folder for the

@@ -163,8 +163,9 @@ def _evaluation(
             "  # A perplexity's margin is relative: 0.02 accepts 2 % more than the 16-bit model has. This is the\n"
             f"  # least whole per cent that {count} passages can test. Large models rise by less than 1 % in eight\n"
             "  # bits; one of 135M parameters rose by 2.7 to 3.6 % in FP8, by 1.3 % in FP8 by GPTQ, and by far\n"
-            "  # more in four bits. After a FAIL the run prints a search that spends more bits. Choose the margin\n"
-            "  # before the first run: reports tell every reader of a margin that was widened after a verdict.\n"
+            "  # more in four bits, so a small model may FAIL by its format alone; the run then prints a search\n"
+            "  # that spends more bits. Choose the margin before the first run: reports tell every reader of a\n"
+            "  # margin that was widened after a verdict.\n"
             f"  - {{task: {task}, metric: word_perplexity, items: {len(held_out)}, expected_spread: {_SPREAD}, "
             f"margin: {margin:.2f}}}\n"
         ),
