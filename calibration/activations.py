@@ -72,6 +72,7 @@ class Activations:
         self._here: dict[int, States] = {}
         self._there: dict[int, Path] = {}
         self._next: dict[int, States | Path] = {}
+        self._aside: dict[int, States | Path] = {}
         self._used, self._lock = 0, threading.Lock()
         # Two attempts at once, of which one was taken for lost, never write the same file.
         self._own = secrets.token_hex(4)
@@ -89,13 +90,9 @@ class Activations:
 
     def get(self, number: int, device: str) -> States:
         """Return the states of a batch that enter the layer at hand."""
-        from safetensors.torch import load_file
-
         if number in self._here:
             return self._here[number].to(device)
-        with storing("the hidden states", self._there[number]):
-            tensors = load_file(self._there[number])
-            return States(tensors.pop(_HIDDEN), tensors).to(device)
+        return _read(self._there[number]).to(device)
 
     def put(self, number: int, states: States) -> None:
         """Take the states of a batch that enter the next layer; those that it had are not needed any more."""
@@ -108,6 +105,35 @@ class Activations:
             self._next[number] = states if self._on_device else states.to("cpu")
         else:
             self._next[number] = _write(_file(self._partial(self.layer + 1), number), states)
+
+    def set_aside(self, number: int, states: States, *, spill: bool) -> bool:
+        """Keep other states of a batch until `take_aside`; where there is no room, on the disk if they may ``spill``.
+
+        Return whether they are kept.
+        """
+        with self._lock:
+            fits = self._used + states.nbytes <= self._budget
+            self._used += states.nbytes if fits else 0
+        if fits:
+            self._aside[number] = states if self._on_device else states.to("cpu")
+        elif spill:
+            self._aside[number] = _write(self._partial(self.layer + 1) / f"aside-{number:05}.safetensors", states)
+        return fits or spill
+
+    def has_aside(self, number: int) -> bool:
+        """Whether states of a batch are set aside."""
+        return number in self._aside
+
+    def take_aside(self, number: int, device: str) -> States | None:
+        """Remove and return the states of a batch that were set aside; None where none are."""
+        states = self._aside.pop(number, None)
+        if isinstance(states, Path):
+            file, states = states, _read(states)
+            file.unlink()
+        elif states is not None:
+            with self._lock:
+                self._used -= states.nbytes
+        return None if states is None else states.to(device)
 
     def spare(self, device: str) -> int:
         """Bytes of what a device makes that may lie beside the states, and stay where they are."""
@@ -165,6 +191,14 @@ def _committed(folder: Path, layer: int) -> Path:
 
 def _file(folder: Path, number: int) -> Path:
     return folder / f"{number:05}.safetensors"
+
+
+def _read(path: Path) -> States:
+    from safetensors.torch import load_file
+
+    with storing("the hidden states", path):
+        tensors = load_file(path)
+        return States(tensors.pop(_HIDDEN), tensors)
 
 
 def _write(path: Path, states: States) -> Path:

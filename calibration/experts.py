@@ -6,16 +6,13 @@ that of all tokens of all experts of the layer, and the expert is named by whoev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from quantmint.calibration.hessians import InputStatistics, Rounding, add_square, mirrored
 from quantmint.calibration.hooks import hooked, taking_inputs
 from quantmint.calibration.lazy import torch
-
-See = Callable[[str, int, "torch.Tensor"], None]
-"""Takes a stack's name, an expert's number, and what enters its product, [tokens, I], rounded."""
 
 
 def stacks(model: Any, layer: str, roundings: Mapping[str, Rounding]) -> list[str]:
@@ -30,16 +27,27 @@ def stacks(model: Any, layer: str, roundings: Mapping[str, Rounding]) -> list[st
 
 @contextmanager
 def rounding_experts(
-    model: Any, names: Sequence[str], roundings: Mapping[str, Rounding], see: See = lambda *_: None
+    model: Any, names: Sequence[str], roundings: Mapping[str, Rounding], collector: ExpertCollector | None = None
 ) -> Iterator[None]:
-    """Within the block, round the inputs of the experts of some stacks, and show them to ``see``."""
+    """Within the block, round the inputs of the experts of some stacks, named in the order of their products.
 
-    def taking(module: str) -> Callable[[str, int, torch.Tensor], torch.Tensor]:
-        def take(key: str, number: int, entering: torch.Tensor) -> torch.Tensor:
-            rounding = roundings.get(f"{module}.{key}.{number}")
+    A ``collector`` adds up those that it wants. What it does not need is not computed: the results of the layer are
+    meaningless then.
+    """
+    needless = frozenset() if collector is None else frozenset(names[names.index(collector.stack) :])
+
+    def taking(module: str) -> Callable[[str, int, torch.Tensor], torch.Tensor | None]:
+        def take(key: str, number: int, entering: torch.Tensor) -> torch.Tensor | None:
+            name = f"{module}.{key}"
+            if collector is not None and not collector.reads(number):
+                return None
+            if name in needless and (collector is None or name != collector.stack):
+                return None
+            rounding = roundings.get(f"{name}.{number}")
             rounded = entering if rounding is None else rounding(entering)
-            see(f"{module}.{key}", number, rounded)
-            return rounded
+            if collector is not None and name == collector.stack:
+                collector.add(number, rounded)
+            return None if name in needless else rounded
 
         return take
 
@@ -49,49 +57,60 @@ def rounding_experts(
 
 
 class ExpertCollector:
-    """Sum X^T X of each of some experts of a stack, and of all its tokens; float32 [I, I] each."""
+    """Sum X^T X of each of some ``experts`` of a ``stack``, float32 [I, I] each.
 
-    def __init__(self, name: str, numbers: range) -> None:
-        self._name, self._numbers = name, numbers
+    ``pooled``: of all tokens of all experts too.
+    """
+
+    def __init__(self, stack: str, experts: Collection[int], *, pooled: bool = True) -> None:
+        self.stack = stack
+        self._experts, self._pooled = experts, pooled
         self._sums: dict[int, torch.Tensor] = {}
         self._tokens: dict[int, int] = {}
         self._all: torch.Tensor | None = None
 
-    def see(self, name: str, number: int, rows: torch.Tensor) -> None:
+    def reads(self, expert: int) -> bool:
+        """Whether what enters an expert is wanted."""
+        return self._pooled or expert in self._experts
+
+    def add(self, expert: int, rows: torch.Tensor) -> None:
         """Add what enters an expert's product, [tokens, I]."""
-        if name != self._name:
-            return
         # An expert that gets all rows gets zeros for those that the router sent elsewhere.
         rows = rows[(rows != 0).any(dim=-1)]
         if not len(rows):
             return
-        if self._all is None:
-            self._all = rows.new_zeros(rows.shape[1], rows.shape[1], dtype=torch.float32)
-        add_square(self._all, rows)
-        if number in self._numbers:
-            square = self._sums.setdefault(number, torch.zeros_like(self._all))
-            add_square(square, rows)
-            self._tokens[number] = self._tokens.get(number, 0) + len(rows)
+        square = rows.new_zeros(rows.shape[1], rows.shape[1], dtype=torch.float32)
+        add_square(square, rows)
+        if self._pooled:
+            self._all = square.clone() if self._all is None else self._all.add_(square)
+        if expert in self._experts:
+            self._sums[expert] = self._sums[expert].add_(square) if expert in self._sums else square
+            self._tokens[expert] = self._tokens.get(expert, 0) + len(rows)
 
     def join(self, addend: ExpertCollector, device: str) -> None:
         """Add the sums over more tokens, on a ``device``."""
-        if addend._all is None:
-            return
-        self._all = torch.zeros_like(addend._all, device=device) if self._all is None else self._all
-        self._all += addend._all.to(device)
-        for number, square in addend._sums.items():
-            here = self._sums.setdefault(number, torch.zeros_like(self._all))
-            here += square.to(device)
-            self._tokens[number] = self._tokens.get(number, 0) + addend._tokens[number]
+        if addend._all is not None:
+            there = addend._all.to(device)
+            self._all = there if self._all is None else self._all.add_(there)
+        for expert, square in addend._sums.items():
+            there = square.to(device)
+            self._sums[expert] = self._sums[expert].add_(there) if expert in self._sums else there
+            self._tokens[expert] = self._tokens.get(expert, 0) + addend._tokens[expert]
 
-    def statistics(self) -> list[InputStatistics]:
-        """Return the sums by expert, without experts that the router sent no token to."""
-        if self._all is None:
+    def of_all(self) -> torch.Tensor | None:
+        """Return the sum of all tokens of all experts; None where the router sent none. Nothing can be added then."""
+        return None if self._all is None else mirrored(self._all)
+
+    def statistics(self, of_all: torch.Tensor | None) -> list[InputStatistics]:
+        """Return the sums by expert, without experts that the router sent no token to; nothing can be added then.
+
+        ``of_all`` is the sum of all experts' tokens, which stands for that of an expert that few reach.
+        """
+        if of_all is None:
             return []
-        of_all, width = mirrored(self._all), self._all.shape[0]
         return [
-            InputStatistics((f"{self._name}.{number}",), of_all, tokens, pooled=True)
-            if tokens < width
-            else InputStatistics((f"{self._name}.{number}",), mirrored(self._sums[number]), tokens)
-            for number, tokens in sorted(self._tokens.items())
+            InputStatistics((f"{self.stack}.{expert}",), of_all, tokens, pooled=True)
+            if tokens < len(of_all)
+            else InputStatistics((f"{self.stack}.{expert}",), mirrored(self._sums[expert]), tokens)
+            for expert, tokens in sorted(self._tokens.items())
         ]

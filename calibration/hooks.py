@@ -111,16 +111,21 @@ def stacked_part(parameters: Mapping[str, torch.nn.Parameter], weight: Any) -> t
 
 
 def within_products(
-    parameters: Mapping[str, torch.nn.Parameter], take: Callable[[torch.Tensor, str, int | None], torch.Tensor]
+    parameters: Mapping[str, torch.nn.Parameter], take: Callable[[torch.Tensor, str, int | None], torch.Tensor | None]
 ) -> AbstractContextManager[Any]:
     """Have products with a part of some 3-D parameters [E, ., .] computed of what ``take`` makes of their input.
 
-    It gets [tokens, I], or [E, tokens, I] for all experts, with what `stacked_part` says of the other operand.
+    It gets [tokens, I], or [E, tokens, I] for all experts, with what `stacked_part` says of the other operand. Where it
+    returns None, zeros stand for the product, which is not computed.
     """
 
-    def change(operands: dict[Any, Any], inputs: Any, weight: Any) -> None:
+    def change(operands: dict[Any, Any], inputs: Any, weight: Any) -> bool:
         if (part := stacked_part(parameters, operands[weight])) is not None:
-            operands[inputs] = take(operands[inputs], *part)
+            changed = take(operands[inputs], *part)
+            if changed is None:
+                return False
+            operands[inputs] = changed
+        return True
 
     return _changing_products(change)
 
@@ -128,17 +133,28 @@ def within_products(
 def widening_products(parameters: Mapping[str, torch.nn.Parameter]) -> AbstractContextManager[Any]:
     """Have products with a part of some 3-D parameters [E, ., .] computed with that part in the dtype of its input."""
 
-    def change(operands: dict[Any, Any], inputs: Any, weight: Any) -> None:
+    def change(operands: dict[Any, Any], inputs: Any, weight: Any) -> bool:
         if stacked_part(parameters, operands[weight]) is not None:
             operands[weight] = operands[weight].to(operands[inputs].dtype)
+        return True
 
     return _changing_products(change)
 
 
-def _changing_products(change: Callable[[dict[Any, Any], Any, Any], None]) -> AbstractContextManager[Any]:
+def _changing_products(change: Callable[[dict[Any, Any], Any, Any], bool]) -> AbstractContextManager[Any]:
     """Within the block, have the operands of matrix products changed before they are multiplied.
 
-    ``change`` gets a product's arguments by position or name, and the keys of its inputs and of its weight.
+    ``change`` gets a product's arguments by position or name, and the keys of its inputs and of its weight. It returns
+    whether the product is wanted; zeros stand for one that is not.
+    """
+    return _products()(change)
+
+
+@cache
+def _products() -> Callable[[Callable[[dict[Any, Any], Any, Any], bool]], AbstractContextManager[Any]]:
+    """Return the class of modes that change products, which is made once torch is there.
+
+    A class of each use would hold on to the weights that its ``change`` knows until cycles are collected.
     """
     from torch.overrides import TorchFunctionMode
 
@@ -147,26 +163,36 @@ def _changing_products(change: Callable[[dict[Any, Any], Any, Any], None]) -> Ab
     second = {torch.addmm, torch.baddbmm}  # their first argument is what is added
 
     class Products(TorchFunctionMode):
+        def __init__(self, change: Callable[[dict[Any, Any], Any, Any], bool]) -> None:
+            super().__init__()
+            self._change = change
+
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             operands = {**dict(enumerate(args)), **(kwargs or {})}
             if func in first or func in second:
-                change(operands, *list(operands)[func in second :][:2])
+                inputs, weight = list(operands)[func in second :][:2]
+                if not self._change(operands, inputs, weight):
+                    rows, matrix = operands[inputs], operands[weight]
+                    width = matrix.shape[0] if func is torch.nn.functional.linear else matrix.shape[-1]
+                    return rows.new_zeros(*rows.shape[:-1], width)
             positional = [operands.pop(number) for number in range(len(args))]
             return func(*positional, **operands)
 
-    return Products()
+    return Products
 
 
-def taking_inputs(module: Any, take: Callable[[str, int, torch.Tensor], torch.Tensor]) -> tuple[Any, Any]:
+def taking_inputs(module: Any, take: Callable[[str, int, torch.Tensor], torch.Tensor | None]) -> tuple[Any, Any]:
     """Have the experts that a module stacks multiply what ``take`` makes of their inputs; the handles of its hooks.
 
-    It gets the parameter's own name, the expert's number and [tokens, I].
+    It gets the parameter's own name, the expert's number and [tokens, I]. Where it returns None, the expert's product
+    is not computed if it can be left out: one of all experts at a time cannot.
     """
 
-    def round_inputs(entering: torch.Tensor, key: str, expert: int | None) -> torch.Tensor:
-        if expert is None:
-            return torch.stack([take(key, number, rows) for number, rows in enumerate(entering)])
-        return take(key, expert, entering)
+    def round_inputs(entering: torch.Tensor, key: str, expert: int | None) -> torch.Tensor | None:
+        if expert is not None:
+            return take(key, expert, entering)
+        pairs = [(rows, take(key, number, rows)) for number, rows in enumerate(entering)]
+        return torch.stack([before if after is None else after for before, after in pairs])
 
     def within(*_: Any) -> AbstractContextManager[Any]:
         return within_products(

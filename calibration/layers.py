@@ -67,7 +67,7 @@ class LayerRunner:
                 runner.finish(layer)       # free its weights, commit now and then
 
     It begins at the last layer that was committed with the same ``facts``, plain values, and batches; ``committed`` is
-    what was committed there. Of several ``replicas`` each is on a device of its own, and batches are dealt out to them.
+    what was committed there. Where ``reads_ahead`` is set to False, a layer is read when the one before is freed. Of several ``replicas`` each is on a device of its own, and batches are dealt out to them.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class LayerRunner:
         self.batches, self._identity = batches, digest_of(facts, batches)
         self._start, self.committed = activations.last_commit(self._identity)
         self._ahead: Future[None] | None = None
+        self.reads_ahead = True
         self._reader = ThreadPoolExecutor(1)
         self._pace = Pace(COMMIT_SECONDS)
         self._linear_behind = False
@@ -107,7 +108,7 @@ class LayerRunner:
         """Yield the number of each layer that is left, with its weights loaded; `finish` it before the next."""
         for layer in range(self._start, len(self.layers)):
             (self._ahead or self._read(layer)).result()
-            self._ahead = self._read(layer + 1) if layer + 1 < len(self.layers) else None
+            self._ahead = self._read(layer + 1) if self.reads_ahead and layer + 1 < len(self.layers) else None
             yield layer
 
     def finish(self, layer: int, state: Callable[[], Any] = lambda: None) -> None:

@@ -72,7 +72,7 @@ def _first_number(config: Any, *names: str) -> int:
 
 
 def rounding_bytes(shapes: Iterable[tuple[int, int]]) -> int:
-    """Return what GPTQ takes for the largest of some weights [O, I] beside two layers and a forward, from above.
+    """Return what GPTQ takes for the largest of some weights [O, I] beside layers and a forward, from above.
 
     In float32: rounding takes two squares of [I, I], the Hessian and its factor, and fourteen times the rows that are
     rounded at a time (13.6 were measured on a GPU, with three scales to choose from), beside the weight and its target
@@ -86,14 +86,18 @@ def rounding_bytes(shapes: Iterable[tuple[int, int]]) -> int:
     return max((of(*shape) for shape in shapes), default=0)
 
 
-def require_rounding_room(need: Need, rounding: int, room: int, device: str) -> None:
-    """Raise `CalibrationError` where GPTQ's ``rounding`` bytes do not fit in a device's ``room`` beside two layers."""
-    takes, usable = 2 * need.layer + need.forward + rounding, int(room * _SHARE)
+def require_rounding_room(need: Need, rounding: int, room: int, device: str) -> bool:
+    """Raise `CalibrationError` where GPTQ's ``rounding`` bytes do not fit in a device's ``room`` beside a layer.
+
+    Return whether the next layer's weights, which are read meanwhile, fit too.
+    """
+    takes, usable = need.layer + need.forward + rounding, int(room * _SHARE)
     if takes > usable:
         raise CalibrationError(
             f"GPTQ takes {_gb(takes)}, of which {_gb(rounding)} to round the largest weight, and {device} has room for "
             f"{_gb(usable)}: take a larger device, or `algorithm: none`"
         )
+    return takes + need.layer <= usable
 
 
 def decide(
@@ -136,9 +140,13 @@ def decide(
 
 
 def free_bytes(device: str) -> int:
-    """Return the bytes of memory that can be had on a device, on a CPU as far as the control groups let it."""
+    """Return the bytes of memory that can be had on a device, on a CPU as far as the control groups let it.
+
+    What PyTorch keeps of a GPU's memory for later can be had.
+    """
     if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     within_limits = memory_left()

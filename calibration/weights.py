@@ -7,6 +7,7 @@ GPU, and become parameters by transformers' own rules (renamed, stacked, concate
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,6 +19,7 @@ from quantmint.calibration.encodings import Encoded, Stored, obstacle, plain_nam
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.index import weight_files
 from quantmint.calibration.lazy import torch
+from quantmint.calibration.stacks import StackPlaces, read_stack, stack_places
 
 _PART = 1 << 30  # bytes that are made parameters of at a time
 _PIECE = 16 << 20  # bytes: what a thread reads for a GPU at a time
@@ -204,6 +206,17 @@ class Weights:
             self._by_owner.setdefault(parameter, []).append(name)
         ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self._ties = {**{source: target for target, source in ties.items()}, **ties}
+        self._in_fp32 = list(model._get_dtype_plan(model.dtype))
+        self._stacks = {
+            parameter: places
+            for parameter, owners in self._by_owner.items()
+            if len(owners) > 1 and not any(re.search(pattern, parameter) for pattern in self._in_fp32)
+            if (places := stack_places(owners, self._rules)) is not None
+        }
+
+    def is_mapped(self, parameter: str) -> bool:
+        """Whether a parameter may lie in a mapped file, which is not to be written to."""
+        return self._device.startswith("cpu") and parameter not in self._stacks
 
     def load(self, parameters: Iterable[str]) -> None:
         """Put parameters and persistent buffers of the model, by their own names, onto the device.
@@ -218,7 +231,10 @@ class Weights:
             for parameter in parameters
             if parameter not in present and parameter in self._ties
         }
-        for part in self._parts(present | {partner for partner in tied.values() if partner in self._by_owner}):
+        needed = present | {partner for partner in tied.values() if partner in self._by_owner}
+        for parameter in sorted(needed & self._stacks.keys()):
+            self._read_stack(parameter, self._stacks[parameter])
+        for part in self._parts(needed - self._stacks.keys()):
             self._convert(part)
         self._shards.unmap()
         for parameter, partner in tied.items():
@@ -240,6 +256,18 @@ class Weights:
                 part, size = [], 0
         if part:
             yield part
+
+    def _read_stack(self, parameter: str, places: StackPlaces) -> None:
+        from safetensors import SafetensorError
+
+        shape = _get(self._model, parameter).shape
+        read = partial(self._shards.read, device=self._device)
+        try:
+            _assign(self._model, parameter, read_stack(places, read, shape, self._model.dtype, self._device))
+        except (OSError, SafetensorError) as error:
+            raise CalibrationError(f"{self._shards.folder}: the weights cannot be read: {error}") from error
+        except ValueError as error:
+            raise CalibrationError(f"{self._shards.folder}: {error}") from error
 
     def _convert(self, parameters: Iterable[str]) -> None:
         from safetensors import SafetensorError

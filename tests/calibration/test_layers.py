@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quantmint.calibration import layers
-from quantmint.calibration.activations import Activations, committed_layers
+from quantmint.calibration.activations import Activations, States, committed_layers
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.layers import run_layers
 from quantmint.calibration.observers import Observation
@@ -177,3 +177,20 @@ def test_a_disk_that_takes_nothing(deep: Path, blocks: torch.Tensor, tmp_path: P
     (tmp_path / "file").write_text("")
     with pytest.raises(CalibrationError, match="the hidden states cannot be kept there"):
         measure(deep, [blocks[:2, :16]], tmp_path / "file", budget=0)
+
+
+@pytest.mark.parametrize("room", [10**6, 0])
+def test_states_that_were_set_aside_come_back_once(tmp_path: Path, room: int) -> None:
+    """On the disk where there is no room, and only if they may be: others are computed again."""
+    kept, states = Activations(tmp_path, room), States(torch.arange(6.0).view(1, 2, 3), {"more": torch.ones(2)})
+    kept.start()
+    assert kept.set_aside(3, states, spill=False) is (room > 0)
+    assert kept.has_aside(3) is (room > 0)
+    assert kept.set_aside(3, states, spill=True)
+    assert bool(list(tmp_path.rglob("aside-*"))) is (room == 0)
+    taken = kept.take_aside(3, "cpu")
+    assert taken is not None
+    assert torch.equal(taken.hidden, states.hidden)
+    assert torch.equal(taken.carried["more"], states.carried["more"])
+    assert kept.take_aside(3, "cpu") is None
+    assert not list(tmp_path.rglob("aside-*"))

@@ -123,10 +123,11 @@ def test_what_gptq_takes_is_bounded_by_the_rows_that_are_rounded_at_a_time() -> 
 def test_gptq_is_refused_where_its_squares_do_not_fit() -> None:
     need, rounding = Need(0, 10**9, 10**9, 0), room.rounding_bytes([(16384, 53248)])
     with pytest.raises(
-        CalibrationError, match=r"GPTQ takes 65\.8 GB, of which 62\.8 GB .* and cuda:0 has room for 34\.0 GB"
+        CalibrationError, match=r"GPTQ takes 64\.8 GB, of which 62\.8 GB .* and cuda:0 has room for 34\.0 GB"
     ):
         room.require_rounding_room(need, rounding, 40 * 10**9, "cuda:0")
-    room.require_rounding_room(need, rounding, 80 * 10**9, "cuda:0")
+    assert room.require_rounding_room(need, rounding, 80 * 10**9, "cuda:0")
+    assert not room.require_rounding_room(need, rounding, 77 * 10**9, "cuda:0"), "no room to read the next layer"
 
 
 def test_a_fused_forward_keeps_no_scores() -> None:

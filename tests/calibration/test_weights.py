@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ def copy(models: Models, tmp_path: Path) -> Callable[..., Path]:
 
     def make(name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
         folder = tmp_path / "model"
-        shutil.copytree(models(name), folder)
+        shutil.copytree(models(name), folder, dirs_exist_ok=True)
         tensors = load_file(folder / "model.safetensors")
         change(tensors)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -94,6 +95,17 @@ def test_a_weight_of_another_shape(copy: Callable[..., Path]) -> None:
     folder = copy("llama", lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
     with pytest.raises(CalibrationError, match=r"up_proj\.weight is \[255, 128\], expected \[256, 128\]"):
         load_resident(folder, "cpu")
+
+
+def test_an_expert_of_another_shape_or_none_at_all(copy: Callable[..., Path]) -> None:
+    """Experts go straight to their place in the stack; those of a stack that is not whole are left to transformers."""
+    stored = load_file(copy("mixtral", lambda _: None) / "model.safetensors")
+    name = next(name for name in stored if ".experts.1." in name)
+    folder = copy("mixtral", lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
+    with pytest.raises(CalibrationError, match=rf"{re.escape(name)} is \[\d+, \d+\], expected \[\d+, \d+\]"):
+        load_resident(folder, "cpu")
+    with pytest.raises(CalibrationError):
+        load_resident(copy("mixtral", lambda tensors: tensors.pop(name)), "cpu")
 
 
 def test_fp8_in_blocks_is_decoded(copy: Callable[..., Path]) -> None:

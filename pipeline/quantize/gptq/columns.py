@@ -8,6 +8,7 @@ and each row keeps the scale with the least sum.
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,8 @@ from quantmint.pipeline.quantize.schemes.scheme import Grid
 
 _BLOCK = 128
 """Columns that one product of matrices brings up to date."""
+_RECORDING = threading.Lock()
+"""Held while a CUDA graph is recorded: of two at a time one finds the other's recording, on whichever device."""
 
 
 def round_columns(
@@ -86,14 +89,16 @@ def _replay_group(
 @lru_cache(maxsize=32)  # a few shapes on each of some devices
 def _recorded(shapes: tuple[tuple[int, ...], ...], grid: Grid, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a CUDA graph of `_round_group` with the tensors that it reads and those that it writes."""
-    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+    with _RECORDING, torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
         inputs = [torch.ones(shape, device=device) for shape in shapes]
         columns, target, reach, price, *fixed = inputs
         arguments = (columns, target, reach, price, fixed[0] if fixed else None, grid, dtype)
         _round_group(*arguments)  # once before, when libraries take the memory that they work in
         graph = torch.cuda.CUDAGraph()
-        # Another thread reads the next layer's weights meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # On a stream of the device: the default one of all graphs is the first device's. Other threads read the next
+        # layer's weights meanwhile, and compute on other devices.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = _round_group(*arguments)
         return graph, inputs, outputs
 

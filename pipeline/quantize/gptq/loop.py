@@ -47,7 +47,7 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
     settings, devices = request.settings, request.devices[: min(len(request.batches), PARTS)]
     with measuring(request.folder):
         replicas = _replicas(request, devices)
-        need = _need(request, replicas[0], devices)
+        need, reads_ahead = _need(request, replicas[0], devices)
         folder = layers_folder(request.work)
         steps = [step for plan in request.plans for step in plan.steps]
         weights = ModelWeights(replicas[0], request.structure, steps)
@@ -70,6 +70,7 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
                 reference=settings.compensation > 0,
             ) as runner,
         ):
+            runner.reads_ahead = reads_ahead
             runner.record()
             for layer in runner:
                 if scaling is not None:
@@ -112,19 +113,22 @@ def _replicas(request: GptqRequest, devices: Sequence[str]) -> list[Replica]:
     return replicas
 
 
-def _need(request: GptqRequest, model: Replica, devices: Sequence[str]) -> Need:
+def _need(request: GptqRequest, model: Replica, devices: Sequence[str]) -> tuple[Need, bool]:
     """Return what the layers take, with the rounding of weights counted to a forward.
 
-    Raises `CalibrationError` where a device has no room to round weights.
+    And whether all devices have room to read a layer while the one before is rounded. Raises `CalibrationError` where
+    one has no room to round weights.
     """
     need = need_of(model, request.batches)
     if request.settings.compensation:
         need = replace(need, states=2 * need.states)
     on_gpu = torch.device(devices[0]).type != "cpu"
     rounding = gptq_bytes(request.structure, request.choice.schemes, on_gpu=on_gpu)
-    for device in dict.fromkeys(devices):
-        require_rounding_room(need, rounding, free_bytes(device), device)
-    return replace(need, forward=need.forward + rounding)  # neither leaves room for hidden states
+    ahead = [
+        require_rounding_room(need, rounding, free_bytes(device) // devices.count(device), device)
+        for device in dict.fromkeys(devices)
+    ]
+    return replace(need, forward=need.forward + rounding), all(ahead)  # neither leaves room for hidden states
 
 
 def _facts(request: GptqRequest, weights: ModelWeights) -> list[object]:

@@ -37,7 +37,10 @@ from quantmint.pipeline.quantize.gptq.trace import trace_layer
 _Collector = TypeVar("_Collector", StatisticsCollector, ExpertCollector)
 _ROWS = 1024  # of a sample
 _SEQUENCES = 16  # that its rows are taken from
-EXPERT_SUMS = 6 << 30  # bytes of the Hessians that a step of experts sums on a device
+EXPERT_SUMS = 6 << 30
+"""Bytes of the Hessians that a step of experts sums on a device; a GPU with ample room sums up to four times as many,
+since every step runs the layer again."""
+_STACK = 1 << 30  # bytes in float32 of the Hessians, or of the weights, that a GPU rounds side by side
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +112,17 @@ class _DeviceShare:
 
 @dataclass(frozen=True, slots=True)
 class _LayerState:
-    """The layer at hand: the roundings of its linear modules, its stacks of experts, its trace, a share by device."""
+    """The layer at hand: the roundings of its linear modules, its stacks of experts, its trace, a share by device.
+
+    ``pooled`` is X^T X of all tokens of all experts, by the stack, once its first step has summed it.
+    """
 
     name: str
     linear: Mapping[str, Rounding]
     stacks: Sequence[str]
     trace: LayerTrace
     shares: Sequence[_DeviceShare]
+    pooled: dict[str, torch.Tensor | None] = field(default_factory=dict)
 
 
 class GptqRunner(LayerRunner):
@@ -162,19 +169,22 @@ class GptqRunner(LayerRunner):
     def steps(self, layer: int) -> Iterator[RunnerStep]:
         """Yield the steps in which a layer gets its weights: linear modules, then its stacks of experts.
 
-        As many experts at a time as their sums, of a part of the batches and of all, fit in a quarter of the free
-        memory, and in `EXPERT_SUMS`.
+        As many experts at a time as their sums, of a part of the batches and of all, fit in half of the free memory, in
+        whole stacks of those that are rounded side by side: so the bytes do not depend on the memory.
         """
         self._state = state = self._begin(layer)
         model = self.replica.model
         for modules in state.trace.steps if state.linear else ():
             yield LinearStep(layer, modules, modules is state.trace.steps[-1])
-        for name in state.stacks:  # a copy gets the new weights, as the reference model has the parameter
-            _set(model, name, model.get_parameter(name).detach().clone())
+        if state.stacks and self._reference:  # whose experts are gone once new weights lie in their place
+            map_devices(partial(self._set_reference_aside, layer), state.shares)
         for name in state.stacks:
-            count, square = model.get_parameter(name).shape[0], 4 * self.roundings.expert_columns[name] ** 2
+            if self.replica.weights.is_mapped(name):
+                _set(model, name, model.get_parameter(name).detach().clone())
+        for name in state.stacks:
+            (count, *matrix), columns = model.get_parameter(name).shape, self.roundings.expert_columns[name]
             free = min(free_bytes(replica.device) for replica in self.replicas)
-            size = max(1, min(count, free // (4 * square), EXPERT_SUMS // square))
+            size = expert_count(free // 4, max(matrix), columns, on_gpu=model.device.type != "cpu")
             for start in range(0, count, size):
                 yield ExpertStep(layer, name, range(start, start + size), start + size >= count)
 
@@ -185,7 +195,11 @@ class GptqRunner(LayerRunner):
         """
         if isinstance(step, LinearStep):
             return self._sum_parts(partial(self._collect_linear, step)).statistics()
-        return self._sum_parts(partial(self._collect_experts, step)).statistics()
+        pooled = self._state.pooled
+        total = self._sum_parts(partial(self._collect_experts, step))
+        if step.stack not in pooled:
+            pooled[step.stack] = total.of_all()
+        return total.statistics(pooled[step.stack])
 
     def apply(self, step: RunnerStep, weights: Iterable[NewWeight]) -> None:
         """Put a step's new weights in place, on all devices.
@@ -273,7 +287,9 @@ class GptqRunner(LayerRunner):
         experts = stacks(model, name, self.roundings.experts)
         trace = self._trace(layer, linear) if self._reference and linear else LayerTrace([list(linear)])
         weights = [*(f"{module}.weight" for module in linear), *experts]
-        room = self.activations.spare(self.replica.device) // len(self.replicas)
+        leaving = sum(batch.numel() for batch in self.batches) * self.replica.walkable.width * model.dtype.itemsize
+        spare = self.activations.spare(self.replica.device) - (leaving if self._reference else 0)
+        room = max(0, spare) // len(self.replicas)
         shares = [
             _DeviceShare(
                 replica,
@@ -301,11 +317,12 @@ class GptqRunner(LayerRunner):
         for first in range(0, len(self.parts), len(shares)):
             parts = self.parts[first : first + len(shares)]
             work = list(zip(shares, parts, strict=False))
-            for collector in map_devices(lambda pair: collect(*pair), work):
+            for part in map_devices(lambda pair: collect(*pair), work):
                 if total is None:  # the first part is the first device's
-                    total = collector
+                    total = part
                 else:
-                    total.join(collector, self.replica.device)
+                    total.join(part, self.replica.device)
+                del part  # gigabytes, which the next parts need for their own
         assert total is not None  # noqa: S101 - there is a batch
         return total
 
@@ -321,23 +338,33 @@ class GptqRunner(LayerRunner):
                 ):
                     output = self._run(step.layer, batch, source, share.replica)
                     if step.is_last:
-                        share.cache.put(batch, True, self._state.name, output)
+                        self.activations.set_aside(batch, output, spill=bool(self._state.stacks))
             with collector.served_run(model, batch, served.hidden, self._state.linear):
                 self._run(step.layer, batch, served, share.replica)
             collector.end_batch()
         return collector
 
     def _collect_experts(self, step: ExpertStep, share: _DeviceShare, batches: Sequence[int]) -> ExpertCollector:
-        collector, model = ExpertCollector(step.stack, step.experts), share.replica.model
+        model = share.replica.model
+        collector = ExpertCollector(step.stack, step.experts, pooled=step.stack not in self._state.pooled)
         for batch in batches:
             _, served = self._states(step.layer, batch, share.replica)
             linear = StatisticsCollector(self._state.trace, [], share.cache)  # rounds inputs alone
             with (
                 linear.served_run(model, batch, served.hidden, self._state.linear),
-                rounding_experts(model, self._state.stacks, self.roundings.experts, collector.see),
+                rounding_experts(model, self._state.stacks, self.roundings.experts, collector),
             ):
                 self._run(step.layer, batch, served, share.replica)
         return collector
+
+    def _set_reference_aside(self, layer: int, share: _DeviceShare) -> None:
+        """Set the reference model's states behind a layer aside, of the batches of which that was not done yet."""
+        for batch in share.batches:
+            if not self.activations.has_aside(batch):
+                source, _ = self._states(layer, batch, share.replica)
+                with _weights(share.replica.model, share.source_weights):
+                    output = self._run(layer, batch, source, share.replica)
+                self.activations.set_aside(batch, output, spill=True)
 
     def _leave(self, layer: int, share: _DeviceShare) -> None:
         """Take the batches of a device through a layer with its new weights."""
@@ -351,7 +378,7 @@ class GptqRunner(LayerRunner):
             ):
                 leaving = self._run(layer, batch, served, share.replica)
             if self._reference:
-                reference = share.cache.pop(batch, True, state.name)
+                reference = self.activations.take_aside(batch, share.replica.device)
                 if reference is None:
                     with _weights(model, share.source_weights):
                         reference = self._run(layer, batch, source, share.replica)
@@ -369,6 +396,18 @@ class GptqRunner(LayerRunner):
         """Return the states behind a layer."""
         module = replica.model.get_submodule(self.layers[layer])
         return self.calls[batch][layer].run(module, states, empty_cache(replica.model))
+
+
+def stack_size(rows: int, columns: int) -> int:
+    """Return how many matrices [rows, columns] with a Hessian each are rounded side by side on a GPU."""
+    return max(1, _STACK // (4 * columns * max(rows, columns)))
+
+
+def expert_count(room: int, rows: int, columns: int, *, on_gpu: bool) -> int:
+    """Return how many experts [rows, columns] have their Hessians summed at a time in ``room`` bytes of a device."""
+    square, together = 4 * columns**2, stack_size(rows, columns) if on_gpu else 1
+    count = max(1, min(room, EXPERT_SUMS * (4 if on_gpu else 1)) // square)
+    return count // together * together or count
 
 
 @contextmanager

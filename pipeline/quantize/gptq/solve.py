@@ -16,14 +16,12 @@ from quantmint.calibration.lazy import torch
 from quantmint.calibration.room import rounding_bytes
 from quantmint.pipeline.quantize.device import map_devices
 from quantmint.pipeline.quantize.gptq.request import Gain, GptqSettings
-from quantmint.pipeline.quantize.gptq.runner import EXPERT_SUMS, NewWeight
+from quantmint.pipeline.quantize.gptq.runner import EXPERT_SUMS, NewWeight, stack_size
 from quantmint.pipeline.quantize.gptq.solver import Attempt, Factor, RoundedWeight, attempt, factorize, finish
 from quantmint.pipeline.quantize.gptq.weights import InputGroup, Member, largest_by_group
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.schemes.scheme import Kernel
 from quantmint.pipeline.recipe.modules import fused_with, scale_group
-
-_STACK = 1 << 30  # bytes in float32 of the Hessians, or of the weights, that a GPU rounds side by side
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +139,9 @@ def _batches(problems: Sequence[Problem], device: str) -> list[list[Problem]]:
     divided = []
     for batch in batches.values():
         rows, columns = batch[0].shape
-        count = _stack_size(rows, columns) if _is_stack(batch) else len(batch)
+        count = stack_size(rows, columns) if _is_stack(batch) else len(batch)
         divided += [batch[first : first + count] for first in range(0, len(batch), count)]
     return divided
-
-
-def _stack_size(rows: int, columns: int) -> int:
-    """Return how many matrices [rows, columns] with a Hessian each are rounded side by side."""
-    return max(1, _STACK // (4 * columns * max(rows, columns)))
 
 
 def _is_stack(batch: Sequence[Problem]) -> bool:
@@ -196,11 +189,10 @@ def _solutions(problem: Problem, matrix: RoundedWeight) -> list[Solution]:
 
 
 def gptq_bytes(structure: Structure, modules: Collection[str], *, on_gpu: bool) -> int:
-    """Return the bytes that GPTQ takes beside two layers and a forward for some modules, from above.
+    """Return the bytes that GPTQ takes beside layers and a forward for some modules, from above.
 
     Modules that a layer or an expert fuses are one matrix, and the largest counts. Experts have a Hessian each, summed
-    for some of them over a part of the batches and over all; a GPU rounds some side by side; and a layer's stacks are
-    there twice, as in the source and with the new weights.
+    for some of them over a part of the batches and over all, and a GPU rounds some side by side.
     """
     shapes: dict[str, tuple[int, int]] = {}
     of_layer: dict[str, set[str]] = {}  # the experts of each layer
@@ -218,11 +210,10 @@ def gptq_bytes(structure: Structure, modules: Collection[str], *, on_gpu: bool) 
 
 def _expert_bytes(shapes: Sequence[tuple[int, int]], *, on_gpu: bool) -> int:
     """Return the bytes beside a layer for its experts, whose matrices [O, I] are given."""
-    stacks = sum(2 * rows * columns for rows, columns in shapes)
     peak = 0
     for (rows, columns), count in Counter(shapes).items():
-        side_by_side = min(count, _stack_size(rows, columns)) if on_gpu else 1
+        side_by_side = min(count, stack_size(rows, columns)) if on_gpu else 1
         square = 4 * columns**2
         sums = square * max(1, min(count, EXPERT_SUMS // square))
         peak = max(peak, sums + max(sums, side_by_side * rounding_bytes([(rows, columns)])))
-    return stacks + peak
+    return peak
