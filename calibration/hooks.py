@@ -225,7 +225,10 @@ def watching(model: Any, part: str, measurement: Measurement) -> AbstractContext
 
 @contextmanager
 def watching_around(model: Any, layers: Sequence[str], before: Measurement, behind: Measurement) -> Iterator[None]:
-    """Measure the inputs of linear modules outside of the layers, those run before the first and behind the last."""
+    """Within the block, measure the inputs of linear modules outside of the layers, but for the output head.
+
+    Those that run before the first layer are added to ``before``, those behind the last one to ``behind``.
+    """
     inside = tuple(f"{name}." for name in layers)
     places = {"before": before, "within": None, "behind": behind}
     at = ["before"]

@@ -46,9 +46,10 @@ def magnitudes(dtype: torch.dtype) -> torch.Tensor:
 
 
 def percentile(counts: torch.Tensor, dtype: torch.dtype, share: float) -> torch.Tensor:
-    """The smallest magnitude that at least ``share`` percent of all magnitudes do not exceed (the nearest rank).
+    """Return the smallest magnitude that at least ``share`` percent of all magnitudes do not exceed (nearest rank).
 
-    Of counts of ``dtype``, int64 [..., 32768], float32 [...]; NaN where something was not finite.
+    ``counts``, int64 [..., 32768], says how often each magnitude of a 16-bit ``dtype`` occurred, by its bits without
+    the sign. The result is float32 [...]; NaN where something was not finite.
     """
     flat = counts.cpu().reshape(-1, BINS)
     below = flat.cumsum(dim=1)

@@ -289,7 +289,10 @@ def _of_predictions(
 
 
 def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leaving: Any) -> torch.Tensor:
-    """Return the logits of the last layer's output, [1, sequence, vocabulary]."""
+    """Return the logits, [1, sequence, vocabulary], that the model makes of what its last layer returned.
+
+    ``leaving`` is returned in the place of the ``layers``, which are not run; ``batch`` are the tokens.
+    """
     with answering(replica.model, layers, leaving), running("this model on text alone"):
         logits: torch.Tensor = language_model(replica.model)(input_ids=batch, use_cache=False).logits
     return logits

@@ -150,7 +150,10 @@ def _fix_prompts(leaf: Any, seed: int) -> None:
 
 
 def _clusters(leaf: Any, field: str | None) -> list[str]:
-    """The hash of the passage of each document, "" for all where the suite names no field."""
+    """Return the cluster of each document of a task, one of lm-eval's: a hash of its ``field``, such as a passage.
+
+    "" for all where ``field`` is None. Raises `MeasurementError` for a document without the field.
+    """
     documents = leaf.eval_docs
     if field is None:
         return [""] * len(documents)

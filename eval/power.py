@@ -196,7 +196,10 @@ def _reckoned(flip_rate: float, items: float) -> float:
 
 
 def _tested(flip_rate: float, difference: float, margin: float) -> float:
-    """Standard deviation of one item's change as the test takes it: with the margin true."""
+    """Return the standard deviation of one item's change in score under the null hypothesis, a loss of ``margin``.
+
+    Its rates of gains and losses are estimated from items that truly flip at ``flip_rate`` and lose ``difference``.
+    """
     return float(score_deviation((flip_rate + difference) / 2, (flip_rate - difference) / 2, 1.0, -margin))
 
 

@@ -231,7 +231,10 @@ def _planned_order(launches: Sequence[Launch]) -> tuple[Side, ...]:
 
 
 def _reused(launches: Sequence[Launch], hardware: str) -> Iterator[Finding]:
-    """Yield a finding where reused launches are not the first ones, or disagree with the fresh ones."""
+    """Yield a finding where launches of an earlier run, which a baseline may reuse, were reused wrongly.
+
+    They must be its first launches, as many as `reusable` says, and agree with the fresh ones: see `disagreement`.
+    """
     reused = [launch for launch in launches if launch.reused]
     if not reused:
         return

@@ -195,7 +195,9 @@ class Look(Record):
 
 
 def plan_looks(items: int, looks: int) -> tuple[int, ...]:
-    """Items seen after each look, in equal steps; fewer looks where one would bring less than `LEAST_ITEMS` items.
+    """Return the items seen after each look, in equal steps; fewer looks where one would bring fewer than `LEAST_ITEMS`.
+
+    Raises `ValueError` for less than one item or look.
 
     >>> plan_looks(1319, 4)
     (330, 660, 990, 1319)

@@ -56,20 +56,20 @@ class PlainReporter:
         self._stream.flush()
 
     def started(self, key: str, number: int, total: int) -> None:
-        """See `Reporter`."""
+        """Print that a stage begins."""
         self._line(f"[{number}/{total}] {key}: started")
 
     def cached(self, key: str, number: int, total: int, summary: str) -> None:
-        """See `Reporter`."""
+        """Print that the store already has a stage's entry, with its ``summary``."""
         self._line(f"[{number}/{total}] {key}: cached: {summary}")
 
     def finished(self, key: str, number: int, total: int, seconds: float, summary: str) -> None:
-        """See `Reporter`."""
+        """Print that a stage's entry was committed."""
         self._line(f"[{number}/{total}] {key}: done in {seconds:.1f} s: {summary}")
 
     @contextmanager
     def bar(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        """See `Reporter`. Writes a line a minute, and one at the end."""
+        """Print a line a minute while the context's value is called with advances, and one at the end."""
         done, reported = 0, time.monotonic()
 
         def advance(count: int) -> None:
@@ -83,11 +83,11 @@ class PlainReporter:
         yield advance
 
     def say(self, message: str) -> None:
-        """See `Reporter`."""
+        """Print a line about the current work."""
         self._line(f"    {message}")
 
     def warn(self, message: str) -> None:
-        """See `Reporter`."""
+        """Print a warning."""
         self._line(f"    warning: {message}")
 
 
@@ -100,20 +100,20 @@ class RichReporter:
         self._console = console or Console(stderr=True, highlight=False)
 
     def started(self, key: str, number: int, total: int) -> None:
-        """See `Reporter`."""
+        """Print that a stage begins."""
         self._console.print(f"[dim]{number:>2}/{total}[/] [bold]{key}[/]")
 
     def cached(self, key: str, number: int, total: int, summary: str) -> None:
-        """See `Reporter`."""
+        """Print that the store already has a stage's entry, with its ``summary``."""
         self._console.print(f"[dim]{number:>2}/{total}[/] {key} [cyan]cached[/] [dim]{_quoted(summary)}[/]")
 
     def finished(self, key: str, number: int, total: int, seconds: float, summary: str) -> None:
-        """See `Reporter`."""
+        """Print that a stage's entry was committed."""
         self._console.print(f"      [green]done[/] in {seconds:.1f} s [dim]{_quoted(summary)}[/]")
 
     @contextmanager
     def bar(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        """See `Reporter`. Bytes come with their speed, other units with their count."""
+        """Draw a bar over ``total`` units: bytes come with their speed, other units with their count."""
         from rich import progress as rich
 
         amount = (
@@ -133,11 +133,11 @@ class RichReporter:
             yield lambda count: shown.advance(task, count)
 
     def say(self, message: str) -> None:
-        """See `Reporter`."""
+        """Print a line about the current work."""
         self._console.print(f"      [dim]{_quoted(message)}[/]")
 
     def warn(self, message: str) -> None:
-        """See `Reporter`."""
+        """Print a warning."""
         self._console.print(f"      [yellow]warning:[/] {_quoted(message)}")
 
 

@@ -69,7 +69,7 @@ class BucketDestination(Destination):
 
     @classmethod
     def of(cls, destination: Storage, name: str, home: Path, *, typed: bool = False) -> BucketDestination:
-        """See `Destination.of`."""
+        """Return the bucket of a recipe's section, or of one ``typed`` on the command line, without any request."""
         return cls(destination.url, name, destination.endpoint)
 
     def __init__(self, url: str, name: str, endpoint: str | None = None) -> None:

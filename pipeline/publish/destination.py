@@ -354,7 +354,7 @@ def manifest_summary(raw: bytes) -> tuple[str, str | None, int | None]:
 
 
 def newest_first(releases: Iterable[ListedRelease]) -> tuple[ListedRelease, ...]:
-    """Sort releases by creation time, the newest first; of equal times the current one first, then by tag."""
+    """Sort releases by creation time, the newest first; of equal times the current one, then the highest tag."""
 
     def age(release: ListedRelease) -> tuple[datetime, bool, str]:
         return datetime.fromisoformat(release.created), release.current, release.tag

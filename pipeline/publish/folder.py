@@ -53,7 +53,7 @@ class FolderDestination(Destination):
 
     @classmethod
     def of(cls, destination: Folder, name: str, home: Path, *, typed: bool = False) -> FolderDestination:
-        """See `Destination.of`."""
+        """Return the folder of a recipe's section, or of one ``typed`` on the command line, which is not opened."""
         return cls((home / destination.path).resolve() if not typed else Path(destination.path), name)
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -61,7 +61,7 @@ class DestinationSection(Section):
         raise NotImplementedError
 
     def served_name(self, name: str) -> str:
-        """Return the argument of `vllm serve` that loads the release."""
+        """Return the argument of `vllm serve` that loads the release of the recipe called ``name``."""
         raise NotImplementedError
 
     def needs_approval(self) -> bool:
@@ -193,7 +193,7 @@ class Hub(DestinationSection):
         return self.repo
 
     def served_name(self, name: str) -> str:
-        """Return the repository."""
+        """Return the repository, "owner/name", which `vllm serve` loads; the recipe's ``name`` is no part of it."""
         return self.repo
 
     def needs_approval(self) -> bool:

@@ -300,7 +300,10 @@ def _half_of_cost(costs: Mapping[str, float]) -> list[str]:
 
 
 def _patterns_in_sixteen_bits(groups: Sequence[Group], names: Collection[str]) -> list[str]:
-    """Return module patterns of the groups in ``names``; empty where these are the majority, which gets no patterns."""
+    """Return module patterns for an override that keeps the groups in ``names`` in 16 bit.
+
+    None where they are most of all groups: then 16 bit is the recipe's scheme, and the other groups are the overrides.
+    """
     if not names:
         return []
     schemes = {group.name: _SIXTEEN if group.name in names else _EIGHT for group in groups}
@@ -355,7 +358,7 @@ def _present_and_eight_bits(quantization: Quantization, groups: Sequence[Group])
 
 
 def _with_choice(quantization: Quantization, groups: Sequence[Group], point: Point) -> Quantization:
-    """Return the quantization with the schemes of ``point``; overrides of modules outside ``groups`` stay."""
+    """Return the quantization with the schemes of ``point``; overrides that match none of the ``groups`` stay."""
     default, new_overrides = overrides(groups, point.schemes)
     unmeasured = [
         override.model_dump(mode="json")

@@ -98,7 +98,7 @@ class CanaryStage(SideStage):
         return self.side == "candidate" and entry.record.result.get("verdict") in _STOPPING
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the server's entry, which stands for the model and its launch; the model; the candidate's baseline."""
+        """Return the keys of the stages that it reads: `server`, `model` and, of the candidate, `baseline`."""
         compared = {"baseline": "canary-baseline"} if self.side == "candidate" else {}
         return {"serve": f"serve-{self.side}", "model": model_key(self.side), **compared}
 
@@ -115,7 +115,7 @@ class CanaryStage(SideStage):
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Return the versions of the tokenizer and of the runtime."""
+        """Return the versions of the runtime, and of the tokenizer's libraries for the baseline, which alone tokenizes."""
         tokenizes = versions("transformers", "tokenizers") if self.side == "baseline" else {}
         return {**tokenizes, **runtime_tools(setting)}
 

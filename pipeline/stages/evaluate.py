@@ -89,9 +89,7 @@ class EvaluateStage(SideStage):
         return estimate.restart + sum(candidate_items[name] * seconds for name, seconds in item_seconds.items())
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the server's entry, for the model and its launch; the model, for its tokenizer; the candidate's
-        baseline.
-        """
+        """Return the keys of the stages that it reads: `serve`, `model` and, of the candidate, `baseline`."""
         against = {"baseline": "evaluate-baseline"} if self.side == "candidate" else {}
         return {"serve": f"serve-{self.side}", "model": model_key(self.side), **against}
 
@@ -366,7 +364,7 @@ class ControlStage(Stage):
         return sum(count * estimate.item_seconds[name] for name, count in items.items())
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the baseline's server, its answers, and the model for its tokenizer."""
+        """Return the keys of the stages that it reads: the baseline's server, its answers and its model."""
         return {"serve": "serve-baseline", "baseline": "evaluate-baseline", "model": "source"}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:

@@ -65,7 +65,7 @@ class QuantizeStage(Stage):
     by_content = True
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the model, and its ranges where a scale is static."""
+        """Return the keys of `source` and, where a scale is static, of the stage that measured the ranges."""
         calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
         return {"source": "source", **calibrated}
 
@@ -84,7 +84,7 @@ class QuantizeStage(Stage):
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Return the versions of PyTorch, which rounds, and transformers, which knows the linear modules."""
+        """Return the versions of PyTorch and transformers, and of the library where one quantizes, by name."""
         library = {} if _is_plain(setting.recipe.quantization) else by_library.tools(setting)
         return {**versions("torch", "transformers"), **library}
 
@@ -361,7 +361,7 @@ class InspectStage(Stage):
             )
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the checkpoint, its source, and the ranges where there are any."""
+        """Return the keys of the checkpoint's stage, of its `source` and, where there are ranges, of their stage."""
         calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
         return {"quantize": "quantize", "source": "source", **calibrated}
 

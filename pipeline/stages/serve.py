@@ -84,7 +84,7 @@ class ServeStage(SideStage):
         return estimate.start if self.side == "baseline" else estimate.restart
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the model: the candidate's comes from `quantize`, the baseline's from `source`."""
+        """Return `{"model": stage}`, the stage that holds the side's model: `quantize` or, of the baseline, `source`."""
         return {"model": model_key(self.side)}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
@@ -104,7 +104,7 @@ class ServeStage(SideStage):
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Versions of what answers."""
+        """Return the versions of vLLM, or of the libraries that the reference runtime answers with, by name."""
         return runtime_tools(setting)
 
     def run(self, job: Job) -> Output:
@@ -189,7 +189,7 @@ def faults(scan: LogScan) -> list[str]:
 
 
 def model_key(side: Side) -> str:
-    """The stage whose entry holds a side's model."""
+    """Return the key of the stage whose entry holds a side's model."""
     return "quantize" if side == "candidate" else "source"
 
 

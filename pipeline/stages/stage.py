@@ -120,7 +120,7 @@ class Stage:
         return None if self.measures or self.releases else self
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the keys of the stages that it starts from, by the names that `Job.inputs` has for them."""
+        """Return the keys of the stages whose results it reads, by the names that `run` finds them under in `Job.inputs`."""
         return dict(zip(self.needs, self.needs, strict=True))
 
     def reads(self, stage: Stage) -> bool:
@@ -128,11 +128,11 @@ class Stage:
         return False
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """Return the slice of the recipe, and of the files that it names, that shapes the result."""
+        """Return what of the recipe, and of the files that it names, changes the result: part of the fingerprint."""
         return {}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Return the versions of the tools that shape the result's bytes."""
+        """Return the versions of the tools that change the result, by name: part of the fingerprint."""
         return versions(*self.packages)
 
     def run(self, job: Job) -> Output:

@@ -41,7 +41,7 @@ class HubDestination(Destination):
 
     @classmethod
     def of(cls, destination: Hub, name: str, home: Path, *, typed: bool = False) -> HubDestination:
-        """See `Destination.of`."""
+        """Return the repository of a recipe's section, or of one ``typed`` on the command line, without any request."""
         return cls(destination.repo, None if typed else destination)
 
     def __init__(self, repo: str, section: Hub | None = None) -> None:

@@ -112,7 +112,7 @@ class Listing:
 
 
 def listing(folder: Path) -> Listing:
-    """List everything below a folder without opening a file.
+    """List the files below a folder without opening one, but for `.gitattributes` and what a publisher sets aside.
 
     A symbolic link counts as its target if that is a file in the folder or among the blobs of the Hub's cache. Other
     links, and everything else that is neither file nor folder, are ``strange``.

@@ -204,7 +204,7 @@ class CompressedTensors(Layout):
     _decisive = ("num_bits", "type", "strategy", "dynamic", "symmetric", "group_size", "block_structure")
 
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
-        """See `Layout`. With one scheme the group targets the class ``Linear``; with several, exact names."""
+        """Return the value for config.json: with one scheme its group targets the class ``Linear``, else exact names."""
         groups: dict[str, Any] = {}
         default = choice.default
         schemes = sorted(set(choice.schemes.values()), key=lambda scheme: (scheme != default, scheme))
@@ -235,7 +235,7 @@ class CompressedTensors(Layout):
         }
 
     def kv_scale_shape(self, heads: int | None = None) -> tuple[int, ...]:
-        """See `Layout`."""
+        """Return the shape of a KV scale: one for the layer, or one for each of its ``heads``."""
         return (1,) if heads is None else (heads, 1, 1)
 
     def _settings(self, config: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
@@ -274,7 +274,7 @@ class Quark(Layout):
     _decisive = ("dtype", "qscheme", "is_dynamic", "group_size")
 
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
-        """See `Layout`. Modules of another scheme than the most frequent are written with exact names.
+        """Return the value for config.json. Modules of another scheme than the most frequent are written with exact names.
 
         The KV entries use Quark's own two patterns, or exact names where a k_proj or v_proj has a scheme of its own:
         a name then matches one key only, and the order of keys, which is sorted on disk, cannot change the meaning.
@@ -315,7 +315,7 @@ class Quark(Layout):
         }
 
     def kv_scale_shape(self, heads: int | None = None) -> tuple[int, ...]:
-        """See `Layout`. There are no scales by head."""
+        """Return the shape of a KV scale: one for the whole layer, as there are no scales by head."""
         if heads is not None:
             raise UserError("the format quark has no KV scales by head; it has one for K and one for V of a layer.")
         return ()

@@ -145,7 +145,7 @@ class _Version:
         return pattern in self.quantized or pattern in self.unquantized
 
     def listed_name(self, module: str) -> str | None:
-        """See `LoaderView.listed_names`."""
+        """Return the name by which this version's lists must call a module; None where the class has no such module."""
         name = self.locate(module)
         if name is None or _pattern(name) in self.unquantized:
             return module
@@ -164,12 +164,12 @@ class _Version:
         return None
 
     def is_quantizable(self, module: str) -> bool | None:
-        """See `LoaderView.is_quantizable`."""
+        """Return whether this version asks for a quantization of a module; None where the class has no such module."""
         name = self.locate(module)
         return None if name is None else _pattern(name) not in self.unquantized
 
     def fusion_group(self, module: str, experts: int) -> tuple[str, ...]:
-        """See `LoaderView.fusion_group`."""
+        """Return the modules on disk that this version loads as one with a module, itself included."""
         name = self.locate(module)
         if name is None:
             return (module,)
@@ -187,7 +187,7 @@ class _Version:
         return group if module in group else (module,)
 
     def absorbs(self, module: str) -> bool:
-        """See `LoaderView.absorbs`."""
+        """Return whether this version multiplies a latent attention's projection into its neighbours, in 16 bit."""
         name = self.locate(module)
         return name is not None and _pattern(name) in self.absorbed
 

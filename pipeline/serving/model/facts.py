@@ -231,8 +231,9 @@ def _bytes(module_weights: tuple[ModuleWeight, ...]) -> int:
 def _context(shape: Shape) -> int:
     """Return the context in tokens, by vLLM's rule (0.32 vllm/config/model.py, _get_and_verify_max_len).
 
-    It is the smallest of the length fields times the rope factor, except for YaRN, Llama-3's and long rope, whose
-    configurations have the scaled length. A tokenizer's model_max_length counts for pooling models only.
+    It is model_max_length of the configuration, or the smallest of the length fields, times the rope factor. YaRN's and
+    Llama-3's configurations have the scaled length; long rope serves the original one, and Gemma 3's factor is left
+    out. A tokenizer's model_max_length counts for pooling models only.
     """
     text = shape.fields
     lengths = [value for name in _LENGTHS if isinstance(value := text.get(name), int) and value > 0]

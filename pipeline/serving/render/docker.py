@@ -85,18 +85,18 @@ def docker_run(
 def compose(plan: LaunchPlan, processes: Sequence[Process], *, image: str | None = None) -> str:
     """Return a compose file with one service a process, and the plan's warnings as comments at its top.
 
-    UserError when neither ``image`` nor the plan names an image.
+    Raises `UserError` when neither ``image`` nor the plan names an image.
     """
     several_nodes = len({process.node for process in processes}) > 1
     services: dict[str, Any] = {}
     for process in processes:
-        name = f"node-{process.node}" if several_nodes else "vllm"
-        name += "" if sum(p.node == process.node for p in processes) == 1 else f"-{process.replica}"
+        node = f"node-{process.node}" if several_nodes else "vllm"
+        name = node if sum(p.node == process.node for p in processes) == 1 else f"{node}-{process.replica}"
         services[name] = _service(plan, process, image)
         if several_nodes:
             services[name]["profiles"] = [f"node-{process.node}"]
         if process.replica % plan.layout.packed:  # servers of one GPU load one after another, as in `plan.waves`
-            previous = name.replace(f"-{process.replica}", f"-{process.replica - 1}")
+            previous = f"{node}-{process.replica - 1}"
             services[name]["depends_on"] = {previous: {"condition": "service_healthy"}}
     return comments(plan) + dump({"services": services})
 

@@ -113,7 +113,10 @@ def _node(turns: Sequence[Sequence[Process]]) -> Iterator[str]:
 
 
 def _lines(words: Iterable[str]) -> list[str]:
-    """Return the words as lines: each option starts a line with its value; words before the first option share one."""
+    """Return the words of a command as lines: each option with its value, and before them the program with its words.
+
+    A line that would be longer than `_WIDTH` goes on in the next.
+    """
     lines: list[str] = []
     for word in words:
         if lines and not word.startswith("--") and len(lines[-1]) + len(word) < _WIDTH:

@@ -95,7 +95,7 @@ class _Runner:
         return self.store.find(STAGE, self.sweep.subject.fingerprint(trial))
 
     def _run_trial(self, trial: SweepTrial, reserve: int) -> bool:
-        """Take a trial from the store or measure it; return False when the budget does not allow it."""
+        """Take a trial from the store or measure it, if it can be planned; return False when the budget is spent."""
         name = _trial_name(trial)
         plan = self._plan(trial.point, name)
         if plan is None:

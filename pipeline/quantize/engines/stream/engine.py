@@ -92,11 +92,12 @@ def write_checkpoint(
 ) -> Written:
     """Write the quantized checkpoint into ``destination``, going on where an earlier attempt stopped.
 
-    ``ranges`` holds the largest magnitudes behind each static scale, one a value, by its name. ``manifest`` (JSON
-    lines) lists the files that are committed; those are skipped. Files are spread over ``devices``, or made elsewhere
-    by ``write``, and committed here in either case. ``algorithms`` are what made the steps that are made already, and
-    are recorded as the format's library does. Raises `StageError` when the disk is full, a file cannot be read or a
-    weight is not finite.
+    ``plans`` say what becomes of each of the source's files, ``choice`` which scheme each module gets. ``ranges`` are
+    the largest magnitudes behind static scales, by the scale's name in the checkpoint. ``manifest`` (JSON lines) lists
+    the files that are committed; those are skipped. Files are spread over ``devices``, or made elsewhere by ``write``,
+    and committed here in either case; ``advance`` gets the bytes that were read. ``with_code`` copies the source's
+    Python files too. ``algorithms`` ("gptq") have made weights of the plans before; config.json names them. Raises
+    `StageError` when the disk is full, a file cannot be read or a weight is not finite.
     """
     begin = time.perf_counter()
     destination.mkdir(parents=True, exist_ok=True)

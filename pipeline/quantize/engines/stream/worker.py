@@ -49,7 +49,7 @@ class Worker:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def buffer(self, use: str, size: int) -> torch.Tensor:
-        """``size`` bytes of host memory, the same memory again for the same use: uint8 [size]."""
+        """Return ``size`` bytes of host memory for a use, uint8 [size]: the same as before unless it was smaller."""
         buffer = self._buffers.get(use)
         if buffer is None or buffer.numel() < size:
             self._buffers.pop(use, None)  # before the new one is made
