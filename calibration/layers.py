@@ -67,7 +67,8 @@ class LayerRunner:
                 runner.finish(layer)       # free its weights, commit now and then
 
     It begins at the last layer that was committed with the same ``facts``, plain values, and batches; ``committed`` is
-    what was committed there. Where ``reads_ahead`` is set to False, a layer is read when the one before is freed. Of several ``replicas`` each is on a device of its own, and batches are dealt out to them.
+    what was committed there. Where ``reads_ahead`` is set to False, a layer is read when the one before is freed. Of
+    several ``replicas`` each is on a device of its own, and batches are dealt out to them.
     """
 
     def __init__(

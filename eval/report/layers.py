@@ -75,7 +75,7 @@ Cells = Mapping[tuple[int, str], float]
 
 
 def span(cells: Cells) -> tuple[float, float]:
-    """Return the SQNR in dB at the two ends of the colour scale: of the strongest colour, the worst, and of the palest."""
+    """Return the SQNR in dB at the two ends of the colour scale: of the strongest colour, then of the palest."""
     high = max(cells.values())
     return min(min(cells.values()), high - BIT_DB), high
 

@@ -195,7 +195,7 @@ class Look(Record):
 
 
 def plan_looks(items: int, looks: int) -> tuple[int, ...]:
-    """Return the items seen after each look, in equal steps; fewer looks where one would bring fewer than `LEAST_ITEMS`.
+    """Return the items seen after each look, in equal steps, each of `LEAST_ITEMS` items at least.
 
     Raises `ValueError` for less than one item or look.
 

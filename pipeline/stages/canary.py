@@ -115,7 +115,7 @@ class CanaryStage(SideStage):
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Return the versions of the runtime, and of the tokenizer's libraries for the baseline, which alone tokenizes."""
+        """Return the versions of the runtime and, for the baseline, of the tokenizer's libraries."""
         tokenizes = versions("transformers", "tokenizers") if self.side == "baseline" else {}
         return {**tokenizes, **runtime_tools(setting)}
 

@@ -84,7 +84,7 @@ class ServeStage(SideStage):
         return estimate.start if self.side == "baseline" else estimate.restart
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return `{"model": stage}`, the stage that holds the side's model: `quantize` or, of the baseline, `source`."""
+        """Return the key of the stage that holds the side's model: `quantize` or, of the baseline, `source`."""
         return {"model": model_key(self.side)}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:

@@ -120,7 +120,7 @@ class Stage:
         return None if self.measures or self.releases else self
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the keys of the stages whose results it reads, by the names that `run` finds them under in `Job.inputs`."""
+        """Return the keys of the stages whose results it reads, by the names that `Job.inputs` has for them."""
         return dict(zip(self.needs, self.needs, strict=True))
 
     def reads(self, stage: Stage) -> bool:

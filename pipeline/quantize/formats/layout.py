@@ -204,7 +204,7 @@ class CompressedTensors(Layout):
     _decisive = ("num_bits", "type", "strategy", "dynamic", "symmetric", "group_size", "block_structure")
 
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
-        """Return the value for config.json: with one scheme its group targets the class ``Linear``, else exact names."""
+        """Return the value for config.json: one scheme targets the class ``Linear``, several have exact names."""
         groups: dict[str, Any] = {}
         default = choice.default
         schemes = sorted(set(choice.schemes.values()), key=lambda scheme: (scheme != default, scheme))
@@ -274,7 +274,7 @@ class Quark(Layout):
     _decisive = ("dtype", "qscheme", "is_dynamic", "group_size")
 
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
-        """Return the value for config.json. Modules of another scheme than the most frequent are written with exact names.
+        """Return the value for config.json. Modules of another scheme than the most frequent have exact names.
 
         The KV entries use Quark's own two patterns, or exact names where a k_proj or v_proj has a scheme of its own:
         a name then matches one key only, and the order of keys, which is sorted on disk, cannot change the meaning.
