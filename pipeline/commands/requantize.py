@@ -158,7 +158,7 @@ def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> R
     def warn(message: str) -> None:
         write_line(f"warning: {message}")
 
-    with outlets(options.store, warn=warn, metrics_file=metrics_file) as (notify, _):
+    with outlets(options.store, warn=warn, metrics_file=metrics_file) as notify:
 
         def hear(event: Event) -> None:
             write_line(line_of(event))

@@ -1,12 +1,10 @@
-"""quantmint schedule list | run | export"""
+"""quantmint schedule list, export: when recipes are looked at again, and by whom."""
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,12 @@ from quantmint.pipeline.base.errors import SECRET, UserError
 from quantmint.pipeline.commands.options import (
     FOLDER,
     emit,
-    fleet_options,
     jobs_option,
     json_option,
     pod_of,
     pod_options,
     refuse_foreign,
 )
-from quantmint.pipeline.upkeep.fleet.events import Event, line_of, now_utc
 from quantmint.pipeline.upkeep.schedule.export import (
     EXAMPLE,
     Export,
@@ -56,7 +52,7 @@ _BELONGS = {
 
 @click.group(name="schedule")
 def command() -> None:
-    """Look at recipes again when their `refresh:` section says so: by what this machine or cluster has, or by us."""
+    """Look at recipes again when their `refresh:` section says so, by a scheduler that a machine or a cluster has."""
 
 
 @command.command(name="list")
@@ -118,72 +114,6 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> None:
         for item in found
     ]
     terminal().print(table("recipe", "next", "UTC", "schedule", rows=rows))
-
-
-@command.command()
-@click.argument("recipes", nargs=-1)
-@fleet_options
-def run(
-    recipes: tuple[str, ...],
-    on: str | None,
-    metrics_file: Path | None,
-    store_path: Path,
-    as_json: bool,
-    **given: Any,
-) -> int:
-    """Stay, and look at RECIPES at the times of their `refresh:` section (default: those of ./recipes that have one).
-
-    All are looked at when it starts. Recipes are read again when their files change. SIGTERM and SIGINT end what runs;
-    it goes on from its last commit when a scheduler runs again. Several may run on one store. --json prints a JSON
-    object a line. QUANTMINT_WEBHOOK names an address that is told how it goes; docs/notices.md says what it is sent.
-
-    Example: quantmint schedule run
-    """
-    from quantmint.pipeline.clusters.ray.nodes import dashboard_address
-    from quantmint.pipeline.upkeep.fleet.jobs import Options
-    from quantmint.pipeline.upkeep.notices import outlets
-    from quantmint.pipeline.upkeep.schedule.resident import stay
-
-    options = Options(store=store_path, on=dashboard_address(on), **given)
-    log = Log(as_json)
-    with outlets(store_path, warn=log.warn, metrics_file=metrics_file) as (notify, plan):
-
-        def hear(event: Event) -> None:
-            log.hear(event)
-            notify(event)
-
-        return stay(options, recipes, tell=log.tell, hear=hear, planned=plan)
-
-
-class Log:
-    """What a resident scheduler says on standard output: lines for people, or a JSON object a line."""
-
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
-
-    def tell(self, event: str, text: str, **facts: object) -> None:
-        """Something that the scheduler did or found: a word for programs, a sentence for people, the facts."""
-
-        at = now_utc()
-        self._write(json.dumps({"event": event, "at": at, **facts}) if self._as_json else f"{at} {text}")
-
-    def warn(self, text: str) -> None:
-        """Something that is not as it should be, and stops nothing."""
-        self.tell("warning", f"warning: {text}", message=text)
-
-    def hear(self, event: Event) -> None:
-        """Something that the fleet did."""
-        from dataclasses import asdict
-
-        if self._as_json:
-            facts = {name: value for name, value in asdict(event).items() if value not in (None, "", ())}
-            self._write(json.dumps({"event": facts.pop("kind"), **facts}))
-        elif event.kind != "stage":
-            self._write(f"{event.at} {line_of(event)}")
-
-    def _write(self, line: str) -> None:
-        with suppress(OSError, ValueError):  # who read the lines is gone: the schedule is not
-            click.echo(line)
 
 
 @command.command()

@@ -171,7 +171,6 @@ class Metrics:
         self._lock = threading.Lock()
         self._queued = self._running = 0
         self._damaged: dict[str, bool] = {}
-        self._next: dict[str, float] = {}
         self._told: set[str] = set()
         self._write()
 
@@ -183,12 +182,6 @@ class Metrics:
             self._queued, self._running = event.queued, event.running
             if event.state == "damaged" or event.state in _DONE:
                 self._damaged[event.recipe] = event.state == "damaged"
-            self._renew()
-
-    def plan(self, fires: Mapping[str, datetime]) -> None:
-        """Take over when each recipe is looked at next, in place of all that was known."""
-        with self._lock:
-            self._next = {name: time.timestamp() for name, time in fires.items()}
             self._renew()
 
     def _renew(self) -> None:
@@ -222,8 +215,6 @@ class Metrics:
             for verdict in Verdict:
                 verdicts.labels(recipe, verdict.value).set(state.last_verdict == verdict.value)
         by_recipe("release_damaged", "1 where its release could not be read when last looked at.", self._damaged)
-        if self._next:
-            by_recipe("next_fire_timestamp_seconds", "When its schedule comes next.", self._next)
         Gauge("quantmint_queue_length", "Recipes that wait.", registry=registry).set(self._queued)
         Gauge("quantmint_running", "Recipes that run.", registry=registry).set(self._running)
         try:
@@ -249,9 +240,8 @@ def outlets(
     warn: Callable[[str], None],
     metrics_file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> Iterator[tuple[Callable[[Event], None], Callable[[Mapping[str, datetime]], None]]]:
-    """Who takes events, and when each recipe's schedule comes next; neither raises. At the exit, what is still to be
-    sent has a few seconds.
+) -> Iterator[Callable[[Event], None]]:
+    """Yield what takes events and never raises. At the exit, what is still to be sent has a few seconds.
 
     QUANTMINT_WEBHOOK, and ..._SECRET for its signature, name the webhook. `UserError` for what cannot be used.
     """
@@ -268,7 +258,7 @@ def outlets(
             metrics.hear(event)
 
     try:
-        yield hear, (lambda _: None) if metrics is None else metrics.plan
+        yield hear
     finally:
         if hook is not None:
             hook.close()

@@ -5,13 +5,12 @@
     python -m tests.bench.soak --rounds 200 --json docs/soak.json
 
 In each round something moves, the model or the seed of the evaluation, and the recipe is made anew through every stage
-on the reference runtime. A seeded die says who is killed with SIGKILL, and when: the fleet, one of the programs that
-work for it (the run, a server, lm-eval, a supervisor), or nobody. Half of the rounds are run by a fleet that stays, as
-in `quantmint schedule run`, whose memory and descriptors are watched; a fleet that is killed is a process of its own.
-After a round `quantmint gc` collects, told that it is two hours later, since its hour of grace outlasts a round.
+on the reference runtime. A seeded die says who is killed with SIGKILL, and when: `quantmint requantize`, one of the
+programs that work for it (the run, a server, lm-eval, a supervisor), or nobody. After a round `quantmint gc` collects,
+told that it is two hours later, since its hour of grace outlasts a round.
 
-Ends with 1 where a bound breaks: a process or a held lock that is left, a descriptor or memory that grows, a store or a
-folder of temporary files that does.
+Ends with 1 where a bound breaks: a process or a held lock that is left, a store or a folder of temporary files that
+grows.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import click
 
@@ -51,7 +50,7 @@ _QUIET_S = 60.0  # what a killed round gets to end what it started
 class Round:
     """What moved, who was killed and after how many seconds, how it ended, and what is there afterwards.
 
-    ``rss`` and ``store`` are bytes, ``rss`` and ``descriptors`` those of the fleet that stays.
+    ``store`` is bytes.
     """
 
     moved: str
@@ -61,8 +60,6 @@ class Round:
     state: str
     processes: int
     locks: int
-    descriptors: int
-    rss: int
     store: int
     files: int
     temporary: int
@@ -100,16 +97,13 @@ def soak(home: Path, rounds: int, seed: int, tell: Callable[[str], None]) -> lis
         with warm_python(home, variables) as python:
             world = build(home, hub, python, {RECIPE: FLEET[RECIPE]})
             world.environment = variables
-            with _resident(world) as resident:
-                for number in range(rounds):
-                    series.append(_round(world, resident, die, number, last=number == rounds - 1, known=series))
-                    tell(f"{number + 1}/{rounds} {series[-1]}")
+            for number in range(rounds):
+                series.append(_round(world, die, number, last=number == rounds - 1, known=series))
+                tell(f"{number + 1}/{rounds} {series[-1]}")
     return series
 
 
-def _round(
-    world: World, resident: subprocess.Popen[str], die: random.Random, number: int, *, last: bool, known: list[Round]
-) -> Round:
+def _round(world: World, die: random.Random, number: int, *, last: bool, known: list[Round]) -> Round:
     moved = "model" if number == 0 or die.random() < 0.2 else "seed"
     fate: Fate = "whole" if last or number == 0 else die.choices(("whole", "program", "fleet"), (2, 4, 4))[0]
     if moved == "model" and number:
@@ -120,9 +114,9 @@ def _round(
     alike = [one.seconds for one in whole if one.moved == moved] or [one.seconds for one in whole]
     after = None if fate == "whole" else die.uniform(0, statistics.median(alike[-5:]))
     began = time.monotonic()
-    state = _asked(resident, world, after, die) if after is None or fate == "program" else _killed_fleet(world, after)
+    state = _run(world, die, fate, after)
     seconds = time.monotonic() - began
-    left = _left_after(world, resident)
+    left = _left_after(world)
     plan = plan_gc(Store(world.store), keep=2, now=time.time() + LATER_S)
     apply(plan, now=time.time() + LATER_S)
     sizes = [path.lstat().st_size for path in world.store.rglob("*") if path.is_file()]
@@ -134,8 +128,6 @@ def _round(
         state=state,
         processes=len(left),
         locks=sum(is_held(path, stale_after=STALE_AFTER_S, now=time.time()) for path in world.store.rglob("*.lock")),
-        descriptors=len(list(Path(f"/proc/{resident.pid}/fd").iterdir())),
-        rss=int(Path(f"/proc/{resident.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         store=sum(sizes),
         files=len(sizes),
         temporary=len(list(Path(world.environment["TMPDIR"]).iterdir())),
@@ -146,54 +138,28 @@ def _write(world: World, planned: Planned, seed: int) -> None:
     world.write(RECIPE, replace(planned, seed=seed, keep=2))
 
 
-@contextmanager
-def _resident(world: World) -> Iterator[subprocess.Popen[str]]:
-    with (world.home / "resident.log").open("w") as log, subprocess.Popen(
-        [sys.executable, "-m", "tests.bench.resident", str(world.store), str(world.python)],
-        cwd=world.home, env=world.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-    ) as process:  # fmt: skip
-        try:
-            yield process
-        finally:
-            with suppress(BrokenPipeError):
-                process.communicate(timeout=_QUIET_S)
-
-
-def _asked(resident: subprocess.Popen[str], world: World, after: float | None, die: random.Random) -> str:
-    """A round of the fleet that stays, one of whose programs is killed after some seconds."""
-    assert resident.stdin is not None
-    assert resident.stdout is not None
-    resident.stdin.write(f"{RECIPE}\n")
-    resident.stdin.flush()
-    if after is not None:
-        time.sleep(after)
-        there = programs(world.python)
-        if there:
-            with suppress(ProcessLookupError):
-                os.kill(die.choice(there), signal.SIGKILL)
-    ended: dict[str, Any] = json.loads(resident.stdout.readline())
-    return f"{ended['state']} {ended['verdict'] or ''}".strip()
-
-
-def _killed_fleet(world: World, after: float) -> str:
-    """A round of a fleet of its own, which is killed after some seconds if it still runs then."""
+def _run(world: World, die: random.Random, fate: Fate, after: float | None) -> str:
+    """Run a round; after some seconds kill the fleet, or one of its programs. Return how it ended, in words."""
     process = world.start("requantize", RECIPE, log=world.home / "fleet.log")
     try:
         process.wait(timeout=after)
-        return f"ended with {process.returncode}"
     except subprocess.TimeoutExpired:
-        process.kill()
+        if fate == "fleet":
+            process.kill()
+            process.wait()
+            return "killed"
+        if there := programs(world.python):
+            with suppress(ProcessLookupError):
+                os.kill(die.choice(there), signal.SIGKILL)
         process.wait()
-        return "killed"
+    return f"ended with {process.returncode}"
 
 
-def _left_after(world: World, resident: subprocess.Popen[str]) -> list[int]:
+def _left_after(world: World) -> list[int]:
     """Processes that are still there some time after a round."""
     end = time.monotonic() + _QUIET_S
     while (left := programs(world.python)) and time.monotonic() < end:
         time.sleep(0.1)
-    if resident.poll() is not None:
-        raise RuntimeError(f"the fleet that stays ended: {(world.home / 'resident.log').read_text()}")
     return left
 
 
@@ -205,11 +171,11 @@ def broken(series: list[Round]) -> list[str]:
         if worst:
             found.append(f"{name}: {worst} were left after a round")
     first = series[: max(1, len(series) // 5)]
-    for name, room in (("descriptors", 4), ("rss", 32 << 20), ("temporary", 8), ("files", 200), ("store", 64 << 20)):
+    for name, room in (("temporary", 8), ("files", 200), ("store", 64 << 20)):
         before, after = (max(getattr(one, name) for one in part) for part in (first, series[-len(first) :]))
         if after > before + room:
             found.append(f"{name}: {after:,} in the last fifth, {before:,} in the first")
-    if series[-1].state != "ran PASS":
+    if series[-1].state != "ended with 0":
         found.append(f"the last round, which nobody disturbed, ended as: {series[-1].state}")
     return found
 

@@ -1,1 +1,1 @@
-"""When recipes are looked at again: cron expressions, exported units and manifests, and a resident scheduler."""
+"""When recipes are looked at again: cron expressions, and exported units, crontabs, manifests and workflows."""

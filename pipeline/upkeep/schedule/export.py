@@ -132,7 +132,7 @@ def either_day(item: Scheduled, scheduler: str) -> str:
     sim = parsed(item.expression)
     if sim.day_and and len(sim.days) < 31 and len(weekdays(sim)) < 7:
         what = f"day of month and day of week both must hold, and one is enough for {scheduler}"
-        raise refusal(item, what, "Use --systemd, or `quantmint schedule run`.")
+        raise refusal(item, what, "Use --systemd.")
     return classic(item.expression)
 
 

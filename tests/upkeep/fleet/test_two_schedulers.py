@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,26 +47,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 class Scheduler:
-    """A command that goes on while we look: `quantmint requantize --due` where nothing else is said."""
+    """`quantmint requantize --due` that goes on while we look."""
 
-    def __init__(self, world: World, name: str, *arguments: str, elsewhere: bool = False) -> None:
+    def __init__(self, world: World, name: str, *, elsewhere: bool = False) -> None:
         self._answer, self._said = world.home / f"{name}.json", world.home / f"{name}.log"
         command = [str(world.python), "-m", "quantmint"]
         if elsewhere:
             command = [*_APART, sys.executable, "-c", _ELSEWHERE]
         with self._answer.open("wb") as answer, self._said.open("wb") as said:
             self.process = subprocess.Popen(
-                [*command, *(arguments or ("requantize", "--due", "--json"))],
+                [*command, "requantize", "--due", "--json"],
                 cwd=world.home, env=world.environment, stdin=subprocess.DEVNULL, stdout=answer, stderr=said,
             )  # fmt: skip
 
     @property
     def said(self) -> str:
         return self._said.read_text(encoding="utf-8", errors="replace")
-
-    @property
-    def answer(self) -> str:
-        return self._answer.read_text(encoding="utf-8")
 
     def states(self) -> dict[str, str]:
         """How it left each recipe, once it has ended by itself."""
@@ -175,18 +170,3 @@ def test_who_dies_on_another_machine_is_succeeded_when_its_heartbeat_is_old(worl
     assert {path: now[path] for path in finished} == finished
     assert world.run("due").code == 0
     assert not list(Path(world.store).rglob("*.lock"))
-
-
-def test_two_that_stay_do_what_is_due_once(world: World) -> None:
-    world.write(RECIPES[0], replace(FLEET[RECIPES[0]], seed=7, schedule="0 0 29 2 *"))
-    runs = len(world.runs()[RECIPES[0]])
-
-    both = tuple(Scheduler(world, name, "schedule", "run", RECIPES[0], "--json") for name in ("first", "second"))
-    for one in both:
-        until(lambda one=one: '"event": "finished"' in one.answer, one)  # type: ignore[misc]
-        one.process.send_signal(signal.SIGTERM)
-
-    assert [one.process.wait(_PATIENCE_S) for one in both] == [0, 0], "\n".join(one.said for one in both)
-    (run,) = world.runs()[RECIPES[0]][runs:]
-    assert (run["verdict"], "quantize" in made(run), "evaluate-candidate" in made(run)) == ("PASS", False, True)
-    assert not list(world.store.rglob("*.lock"))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -40,10 +40,6 @@ def store(tmp_path: Path) -> Path:
     )  # fmt: skip
     write_state(tmp_path, RecipeState(name="bad", last_attempt=AT, last_verdict="FAIL", attempts_failed=3))
     return tmp_path
-
-
-def when(seconds: float) -> datetime:
-    return datetime.fromtimestamp(EPOCH + seconds, UTC)
 
 
 def metrics(store: Path, warn: Callable[[str], None] = pytest.fail) -> Metrics:
@@ -90,18 +86,9 @@ def test_what_a_round_tells_while_it_works(store: Path, event: Make) -> None:
     assert {one.name for one in store.iterdir()} == {"refresh", "quantmint.prom"}  # nothing half written is left
 
 
-def test_the_next_fire_goes_with_its_recipe(store: Path) -> None:
-    ours = metrics(store)
-    ours.plan({"good": when(5), "bad": when(6)})
-    ours.plan({"good": when(7)})
-    fires = {key[1:]: value for key, value in shown(store).items() if key[0] == "next_fire_timestamp_seconds"}
-    assert fires == {("good",): EPOCH + 7}
-
-
 def test_every_metric_is_documented_and_every_alert_uses_what_there_is(store: Path, event: Make) -> None:
     ours = metrics(store)
     ours.hear(event("queued", "bad"))
-    ours.plan({"bad": when(0)})
     page = (Path(__file__).parents[3] / "docs/notices.md").read_text(encoding="utf-8")
     text = (store / "quantmint.prom").read_text(encoding="utf-8")
     names = {family.name for family in text_string_to_metric_families(text)}

@@ -111,7 +111,7 @@ def test_a_receiver_that_hangs_holds_up_neither_a_round_nor_its_end(receiver: Re
 def test_the_environments_address_gets_what_somebody_acts_on(receiver: Receiver, event: Make, tmp_path: Path) -> None:
     told: list[str] = []
     environ = {"QUANTMINT_WEBHOOK": receiver.address, "QUANTMINT_WEBHOOK_SECRET": "s3cr3t"}
-    with outlets(tmp_path, warn=told.append, environ=environ) as (hear, _):
+    with outlets(tmp_path, warn=told.append, environ=environ) as hear:
         for kind, fields in (
             ("queued", {}),
             ("waiting", {}),
