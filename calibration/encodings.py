@@ -12,6 +12,7 @@ shapes tell the encodings apart:
     mxfp8        F8_E4M3 [O, I]; ``_scale`` U8 [O, I/32], E8M0
     mxfp4        U8 [O, I/2]; ``_scale`` U8 [O, I/32], E8M0
     nvfp4        U8 [O, I/2]; ``_scale`` F8_E4M3 [O, I/16]; ``_global_scale`` F32, by which scales are divided
+    nvfp4_by     the same; ``_scale_2`` F32, by which scales are multiplied, as ModelOpt writes it
     int4         I32 [O, I/8], symmetric; ``_scale`` [O, I/group]; ``_shape``
 
 Numbers are computed in float32 and rounded to bfloat16 once. In block FP8 the name says inverse, but a weight is the
@@ -97,8 +98,9 @@ def recognise(tensors: Mapping[str, Stored], name: str) -> Encoded | None:
     elif dtype == "U8" and scale_dtype == "U8" and scale_shape == (rows, stored // 16) and not stored % 16:
         return Encoded("mxfp4", (scale_name,))
     elif dtype == "U8" and scale_dtype == "F8_E4M3" and scale_shape == (rows, stored // 8) and not stored % 8:
-        overall = f"{stem}_global_scale"
-        return Encoded("nvfp4", (scale_name, overall)) if overall in tensors else None
+        for encoding, suffix in (("nvfp4", "_global_scale"), ("nvfp4_by", "_scale_2")):
+            if f"{stem}{suffix}" in tensors:
+                return Encoded(encoding, (scale_name, f"{stem}{suffix}"))
     elif dtype == "I32" and scale_dtype in _FLOATS and f"{stem}_zero_point" not in tensors:
         groups = scale_shape[1] if len(scale_shape) == 2 and scale_shape[0] == rows else 0
         return Encoded("int4", (scale_name,)) if groups and not 8 * stored % groups else None
@@ -113,6 +115,8 @@ def is_block_fp8(declared: Mapping[str, Any]) -> bool:
 
 _TYPES = {"float": {4, 8}, "int": {4}}  # bits of elements, by what compressed-tensors calls their type
 _QUARK = {"fp8_e4m3", "fp4"}
+MODELOPT = {"FP8": "fp8", "NVFP4": "fp4"}
+"""Algorithms of ModelOpt whose weights are decoded, with the type that inputs are rounded to."""
 
 
 def obstacle(declared: Mapping[str, Any]) -> str | None:
@@ -124,6 +128,9 @@ def obstacle(declared: Mapping[str, Any]) -> str | None:
     if method == "fp8":
         block = declared.get("weight_block_size")
         return None if not block or list(block) == [BLOCK, BLOCK] else f"fp8, in blocks of {block}"
+    if method == "modelopt":
+        algorithm = str(declared.get("quant_algo"))
+        return None if algorithm in MODELOPT else f"modelopt, {algorithm}"
     if method == "compressed-tensors":
         if (declared.get("transform_config") or {}).get("config_groups"):
             return "compressed-tensors, with rotated weights"
@@ -196,6 +203,11 @@ def _decode_nvfp4(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch
     return _by_group(decode_elements("e2m1", 4, weight), scale)
 
 
+def _decode_nvfp4_by(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    scale = scales[0].float() * scales[1].float().reshape(())
+    return _by_group(decode_elements("e2m1", 4, weight), scale)
+
+
 def _decode_int4(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
     return _by_group(unpack_int4(weight), scales[0].float())
 
@@ -207,6 +219,7 @@ ENCODINGS: Final[Mapping[str, Encoding]] = {
     "mxfp8": Encoding(_decode_mxfp8),
     "mxfp4": Encoding(_decode_mxfp4, elements=2),
     "nvfp4": Encoding(_decode_nvfp4, elements=2),
+    "nvfp4_by": Encoding(_decode_nvfp4_by, elements=2),
     "int4": Encoding(_decode_int4, elements=8),
 }
 """Rules by name."""

@@ -266,7 +266,8 @@ class Measurements(Record):
     reaches, by task (a task without choices is not in it). `stopped` names the measurement that ended the
     run: nothing after it was measured. `faults` are sentences about measurements that were tried and broke (the text
     of a `MeasurementError`): each makes the verdict INVALID, with its reason on record. `history` are the verdicts on
-    this model that were known when it was judged, by their times.
+    this model that were known when it was judged, by their times. `baseline_rounding` says how the baseline's own
+    configuration rounds the inputs of its linear layers; None for a baseline in 16 bit.
     """
 
     artefact: str
@@ -283,6 +284,7 @@ class Measurements(Record):
     stopped: str | None = None
     faults: tuple[str, ...] = ()
     history: tuple[EarlierVerdict, ...] = ()
+    baseline_rounding: str | None = None
 
     @property
     def kv_tokens(self) -> dict[Side, float]:
@@ -308,6 +310,7 @@ class Measurements(Record):
             "stopped": self.stopped,
             "faults": list(self.faults),
             **({"history": [earlier.to_json() for earlier in self.history]} if self.history else {}),  # nor of that
+            **({"baseline_rounding": self.baseline_rounding} if self.baseline_rounding else {}),
         }
 
     @classmethod

@@ -7,7 +7,8 @@ PASS at 1 - confidence.
 
 A gain beyond the margin is no PASS: quantization does not teach a model. Something else differs between the sides, so
 the comparison is void, ANOMALOUS. Only where the baseline disagrees with itself as often may it be chance:
-temperature 0 is not deterministic on a server, where the requests that share a batch decide the order of sums.
+temperature 0 is not deterministic on a server, where the requests that share a batch decide the order of sums. A
+baseline that is quantized itself can lose to a candidate that rounds less: there a gain is a PASS.
 """
 
 from __future__ import annotations
@@ -43,16 +44,26 @@ def compare(task: str, measurements: Both, policy: Policy) -> tuple[Accuracy, tu
 
 
 def judge(
-    result: Accuracy, looks: tuple[Look, ...], floor: Control | None, policy: Policy, *, planned_looks: int
+    result: Accuracy,
+    looks: tuple[Look, ...],
+    floor: Control | None,
+    policy: Policy,
+    *,
+    planned_looks: int,
+    baseline_rounding: str | None = None,
 ) -> Finding:
-    """The finding of a gated task, from what `compare` found and the baseline's own flips."""
+    """Return the finding of a gated task, from what `compare` found and the baseline's own flips.
+
+    ``baseline_rounding``: see `Measurements`.
+    """
     task = result.task
     margin = margin_in_units(result.kind, policy.margins[task])
     promised = policy.margins[task]
     size = f"{promised:.2%}" if result.kind == "perplexity" else f"{100 * promised:.2f} points"
     limit = f"the margin of {size} at {policy.confidence:.0%} confidence"
     no_worse, no_better = _beyond(result, result.lower, better=True), _beyond(result, result.upper, better=False)
-    if result.lower > margin and (floor is None or result.flip_rate > floor.high):
+    is_gain = result.lower > margin and (floor is None or result.flip_rate > floor.high)
+    if is_gain and baseline_rounding is None:
         reason = (
             f"{_change(result)}; the true change is {no_worse}, a gain of more than {limit}. Quantization does not "
             f"improve a model, so something else differs between the sides.{_flips(result, floor)}"
@@ -71,6 +82,8 @@ def judge(
     saved = result.planned - result.items if verdict is not Verdict.INCONCLUSIVE else 0
     early = f" Decided after {result.items:,} of {result.planned:,} items, which saves {saved:,}." if saved else ""
     change = sentence(f"{_change(result)}; {where}")
+    if is_gain:
+        change += f" It is a gain: the baseline itself is quantized and rounds its inputs ({baseline_rounding})."
     return Finding("accuracy", task, verdict, f"{change}{early}{_flips(result, floor)}")
 
 

@@ -112,7 +112,14 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     canary_findings = _canary(measurements, policy)
     broken = any(finding.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE) for finding in canary_findings)
     findings += [
-        accuracy.judge(result, looks[task], again.get(task), policy, planned_looks=measurements.samples[task][0].looks)
+        accuracy.judge(
+            result,
+            looks[task],
+            again.get(task),
+            policy,
+            planned_looks=measurements.samples[task][0].looks,
+            baseline_rounding=measurements.baseline_rounding,
+        )
         for task, result in compared.items()
         if task in policy.margins
     ]

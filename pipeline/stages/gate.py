@@ -15,6 +15,7 @@ from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.digest import folder_digest
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
+from quantmint.pipeline.quantize.model.encodings import input_rounding
 from quantmint.pipeline.stages.bench import read_launches
 from quantmint.pipeline.stages.canary import read_comparison
 from quantmint.pipeline.stages.estimate import Estimate
@@ -60,8 +61,13 @@ class GateStage(Stage):
         return Verdict(str(entry.record.result["verdict"]))
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """Return the recipe's promises, task by task, and the guides' claims for such a checkpoint."""
+        """Return the recipe's promises, task by task, and the guides' claims for such a checkpoint.
+
+        A source that is quantized itself counts too: a gain over it is no fault.
+        """
+        rounding = input_rounding(setting.config)
         return {
+            **({} if rounding is None else {"baseline_rounding": rounding}),
             "policy": policy_of(setting).to_json(),
             "claims": _claims(setting),
             "tasks": [task.task for task in setting.suite.tasks],
@@ -105,6 +111,7 @@ class GateStage(Stage):
             chance=chance,
             stopped="canary" if self.stopped else None,
             history=earlier_verdicts(job, model),
+            baseline_rounding=input_rounding(job.setting.config),
         )
         report = judge(measurements, policy_of(job.setting))
         record.write(job.path, measurements, report)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantmint.pipeline.quantize.model.encodings import input_rounding
+
 Quantmint = Callable[..., Any]
 Models = Callable[..., Path]
 
@@ -90,6 +92,8 @@ def test_a_compressed_source_is_decoded_as_its_library_does(
     made = quantmint("quantize", models("llama", sharded=True), "first", *own)
     assert made.code == 0, made.err
     assert decompressed(Path("first"), Path("plain"), form) == 2 * (3 if scheme == "fp8_block" else 7)
+    rounding = input_rounding(json.loads(Path("first/config.json").read_text()))
+    assert (rounding is None) == (scheme == "w4a16"), rounding
     target = {"ptpc_fp8": "mxfp4", "mxfp8": "mxfp4", "mxfp4": "mxfp8"}.get(scheme, "ptpc_fp8")
     more = ("--scheme", target, "--exclude", "re:.*layers\\.1\\.mlp.*")
     for source, out in (("first", "second"), ("plain", "expected")):
@@ -130,6 +134,74 @@ def test_gptq_of_a_mixture_runs_on_the_decoded_model(
         assert_equal(stored(Path("of-quark")), stored(Path("of-compressed-tensors")))
     inspected = quantmint("inspect", "of-quark", "--source", "quark")
     assert inspected.code == 0, inspected.out
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8"])
+def test_a_source_of_modelopt_is_decoded(
+    quantmint: Quantmint, models: Models, words: tuple[str, ...], algorithm: str
+) -> None:
+    """Its tensors are those of compressed-tensors by other names, with the reciprocal of NVFP4's scale of a tensor.
+
+    `tests/bench/modelopt.py` holds the decoded numbers against ModelOpt's own.
+    """
+    scheme = {"NVFP4": "nvfp4", "FP8": "fp8"}[algorithm]
+    made = quantmint("quantize", models("llama"), "first", "--scheme", scheme, "--format", "compressed-tensors", *words)
+    assert made.code == 0, made.err
+    as_modelopt(Path("first"), Path("source"), algorithm)
+    made = quantmint("quantize", "source", "second", "--scheme", "mxfp4")
+    assert made.code == 0, made.err
+    inspected = quantmint("inspect", "second", "--source", "source")
+    assert inspected.code == 0, inspected.out
+    given = stored(Path("source"))
+    plain = {name: tensor for name, tensor in given.items() if tensor.dtype == torch.bfloat16 and "scale" not in name}
+    for name, weight in given.items():
+        if name not in plain and name.endswith(".weight"):
+            plain[name] = by_hand(weight, given[f"{name}_scale"], given.get(f"{name}_scale_2"))
+    Path("plain").mkdir()
+    for path in Path("first").glob("*.json"):
+        shutil.copy(path, Path("plain") / path.name)
+    config = json.loads(Path("plain/config.json").read_text())
+    del config["quantization_config"]
+    Path("plain/config.json").write_text(json.dumps(config))
+    save_file(plain, "plain/model.safetensors", {"format": "pt"})
+    made = quantmint("quantize", "plain", "expected", "--scheme", "mxfp4")
+    assert made.code == 0, made.err
+    assert_equal(stored(Path("second")), stored(Path("expected")))
+    config = json.loads(Path("source/config.json").read_text())
+    assert input_rounding(config) == f"modelopt, {'fp4' if algorithm == 'NVFP4' else 'fp8'}"
+    config["quantization_config"]["quant_algo"] = "NVFP4_AWQ"
+    Path("source/config.json").write_text(json.dumps(config))
+    refused = quantmint("quantize", "source", "third", "--scheme", "mxfp4")
+    assert refused.code == 2
+    assert "modelopt, NVFP4_AWQ" in refused.err
+
+
+def as_modelopt(folder: Path, out: Path, algorithm: str) -> None:
+    """Write a checkpoint of compressed-tensors as ModelOpt writes one."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    (out / "config.json").write_text(json.dumps(config))
+    for path in out.glob("*.safetensors"):
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in load_file(path).items():
+            if name.endswith("weight_global_scale"):
+                tensors[name.replace("weight_global_scale", "weight_scale_2")] = (1 / tensor.float()).reshape(())
+            elif name.endswith("input_global_scale"):
+                tensors[name.replace("input_global_scale", "input_scale")] = (1 / tensor.float()).reshape(())
+            elif name.endswith("scale") and tensor.numel() == 1:
+                tensors[name] = tensor.float().reshape(())
+            else:
+                tensors[name.replace("weight_packed", "weight")] = tensor
+        save_file(tensors, path, {"format": "pt"})
+
+
+def by_hand(weight: torch.Tensor, scale: torch.Tensor, overall: torch.Tensor | None) -> torch.Tensor:
+    if overall is None:
+        return (weight.float() * scale).to(torch.bfloat16)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    elements = torch.stack([values[(weight & 15).int()], values[(weight >> 4).int()]], dim=-1).flatten(1)
+    return (elements * (scale.float() * overall).repeat_interleave(16, 1)).to(torch.bfloat16)
 
 
 def test_a_source_whose_tensors_lie_is_refused(quantmint: Quantmint, models: Models) -> None:

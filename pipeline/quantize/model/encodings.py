@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from quantmint.calibration.encodings import BLOCK, SCALE_SUFFIX, Encoded, is_block_fp8, obstacle, recognise
+from quantmint.calibration.encodings import BLOCK, MODELOPT, SCALE_SUFFIX, Encoded, is_block_fp8, obstacle, recognise
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import TensorInfo
 from quantmint.pipeline.recipe.modules import declared_quantization
 
-LEFTOVERS = ("_scale", "_scale_inv", "_global_scale", "_shape", "_zero_point", "_g_idx")
+LEFTOVERS = ("_scale", "_scale_2", "_scale_inv", "_global_scale", "_shape", "_zero_point", "_g_idx")
 """Ends of names of what a quantized source has beside its weights: without meaning once these are decoded."""
 DECODED = "FP8 by blocks of 128x128, channels or tensor, MXFP8, MXFP4, NVFP4, symmetric INT4"
 """The encodings that sources are decoded from, for messages."""
@@ -41,6 +41,30 @@ def quantized_by(config: Mapping[str, Any]) -> str | None:
         return None
     method, block = str(declared.get("quant_method")), declared.get("weight_block_size")
     return f"{method}, {'per tensor' if not block else f'in blocks of {block}'}" if method == "fp8" else method
+
+
+def input_rounding(config: Mapping[str, Any]) -> str | None:
+    """Return how a model's configuration rounds the inputs of linear layers, as "quark, fp4"; None where it does not.
+
+    That of a checkpoint with several schemes names each.
+    """
+    declared = declared_quantization(config) or {}
+    method = declared.get("quant_method")
+    if method == "fp8":
+        return "fp8, e4m3" if declared.get("activation_scheme") else None
+    if method == "modelopt":
+        kind = MODELOPT.get(str(declared.get("quant_algo")))
+        return None if kind is None else f"modelopt, {kind}"
+    if method == "compressed-tensors":
+        inputs = [group.get("input_activations") or {} for group in (declared.get("config_groups") or {}).values()]
+        kinds = {f"{part.get('type')}{part.get('num_bits')}" for part in inputs if part}
+    elif method == "quark":
+        layers = [declared.get("global_quant_config"), *(declared.get("layer_quant_config") or {}).values()]
+        inputs = [(layer or {}).get("input_tensors") or {} for layer in layers]
+        kinds = {str(part.get("dtype")) for part in inputs if isinstance(part, dict) and part}
+    else:
+        return None
+    return f"{method}, {' and '.join(sorted(kinds))}" if kinds else None
 
 
 def source_encoding(config: Mapping[str, Any], tensors: Mapping[str, tuple[str, TensorInfo]]) -> SourceEncoding:

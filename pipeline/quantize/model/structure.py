@@ -188,8 +188,8 @@ _PACKED = "weight_packed"
 _WHOLE = frozenset({*SIXTEEN_BIT, "F32", "F8_E4M3", "I8"})  # dtypes whose elements are not packed
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MX_GROUP = 32  # elements of a row that share an E8M0 scale
-_KNOWN = (None, "fp8", "compressed-tensors", "quark")
-_QUANTIZED = ("_scale", "_scale_inv", "_zero_point", "_shape", "_g_idx")  # what layouts put beside weights
+_KNOWN = (None, "fp8", "compressed-tensors", "quark", "modelopt")
+_QUANTIZED = ("_scale", "_scale_2", "_scale_inv", "_zero_point", "_shape", "_g_idx")  # what layouts put beside weights
 _EMBEDDING, _VECTOR, _TOWER = "embedding", "norm, bias or other vector", "outside the decoder"
 _CONVOLUTION = "convolution"
 

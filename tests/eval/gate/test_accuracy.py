@@ -124,6 +124,19 @@ def test_a_gain_within_the_baselines_own_flips_is_chance(measurements: Measureme
         assert finding(judge(with_control, POLICY)).label == label
 
 
+def test_a_gain_over_a_baseline_that_is_quantized_itself_passes(measurements: Measurements) -> None:
+    pair = make_pair("t", 2000, right=1700, losses=2, gains=80)
+    rounded = dataclasses.replace(measurements, baseline_rounding="quark, fp4")
+    assert Measurements.read(rounded.to_json(), {}, {}).baseline_rounding == "quark, fp4"
+    assert "baseline_rounding" not in measurements.to_json()
+    passed = finding(judged(rounded, pair))
+    assert (passed.verdict, passed.label) == (PASS, None)
+    assert "the baseline itself is quantized and rounds its inputs (quark, fp4)" in passed.reason
+    assert finding(judged(rounded, make_pair("t", 2000, right=1700, losses=80, gains=2))).verdict is FAIL
+    ordinary = finding(judged(rounded, make_pair("t", 2000, right=1700, losses=2, gains=2)))
+    assert (ordinary.verdict, "gain" in ordinary.reason) == (PASS, False)
+
+
 def test_flips_are_shown_against_the_baselines_own(measurements: Measurements, policy: Policy) -> None:
     report = judge(measurements, policy)
     (found,) = [f for f in report.findings if f.subject == "tiny_facts"]
