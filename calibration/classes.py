@@ -1,8 +1,35 @@
-"""Find the class of transformers that builds the model of a configuration."""
+"""Find the classes of transformers that read a model's config.json and build the model."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of a folder, as transformers reads it.
+
+    A ``model_type`` that transformers does not know is read as that of the class which ``architectures`` names, if
+    transformers has it: Kimi K2 calls itself kimi_k2, and is a DeepseekV3ForCausalLM. Raises what transformers raises.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except ValueError:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if trust_remote_code or fields.get("model_type") in CONFIG_MAPPING:
+            raise
+        for name in fields.get("architectures") or ():
+            config_class: Any = getattr(getattr(transformers, str(name), None), "config_class", None)
+            if config_class is not None:
+                fields.pop("auto_map", None)  # code that is not run
+                return config_class.from_dict({**fields, "model_type": config_class.model_type})
+        raise
 
 
 def build_model(config: Any, **options: Any) -> Any:

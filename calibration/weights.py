@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from quantmint.calibration.classes import build_model
+from quantmint.calibration.classes import build_model, read_config
 from quantmint.calibration.encodings import Encoded, Stored, obstacle, plain_name, recognise
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.index import weight_files
@@ -32,10 +32,8 @@ def build(folder: Path, *, stored: torch.dtype | None = None, trust_remote_code:
     ("eager"), which is what llm-compressor calibrates with; fused attention differs in the last bit of bfloat16 from
     the second layer on. Raises `CalibrationError` for what transformers cannot build.
     """
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = read_config(folder, trust_remote_code=trust_remote_code)
         for part in (config, config.get_text_config()):
             if hasattr(part, "quantization_config"):  # decoded when it is read
                 del part.quantization_config

@@ -12,10 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.encodings import input_rounding
+from quantmint.pipeline.quantize.model.structure import imagine, read_structure
 
 Quantmint = Callable[..., Any]
 Models = Callable[..., Path]
+CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 
 CASES = [
     ("ptpc_fp8", "compressed-tensors", "float-quantized"),
@@ -72,6 +75,46 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
 
 
+def assert_imagined(folder: Path) -> None:
+    """The configuration alone tells which tensors there are, so that a release is planned before it is fetched."""
+    real = open_checkpoint(folder)
+    imagined, structure = imagine(folder)
+    ours, theirs = (
+        {name: (info.dtype, info.shape) for name, (_, info) in checkpoint.tensors.items()}
+        for checkpoint in (imagined, real)
+    )
+    assert {name: kind for name, kind in ours.items() if "scale" not in name} == {
+        name: kind for name, kind in theirs.items() if "scale" not in name
+    }
+    assert {name: shape for name, (_, shape) in ours.items()} == {name: shape for name, (_, shape) in theirs.items()}
+    read = read_structure(folder, real.tensors)
+    assert (structure.encoded, structure.undecodable) == (read.encoded, None)
+    assert structure.weights == read.weights
+    assert structure.decoded_away == read.decoded_away
+
+
+def test_kimi_k2_thinking_is_planned_from_its_configuration(tmp_path: Path) -> None:
+    """INT4 experts in groups of 32, everything else in 16 bit: the release has 594 GB."""
+    folder = tmp_path / "Kimi-K2-Thinking"
+    shutil.copytree(CONFIGS / "Kimi-K2-Instruct", folder)
+    config = json.loads((folder / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": [
+            "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"
+        ],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint, structure = imagine(folder)
+    assert structure.undecodable is None
+    assert {encoded.encoding for encoded in structure.encoded.values()} == {"int4"}
+    assert len(structure.encoded) == 60 * 384 * 3
+    assert checkpoint.nbytes == pytest.approx(594e9, rel=0.01)
+
+
 @pytest.fixture
 def words() -> tuple[str, ...]:
     text = "\n".join(" ".join(f"w{(line * word) % 500 + 4}" for word in range(1, 60)) for line in range(1, 40))
@@ -92,6 +135,7 @@ def test_a_compressed_source_is_decoded_as_its_library_does(
     made = quantmint("quantize", models("llama", sharded=True), "first", *own)
     assert made.code == 0, made.err
     assert decompressed(Path("first"), Path("plain"), form) == 2 * (3 if scheme == "fp8_block" else 7)
+    assert_imagined(Path("first"))
     rounding = input_rounding(json.loads(Path("first/config.json").read_text()))
     assert (rounding is None) == (scheme == "w4a16"), rounding
     target = {"ptpc_fp8": "mxfp4", "mxfp8": "mxfp4", "mxfp4": "mxfp8"}.get(scheme, "ptpc_fp8")
@@ -127,6 +171,7 @@ def test_gptq_of_a_mixture_runs_on_the_decoded_model(
     for layout in ("quark", "compressed-tensors"):
         made = quantmint("quantize", models("qwen3-moe"), layout, "--scheme", scheme, "--format", layout)
         assert made.code == 0, made.err
+        assert_imagined(Path(layout))
         more = ("--scheme", "mxfp4", "--algorithm", "gptq", *words)
         made = quantmint("quantize", layout, f"of-{layout}", *more, "--format", "quark")
         assert made.code == 0, made.err
@@ -148,6 +193,7 @@ def test_a_source_of_modelopt_is_decoded(
     made = quantmint("quantize", models("llama"), "first", "--scheme", scheme, "--format", "compressed-tensors", *words)
     assert made.code == 0, made.err
     as_modelopt(Path("first"), Path("source"), algorithm)
+    assert_imagined(Path("source"))
     made = quantmint("quantize", "source", "second", "--scheme", "mxfp4")
     assert made.code == 0, made.err
     inspected = quantmint("inspect", "second", "--source", "source")
@@ -202,6 +248,27 @@ def by_hand(weight: torch.Tensor, scale: torch.Tensor, overall: torch.Tensor | N
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     elements = torch.stack([values[(weight & 15).int()], values[(weight >> 4).int()]], dim=-1).flatten(1)
     return (elements * (scale.float() * overall).repeat_interleave(16, 1)).to(torch.bfloat16)
+
+
+def test_a_model_type_that_only_its_own_code_knows_is_built_by_its_architecture(
+    quantmint: Quantmint, models: Models, words: tuple[str, ...]
+) -> None:
+    """Kimi K2 is a DeepseekV3ForCausalLM of the type kimi_k2, and brings Python code that is not run."""
+    shutil.copytree(models("deepseek-v3"), "kimi")
+    config = json.loads(Path("kimi/config.json").read_text())
+    config |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    Path("kimi/config.json").write_text(json.dumps(config))
+    Path("kimi/configuration_deepseek.py").write_text("raise SystemExit('it was run')\n")
+    for source, out in ((models("deepseek-v3"), "expected"), ("kimi", "second")):
+        made = quantmint("quantize", source, out, "--scheme", "mxfp4", "--algorithm", "gptq", *words)
+        assert made.code == 0, made.err
+    assert_equal(stored(Path("second")), stored(Path("expected")))
+    assert json.loads(Path("second/config.json").read_text())["model_type"] == "kimi_k2"
+    config["architectures"] = ["NobodysForCausalLM"]
+    Path("kimi/config.json").write_text(json.dumps(config))
+    refused = quantmint("quantize", "kimi", "third", "--scheme", "mxfp4")
+    assert refused.code == 2
+    assert "transformers cannot build this model" in refused.err
 
 
 def test_a_source_whose_tensors_lie_is_refused(quantmint: Quantmint, models: Models) -> None:

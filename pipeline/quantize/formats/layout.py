@@ -178,6 +178,12 @@ class Layout(ABC):
                 unknown[module] = f"{key} {', '.join(f'{each}={found.get(each)}' for each in self._decisive)}"
         return Claims(schemes, unknown, self._has_kv_cache(config))
 
+    def weights(self, config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+        """Return what a ``quantization_config`` says of the weights of each linear module that it quantizes."""
+        settings_of = self._settings(config)
+        settings = {module: settings_of(module) for module in modules}
+        return {module: of_module[self._keys[0]] for module, of_module in settings.items() if of_module}
+
     @abstractmethod
     def _settings(self, config: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
         """Return a function from a module to the settings that hold for it; nothing where it stays in 16 bit."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quantmint.calibration.classes import build_model
+from quantmint.calibration.classes import build_model, read_config
 from quantmint.pipeline.base.errors import UserError, first_line
 
 # Packages that transformers imports where they are installed, for features that nobody uses here: assisted generation,
@@ -25,10 +25,10 @@ def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """
     with light_imports():
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401  # the class that is built below
+        from transformers import AutoModelForCausalLM  # noqa: F401  # the class that is built below
 
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = read_config(folder, trust_remote_code=trust_remote_code)
         # A quantized checkpoint is inspected as the model that it was made from.
         for part in (config, config.get_text_config()):
             if hasattr(part, "quantization_config"):

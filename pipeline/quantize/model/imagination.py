@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
 from math import ceil
 from typing import Any
 
-from quantmint.calibration.encodings import BLOCK, SCALE_SUFFIX
+from quantmint.calibration.encodings import BLOCK, SCALE_SUFFIX, is_block_fp8
 from quantmint.pipeline.quantize.formats.checkpoint import SINGLE_NAME, TensorInfo, tensor_bytes
-from quantmint.pipeline.quantize.model.encodings import quantized_by
+from quantmint.pipeline.quantize.formats.layout import layout, weight_tensors
 from quantmint.pipeline.recipe.modules import declared_quantization
 
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)\.")
@@ -21,12 +22,13 @@ def imagined_tensors(
     """Lay out the tensors of a release in one file.
 
     ``stored`` are dtype and shape of what transformers would save of ``model``. The layers of a multi-token predictor
-    that ``config`` counts are added as DeepSeek stores them; weights of the ``linear`` modules become FP8 with block
-    scales where ``config`` declares that.
+    that ``config`` counts are added as DeepSeek stores them; weights of the ``linear`` modules are stored as ``config``
+    declares, in the encodings that sources are decoded from.
     """
     tensors = {**stored, **_predictor(stored, model)}
-    if declared_quantization(config) is not None and quantized_by(config) is None:
-        tensors = _encode(tensors, linear)
+    declared = declared_quantization(config)
+    if declared is not None and linear:
+        tensors = _encode(tensors, _stored_by_kind(declared, linear))
     laid_out: dict[str, tuple[str, TensorInfo]] = {}
     position = 0
     for name, (dtype, shape) in tensors.items():
@@ -59,22 +61,88 @@ def _predictor(stored: Mapping[str, tuple[str, tuple[int, ...]]], model: Any) ->
     return tensors
 
 
-def _encode(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], linear: Collection[str]
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Give the weights of linear modules, and those of the predictor's layers like them, FP8 with block scales."""
-    lasts = {_relative(module) for module in linear}
+Stored = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtype and shape by the name of a tensor."""
+Store = Callable[[str, tuple[int, int]], Stored]
+"""Returns the tensors of a linear module, given its name and the shape [O, I] of its weight."""
+
+
+def _encode(tensors: Stored, stores: Mapping[str, Store]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Replace the weights of linear modules, and those of the predictor's layers like them, by what is stored of them.
+
+    ``stores`` are by a module's name without the number of its layer.
+    """
     encoded: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, (dtype, shape) in tensors.items():
         module = name.removesuffix(".weight")
-        if name.endswith(".weight") and len(shape) == 2 and _relative(module) in lasts:
-            encoded[name] = "F8_E4M3", shape
-            encoded[name + SCALE_SUFFIX] = "F32", (ceil(shape[0] / BLOCK), ceil(shape[1] / BLOCK))
-        else:
-            encoded[name] = dtype, shape
+        store = stores.get(_relative(module)) if name.endswith(".weight") and len(shape) == 2 else None
+        encoded |= {name: (dtype, shape)} if store is None else store(module, (shape[0], shape[1]))
     return encoded
 
 
+def _stored_by_kind(declared: Mapping[str, Any], linear: Collection[str]) -> dict[str, Store]:
+    """Return how each quantized kind of linear module is stored by a ``quantization_config``.
+
+    A kind is a module's name without the number of its layer; where layers differ, as in schemes, the last one counts.
+    """
+    method = str(declared.get("quant_method"))
+    if method in ("compressed-tensors", "quark"):
+        form = layout(method)
+        schemes, weights = form.claims(declared, linear).schemes, form.weights(declared, linear)
+        return {_relative(module): _store_of(method, schemes[module], weights[module]) for module in weights}
+    if method == "modelopt":
+        store = {"NVFP4": _store_modelopt_nvfp4, "FP8": _store_fp8}.get(str(declared.get("quant_algo")))
+        ignored = [*(declared.get("ignore") or ()), *(declared.get("exclude_modules") or ())]
+        modules = [name for name in linear if not any(fnmatchcase(name, pattern) for pattern in ignored)]
+        return {} if store is None else {_relative(module): store for module in modules}
+    if method == "fp8":
+        store = _store_blocks if is_block_fp8(declared) else _store_fp8
+        return {_relative(module): store for module in linear}
+    return {}
+
+
+def _store_of(method: str, scheme: str | None, weights: Mapping[str, Any]) -> Store:
+    """Return how a layout stores a module of a scheme; of one that is not in the table, INT4 in groups of any size."""
+    group = weights.get("group_size")
+
+    def store(module: str, shape: tuple[int, int]) -> Stored:
+        if scheme is not None:
+            return {
+                part.name: (part.dtype, part.shape) for part in weight_tensors(method, scheme, module, shape, "BF16")
+            }
+        if method != "compressed-tensors" or (weights.get("type"), weights.get("num_bits")) != ("int", 4):
+            return {f"{module}.weight": ("BF16", shape)}
+        rows, columns = shape
+        groups = -(-columns // group) if isinstance(group, int) and group > 0 else 1
+        return {
+            f"{module}.weight_packed": ("I32", (rows, columns // 8)),
+            f"{module}.weight_scale": ("BF16", (rows, groups)),
+            f"{module}.weight_shape": ("I32", (2,)),
+        }
+
+    return store
+
+
+def _store_blocks(module: str, shape: tuple[int, int]) -> Stored:
+    blocks = (ceil(shape[0] / BLOCK), ceil(shape[1] / BLOCK))
+    return {f"{module}.weight": ("F8_E4M3", shape), f"{module}.weight{SCALE_SUFFIX}": ("F32", blocks)}
+
+
+def _store_fp8(module: str, shape: tuple[int, int]) -> Stored:
+    scales = {f"{module}.{name}": ("F32", ()) for name in ("weight_scale", "input_scale")}
+    return {f"{module}.weight": ("F8_E4M3", shape), **scales}
+
+
+def _store_modelopt_nvfp4(module: str, shape: tuple[int, int]) -> Stored:
+    rows, columns = shape
+    scales = {f"{module}.{name}": ("F32", ()) for name in ("weight_scale_2", "input_scale")}
+    return {
+        f"{module}.weight": ("U8", (rows, columns // 2)),
+        f"{module}.weight_scale": ("F8_E4M3", (rows, columns // 16)),
+        **scales,
+    }
+
+
 def _relative(module: str) -> str:
-    """A module's name without the number of its layer."""
+    """Return a module's name without the number of its layer."""
     return _LAYER.sub(r"\1*.", module)

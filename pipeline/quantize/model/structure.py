@@ -172,13 +172,23 @@ def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoin
     structure = _Reading(model, {**config, "quantization_config": None}, plain).structure()
     tensors = imagined_tensors(stored_tensors(model), model, config, structure.linear)
     checkpoint = Checkpoint(folder, config, tuple(sorted({file for file, _ in tensors.values()})), tensors)
-    declared = quantized_by(config)
-    encoded = source_encoding(config, tensors).weights if declared is None else {}
+    encoding = source_encoding(config, tensors)
+    stored_as = {plain_name(name): name for name in encoding.weights}
     weights = {
-        name: replace(weight, encoded=encoded.get(weight.tensor)) if weight.tensor in encoded else weight
-        for name, weight in structure.weights.items()
+        module: replace(weight, tensor=stored_as[weight.tensor], encoded=encoding.weights[stored_as[weight.tensor]])
+        if weight.tensor in stored_as
+        else weight
+        for module, weight in structure.weights.items()
     }
-    return checkpoint, replace(structure, encoded=encoded, weights=weights, quantized_by=declared, undecodable=declared)
+    scales = {scale for encoded in encoding.weights.values() for scale in encoded.scales}
+    return checkpoint, replace(
+        structure,
+        encoded=encoding.weights,
+        weights=weights,
+        dropped=tuple(name for name in tensors if encoding.weights and name.endswith(LEFTOVERS) and name not in scales),
+        quantized_by=quantized_by(config),
+        undecodable=encoding.obstacle,
+    )
 
 
 OUTPUT_HEAD = "output head"
