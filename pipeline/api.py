@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
-    """A checkpoint that `quantize` finished: ``made`` is False where it was finished before.
+    """A checkpoint that `quantize` finished; ``made`` is False where an earlier call had finished it.
 
     ``record`` is the content of ``quantmint/job.json`` in the folder: sizes in bytes, modules by scheme, seconds by
     part, digests of the files.
@@ -63,22 +63,22 @@ class QuantizedCheckpoint:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the checkpoint's weights."""
+        """Bytes of the checkpoint's weight files."""
         return int(self.record["bytes"])
 
     @property
     def source_bytes(self) -> int:
-        """Return the size of the source's weights."""
+        """Bytes of the source's weights."""
         return int(self.record["source_bytes"])
 
     @property
     def schemes(self) -> Mapping[str, int]:
-        """Return the number of linear modules in each scheme."""
+        """Number of linear modules by scheme."""
         return dict(self.record["schemes"])
 
     @property
     def inspection(self) -> str | None:
-        """Return the verdict of the inspection, "PASS"; None where it was left out."""
+        """Verdict of the inspection, "PASS"; None where it was left out."""
         verdict: str | None = self.record["inspection"]
         return verdict
 
@@ -94,7 +94,10 @@ def open_quantization(
     inspect: bool = True,
     to_run: bool = True,
 ) -> QuantizationJob:
-    """Return the job of `quantize`, of which nothing is made yet. Raises `UserError` for what it cannot make."""
+    """Return the job of `quantize` with the same arguments; nothing is written yet.
+
+    ``to_run`` checks the recipe against this machine's CPU. Raises `UserError` for what cannot be made.
+    """
     from quantmint.pipeline.runs.oneshot import open_job, source_section
 
     section = {"scheme": quantization} if isinstance(quantization, str) else dict(quantization)
@@ -122,9 +125,10 @@ def quantize(
     """Quantize a model (a folder, or ``organisation/name[@revision]`` of the Hub) into the folder ``out``.
 
     ``quantization`` is a scheme, or a recipe's section of that name ({"scheme": "mxfp4", "algorithm": "gptq"});
-    ``calibration`` is the section of that name ({"set": "ultrachat", "samples": 128}). The same call goes on with what
-    was interrupted. ``on`` is ray or ray://HEAD. Raises `UserError` for what cannot be made, `StageError` where the
-    work breaks, `InspectionError` where the result is unsound.
+    ``calibration`` is the section of that name ({"set": "ultrachat", "samples": 128}). Without ``inspect`` the result
+    is not inspected. ``on`` is ray or ray://HEAD, a cluster to compute on. The same call resumes an interrupted one.
+    Raises `UserError` for what cannot be made, `StageError` where the work fails, `InspectionError` where the result is
+    unsound.
     """
     job = open_quantization(
         model,
@@ -141,7 +145,7 @@ def quantize(
 def finish_quantization(
     job: QuantizationJob, *, on: str | None = None, reporter: Reporter | None = None
 ) -> QuantizedCheckpoint:
-    """Make the checkpoint of a job, or go on with it. Raises what `quantize` raises."""
+    """Make the checkpoint of a job, or resume it; ``on`` and errors are as in `quantize`."""
     from quantmint.pipeline.runs.oneshot import make_checkpoint
 
     reporter = reporter or Quiet()
@@ -161,7 +165,7 @@ def inspect(
     """Check a compressed-tensors or Quark checkpoint against its config.json, and with ``source`` against that model.
 
     ``source`` is the folder of the 16-bit model: with it the error of every layer is measured, and tensors that were
-    not quantized are compared. Raises `UserError` for a folder that is no such checkpoint.
+    not quantized are compared. Raises `UserError` for a folder that is no such checkpoint, and for a quantized source.
     """
     from quantmint.pipeline.quantize.device import resolve_device
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
@@ -203,9 +207,9 @@ def plan(
 ) -> RunForecast:
     """Forecast a run of a recipe: its stages, their time, memory and disk, and what its gate can show.
 
-    ``machine`` is one to forecast for, such as mi300x:8 or here (None: the recipe's target, where that is another one).
-    ``config`` is a folder with the model's config.json, to plan without its weights. Raises `UserError` for what no run
-    could do.
+    ``machine`` is the machine to forecast for, such as "mi300x:8" or "here" (None: the recipe's target, if that is
+    another machine). ``config`` is a folder with the model's config.json, to plan without its weights. Raises
+    `UserError` where no run could succeed.
     """
     from quantmint.pipeline.runs.forecast import forecast_run
     from quantmint.pipeline.runs.search import stand_in
@@ -219,7 +223,10 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A run that came to its end: its outcome, the setting that was run, and the tries of a search."""
+    """The result of a finished run: its outcome, the setting that was run, and the tries of a search.
+
+    Each try has the choice's bits, cost and groups by scheme, and its verdict.
+    """
 
     outcome: RunOutcome
     setting: Setting
@@ -227,12 +234,12 @@ class RunResult:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Return the gate's verdict; None where the run ended before it."""
+        """The gate's verdict; None where the run ended before the gate."""
         return self.outcome.verdict
 
     @property
     def published(self) -> Sequence[Publication]:
-        """Return what was published, a destination each."""
+        """Publications of the run, one for each destination; empty where nothing was published."""
         from quantmint.pipeline.stages.publish import published_in
 
         entry = self.outcome.entry("publish")
@@ -240,9 +247,10 @@ class RunResult:
 
     @property
     def report(self) -> Path | None:
-        """Return the report's page; None where none was made.
+        """Path of the report's page; None without a report.
 
-        It is the page beside the checkpoint where readers get this release from a folder, else that in the store.
+        It is the page beside the published checkpoint where a folder has this release as its current one, else the
+        store's.
         """
         from quantmint.eval.report.model import PAGE
         from quantmint.pipeline.publish.addresses import published_folder
@@ -269,10 +277,11 @@ def run(
     remote_store: str | None = None,
     reporter: Reporter | None = None,
 ) -> RunResult:
-    """Run a recipe (a name, a YAML file, or one that was loaded): quantize, prove and, after a PASS, publish.
+    """Run a recipe (a name, a YAML file, or a loaded one): quantize, prove and, after a PASS, publish.
 
     ``until`` is the last stage, ``redo`` names stages to make again although the store has them. ``on`` is ray or
-    ray://HEAD, ``remote_store`` a URL. Raises `QuantmintError`: what is finished stays, and the same call goes on.
+    ray://HEAD, a cluster to compute on; ``remote_store`` is the URL of a store to share. Raises `QuantmintError`;
+    finished stages stay, and the same call resumes after them.
     """
     from quantmint.pipeline.runs.search import run_search
     from quantmint.pipeline.runs.session import open_setting
@@ -295,20 +304,20 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The checks of a release, with the exit code of `quantmint release verify` and its word for them."""
+    """The checks of a release, with the exit code and the conclusion of `quantmint release verify`."""
 
     checks: Sequence[ReleaseCheck]
 
     @property
     def exit_code(self) -> int:
-        """Return 0 where everything holds, 1 where something does not, 3 where something could not be checked."""
+        """The exit code: 0 where all checks pass, 1 where one fails, 3 where one could not be made."""
         from quantmint.pipeline.publish.verify.subject import exit_code
 
         return exit_code(tuple(self.checks))
 
     @property
     def conclusion(self) -> str:
-        """Return the word for all checks: VERIFIED, CONSISTENT, ..."""
+        """One word for all checks, such as VERIFIED or CONSISTENT."""
         from quantmint.pipeline.publish.verify.subject import conclusion
 
         return conclusion(tuple(self.checks))
@@ -324,11 +333,12 @@ def verify(
     name: str | None = None,
     reporter: Reporter | None = None,
 ) -> Verification:
-    """Check everything of a release that can be checked with nothing but what was published.
+    """Check all of a release that can be checked with nothing but what was published.
 
-    ``release`` is a folder, a repository (org/name) or a bucket, with @TAG for another than the current one. Its signer
-    is named by a public ``key`` (a PEM file), or by ``identity`` and ``issuer``; with ``unsigned`` a release without a
-    signature is accepted. ``name`` is that of the expected release. Raises `UserError` where there is no release.
+    ``release`` is a folder, a repository (org/name) or a bucket, with @TAG for another than the current release. Its
+    signer is named by a public ``key`` (a PEM file), or by ``identity`` and ``issuer``; with ``unsigned`` a release
+    without a signature is accepted. ``name`` is the name of the expected release. Raises `UserError` where there is no
+    release, and for a signer named in both ways or by half of one.
     """
     from quantmint.pipeline.publish.signing import public_fingerprint
     from quantmint.pipeline.publish.verify.files import Trust
@@ -356,7 +366,7 @@ def verify(
 
 
 class Quiet(PlainReporter):
-    """A reporter that says nothing; warnings go to the standard error."""
+    """A reporter that prints only warnings, to standard error."""
 
     def _line(self, text: str) -> None:
         if "warning: " in text:
@@ -368,7 +378,7 @@ def _recipe(recipe: str | Path | LoadedRecipe) -> str | LoadedRecipe:
 
 
 def _launches(folder: Path, recipe: Recipe, facts: CardFacts) -> tuple[ServingCommand, ...]:
-    """Plan the launches that a card shows, as the stage that writes cards does."""
+    """Return the serving commands that a release's card shows, planned as the card's stage plans them."""
     from quantmint.eval import workloads
     from quantmint.pipeline.serving.model.facts import model_facts
     from quantmint.pipeline.stages.card import launches, vllm_of
@@ -380,7 +390,7 @@ def _launches(folder: Path, recipe: Recipe, facts: CardFacts) -> tuple[ServingCo
 
 @contextmanager
 def _spread(on: str | None, setting: Setting, reporter: Reporter) -> Iterator[Setting]:
-    """Yield the setting with the machines that ``on`` names, over which calibration and quantization are spread."""
+    """Yield the setting with the machines that ``on`` names, on which calibration and quantization run."""
     from quantmint.pipeline.clusters.ray.spread import open_spread
 
     machines = open_spread(

@@ -20,8 +20,9 @@ _REVISED: Final = re.compile(r"(.+)@([^@/]+)", re.DOTALL)
 
 
 class Argument(NamedTuple):
-    """A classified argument: ``place`` without the ``revision`` behind an @. A recipe is a YAML file; a name is any
-    other text.
+    """A classified argument: its kind, and ``place``, without the ``revision`` behind an @.
+
+    A recipe is a YAML file; a name is any text that is nothing else.
     """
 
     kind: Literal["folder", "recipe", "file", "repository", "bucket", "name"]
@@ -30,7 +31,10 @@ class Argument(NamedTuple):
 
 
 def classify(text: str) -> Argument:
-    """Return the kind, place and revision of a text; every text is of some kind."""
+    """Return the kind, place and revision of an argument.
+
+    Existing folders come before recipes, files and repositories.
+    """
     revised = _REVISED.fullmatch(text)
     place, revision = revised.groups() if revised else (text, None)
     if "://" not in text:

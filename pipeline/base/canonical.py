@@ -30,7 +30,7 @@ class UnstableValueError(StageError):
 
 
 class _Absent:
-    """The value of the side of a difference that has nothing at the path."""
+    """The type of `ABSENT`, the value of a side of a difference that has nothing at the path."""
 
     def __repr__(self) -> str:
         return "absent"

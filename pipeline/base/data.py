@@ -27,10 +27,10 @@ def load_table(module: str, name: str) -> Any:
 
 
 def rows(kind: type[T], table: Mapping[str, Mapping[str, Any]], *pairs: str) -> Mapping[str, T]:
-    """Return a table's rows by name as dataclasses with a field ``name``, in its order. Raises pydantic's
-    `ValidationError`.
+    """Return the rows of ``table`` by name, in order, as dataclasses of ``kind`` with a field ``name``.
 
-    ``pairs`` are fields that the table has as mappings, and a row, which can be hashed, as pairs.
+    ``pairs`` are fields that the table has as mappings and a row, to be hashable, as tuples of pairs. Raises pydantic's
+    `ValidationError` for a row that does not fit.
     """
     from pydantic import TypeAdapter
 

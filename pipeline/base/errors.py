@@ -40,10 +40,10 @@ _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@|(?<=\w)\?[^\s\"'<>)]*=[^\s\"'<>)]*"
 
 
 class QuantmintError(Exception):
-    """The root of all errors: a message of one paragraph, and a hint what to do where there is one.
+    """The base of all errors: a message of one paragraph, and a hint on what to do, if there is one.
 
     ``transient`` says that the same command may succeed later with nothing changed, because a network or server was
-    unreachable. Whoever runs many recipes repeats those, and no others.
+    unreachable; programs that run many recipes repeat only such commands.
     """
 
     exit_code = 5
@@ -102,8 +102,9 @@ class InvalidMeasurementError(QuantmintError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error; the last line if the first ends with a colon; its type if
-    empty.
+    """Return the first line of another library's error; the last if the first ends with a colon.
+
+    An empty error gives the name of its type.
     """
     lines = _lines_of(error)
     return lines[-1].strip() if lines[0].endswith(":") else lines[0]

@@ -23,10 +23,11 @@ from quantmint.pipeline.base.errors import UserError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """An accelerator of the table.
+    """An accelerator of the hardware table.
 
     ``pci`` are device ids ("0x74a1"), ``names`` further names that drivers report besides ``title``. ``bandwidth`` is
-    that of its memory in TB/s, None where unknown; ``tflops`` are dense TFLOPS by the type of the inputs.
+    the memory bandwidth in TB/s, None where unknown; ``tflops`` are (input type, dense TFLOPS) pairs; ``hbm_gib`` is
+    the memory in GiB.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Hardware:
         return dict(self.tflops)[dtype] * 1e12
 
     def multiplies(self, scheme: str) -> bool:
-        """Whether vLLM multiplies a scheme's weights and activations on it in their stored formats."""
+        """Return whether vLLM here multiplies a scheme's weights and activations in their stored formats."""
         return any(_holding("native", self.name, scheme, "auto", ""))
 
     @property
@@ -139,7 +140,10 @@ def cautions(
     expert_schemes: Collection[str] = (),
     cpu_flags: Collection[str] | None = None,
 ) -> tuple[str, ...]:
-    """Return what to know before serving such a checkpoint there, although it loads. Arguments as for `refusal`."""
+    """Return sentences on what to know before serving such a checkpoint there, although it loads.
+
+    Arguments as for `refusal`.
+    """
     remarks = [rule.why for rule in _holding("cautions", name, scheme, kv_cache, checkpoint_format, expert_schemes)]
     if cpu_flags is None:
         remarks += [
@@ -151,7 +155,7 @@ def cautions(
 
 
 def needs(name: str, scheme: str, kv_cache: str, checkpoint_format: str) -> tuple[str, ...]:
-    """Return the distributions that the serving environment needs besides vLLM. Arguments as for `refusal`."""
+    """Return the Python packages that the serving environment needs besides vLLM. Arguments as for `refusal`."""
     requirements = [rule.needs for rule in _holding("cautions", name, scheme, kv_cache, checkpoint_format)]
     return tuple(dict.fromkeys(distribution for some in requirements for distribution in some))
 

@@ -151,7 +151,10 @@ def stop(children: Iterable[Child]) -> None:
 
 
 def measuring_child(argv: Sequence[str], log: Path, *, env: Mapping[str, str], secrets: Collection[str] = ()) -> Child:
-    """Start a program with our environment and ``env``; of our secrets it gets only those named in ``secrets``."""
+    """Start a program with our environment and ``env``.
+
+    Of our secret variables it gets only those named in ``secrets``.
+    """
     ours = {name: value for name, value in os.environ.items() if name in secrets or not SECRET.search(name)}
     return Child(argv, {**ours, **env}, log, grace=_GRACE_S, append=True)
 
@@ -184,7 +187,7 @@ def run_logged(
 
 
 def failed(what: str, code: int, log: Path) -> StageError:
-    """Return the error of a program that ended with an exit code, with the last lines of its log."""
+    """Return the error for program ``what`` that ended with exit code ``code``, with the last lines of its log."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return StageError(
         f"{what} ended with exit code {code}: {' | '.join(lines[-_QUOTED:]) or 'it printed nothing'}",
@@ -193,7 +196,7 @@ def failed(what: str, code: int, log: Path) -> StageError:
 
 
 class Conversation:
-    """A dialogue with a running program, one question at a time."""
+    """A dialogue with a running program over a socket: one JSON message, one reply."""
 
     def __init__(self, lines: BufferedRWPair, process: Child, what: str, log: Path) -> None:
         self._lines = lines

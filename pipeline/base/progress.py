@@ -23,7 +23,10 @@ class Progress(Protocol):
     """The protocol by which a stage reports its progress."""
 
     def bar(self, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-        """Show a bar over ``total`` units ("B", "samples", ...); the context's value is called with each advance."""
+        """Show a bar over ``total`` units ("B", "samples", ...).
+
+        Call the context's value with the units done since its last call.
+        """
 
     def say(self, message: str) -> None:
         """Print a line about the current work."""
@@ -69,7 +72,10 @@ class PlainReporter:
 
     @contextmanager
     def bar(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        """Print a line a minute while the context's value is called with advances, and one at the end."""
+        """Print a line a minute and one at the end.
+
+        Call the context's value with the units done since its last call.
+        """
         done, reported = 0, time.monotonic()
 
         def advance(count: int) -> None:

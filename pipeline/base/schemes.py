@@ -67,7 +67,10 @@ class WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormat:
-    """The format of a quantized layer's inputs: unchanged, or a type with static or run-time scales."""
+    """The format of a quantized layer's inputs: unchanged ("none"), or ``dtype`` with static or dynamic scales.
+
+    ``group`` is the number of inputs that share a scale, where the granularity is group.
+    """
 
     kind: Literal["none", "static", "dynamic"]
     granularity: Literal["per_tensor", "per_token", "group"] | None = None
@@ -77,10 +80,10 @@ class ActivationFormat:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One row of the table.
+    """One quantization scheme of the table.
 
-    ``refused`` are pairs of a layout that vLLM does not load it from, and why; ``lacks`` pairs of an engine and a
-    layout that this does not make it in.
+    ``formats`` are the checkpoint formats that vLLM loads it from. ``refused`` are pairs of another format and why vLLM
+    does not load it; ``lacks`` are pairs of an engine and a format that this engine cannot make it in.
     """
 
     name: str
@@ -94,45 +97,45 @@ class Scheme:
 
     @property
     def needs_ranges(self) -> bool:
-        """Whether the inputs of every layer must be measured on a calibration set."""
+        """Whether the inputs' scales are static, so that every layer's inputs are measured on a calibration set."""
         return self.activations.kind == "static"
 
     @property
     def input_scale_role(self) -> str | None:
-        """The role of the tensor that holds a layer's static scale of inputs; None where inputs have none."""
+        """Role of the tensor with a layer's static scale of inputs; None for a scheme without one."""
         if not self.needs_ranges:
             return None
         return "input_global_scale" if self.activations.group else "input_scale"
 
     @property
     def is_mx(self) -> bool:
-        """Whether it is an OCP microscaling scheme: groups of 32 with a power of two as their scale."""
+        """Whether the scheme is OCP microscaling (MX): groups of 32 elements share a power of two as scale."""
         return self.weight.scale == "e8m0"
 
     @property
     def weight_format(self) -> str:
-        """The name of the weights' format: "FP8", "MXFP4", "NVFP4", "INT4"."""
+        """Name of the weights' format, such as "FP8", "MXFP4", "NVFP4" or "INT4"."""
         return _FAMILIES[self.weight.scale] + ELEMENT_KINDS[self.weight.dtype]
 
     @property
     def input_divisor(self) -> int:
-        """What in_features must be divisible by: 32 for MX, 16 for NVFP4, 128 for blocks and INT4 groups, else 1."""
+        """Divisor of in_features: 32 for MX, 16 for NVFP4, 128 for blocks and INT4 groups, else 1."""
         return self.weight.group[1] if self.weight.group else 1
 
     @property
     def row_divisor(self) -> int:
-        """What out_features must be divisible by where vLLM puts other rows behind them: 128 for blocks, else 1."""
+        """Divisor of out_features where vLLM stacks the rows of several modules: 128 for blocks, else 1."""
         return self.weight.group[0] if self.weight.group and self.weight.granularity == "block" else 1
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of one weight with its share of the scales; scales per channel or tensor weigh nothing in it."""
+        """Bits of one weight with its share of group or block scales; scales per channel or tensor are not counted."""
         if self.weight.group is None:
             return float(self.weight.bits)
         return self.weight.bits + SCALE_BITS[self.weight.scale] / math.prod(self.weight.group)
 
     def stored_bits(self, rows: int, columns: int) -> int:
-        """Bits of a weight of [rows, columns] with all of its scales."""
+        """Return the bits of a weight of shape [rows, columns] with all of its scales."""
         high, wide = {"per_tensor": (rows, columns), "per_channel": (1, columns)}.get(
             self.weight.granularity, self.weight.group or (1, 1)
         )
@@ -140,7 +143,7 @@ class Scheme:
         return rows * columns * self.weight.bits + scales * SCALE_BITS[self.weight.scale]
 
     def refusal(self, engine: str, checkpoint_format: str) -> str | None:
-        """Why an engine does not make the scheme in a layout, in one clause; None when it does."""
+        """Return in one clause why an engine does not make the scheme in a checkpoint format; None when it does."""
         if checkpoint_format not in self.formats:
             return f"there is no {self.name} in {checkpoint_format}: {dict(self.refused)[checkpoint_format]}"
         if engine not in self.engines:
@@ -152,16 +155,16 @@ class Scheme:
         return None
 
     def makers(self, checkpoint_format: str) -> tuple[str, ...]:
-        """The engines that make the scheme in a layout."""
+        """Return the engines that make the scheme in a checkpoint format."""
         return tuple(engine for engine in self.engines if self.refusal(engine, checkpoint_format) is None)
 
 
 @cache
 def table() -> Mapping[str, Scheme]:
-    """Every scheme by name, in the order of the file."""
+    """Return every scheme by name, in the order of the file."""
     return rows(Scheme, load_table(__file__, "schemes.yaml"), "refused", "lacks")
 
 
 def scheme(name: str) -> Scheme:
-    """The scheme of that name; `KeyError` where there is none."""
+    """Return the scheme of that name. Raises `KeyError` where there is none."""
     return table()[name]

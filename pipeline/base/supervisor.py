@@ -38,7 +38,12 @@ _stopping = 0
 
 
 def main(owner: int, grace: float, command: list[str], after: list[list[str]], output: str | None) -> int:
-    """Run ``command`` until it ends or the owner does, then ``after``; return its exit code."""
+    """Run ``command`` until it ends, process ``owner`` ends, or a signal stops it; then run the commands ``after``.
+
+    All descendants are ended, with ``grace`` seconds between SIGTERM and SIGKILL unless the command ended by itself.
+    Writes the command's process id to standard output; returns its exit code, 128 + N after signal N. ``output`` is the
+    file for the command's standard output, None for standard error.
+    """
     # By ctypes, because Python has no prctl. It is needed for safety, not speed: without it a server whose parent was
     # killed would run on and hold its GPUs.
     libc = ctypes.CDLL(None, use_errno=True)
@@ -71,7 +76,7 @@ def main(owner: int, grace: float, command: list[str], after: list[list[str]], o
 
 
 def _tidy(argv: list[str]) -> None:
-    """Run a cleanup command silently: its container may be gone already."""
+    """Run a cleanup command without its output; report only one that cannot run or takes too long."""
     try:
         subprocess.run(
             argv,
@@ -137,7 +142,10 @@ def _reap() -> dict[int, int]:
 
 
 def _sweep(group: int, grace: float) -> dict[int, int]:
-    """End every descendant; return the wait statuses by process id."""
+    """End every descendant; return their wait statuses by process id.
+
+    Process group ``group`` gets SIGTERM; what remains after ``grace`` seconds gets SIGKILL.
+    """
     ended = _reap()
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGTERM)

@@ -55,14 +55,14 @@ def fault_of(expression: str) -> str | None:
 
 
 def parsed(expression: str) -> CronSim:
-    """Return cronsim's form of an expression: sets of minutes, hours, days, months and weekdays."""
+    """Return the cron expression parsed by cronsim: sets of minutes, hours, days, months and weekdays."""
     from cronsim import CronSim
 
     return CronSim(expression, datetime(2026, 1, 1, tzinfo=UTC))
 
 
 def next_times(expression: str, zone: str, after: datetime, n: int) -> tuple[datetime, ...]:
-    """Return up to `n` times of an expression after a moment, in the time zone `zone`.
+    """Return up to `n` times of a cron expression after a moment, in the time zone `zone`.
 
     Every time is later than `after`, which may be in any zone. Where clocks go back, the offset tells equal times
     apart.
@@ -98,12 +98,12 @@ def classic(expression: str) -> str:
 
 
 def weekdays(sim: CronSim) -> set[int]:
-    """Return an expression's days of the week; 0 is Sunday."""
+    """Return the weekdays of a parsed cron expression; 0 is Sunday."""
     return {day % 7 for day in sim.weekdays if isinstance(day, int)}
 
 
 def ranges(numbers: Collection[int], *, to: str = "-", width: int = 1) -> str:
-    """Return numbers as a list of singles and ranges: ``1-3,7``."""
+    """Return numbers as a list of singles and ranges, ``1-3,7``; ``to`` joins a range, ``width`` pads with zeros."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

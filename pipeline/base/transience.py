@@ -31,14 +31,14 @@ _NEVER: Final = ("CERTIFICATE_VERIFY_FAILED", "OfflineModeIsEnabled", "HF_HUB_OF
 
 
 def is_transient_status(status: int) -> bool:
-    """Whether an HTTP status is transient: 429, or 5xx except 501 (not implemented)."""
+    """Return whether an HTTP status is transient: 429, or 5xx except 501 (not implemented)."""
     return status == 429 or (status >= 500 and status != 501)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether an error or one of its causes is a connection without an answer, or a busy server's answer.
+    """Return whether an error or one of its causes is a connection without an answer, or a busy server's answer.
 
-    False in offline mode and for certificate errors: a retry has the same result.
+    False in offline mode and for certificate errors, where a retry has the same result.
     """
     causes = list(_causes(error))
     if any(mark in f"{type(cause).__name__}: {cause}" for cause in causes for mark in _NEVER):
@@ -49,7 +49,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def says_transient(words: str) -> bool:
-    """Whether a child process's last output, such as the end of a traceback, shows a transient error."""
+    """Return whether a process's last output, such as the end of a traceback, shows a transient error."""
     if any(mark in words for mark in _NEVER):
         return False
     return _NO_ANSWER.search(words) is not None or any(

@@ -96,18 +96,18 @@ _EXTRAS = {
 
 
 class _Commands(click.Group):
-    """A group that imports a command when it is called."""
+    """A click group that imports a command's module only when the command is called."""
 
     def __init__(self, *, entries: Mapping[str, _CommandEntry], **settings: Any) -> None:
         super().__init__(**settings)
         self._entries = entries
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order of the table."""
+        """Return the names of the commands, in the order of the table."""
         return list(self._entries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command by its name, or make a group of its entries; None for an unknown name."""
+        """Import and return the command of that name, or build a group of its entries; None for an unknown name."""
         entry = self._entries.get(cmd_name)
         if entry is None:
             return None
@@ -130,7 +130,10 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that was typed; an unknown name is a usage error with the nearest one."""
+        """Return name, command and remaining arguments.
+
+        Raises a usage error, with the nearest name, for an unknown command.
+        """
         if args and args[0] not in self._entries:
             ctx.fail(f"no command {args[0]!r}{did_you_mean(args[0], self._entries)}")
         return super().resolve_command(ctx, args)
@@ -188,10 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run() -> None:
-    """Run `main` as this process, and end it at once.
+    """Run `main` as this process, and end the process at once, without Python's cleanup.
 
-    Everything is on the disk by then: nobody waits a second for a GPU's driver and a hundred megabytes of modules to be
-    taken apart.
+    Everything is on the disk by then, and taking a GPU's driver and the loaded modules apart would take a second.
     """
     code: object = 0
     signal.signal(signal.SIGTERM, _terminate)
@@ -211,7 +213,7 @@ def run() -> None:
 
 
 def _terminate(_number: int, _frame: object) -> None:
-    """Take SIGTERM, which service managers stop a process with, as Ctrl-C."""
+    """Raise `TerminatedError` at SIGTERM, by which service managers stop a process, to end it as Ctrl-C does."""
     raise TerminatedError
 
 
@@ -223,7 +225,7 @@ def _too_long(path: str) -> str:
 
 
 def _shadow() -> str:
-    """Return a hint at PYTHONPATH, which may hide a module that quantmint needs; empty without it."""
+    """Return a hint that PYTHONPATH may hide a module that quantmint needs; empty where the variable is not set."""
     path = os.environ.get("PYTHONPATH")
     return f"\n  PYTHONPATH is {path}: a module there may hide one that quantmint needs." if path else ""
 
@@ -239,7 +241,10 @@ def _fail(message: str, arguments: Sequence[str], code: int, *, transient: bool 
 
 
 def _emit_error(message: str, arguments: Sequence[str], code: int, *, transient: bool = False) -> None:
-    """With ``--json``, what went wrong as an object; ``transient``: the same command may succeed in a while."""
+    """Print the error as a JSON object if ``arguments`` contain ``--json``, else nothing.
+
+    ``transient`` says that the same command may succeed later.
+    """
     if "--json" in arguments:
         import json
 

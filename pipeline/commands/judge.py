@@ -122,7 +122,11 @@ def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
 
 
 def _unlisted(file: Path, artefact: str) -> Iterator[str]:
-    """Yield what contradicts a record in the release that it lies in; the record names its samples by their digests."""
+    """Yield how a record, or a file beside it, contradicts the manifest of its release; none without a manifest.
+
+    ``file`` is the record, ``artefact`` the digest of the checkpoint that it judged. A release that has lost the
+    manifest that it was signed with is reported too.
+    """
     from quantmint.pipeline.publish import manifest as manifests
     from quantmint.pipeline.publish.release import EVIDENCE, MANIFEST, SIGNATURE
     from quantmint.pipeline.store.disk import sha256_of
@@ -162,7 +166,10 @@ _COLOURS = {
 def print_judgement(
     report: GateReport, recorded: GateReport, path: Path, *, replaced: bool, differences: Sequence[str]
 ) -> None:
-    """Print the first screen of a report; ``replaced`` says that the limits are not the recorded ones."""
+    """Print the first screen of ``report``, with its ``differences`` from the ``recorded`` one in ``path``.
+
+    ``replaced`` says that other limits than the recorded ones were used.
+    """
     word = click.style(report.verdict.value, fg=_COLOURS[report.verdict], bold=True)
     click.echo(f"{word}  checkpoint {report.artefact}")
     click.echo(f"measured with {report.runtime} on {report.device or 'unknown device'} ({report.hardware})")

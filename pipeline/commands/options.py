@@ -104,7 +104,7 @@ pod_options = _together(
 
 
 def pod_of(options: Mapping[str, Any], **fields: Any) -> Pod:
-    """Return the pod that `pod_options` describe; ``fields`` are other fields of it."""
+    """Return the pod that the options of `pod_options` describe; ``fields`` are further fields of `Pod`."""
     from quantmint.pipeline.clusters.submit.pod import Pod, parse_claim, parse_secret, read_template
 
     return Pod(
@@ -117,7 +117,10 @@ def pod_of(options: Mapping[str, Any], **fields: Any) -> Pod:
 
 
 def refuse_foreign(context: click.Context, chosen: str, belongs: Mapping[str, Sequence[str]]) -> None:
-    """Raise a usage error for an option that was typed and belongs to another choice."""
+    """Raise a usage error for an option on the command line that belongs to another choice than ``chosen``.
+
+    ``belongs`` has, by option, the choices that it belongs to; other options belong to all.
+    """
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
         places = belongs.get(str(parameter.name), (chosen,))

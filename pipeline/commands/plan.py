@@ -99,7 +99,7 @@ def _print_forecast(forecast: RunForecast) -> None:
 
 
 def _print_gate(console: Console, forecast: RunForecast) -> None:
-    """Print what the gate can show: of each task, of all, and of the throughput."""
+    """Print what the gate can show: the loss for each task and for all of them, and the speedup."""
     from quantmint.pipeline.commands.tables import table
 
     tasks = [
@@ -126,7 +126,7 @@ def _print_gate(console: Console, forecast: RunForecast) -> None:
 
 
 def total(forecast: RunForecast) -> str:
-    """Word what the whole run takes, as far as it is known."""
+    """Return a sentence on the time of the whole run, and of a search's further tries."""
     where = "on this machine" if forecast.machine == "here" else f"on {forecast.machine}"
     words = "at least" if forecast.not_predicted else "about"
     sentence = f"{words} {duration(forecast.seconds)} in all {where}, from here to the end"
@@ -140,14 +140,14 @@ def total(forecast: RunForecast) -> str:
 
 
 def _time(stage: StageForecast) -> tuple[str, str]:
-    """Word a stage's time, and what it is known from."""
+    """Return a stage's time as text, and its origin; "?" and the reason where it is not predicted."""
     if stage.seconds is None:
         return "?", "not predicted: a library's time is not known before it ran once"
     return ("-", "") if stage.cached else (duration(stage.seconds), _BASES[str(stage.by)])
 
 
 def _throughput(bench: Mapping[str, Any], speed: SpeedReach | None) -> str:
-    """Word what measuring the throughput takes, and what it can show."""
+    """Return lines on what measuring the throughput takes, and the speedup that it can prove."""
     most = "at most " if bench.get("stop_early") else ""
     basis = "as assumed until some were seen" if bench["noise"] is None else "as last seen"
     lines = [

@@ -31,7 +31,7 @@ _dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what wo
 
 
 def _places_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add an option for each kind of place."""
+    """Return the command with an option for each kind of destination."""
     for kind in KINDS:
         shown = "This repository" if "/" in kind.metavar else f"{kind.metavar}/NAME"
         text = f"{shown}, instead of the recipe's places."
@@ -190,7 +190,7 @@ def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
 
 
 def _reasons_to_keep(listed: Sequence[ListedRelease], keep: int) -> str:
-    """Word why each release of a destination stays."""
+    """Return a sentence on why releases of a destination stay when only the newest ``keep`` are kept."""
     releases = without_candidates(listed)
     newest = ", ".join(release.tag for release in releases[:keep]) or "none"
     parts = [f"the newest {keep} of {len(releases)} stay ({newest})"]
@@ -201,7 +201,7 @@ def _reasons_to_keep(listed: Sequence[ListedRelease], keep: int) -> str:
 
 
 def published_by(outcome: RunOutcome) -> Sequence[Publication]:
-    """Return the publications of a run, a destination each; empty where nothing was published."""
+    """Return the publications of a run, one for each destination; empty where nothing was published."""
     from quantmint.pipeline.stages.publish import published_in
 
     entry = outcome.entry("publish")
@@ -224,7 +224,7 @@ def show_published(published: Sequence[Publication], setting: Setting) -> None:
 
 
 def _current_in(place: str) -> str | None:
-    """Return the tag of the release that readers of a published folder get now; None for any other place."""
+    """Return the tag of the current release of a published folder; None for any other destination."""
     folder = Path(place)
     return folder.resolve().name if folder.is_symlink() else None
 
@@ -245,7 +245,10 @@ def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
 
 
 def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:
-    """Put the release together and ask each destination. No keyless signature is made: it would be public for ever."""
+    """Put the release together, and print what each destination would do; return the exit code.
+
+    No keyless signature is made, because it would be public forever.
+    """
     from quantmint.pipeline.runs.planner import missing_stages
     from quantmint.pipeline.runs.runner import run_plan
     from quantmint.pipeline.stages import package

@@ -106,7 +106,10 @@ def _sections(options: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[
 
 
 def _parameters(algorithm: str | None, texts: tuple[str, ...]) -> dict[str, Any]:
-    """Return the algorithm's section of a recipe, from ``NAME=VALUE`` texts."""
+    """Return ``algorithm``'s parameters from ``NAME=VALUE`` texts, by its name.
+
+    Raises `click.UsageError` for other texts.
+    """
     import yaml
 
     if texts and algorithm is None:
@@ -119,7 +122,10 @@ def _parameters(algorithm: str | None, texts: tuple[str, ...]) -> dict[str, Any]
 
 
 def _overrides(texts: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Parse ``NAME=SCHEME`` texts; a pattern may hold an equals sign itself."""
+    """Return the recipe's overrides from ``NAME=SCHEME`` texts; a pattern may itself contain an equals sign.
+
+    Raises `click.UsageError` for other texts.
+    """
     overrides: list[dict[str, Any]] = []
     for text in texts:
         name, equals, scheme = text.rpartition("=")

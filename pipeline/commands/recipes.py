@@ -156,7 +156,10 @@ def schemes(markdown: bool, as_json: bool) -> None:
 
 
 def _facts(scheme: Scheme) -> dict[str, Any]:
-    """A scheme in words; ``makers`` are its engines by layout, ``native`` what multiplies it as it is stored."""
+    """Return a scheme's facts as words.
+
+    ``makers`` are its engines by format, ``native`` the hardware that multiplies it.
+    """
     weight, activations = scheme.weight, scheme.activations
     rows, columns = weight.group or (0, 0)
     share = _GRANULARITY.get(weight.granularity, f"{rows} x {columns}" if rows > 1 else f"{columns}")

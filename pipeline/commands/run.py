@@ -87,10 +87,11 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """The result of a run with what is said of it.
+    """The result of a run and what is printed about it.
 
     ``reasons`` are those of the verdict, or of the stage that stopped the run. ``following`` is the forecast of a run
-    with the block that the advice has, ``measured`` where the figures come from, ``tracked`` a run of MLflow.
+    with the advice's block, ``measured`` are runtime, hardware and device of the figures, ``tracked`` is MLflow's run
+    id.
     """
 
     result: RunResult
@@ -125,7 +126,7 @@ def _ending(result: RunResult, warn: Callable[[str], None]) -> _Ending:
 
 
 def _answer(ending: _Ending) -> dict[str, Any]:
-    """Return the JSON object of a run."""
+    """Return the run's result as the object that ``--json`` prints."""
     from quantmint.pipeline.publish.addresses import published_folder
 
     result, advice, following = ending.result, ending.advice, ending.following
@@ -187,7 +188,10 @@ def _print(ending: _Ending) -> None:
 
 
 def _measured(gate: Entry | None) -> dict[str, str] | None:
-    """Return the runtime, hardware and device of the measurements: a verdict holds for these alone."""
+    """Return the runtime, hardware and device of the measurements, for which the verdict holds.
+
+    None without a gate's record.
+    """
     from quantmint.pipeline.stages.gate import GATE
 
     if gate is None or GATE not in gate.record.files:

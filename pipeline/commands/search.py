@@ -113,7 +113,7 @@ def _require_one_budget(bits: float | None, speedup: float | None, write: Path |
 
 
 def _frontier_facts(points: Sequence[Point], groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the frontier and the groups that it spends on, as JSON."""
+    """Return the frontier's points, and the groups of modules with their options, as JSON values."""
     return {"frontier": [point.to_json() for point in points], "groups": [_group_facts(group) for group in groups]}
 
 
@@ -124,9 +124,10 @@ def _load(
     budget: tuple[float | None, float | None],
     store: Path,
 ) -> tuple[LoadedRecipe, Quantization | None]:
-    """Return a recipe that chooses among schemes, and the quantization of the recipe that ``model`` names, if one is.
+    """Return a recipe with `scheme: auto` for ``model``, and the quantization of the recipe that it names, if any.
 
-    ``texts`` is a calibration section in the place of the recipe's; ``budget`` bits and speedup.
+    The quantization is None for a model, and for a recipe that chooses itself. ``texts`` is a calibration section that
+    replaces the recipe's; ``budget`` is (bits, speedup). Raises `click.UsageError` for a speedup without a recipe.
     """
     from quantmint.eval.records import is_path
     from quantmint.pipeline.base.argument import classify
@@ -156,13 +157,13 @@ def _load(
 
 
 def _group_facts(group: Group) -> dict[str, Any]:
-    """Return a group of modules as JSON."""
+    """Return a group's name, number of weights, and cost (nats) and bits by scheme, as JSON values."""
     schemes = {option.scheme: {"cost": option.cost, "bits": option.bits} for option in group.options}
     return {"name": group.name, "weights": group.weights, "schemes": schemes}
 
 
 def _show_sections(advice: Advice, choice: str | None, file: Path | None) -> None:
-    """Print the advice with its section, and the section of a choice, or the file that it was written to."""
+    """Print the advice with its YAML, and the YAML ``choice``, or the ``file`` that it was written to."""
     for line in ("", *advice.lines, "", advice.paste) if advice.paste else ():
         click.echo(line)
     if choice is not None:

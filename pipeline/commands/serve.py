@@ -174,7 +174,7 @@ def _show(request: ServeRequest, form: str, options: dict[str, Any]) -> None:
 
 
 def _facts(facts: ModelFacts) -> dict[str, Any]:
-    """Numbers and names; the single pieces of a model would be pages."""
+    """Return the model's facts as JSON values, without its list of single weights, which would fill pages."""
     fact_fields = dataclasses.asdict(facts)
     shown = {field.name: fact_fields[field.name] for field in dataclasses.fields(facts) if field.compare}
     return {"family": facts.family, "density": facts.density, **shown}

@@ -130,7 +130,10 @@ def _place(name: str, given: dict[str, Any]) -> Scheduler:
 
 
 def _task(options: dict[str, Any]) -> JobRequest:
-    """Refuses here what the run would refuse there, after hours in a queue."""
+    """Return the job to submit, after checking recipe and arguments here as the run would hours later.
+
+    Raises `RecipeError` for a recipe with faults, `click.UsageError` for wrong arguments.
+    """
     from quantmint.pipeline.base.times import parse_duration
     from quantmint.pipeline.commands import run
     from quantmint.pipeline.recipe.faults import refuse
@@ -151,7 +154,10 @@ def _task(options: dict[str, Any]) -> JobRequest:
 
 
 def _follow(place: Scheduler, answer: dict[str, Any], as_json: bool) -> int:
-    """The log on standard output (with --json on standard error), then the run's own exit code."""
+    """Print the job's log as it grows, on standard error with ``as_json``.
+
+    Return the run's exit code, or 130 after Ctrl-C.
+    """
     heard: set[str] = set()
 
     def look(state: JobState) -> None:

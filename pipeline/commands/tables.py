@@ -30,7 +30,7 @@ _ORIGINS = {
 
 
 def terminal() -> Console:
-    """Standard output. A file has no edge to cut at: who reads it later gets whole figures."""
+    """Return the console of standard output; into a file it is wide enough that no figure is cut."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _WIDE)
@@ -38,7 +38,7 @@ def terminal() -> Console:
 
 
 def paragraph(console: Console, head: str, text: str) -> str:
-    """`head` and prose beside it, wrapped at a terminal's edge; one line in a file, for programs that read lines."""
+    """Return `head` with prose beside it, wrapped at the terminal's edge; one line where the output is a file."""
     if not console.is_terminal:
         return head + text
     width = max(min(console.width, _READABLE), len(head) + 20)
@@ -46,17 +46,17 @@ def paragraph(console: Console, head: str, text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text of a report or a release that anybody may have written: no markup of ours, nothing that moves a cursor."""
+    """Return foreign text safe to print with rich: no markup, one line, no control characters."""
     return escape(printable(text))
 
 
 def printable(text: str) -> str:
-    """Return a stranger's text on one line, without characters that move a cursor or turn letters around."""
+    """Return foreign text on one line, with unprintable characters, such as those that move a cursor, replaced."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 class _Table(Table):
-    """Each row is a paragraph where a terminal is too narrow for the words of the columns."""
+    """A table that prints each row as a paragraph where the terminal is too narrow for its columns."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         least = 3 * len(self.columns) - 1  # what stands between columns
@@ -75,7 +75,7 @@ class _Table(Table):
 
 
 def table(*columns: str, right: Collection[str] = (), rows: Iterable[Iterable[str]] = ()) -> Table:
-    """A table in the house's style; the cells of `rows` are markup."""
+    """Return a table in the house style; cells of `rows` are rich markup, columns in `right` are right-aligned."""
     table_ = _Table(box=box.SIMPLE, pad_edge=False)
     for number, column in enumerate(columns):
         # The first column is what people copy; the last one may be prose.

@@ -180,7 +180,7 @@ def tune(model: str, mode: Literal["one-at-a-time", "grid"], tunableop: bool, **
 
 
 def _require_rocm(kind: str) -> None:
-    """Raise `UserError` for kernels to tune on anything else than an AMD GPU."""
+    """Raise `UserError` where kernels are to be tuned on a ``kind`` of accelerator other than rocm."""
     if kind != "rocm":
         raise UserError(
             "--tunableop, --aiter: they choose among rocBLAS's, hipBLASLt's and AITER's kernels; elsewhere there is "
@@ -189,7 +189,7 @@ def _require_rocm(kind: str) -> None:
 
 
 def _require_small_grid(axes: Sequence[Axis]) -> None:
-    """Raise `UserError` for a grid that no budget holds."""
+    """Raise `UserError` for a grid with more combinations than a sweep may have."""
     from quantmint.pipeline.serving.tuning.sweep import grid_size
 
     if grid_size(axes) > _LARGEST_GRID:

@@ -40,9 +40,9 @@ from quantmint.pipeline.store.disk import free_bytes
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """One stage of a run: ``seconds`` as an earlier run took ("seen") or by rates ("reckoned"), None where unknown.
+    """The forecast of one stage: ``seconds``, None where unknown, and ``by``, the origin of that time.
 
-    A stage that the store has is "cached" and takes no time.
+    ``by`` is "cached" (0 s, the store has the entry), "seen" (as in an earlier run) or "reckoned" (by rates).
     """
 
     stage: str
@@ -54,12 +54,13 @@ class StageForecast:
 
 @dataclass(frozen=True, slots=True)
 class RunForecast:
-    """The forecast of a run, on this machine ("here") or another one; JSON and the terminal both render it.
+    """The forecast of a run, on this machine ("here") or another one, for JSON and the terminal.
 
     ``seconds`` is the sum of all stages that are forecast, with the start of the process: a lower bound where
-    ``not_predicted`` names stages. A search may make ``further_tries`` after a FAIL; with all of them the run takes
+    ``not_predicted`` names stages. A search may make ``further_tries``; with all of them the run takes
     ``seconds_of_all_tries``. ``savings`` are settings and the seconds that each would save. ``disk_needed`` are bytes
-    by purpose on the disk of ``where``. ``bench`` is what measuring throughput takes, empty where nothing is measured.
+    by purpose and ``disk_free`` the free bytes on the disk of ``where``. ``bench`` is `stages.bench.outlook`, empty
+    where no throughput is measured.
     """
 
     setting: Setting
@@ -81,7 +82,7 @@ class RunForecast:
 
     @property
     def recipe(self) -> Recipe:
-        """Return the recipe, resolved."""
+        """The recipe that is run, with defaults filled in."""
         return self.setting.recipe
 
     def require_room(self) -> None:
@@ -92,7 +93,7 @@ class RunForecast:
             require_room_to_publish(self.setting, self.size, missing)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON."""
+        """Return the whole forecast as JSON values."""
         chosen, tries = self.setting.chosen, self.further_tries
         return {
             "recipe": self.recipe.name,
@@ -116,11 +117,11 @@ class RunForecast:
 def forecast_run(
     setting: Setting, *, machine: str | None = None, config: Path | None = None, tries: bool = True
 ) -> RunForecast:
-    """Forecast the run of a setting whose schemes are chosen (`runs.search.stand_in`); nothing is made.
+    """Forecast the run of a setting whose schemes are chosen (`runs.search.stand_in`); nothing is written.
 
-    ``machine`` is what was typed, such as mi300x:8 or here (None: the recipe's target, where that is another machine);
-    ``config`` is a folder with the model's config.json for a source that is not here. Without ``tries`` a search's
-    further tries are not counted. Raises `UserError` for what no run could do.
+    ``machine`` is the text of ``--for``, such as "mi300x:8" or "here" (None: the recipe's target, if that is another
+    machine); ``config`` is a folder with the model's config.json for a source that is not here. Without ``tries`` a
+    search's further tries are not counted. Raises `UserError` where no run could succeed.
     """
     recipe = setting.recipe
     if setting.source.folder is not None:
@@ -170,7 +171,10 @@ def forecast_run(
 def _gate_forecast(
     setting: Setting, plan: Sequence[Planned], estimate: Estimate, *, here: bool
 ) -> tuple[Mapping[str, Any], Reach]:
-    """Return the forecast of the launches, empty where none are made, and what the gate can show with them."""
+    """Return the forecast of the bench stage, empty where there is none, and what the gate can show with it.
+
+    ``here`` says that the run is on this machine, whose store may have launches to reuse.
+    """
     bench: Mapping[str, Any] = {}
     for planned in plan:
         if planned.key == "bench":  # another machine's launches are not in this store
@@ -188,9 +192,9 @@ def _gate_forecast(
 
 
 def forecast_with(setting: Setting, sections: str) -> RunForecast | None:
-    """Forecast the next run of a recipe with ``sections`` (YAML) in the place of its own, on this machine.
+    """Forecast the recipe's next run on this machine with ``sections`` (YAML) in the place of its own sections.
 
-    None where it cannot be forecast: the run itself says why.
+    None where it cannot be forecast; a run would raise the error.
     """
     written = as_written(setting).loaded
     data = written.recipe.model_dump(mode="json", by_alias=True) | yaml.safe_load(sections)
@@ -205,8 +209,8 @@ def forecast_with(setting: Setting, sections: str) -> RunForecast | None:
 def machine_elsewhere(text: str | None, hardware: str, gpus: int) -> ServingTarget | None:
     """Return the machine to forecast for, None for this one.
 
-    ``text`` is what was typed (None: the recipe's target, ``gpus`` of ``hardware``, where that is another machine).
-    Raises `UserError` for a machine that no table has figures of.
+    ``text`` is the text of ``--for``; None stands for the recipe's target, ``gpus`` of ``hardware``, if that is another
+    machine with known figures. Raises `UserError` for a named machine without figures.
     """
     if text is not None:
         return None if text == "here" else _machine_named(text)
@@ -231,12 +235,12 @@ def _machine_named(text: str) -> ServingTarget:
 
 
 def _with_figures() -> list[str]:
-    """Return the names of the hardware that a forecast has figures of."""
+    """Return the names of hardware with a known memory bandwidth, and of CPUs, for which forecasts can be made."""
     return [row.name for row in table().values() if row.bandwidth is not None or row.kind == "cpu"]
 
 
 def _cautions(setting: Setting) -> list[str]:
-    """Return what is known to harm such a checkpoint: its algorithm, and its target's kernels."""
+    """Return cautions on the accuracy of the recipe's algorithm, and on its target's kernels."""
     quantization, target = setting.recipe.quantization, setting.recipe.target
     harm = algorithm(quantization.algorithm).caution(quantization.schemes)
     experts = schemes_of_experts(quantization, setting.config)
@@ -247,7 +251,10 @@ def _cautions(setting: Setting) -> list[str]:
 
 
 def _too_small(needed: Mapping[str, int], free: int, where: Path, elsewhere: ServingTarget | None) -> list[str]:
-    """Return a caution that this machine's disk would not do, where another machine is planned for."""
+    """Return a caution if this machine's disk would be too small, where the run is planned for another machine.
+
+    ``needed`` are bytes by purpose, ``free`` the bytes free on the disk of ``where``.
+    """
     total = sum(needed.values())
     if elsewhere is None or total <= free:
         return []

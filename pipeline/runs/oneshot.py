@@ -50,9 +50,9 @@ _LAST: Final = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class QuantizationJob:
-    """A checkpoint to make without a recipe file: from which source, by which stages, into which folder.
+    """A checkpoint to make without a recipe file: its setting, its planned stages, and the folder to write.
 
-    Nothing is written before `make`.
+    Nothing is written before `make_checkpoint`.
     """
 
     setting: Setting
@@ -61,9 +61,10 @@ class QuantizationJob:
 
     @property
     def payload(self) -> dict[str, Any]:
-        """Return what shapes the checkpoint's bytes, by stage; the inspection only reads them.
+        """What determines the checkpoint's bytes, by stage key, for its fingerprint; the inspection is left out.
 
-        For schemes that are chosen it is what they are chosen by: the same whether that was measured already or not.
+        With `scheme: auto` it is what the schemes are chosen by, so that it is the same before and after the
+        measurement.
         """
         written = self.setting if self.setting.chosen is None else as_written(self.setting)
         plan = self.plan if written is self.setting else build_plan(written)
@@ -79,24 +80,24 @@ class QuantizationJob:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Return the record of the finished checkpoint."""
+        """The content of the finished checkpoint's job.json."""
         return read_json(self.out / _EVIDENCE / _JOB)
 
     @property
     def begun(self) -> bool:
-        """Return whether some of it was made before."""
+        """Whether an earlier call began to make the checkpoint."""
         return (self.out / _WORK).is_dir()
 
     @property
     def moving(self) -> bool:
-        """Return whether everything is made, and only the last renames are missing."""
+        """Whether all files are complete, and only their renames into the folder are missing."""
         return (self.out / _WORK / "final").is_dir()
 
     @property
     def finished(self) -> bool:
-        """Return whether the folder holds the checkpoint of this job.
+        """Whether the folder holds the finished checkpoint of this job.
 
-        Raises `UserError` for a folder that holds anything else: another job's checkpoint, or foreign files.
+        Raises `UserError` for a folder with anything else: another job's checkpoint, changed files, or foreign files.
         """
         if self.out.exists() and not self.out.is_dir():
             raise UserError(f"OUT: found the file {self.out}, expected a folder.")
@@ -137,7 +138,7 @@ def _shown(side: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The checkpoint that a job will make, from the model's headers; ``schemes`` counts modules."""
+    """The checkpoint that a job will make, by the model's headers; ``schemes`` counts modules by scheme."""
 
     source: Checkpoint
     structure: Structure
@@ -146,7 +147,10 @@ class Outlook:
 
 
 def source_section(text: str) -> dict[str, str]:
-    """Return the recipe's source section for MODEL: a folder that is here, else ``org/name[@revision]`` of the Hub."""
+    """Return the recipe's source section for MODEL: a local folder, else ``org/name[@revision]`` of the Hub.
+
+    Raises `UserError` for any other text.
+    """
     if text and Path(text).is_dir():
         return {"folder": text}
     section = repository(text)
@@ -160,7 +164,11 @@ def source_section(text: str) -> dict[str, str]:
 def open_job(
     loaded: LoadedRecipe, out: Path, *, device: str = "auto", inspect: bool = True, to_run: bool = True
 ) -> QuantizationJob:
-    """Return a job, with its source resolved. Raises `UserError` for what small files show to be impossible."""
+    """Return the job for ``out``, with its source resolved. Without ``inspect`` the checkpoint is not inspected.
+
+    ``to_run`` checks the recipe against this machine's CPU. Raises `UserError` for what small files show to be
+    impossible.
+    """
     try:
         (out / _WORK).exists()
     except OSError as error:  # a name that no file system takes
@@ -170,7 +178,7 @@ def open_job(
 
 
 def look_ahead(job: QuantizationJob) -> Outlook:
-    """Return what becomes of each module of the model.
+    """Return the schemes of the model's modules and the predicted sizes, from the model's headers.
 
     Raises `UserError` for names that match nothing, and for fused modules that have different schemes.
     """
@@ -187,10 +195,10 @@ def look_ahead(job: QuantizationJob) -> Outlook:
 
 
 def make_checkpoint(job: QuantizationJob, reporter: Reporter) -> bool:
-    """Make the checkpoint, or go on with it; return False where it was finished before.
+    """Make the checkpoint or resume it; return False where an earlier call or another process had finished it.
 
-    Its times are those of the process: they begin when that was started. Raises `QuantmintError`: what is done stays,
-    and the same call goes on from there.
+    Recorded times begin with the start of the process. Raises `QuantmintError`; finished work stays, and the same call
+    resumes there.
     """
     if job.finished:
         shutil.rmtree(job.out / _WORK, ignore_errors=True)
@@ -224,7 +232,10 @@ def make_checkpoint(job: QuantizationJob, reporter: Reporter) -> bool:
 
 
 def _deliver(job: QuantizationJob, outcome: RunOutcome, expected: Outlook, *, start: float, resumed: bool) -> None:
-    """Write the evidence about the checkpoint, then move its folder out of the store."""
+    """Write the evidence into the job's folder, and move the checkpoint out of the store, ready for `_move`.
+
+    ``start`` is the process's age in seconds when the work began.
+    """
     entries = {step.planned.key: step.entry for step in outcome.steps}
     quantized, inspected = entries["quantize"], entries.get("inspect")
     proofs = [entry.path / name for entry, name in ((inspected, INSPECTION), (quantized, ERRORS)) if entry is not None]
@@ -258,10 +269,10 @@ def _deliver(job: QuantizationJob, outcome: RunOutcome, expected: Outlook, *, st
 
 
 def _seconds(entries: Mapping[str, Entry], start: float) -> dict[str, float]:
-    """Return the seconds of each part: until the work began, calibrating, the work, waiting for the disk, and the
-    proof.
+    """Return seconds by part: "start", "sensitivity", "calibrate", "work", "flush" (waiting for the disk) and "proof".
 
-    ``entries`` are those that this process made.
+    ``entries`` are those that this process made, by stage key; ``start`` is the seconds before its work began. Parts of
+    zero seconds are left out.
     """
     durations = {key: entry.record.duration_s for key, entry in entries.items()}
     engine: Any = (entries["quantize"].record.result.get("seconds") if "quantize" in entries else None) or {}
@@ -278,7 +289,7 @@ def _seconds(entries: Mapping[str, Entry], start: float) -> dict[str, float]:
 
 
 def _move(out: Path) -> None:
-    """Rename the finished files into ``out``, ``config.json`` last; it may be repeated after a kill at any moment."""
+    """Rename the finished files into ``out``, ``config.json`` last; a later call finishes an interrupted one."""
     for path in sorted((out / _WORK / "final").iterdir(), key=lambda path: (path.name == _LAST, path.name)):
         if path.name == _LAST:
             fsync(out)
@@ -288,14 +299,16 @@ def _move(out: Path) -> None:
 
 
 def _errors(evidence: Mapping[str, Any]) -> list[tuple[float | None, str]]:
-    """Return the SQNR of each module in dB, None where its numbers are the source's: by the inspection, which compares
-    whole weights, else by the engine's count."""
+    """Return (SQNR in dB, module) of each module, None for a module without an error.
+
+    ``evidence`` are JSON files by name: the inspection's figures count, which compare whole weights, else the engine's.
+    """
     if INSPECTION in evidence:
         return [(layer["sqnr_db"], layer["module"]) for layer in evidence[INSPECTION]["layers"]]
     return [(error["sqnr_db"], module) for module, error in evidence.get(ERRORS, {}).items()]
 
 
 def _worst(evidence: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the module with the least SQNR; None where all are exact."""
+    """Return "module" and "sqnr_db" of the module with the least SQNR; None where no module has an error."""
     known_errors = [(sqnr, module) for sqnr, module in _errors(evidence) if sqnr is not None]
     return {"module": min(known_errors)[1], "sqnr_db": min(known_errors)[0]} if known_errors else None

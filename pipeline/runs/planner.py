@@ -24,23 +24,26 @@ Named = TypeVar("Named", Stage, Planned)
 def stages_of(setting: Setting) -> tuple[Stage, ...]:
     """Return the stages that a recipe needs, in the order in which they run.
 
-    Where the schemes are to be chosen, only those that the choice is made by: what follows can be planned afterwards.
+    While the schemes are still to be chosen, these are only the stages that measure for the choice.
     """
     return tuple(stage for stage in STAGES if stage.is_planned(setting))
 
 
 def stopped_stages(setting: Setting) -> tuple[Stage, ...]:
-    """Return the stages of a run that the canary stops: the gate judges and the report shows what there is."""
+    """Return the stages of a run that the canary stops: it, gate and report stay.
+
+    Others that measure or release do not.
+    """
     return tuple(replacement for stage in stages_of(setting) if (replacement := stage.when_stopped()) is not None)
 
 
 def build_plan(setting: Setting, until: str | None = None) -> tuple[Planned, ...]:
-    """The stages of a recipe up to one of them, with their fingerprints; see `cut`."""
+    """Return the recipe's planned stages with their fingerprints, up to the stage ``until`` (see `cut`)."""
     return plan_stages(cut(stages_of(setting), until), setting)
 
 
 def plan_stages(stages: Iterable[Stage], setting: Setting) -> tuple[Planned, ...]:
-    """Fingerprint stages that come in the order of their inputs."""
+    """Return stages with their inputs, payloads and fingerprints; each must come after the stages that it reads."""
     planned: dict[str, Planned] = {}
     for stage in stages:
         read = {key: key for key, earlier in planned.items() if stage.reads(earlier.stage)}
@@ -57,7 +60,10 @@ def plan_stages(stages: Iterable[Stage], setting: Setting) -> tuple[Planned, ...
 
 
 def cut(plan: Sequence[Named], until: str | None) -> tuple[Named, ...]:
-    """Stages up to the one of a key, or the last of a family. Raises `UserError` for a name that is in no such plan."""
+    """Return the stages up to ``until``, a stage's key or a family, whose last stage counts; all of them for None.
+
+    Raises `UserError` for a name that the plan does not contain.
+    """
     if until is None:
         return tuple(plan)
     ends = [number for number, planned in enumerate(plan) if until in (planned.key, planned.family)]
@@ -68,19 +74,25 @@ def cut(plan: Sequence[Named], until: str | None) -> tuple[Named, ...]:
 
 
 def find_entry(planned: Planned, setting: Setting) -> Entry | None:
-    """Return the stage's entry where the store has it and the files outside that it stands for are intact."""
+    """Return the stage's entry in the store.
+
+    None without one, or where files outside the store that it refers to changed.
+    """
     entry = setting.store.find(planned.family, planned.fingerprint)
     return entry if entry is not None and planned.stage.intact(entry, setting) else None
 
 
 def after_stop(plan: Sequence[Planned], setting: Setting) -> tuple[Planned, ...]:
-    """Return the plan that a run goes on with where its canary stops it, as far as ``plan`` reached."""
+    """Return the plan with which a run continues after its canary stops it, limited to the stages of ``plan``."""
     keys = {planned.key for planned in plan}
     return tuple(planned for planned in plan_stages(stopped_stages(setting), setting) if planned.key in keys)
 
 
 def foreseen(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> tuple[Planned, ...]:
-    """Return the plan that a run would follow: stopped where the store says that the canary stopped it before."""
+    """Return the plan that a run would follow: ``plan``, or `after_stop` where a canary in the store stops it.
+
+    ``redo`` names stages to make again, whose entries do not count.
+    """
     for planned in plan:
         entry = None if planned.among(redo) else find_entry(planned, setting)
         if entry is None:
@@ -91,7 +103,7 @@ def foreseen(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = 
 
 
 def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> list[str]:
-    """Return the keys of the stages that would run; entries that the remote tier offers are fetched and not run."""
+    """Return the keys of the stages that would run: in ``redo``, or neither in the store nor in the remote tier."""
 
     def is_there(planned: Planned) -> bool:
         if find_entry(planned, setting) is not None:
@@ -102,7 +114,7 @@ def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[s
 
 
 def known_unsound(plan: Sequence[Planned], setting: Setting) -> bool:
-    """Return whether an earlier inspection found the checkpoint unsound."""
+    """Return whether the store has an inspection of this plan that found the checkpoint unsound."""
     inspect = next((planned for planned in plan if planned.key == "inspect"), None)
     entry = None if inspect is None else find_entry(inspect, setting)
     return entry is not None and entry.record.result["verdict"] != Verdict.PASS.value
@@ -110,7 +122,7 @@ def known_unsound(plan: Sequence[Planned], setting: Setting) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A stage that is cached, new (never finished for this recipe), or changed, with the changes."""
+    """A stage with its state: "cached", "changed" with the changes, or "to do: never finished with this recipe"."""
 
     key: str
     state: str
@@ -118,15 +130,16 @@ class Explained:
 
 
 def explain(plan: Sequence[Planned], setting: Setting) -> tuple[Explained, ...]:
-    """Compare each stage that is not cached with its newest finished predecessor in this recipe's runs.
+    """Compare each stage that is not cached with its newest finished predecessor in the recipe's runs.
 
-    A changed fingerprint of an input is among the changes: the stage of that name has the cause.
+    The changes are differences of the payloads; a changed fingerprint of an input has its cause in the stage of that
+    name.
     """
     families = [planned.family for planned in plan]
     runs = [run for run in list_runs(setting.store.root) if run.recipe == setting.recipe.name]
 
     def compared(planned: Planned, nth: int) -> Explained:
-        """``nth`` counts the stages of its family before it: plans with and without calibration are compared too."""
+        """Return the state of a stage with ``nth`` stages of its family before it, so that differing plans compare."""
         if find_entry(planned, setting) is not None:
             return Explained(planned.key, "cached")
         for run in runs:

@@ -27,7 +27,10 @@ _OVERHEAD = 64 << 20  # bytes beside the weights: tokenizer, logs, samples, repo
 def disk_needed(
     prediction: Prediction, missing: Collection[str], setting: Setting, plan: Sequence[Planned]
 ) -> dict[str, int]:
-    """Return the bytes that missing stages will write here, by purpose, less those that an earlier attempt wrote."""
+    """Return the bytes that the ``missing`` stages will write to the store's disk, by purpose.
+
+    What earlier attempts wrote is subtracted; logs and samples are added. Empty where no stage writes much.
+    """
     needed: dict[str, int] = {}
     for planned in plan:
         if planned.key in missing:
@@ -37,7 +40,7 @@ def disk_needed(
 
 
 def require_disk(needed: Mapping[str, int], free: int, where: str) -> None:
-    """Raise `UserError` where the disk is too small for what is still to be written."""
+    """Raise `UserError` where ``needed`` bytes, by purpose, exceed the ``free`` bytes of the disk ``where``."""
     total = sum(needed.values())
     if total > free:
         parts = ", ".join(f"{name} {size(count)}" for name, count in needed.items())
@@ -48,16 +51,16 @@ def require_disk(needed: Mapping[str, int], free: int, where: str) -> None:
 
 
 def require_room_to_publish(setting: Setting, prediction: Prediction, missing: Collection[str]) -> None:
-    """Raise `UserError` where the disk of the folder to publish to, maybe another one, is too small for a copy."""
+    """Raise `UserError` where `publish` would run and the publish folder's disk is too small for the checkpoint."""
     folder = published_folder(setting.recipe, setting.home)
     if folder is not None and "publish" in missing:
         require_disk({"published copy": prediction.checkpoint}, free_bytes(folder), f"publish.folder: {folder}")
 
 
 def require_tokens(setting: Setting, missing: Collection[str]) -> None:
-    """Raise `RecipeError` where the calibration texts have fewer tokens than the recipe's samples need.
+    """Raise `RecipeError` where a missing stage reads calibration texts that have too few tokens for the samples.
 
-    Only small local files are counted, with the tokenizer of a source that is here.
+    Only small local files are counted, with the tokenizer of a local source.
     """
     read = ("quantize" in missing and calibrated(setting.recipe.quantization)) or "sensitivity" in missing
     if read and (fault := token_fault(setting.loaded, setting.source.folder)) is not None:
@@ -67,11 +70,10 @@ def require_tokens(setting: Setting, missing: Collection[str]) -> None:
 def require_means(
     plan: Sequence[Planned], setting: Setting, redo: Collection[str] = (), *, prediction: Prediction | None = None
 ) -> None:
-    """Raise `UserError` where a run could not come to its end; ``prediction`` are the checkpoint's sizes, if known
-    already.
+    """Raise `UserError` where a run could not succeed: packages, checks of its stages, calibration texts, disk space.
 
-    Packages of this environment and of vLLM's are looked for too: a run must not fail after hours because the report's
-    plotting library is missing.
+    ``redo`` names stages to make again; ``prediction`` are the checkpoint's sizes, if known already. Packages are
+    looked for too, so that a run does not fail after hours because the report's plotting library is missing.
     """
     plan = foreseen(plan, setting, redo)
     missing = missing_stages(plan, setting, redo)

@@ -23,7 +23,10 @@ from quantmint.pipeline.store.tree import Store
 
 
 def find(name: str, store: Store) -> Path:
-    """Return the path of the report that a person names. Raises `UserError` where there is none."""
+    """Return the path of the report.json for ``name``: a recipe, a file, or a folder that has one.
+
+    A recipe stands for its newest run with a report. Raises `UserError` where there is none.
+    """
     path, kind = Path(name), classify(name).kind
     if kind == "recipe":
         return _of_recipe(load_recipe(name).recipe.name, store)
@@ -43,9 +46,9 @@ def find(name: str, store: Store) -> Path:
 
 
 def of_run(run: RunRecord, store: Store) -> Entry | None:
-    """Return the entry of the report that a run ended with, None where the store no longer has it.
+    """Return the entry of the report that a run ended with; None without one, or where the store no longer has it.
 
-    The run's own record of its stages counts, and not its plan: a run that the canary stopped has another report.
+    It follows the run's record of its stages and not its plan, since a run that the canary stopped has another report.
     """
     stages: Any = run.facts.get("stages", {})
     return store.find("report", stages["report"]["fingerprint"]) if "report" in stages else None
@@ -65,8 +68,9 @@ def _of_recipe(name: str, store: Store) -> Path:
 
 
 def gate_of(report: Path, store: Store) -> Path | None:
-    """Return the gate's record beside a `report.json`, else the one in the store that it was made from; None without
-    either.
+    """Return the path of the gate's record beside a `report.json`, else of the one in the store that it was made from.
+
+    None without either.
     """
     if (report.parent / GATE).is_file():
         return report.parent / GATE

@@ -38,7 +38,7 @@ from quantmint.pipeline.store.gc import RunLog
 
 @dataclass(frozen=True, slots=True)
 class StageStep:
-    """A stage that was run: its entry, whether the store had it, and the seconds that it took now."""
+    """A finished stage of a run: its entry, whether the entry existed already, and the seconds it took now."""
 
     planned: Planned
     entry: Entry
@@ -48,7 +48,7 @@ class StageStep:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """The result of a run that ended without an error.
+    """The result of a run that ended without an error; ``run`` is its id.
 
     ``verdict`` is None where nothing was judged; ``stopped`` is the key of the stage that stopped the run.
     """
@@ -71,10 +71,10 @@ class RunOutcome:
 def run_plan(
     plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, redo: Collection[str] = ()
 ) -> RunOutcome:
-    """Run a plan to its end, or to the verdict that ends it.
+    """Run a plan to its end, or to the verdict that ends it; record the run in the store.
 
-    ``redo`` names stages to make again although the store has them. Raises `QuantmintError`: what was committed stays,
-    and the same call goes on from there.
+    ``redo`` names stages to make again although the store has them. Raises `QuantmintError`; finished stages stay, and
+    the same call resumes after them.
     """
     recipe = setting.recipe
     digest, file = fingerprint(recipe.model_dump(mode="json")), setting.loaded.path
@@ -127,7 +127,7 @@ def _named(plan: Sequence[Planned]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _StageRunner:
-    """The stages of a run so far: ``entries`` by key."""
+    """Runs single stages for `run_plan`; ``entries`` are those of the finished stages, by key."""
 
     setting: Setting
     reporter: Reporter
@@ -136,7 +136,10 @@ class _StageRunner:
     entries: dict[str, Entry] = field(default_factory=dict)
 
     def step(self, planned: Planned, number: int, total: int) -> StageStep:
-        """Find or make a stage's entry, and send it to the remote tier."""
+        """Find the stage's entry or make it, and send it to the remote tier if there is one.
+
+        ``number`` of ``total`` is for messages. An error that is no `QuantmintError` is raised as one.
+        """
         setting, reporter = self.setting, self.reporter
         again = planned.among(self.redo)
         entry, cached, seconds = None if again else find_entry(planned, setting), True, 0.0
@@ -161,7 +164,7 @@ class _StageRunner:
         return StageStep(planned, entry, cached, seconds)
 
     def expect(self, remaining: Sequence[Planned]) -> None:
-        """Tell the servers which side is served next, once its model is there, so that it can start early."""
+        """Announce the next side that ``remaining`` stages serve, if its model exists, to start its server early."""
         for planned in remaining:
             stage, model = planned.stage, self.entries.get(planned.inputs.get("model", ""))
             if isinstance(stage, ServeStage) and model is not None and find_entry(planned, self.setting) is None:
@@ -199,7 +202,7 @@ class _StageRunner:
 
 
 def _worded(planned: Planned, error: Exception) -> QuantmintError:
-    """Word an error of a stage that is no `QuantmintError` yet: from `calibration`, from `eval`, or unforeseen."""
+    """Return a `QuantmintError` for another error of a stage; a measuring stage's makes the run INVALID."""
     if isinstance(error, MeasurementError | DefinitionError) and planned.stage.measures:
         return InvalidMeasurementError(f"{planned.key}: {error}")
     if isinstance(error, CalibrationError):
@@ -212,7 +215,7 @@ def _worded(planned: Planned, error: Exception) -> QuantmintError:
 
 
 def _log_end(log: RunLog, error: BaseException) -> None:
-    """Write how a run ended without an outcome; a disk that refuses this must not hide the error."""
+    """Record a run's error and exit code; errors of the store are ignored, so that they do not hide this one."""
     message, code = str(error), 5
     if isinstance(error, QuantmintError):
         message, code = error.message, error.exit_code

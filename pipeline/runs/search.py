@@ -35,7 +35,10 @@ _GO_ON = (Verdict.FAIL, Verdict.INCONCLUSIVE)
 
 
 def chosen(written: LoadedRecipe, groups: tuple[Group, ...], point: Point) -> LoadedRecipe:
-    """Return the recipe with a choice in the place of `scheme: auto`: overrides that a person could have written."""
+    """Return the recipe with the schemes of ``point`` in the place of `scheme: auto`, as a default and overrides.
+
+    ``groups`` are the measured groups. The search section is dropped, and each try's confidence is set.
+    """
     quantization = written.recipe.quantization
     free = [group for group in priced(quantization, groups) if override_of(quantization, group.modules[0]) is None]
     default, patterns = overrides(free, point.schemes)
@@ -53,9 +56,7 @@ def _with(written: LoadedRecipe, default: str, patterns: list[dict[str, Any]]) -
 
 
 def stand_in(setting: Setting) -> Setting:
-    """Return the setting with all modules in the largest scheme where the choice is not known yet, for forecasts and
-    checks.
-    """
+    """Return the setting with all modules in the largest scheme if no choice is known, for forecasts and checks."""
     if setting.recipe.quantization.scheme != AUTO:
         return setting
     largest = max(setting.recipe.quantization.from_ or (), key=lambda name: scheme(name).bits_per_weight)
@@ -68,11 +69,10 @@ def as_written(setting: Setting) -> Setting:
 
 
 def settled(setting: Setting) -> Setting:
-    """Return the setting with the choice that a run would follow, as far as the store knows: see `tried`.
+    """Return the setting with the choice that a run would follow, by what the store knows (see `tried`).
 
-    That is the next try of a search that goes on. Of a search that is over it is the choice with the fewest bits that
-    passed, or the last one. Where nothing was measured yet, and where there is no choice, it is the setting as it was
-    written.
+    In an unfinished search that is the next try. Of a finished search it is the choice with the fewest bits that
+    passed, else the last one. Without measured costs, and without a choice, the setting is returned as it is.
     """
     tries = list(tried(setting))
     if not tries:
@@ -90,10 +90,10 @@ def _point_of(try_: Setting) -> Point:
 
 
 def tried(setting: Setting) -> Iterator[tuple[Setting, Verdict | None]]:
-    """Yield the tries of a search in their order, each with its verdict in the store.
+    """Yield a search's tries in order, each with its verdict in the store, None for one that is still to be made.
 
-    The last one has None where it is to be made, or where there is only one choice. Raises `UserError` for a budget
-    that is too small.
+    A recipe that chooses without a search has one try without a verdict; without measured costs there are none. Raises
+    `UserError` for a budget that is too small.
     """
     written = as_written(setting)
     groups = _kept_groups(written) if written.recipe.quantization.scheme == AUTO else None
@@ -115,7 +115,7 @@ def tried(setting: Setting) -> Iterator[tuple[Setting, Verdict | None]]:
 
 
 def _verdict(setting: Setting) -> Verdict | None:
-    """Return the gate's verdict on a try, also of a run that its canary stopped; None without a search or an entry."""
+    """Return the gate's verdict on a try, also of one that its canary stopped; None without a search or an entry."""
     if setting.written.search is None:
         return None
     plan = foreseen(build_plan(setting), setting)
@@ -131,10 +131,11 @@ def opened(
     *,
     calibration: Mapping[str, Any] | None = None,
 ) -> LoadedRecipe:
-    """Return a recipe with all of its schemes left to be chosen, from ``names`` and for a budget where they are given.
+    """Return the recipe with `scheme: auto` over ``names`` (None: its own, or `stages.advice.choices`), and no search.
 
-    ``calibration`` takes precedence over the recipe's own. Raises `RecipeError` for a recipe without schemes to choose
-    from, and for schemes that do not go together.
+    The budget is in bits, unless ``speedup`` is given, or the recipe has a speedup and ``bits`` is None. The value of
+    ``bits`` is not stored: the recipe's own bits count, else the bits of the smallest scheme. ``calibration`` replaces
+    the recipe's section. Raises `RecipeError` without schemes to choose from, and for schemes that do not go together.
     """
     data = loaded.recipe.model_dump(mode="json")
     quantization = data["quantization"]
@@ -154,8 +155,9 @@ def opened(
 
 
 def known_groups(setting: Setting) -> tuple[Group, ...] | None:
-    """Return the measured costs of each group, as far as the store knows; of a recipe without a choice, those of a
-    search for it.
+    """Return the groups with the costs that the store has; None where they were not measured or cannot be.
+
+    For a recipe without `scheme: auto` they are those that a search for it (`opened`) would measure.
     """
     written = as_written(setting)
     if written.recipe.calibration is None:
@@ -175,14 +177,17 @@ def _kept_groups(written: Setting) -> tuple[Group, ...] | None:
 
 
 def measured_groups(setting: Setting, reporter: Reporter) -> tuple[Group, ...]:
-    """Return the costs of each group: from the store, or measured now."""
+    """Return the groups with their costs, from the store or measured now; the recipe must have `scheme: auto`."""
     groups = known_groups(measured(setting, reporter))
     assert groups is not None  # noqa: S101 - it was measured
     return groups
 
 
 def measured(setting: Setting, reporter: Reporter, redo: Collection[str] = ()) -> Setting:
-    """Measure what a choice needs, unless the store has it; return the setting with the choice."""
+    """Measure the costs for a choice, unless the store has them, and return the setting with the choice.
+
+    ``redo`` may contain `sensitivity`, to measure again. A recipe without a choice is returned as it is.
+    """
     chosen_ = settled(setting)
     if chosen_.chosen is not None and KEY not in redo:
         return chosen_
@@ -194,10 +199,11 @@ def measured(setting: Setting, reporter: Reporter, redo: Collection[str] = ()) -
 def run_search(
     setting: Setting, reporter: Reporter, *, until: str | None = None, redo: Collection[str] = ()
 ) -> tuple[RunOutcome, Setting, Sequence[Mapping[str, Any]]]:
-    """Run a recipe, and with `scheme: auto` its next tries for as long as the gate says FAIL.
+    """Run a recipe; with a search, run its tries: more bits after a FAIL or INCONCLUSIVE, fewer after a PASS.
 
-    Returns the last outcome, its setting, and all tries. Raises `QuantmintError`: what was committed stays, and the
-    same call goes on from there.
+    The tries end with their reports, and the one with the fewest bits that passed is published. Returns the last
+    outcome, its setting, and all tries. ``until`` is the last stage to run, ``redo`` names stages to make again in the
+    first try. Raises `QuantmintError`; finished stages stay, and the same call resumes after them.
     """
     likely = stand_in(setting)
     plan = build_plan(likely, until)

@@ -65,7 +65,7 @@ class ServedModel:
 
     ``model`` is the name on the command line: an absolute path, or a repository that vLLM would fetch by itself at
     ``revision``. ``missing`` is the error that serving it would raise, None where its weights are here or can be
-    fetched. ``identity`` is that of a repository. ``recipe`` is None for a model without a recipe; ``tunableop`` is the
+    fetched. ``identity`` is set for a repository. ``recipe`` is None for a model without a recipe; ``tunableop`` is the
     file of tuned kernels that the recipe names.
     """
 
@@ -84,8 +84,9 @@ def find_model(
 ) -> ServedModel:
     """Return the model that ``text`` names: a recipe's checkpoint, a folder, or a repository of the Hub.
 
-    ``baseline`` takes a recipe's 16-bit model; ``config`` is a folder with a config.json that stands in for its source,
-    without a network. Raises `UserError`, with the nearest name, for a name that is none of these.
+    ``baseline`` selects a recipe's 16-bit model; ``config`` is a folder with a config.json that stands in for a
+    recipe's source, without a network; ``vllm`` names the recipe's serving environment. Raises `UserError`, with the
+    nearest name, for any other text.
     """
     folder = classify(text).kind == "folder"
     recipe = None if folder else recipe_named(text, store)
@@ -105,9 +106,10 @@ def find_model(
 
 
 def fetched(model: ServedModel, *, with_code: bool, progress: Progress) -> ServedModel:
-    """Return the model with all of its weights on this machine, downloading those of a repository.
+    """Return the model with all of its weights on this machine, after downloading a repository.
 
-    Raises `UserError` where a recipe has made no checkpoint yet, or weights are missing.
+    ``with_code`` downloads Python files too. Raises `UserError` where a recipe has made no checkpoint yet or weights
+    are missing, `StageError` where the download fails.
     """
     if model.missing is not None:
         raise model.missing
@@ -119,7 +121,10 @@ def fetched(model: ServedModel, *, with_code: bool, progress: Progress) -> Serve
 
 
 def _require_whole(folder: Path, *, with_code: bool) -> None:
-    """Raise `UserError` for a checkpoint that lacks a layer: vLLM would start it, and it would talk nonsense."""
+    """Raise `UserError` for a checkpoint that lacks tensors of a layer, which vLLM would serve without an error.
+
+    Architectures that transformers does not know are not checked.
+    """
     try:
         structure = read_structure(folder, open_checkpoint(folder).tensors, trust_remote_code=with_code)
     except UserError:  # vLLM knows architectures that transformers does not
@@ -128,9 +133,9 @@ def _require_whole(folder: Path, *, with_code: bool) -> None:
 
 
 def _folder(path: Path) -> ServedModel:
-    """Return the model in a folder, under the folder's own name also where it is a link.
+    """Return the model in a folder, named after the folder or the link to it.
 
-    A folder with a config.json alone can be planned for, and not served.
+    A folder with a config.json alone can be planned for, but not served.
     """
     folder = path.resolve()
     facts = model_facts(folder)
@@ -170,8 +175,9 @@ def _of_recipe(text: str, store: Path, *, baseline: bool, config: Path | None, v
 
 
 def _checkpoint_of(setting: Setting, config: Path | None) -> Path | None:
-    """Return the folder of the recipe's checkpoint: the entry of its current state in the store, else the published
-    one.
+    """Return the folder of the recipe's checkpoint: the store's, else the published one; None without either.
+
+    With ``config``, a stand-in for the source, only the published one counts.
     """
     if config is None:
         planned = next(planned for planned in build_plan(setting) if planned.key == "quantize")
@@ -183,11 +189,11 @@ def _checkpoint_of(setting: Setting, config: Path | None) -> Path | None:
 
 
 def vllm_for(command: str | None, version: str | None, *, elsewhere: bool) -> tuple[str, VllmEnvironment | None]:
-    """Return the vLLM version to plan for, and the environment of ``--vllm`` or of this machine.
+    """Return the vLLM version to plan for, and the environment of ``command`` (``--vllm``) or of this machine.
 
     A launch that is only planned, or runs ``elsewhere``, needs no environment: it is planned for ``version``
-    (``--vllm-version``), else for the environment's, else for the newest that the tables know. Raises `UserError` where
-    an environment is needed and not found.
+    (``--vllm-version``), else for the environment's, else for the newest that the tables know. Raises `UserError` for a
+    wrong option, and where an environment is needed and not found.
     """
     if version_of(command) is not None:
         raise UserError(
@@ -215,7 +221,7 @@ class ServeRequest:
     """A launch: a model, the ``request`` to plan it by, and the machines that it runs on.
 
     ``hosts`` are the nodes' addresses in order, ``node_rank`` is this machine's place among them. With ``planning``
-    nothing is started: GPUs that are not visible here are then a warning, for the plan may be for another machine.
+    nothing is started, and GPUs that are not visible here give a warning, because the plan may be for another machine.
     """
 
     model: ServedModel
@@ -227,7 +233,7 @@ class ServeRequest:
     planning: bool = False
 
     def plan(self) -> tuple[LaunchPlan, tuple[Process, ...]]:
-        """Return the plan and its processes. Raises `UserError` for a model that cannot be served there."""
+        """Return the plan and its processes. Raises `UserError` where the model cannot be served on the target."""
         plan = plan_serving(self.request)
         if self.model.revision is not None:
             plan = replace(plan, argv=(*plan.argv, "--revision", self.model.revision))
@@ -245,7 +251,10 @@ class ServeRequest:
 
 
 def target_for(text: str | None, recipe: Recipe | None) -> ServingTarget:
-    """Return the target that ``text`` names, else the recipe's, else this machine (also for ``auto``)."""
+    """Return the target that ``text`` names, else the recipe's, else this machine (also for ``auto``).
+
+    Raises `UserError` for a text that is no target, and where this machine's accelerators cannot be identified.
+    """
     if text is None and recipe is not None:
         return parse_target(f"{recipe.target.hardware}:{recipe.target.gpus}")
     if text is None or text == "auto":
@@ -258,8 +267,8 @@ def profile_for(
 ) -> Profile:
     """Return the load profile that ``text`` names, directly or by a workload; else the recipe's, else throughput.
 
-    A workload brings its largest concurrency and its longest request, a recipe the context length that it was made for;
-    ``concurrency`` and ``max_model_len`` take precedence.
+    A workload gives its largest concurrency and its longest request, a recipe its max_model_len; ``concurrency`` and
+    ``max_model_len`` (tokens) take precedence. Raises `UserError` for an unknown workload.
     """
     length = max_model_len if recipe is None else max_model_len or recipe.target.max_model_len
     if text is None and recipe is None:
@@ -293,7 +302,7 @@ def overrides_of(texts: Iterable[str]) -> dict[str, str | bool]:
 
 
 def speculation_of(text: str) -> Speculative:
-    """Parse ``METHOD[:MODEL]:TOKENS``. Raises `UserError`."""
+    """Parse ``METHOD[:MODEL]:TOKENS``; a method alone has 2 tokens. Raises `UserError` for any other text."""
     method, *model, tokens = text.split(":") if ":" in text else (text, "2")
     try:
         return Speculative(method=method, model=":".join(model) or None, tokens=int(tokens))
@@ -304,7 +313,10 @@ def speculation_of(text: str) -> Speculative:
 
 
 def version_of(text: str | None) -> str | None:
-    """Return the vLLM version that ``text`` names, None where it names a command or an environment."""
+    """Return the vLLM version that ``text`` is, without a leading v.
+
+    None for None, and for a command or an environment.
+    """
     if text is None or Path(text).exists() or not _VERSION.fullmatch(text):
         return None
     return text.removeprefix("v")
@@ -320,10 +332,11 @@ def serve(
     endpoint: str | None,
     node_rank: int,
 ) -> int:
-    """Serve until a signal stops it: exit code 0, or 130 where no server had answered yet.
+    """Serve until a signal stops it; return 0, or 130 where no server had answered yet.
 
-    ``kind`` of launcher is local, docker or endpoint; ``image`` belongs to docker, ``endpoint`` to endpoint. Raises
-    `ServingError` where a server does not start or dies, with the cause that its log names.
+    ``kind`` of launcher is local, docker or endpoint; ``image`` is docker's, ``endpoint`` the address of a running
+    server; ``node_rank`` is this machine's place among the nodes. Raises `ServingError` where a server does not start
+    or dies, with the cause that its log names, `UserError` for missing options.
     """
     plan, processes = request.plan()
     reporter = reporter_for(json=False)
@@ -366,8 +379,7 @@ def serve(
 
 
 def _report(plan: LaunchPlan, servers: Sequence[RunningServer], logs: Path) -> Iterator[str]:
-    """Yield lines about the running servers: address, version, kernels, cache, broken promises of the plan, an example
-    request.
+    """Yield lines about the running servers: address, version, kernels, cache, broken promises, an example request.
 
     A node that only joins has no server; a server that was started elsewhere has no log here.
     """
@@ -398,7 +410,7 @@ def _report(plan: LaunchPlan, servers: Sequence[RunningServer], logs: Path) -> I
 
 
 def _unready(request: ServeRequest, plan: LaunchPlan) -> Iterator[str]:
-    """Yield what this machine lacks for the plan, as `quantmint doctor` words it."""
+    """Yield a line for each check of the plan that warns or fails on this machine, as in `quantmint doctor`."""
     vllm = None if request.environment is None else request.environment.executable
     for finding in preflight(plan, Host(), vllm=vllm, checkpoint=checkpoint_needs(request.model.facts)):
         if finding.status in ("warn", "fail"):
@@ -406,4 +418,4 @@ def _unready(request: ServeRequest, plan: LaunchPlan) -> Iterator[str]:
 
 
 class StoppedError(BaseException):
-    """A signal to stop. It is no `Exception`, so that no handler on the way takes it for a fault."""
+    """A signal to stop. It is no `Exception`, so that handlers of errors do not catch it."""

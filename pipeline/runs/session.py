@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 def recipe_named(text: str, store: Path) -> str | None:
-    """Return the recipe that a person names: the name or file, else the file that a recipe of that name was last run
-    from.
+    """Return ``text`` if it is a recipe's file or name, else the file from which a recipe of that name last ran.
+
+    None where no such file exists.
     """
     if classify(text).kind == "recipe" or text in recipe_names():
         return text
@@ -47,12 +48,12 @@ def open_setting(
     remote: RemoteTier | None = None,
     proven: bool = True,
 ) -> Setting:
-    """Return everything a plan needs. A recipe that asks for the impossible is refused before anything is fetched or
-    hashed.
+    """Return everything that a plan needs, for a recipe by name, file or content.
 
     ``config`` is a folder with a config.json that stands in for the model, to plan without a network; ``to_run`` says
     that this machine's CPU serves; ``remote`` is a tier of the store to take entries from. Without ``proven`` nothing
-    will be served: no vLLM is looked for, and the source's weights are not hashed.
+    will be served: no vLLM is looked for, and the source's weights are not hashed. Raises `RecipeError` for a recipe
+    with faults, before anything is downloaded or hashed.
     """
     loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe_named(recipe, store.root) or recipe)
     flags = local_cpu_flags() if to_run else None
@@ -82,9 +83,10 @@ def assemble(
     commits: Commits | None = None,
     served: bool = True,
 ) -> Setting:
-    """Return the setting of a checked recipe and its model, with everything else that a plan needs.
+    """Return the setting of a checked recipe and its model, with its suite, workload, serving environment and choice.
 
-    ``commits`` resolves branches of data sets to commits (None: the Hub is asked when a plan is made).
+    ``config`` is the model's config.json. ``commits`` resolves branches of data sets to commits (None: the Hub is asked
+    when a plan is made). Without ``served`` no vLLM is looked for. Raises `UserError` for a wrong vLLM that was named.
     """
     environment = None
     if served and loaded.recipe.evaluation.runtime == "vllm":

@@ -57,7 +57,7 @@ class Task(Record):
 
 @dataclass(frozen=True, slots=True)
 class Speed(Record):
-    """The cell with the least ratio of output tokens per second, with its interval."""
+    """The cell with the lowest ratio of output tokens per second, candidate over baseline, with its interval."""
 
     cell: str
     ratio: float
@@ -67,7 +67,7 @@ class Speed(Record):
 
 @dataclass(frozen=True, slots=True)
 class Judged(Record):
-    """The figures of a report; `page` is the folder of the copied report, named by the digest of its files."""
+    """The figures of a run's report; `page` is the folder of the copied report, named by the digest of its files."""
 
     page: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{PAGE_DIGITS}}}$")]
     model: str
@@ -82,13 +82,16 @@ class Judged(Record):
 
     @property
     def worst(self) -> Task | None:
-        """Return the task that used up most of its margin."""
+        """The task that used up most of its margin; None without tasks."""
         return min(self.tasks, key=lambda t: t.difference / margin_in_units(t.kind, t.margin), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class RunRow(Record):
-    """A run: `status` is a verdict, NO VERDICT (it ended before its gate), BROKEN or UNFINISHED, for `reasons`."""
+    """A run in the index, with the `reasons` of its `status`.
+
+    The status is a verdict, NO VERDICT (the run ended before its gate), BROKEN or UNFINISHED.
+    """
 
     run: str
     recipe: str
@@ -100,7 +103,7 @@ class RunRow(Record):
 
 
 def row_of(run: RunRecord, store: Store) -> tuple[RunRow, Path | None]:
-    """Return a run's row, and the folder that its report is copied from; None where it has no report, or it is gone."""
+    """Return a run's row, and the folder of its report in the store; None where there is none that can be read."""
     entry, judged = of_run(run, store), None
     reasons: list[str] = []
     if run.finished is None:
@@ -130,7 +133,7 @@ def row_of(run: RunRecord, store: Store) -> tuple[RunRow, Path | None]:
 
 
 def judgement(report: ComparedReport, page: str) -> Judged:
-    """Return the figures of a report that the index shows."""
+    """Return the figures of a report that the index shows; `page` is the report's folder in the site."""
     gate = report.gate
     tasks = []
     for result in gate.accuracy:
@@ -155,7 +158,7 @@ def judgement(report: ComparedReport, page: str) -> Judged:
 
 
 def render(rows: Sequence[RunRow], at_hand: Collection[str]) -> str:
-    """Render the index of runs, which come newest first; `at_hand` are the folders of reports that can be linked."""
+    """Return the index of runs as HTML; `rows` come newest first, and reports in the folders `at_hand` are linked."""
     templates = environment(Path(__file__).parent)
     templates.globals |= {"OPEN": OPEN}
     recipes: list[dict[str, Any]] = []
@@ -168,10 +171,9 @@ def render(rows: Sequence[RunRow], at_hand: Collection[str]) -> str:
 
 
 def build(output: Path, store: Store) -> tuple[Sequence[RunRow], int]:
-    """Bring the site at `output` up to date with a store; processes take turns. Raises `UserError` for a foreign
-    folder.
+    """Update the site at `output` from a store; return its rows, newest run first, and the number of copied reports.
 
-    Returns its rows, newest run first, and the number of reports that were copied.
+    Processes take turns by a lock. Raises `UserError` for a folder with other files.
     """
     _existing_rows(output)  # refuse before anything is made
     with disk_errors(output):
@@ -196,8 +198,9 @@ def build(output: Path, store: Store) -> tuple[Sequence[RunRow], int]:
 
 
 def _existing_rows(output: Path) -> Mapping[str, RunRow]:
-    """Return the rows of the site at ``output``. A folder with other files is refused: nobody's index.html is
-    overwritten.
+    """Return the rows of the site at ``output`` by run; empty for an empty or missing folder.
+
+    Raises `UserError` for a folder with other files, so that no other index.html is overwritten.
     """
     path = output / ROWS
     if not path.is_file():
@@ -216,9 +219,7 @@ def _existing_rows(output: Path) -> Mapping[str, RunRow]:
 
 
 def _copy(source: Path, target: Path) -> int:
-    """Copy a report's page and data unless they are there; return the number of reports copied. A report's name is its
-    digest.
-    """
+    """Copy a report's page and data to ``target``; return 1, or 0 where it exists, as its name is its digest."""
     if target.is_dir():
         return 0
     partial = target.with_name(target.name + _PARTIAL)

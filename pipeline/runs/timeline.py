@@ -31,12 +31,11 @@ def stage_times(
     *,
     here: bool = True,
 ) -> Mapping[str, tuple[float, str]]:
-    """Return the seconds of a plan's stages, each with its origin: "cached" (0), "seen" in an earlier run, or
-    "reckoned".
+    """Return (seconds, origin) by stage key; the origin is "cached" (0 s), "seen" in an earlier run, or "reckoned".
 
-    ``forecasts`` are those of `stage_forecasts`. A library's time to quantize is unknown before its first run:
-    the stage is left out, and the sum is a lower bound. Earlier runs of this store count only where the plan is for
-    this machine (``here``).
+    ``missing`` are the keys of the stages that would run, ``forecasts`` the result of `stage_forecasts`. A stage
+    without any is left out, such as a library's first run, and the sum is then a lower bound. Earlier runs of this
+    store count only where the plan is for this machine (``here``).
     """
     earlier = _earlier_seconds(setting) if here else {}
     times: dict[str, tuple[float, str]] = {}
@@ -55,8 +54,8 @@ def further_tries(
 ) -> tuple[int, float]:
     """Return how many tries a search may make after the next one, and the most seconds that all of them take.
 
-    ``seconds`` are those of the stages of ``plan``, ``verdicts`` those of the tries that were planned so far. Each try
-    repeats the stages that depend on the checkpoint and release nothing.
+    ``seconds`` are those of the stages of ``plan``, ``verdicts`` those of the tries so far, None for one to be made.
+    Each try repeats the stages that depend on the checkpoint and release nothing.
     """
     search = setting.written.search
     if search is None:
@@ -71,7 +70,7 @@ def further_tries(
 
 
 def _earlier_seconds(setting: Setting) -> Mapping[str, tuple[str, float]]:
-    """Return, by stage, the fingerprint and the seconds of the recipe's newest run that made it."""
+    """Return (fingerprint, seconds) by stage key, of the recipe's newest run that made the stage."""
     earlier: dict[str, tuple[str, float]] = {}
     for run in list_runs(setting.store.root):
         stages: Any = run.facts.get("stages", {}) if run.recipe == setting.recipe.name else {}
@@ -82,7 +81,10 @@ def _earlier_seconds(setting: Setting) -> Mapping[str, tuple[str, float]]:
 
 
 def _seconds_before(planned: Planned, setting: Setting, earlier: Mapping[str, tuple[str, float]]) -> float | None:
-    """Return the seconds that an earlier run suggests for a stage, None where none does."""
+    """Return the seconds that an earlier run of the stage or of its baseline suggests; None where none does.
+
+    ``earlier`` is `_earlier_seconds`.
+    """
     baseline = planned.key.replace("candidate", "baseline")
     print_, seconds = earlier.get(planned.key) or earlier.get(baseline) or ("", 0.0)
     if not print_ or (planned.stage.by_content and print_ != planned.fingerprint):
@@ -101,13 +103,16 @@ def _seconds_before(planned: Planned, setting: Setting, earlier: Mapping[str, tu
 
 
 def stage_forecasts(plan: Sequence[Planned], estimate: Estimate) -> Mapping[str, float]:
-    """Return the forecasts of the stages of a plan on a machine, in seconds, as far as there are any."""
+    """Return the forecast seconds by stage key; stages without a forecast are left out."""
     forecasts = {planned.key: planned.stage.seconds(estimate) for planned in plan}
     return {key: seconds for key, seconds in forecasts.items() if seconds is not None}
 
 
 def savings(seconds: Mapping[str, float], setting: Setting) -> Sequence[tuple[str, float]]:
-    """Return settings that would save at least a tenth of a run, each with its seconds, the largest first."""
+    """Return (setting, seconds saved) for settings that save over a tenth of the run, the largest first.
+
+    ``seconds`` are those of the run's stages by key.
+    """
     items, again = planned_items(setting), control_items(setting)
     most = max(items.values(), default=0)
     asking = sum(seconds.get(key, 0.0) for key in ("evaluate-baseline", "evaluate-candidate"))

@@ -50,7 +50,7 @@ _QUIET: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LoggedReport:
-    """A report as MLflow logs it; `artifacts` are files, logged under their names."""
+    """A report as MLflow logs it; `fingerprint` is the SHA-256 of report.json, `artifacts` are files to attach."""
 
     name: str
     fingerprint: str
@@ -61,7 +61,7 @@ class LoggedReport:
 
 
 def content_of(report: Path, store: Store) -> LoggedReport:
-    """Read a `report.json` into what is logged. Raises `UserError` for a file that this version cannot read."""
+    """Return the content of a `report.json` for MLflow. Raises `UserError` for a file that this version cannot read."""
     try:
         raw = report.read_bytes()
         data = json.loads(raw)
@@ -82,19 +82,19 @@ def content_of(report: Path, store: Store) -> LoggedReport:
 
 
 def params(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Return the recipe with dotted keys, without its section about tracking."""
+    """Return the recipe's values by dotted keys, without its tracking section; long values are cut."""
     sections = {name: value for name, value in recipe.items() if name != "tracking"}
     return {_key(name): _short(value) for name, value in _flat(sections, "")}
 
 
 def metrics(report: ComparedReport) -> dict[str, float]:
-    """Return every finite figure of the gate, by task, cell and kind."""
+    """Return every finite figure of the gate, by names such as "accuracy/TASK/difference"."""
     figures = _figures(report, report.gate)
     return {_key(name): float(value) for name, value in figures if value is not None and math.isfinite(value)}
 
 
 def tags(report: ComparedReport) -> dict[str, str]:
-    """Return tags to search by, and a note with the verdict's reasons."""
+    """Return the report's tags to search by, such as "quantmint.verdict", and a note with the verdict's reasons."""
     gate = report.gate
     note = "\n".join([f"**{gate.verdict.value}**", "", *(f"- {reason}" for reason in gate.reasons)])
     named = {
@@ -159,11 +159,10 @@ def _short(value: Any) -> str:
 
 
 def log(content: LoggedReport, uri: str, experiment: str) -> tuple[str, bool]:
-    """Log a finished run, unless this very report is logged already; return MLflow's run id, and whether the run is
-    new.
+    """Log a report to the MLflow server ``uri``; return MLflow's run id, and False where it was logged already.
 
-    MLflow itself reads MLFLOW_TRACKING_TOKEN, or ..._USERNAME and ..._PASSWORD. The message of a `UserError` never
-    holds a key.
+    MLflow itself reads MLFLOW_TRACKING_TOKEN, or ..._USERNAME and ..._PASSWORD. Raises `UserError`, never with a key in
+    its message, for a wrong address, without the mlflow package, and where the server fails.
     """
     if "@" in urlsplit(uri).netloc:  # it would stand in recipes, histories and messages
         raise UserError(
@@ -203,9 +202,9 @@ def log(content: LoggedReport, uri: str, experiment: str) -> tuple[str, bool]:
 
 
 def log_run(setting: Setting, report: Entry, warn: Callable[[str], None]) -> str | None:
-    """Log a report where the recipe asks for it; return MLflow's run id, None where nothing was logged.
+    """Log a report if the recipe asks for it; return MLflow's run id, None where nothing was logged.
 
-    A failure is a warning: the quantmint run itself is made and proven.
+    A failure is only a warning, because the run itself is finished.
     """
     tracking = setting.recipe.tracking
     if tracking.mlflow is None:

@@ -43,7 +43,7 @@ LOCK = "tuning.lock"
 
 @dataclass(frozen=True, slots=True)
 class KernelTuning:
-    """Matrix kernels to tune before a sweep: all by TunableOp, and AITER's for some ``products``."""
+    """Matrix kernels to tune before a sweep: all by TunableOp, and ``products`` by AITER's tuner (None: none)."""
 
     tunableop: bool = False
     products: Gemms | None = None
@@ -60,10 +60,11 @@ def tune(
     kernels: KernelTuning,
     redo: bool,
 ) -> tuple[TuningReport, Path]:
-    """Run a sweep to its end or for so many seconds; write `tuning.json` and `tuning.html` into ``out``.
+    """Run a sweep to its end or for ``seconds``; write `tuning.json` and `tuning.html` to ``out``.
 
-    ``existing`` is the recipe's own serve section. One sweep at a time works with a store: a second one waits, and then
-    reads what the first one measured.
+    Returns the report and the page's path. ``existing`` is the recipe's own serve section; ``redo`` measures again what
+    the store has. One sweep at a time works with a store: a second one waits, and then reads what the first one
+    measured.
     """
     with disk_errors(store.root):
         store.root.mkdir(parents=True, exist_ok=True)
@@ -104,7 +105,10 @@ def tune(
 
 
 def _tuned_first(sweep: KnobSweep, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool) -> None:
-    """Tune matrix kernels by TunableOp before the sweep; where the budget ends first, warn and sweep without them."""
+    """Tune matrix kernels by TunableOp and set them in the sweep.
+
+    If the budget ends first, warn and drop TunableOp's axis.
+    """
     try:
         tuned = search_kernels(sweep.subject, store, budget, reporter, out, redo=redo)
         sweep.subject = replace(sweep.subject, tuned=tuned)
@@ -128,7 +132,7 @@ _UNKNOWN = "0" * 64
 
 @dataclass(frozen=True, slots=True)
 class OpenedSubject:
-    """A subject, with the model facts that decide which knobs apply, and the recipe's own serve section."""
+    """A tuning subject, with the model facts that decide which knobs apply, and the recipe's own serve section."""
 
     subject: TuningSubject
     facts: ModelFacts
@@ -156,7 +160,7 @@ class OpenedSubject:
 
 @dataclass(frozen=True, slots=True)
 class SubjectRequest:
-    """The model to tune as a person named it (``text``), and the options of the command.
+    """The model to tune as named on the command line (``text``), and the options of the command.
 
     Without ``measuring`` nothing is made, and the target may be another machine and the vLLM another version than those
     here. With ``tunableop`` the base plan leaves out the kernels that an earlier sweep tuned.
@@ -172,9 +176,9 @@ class SubjectRequest:
 
 
 def open_subject(request: SubjectRequest, store: Store, reporter: Reporter) -> OpenedSubject:
-    """Find the model to tune, or make a recipe's checkpoint, through `inspect`, where there is none.
+    """Return the model to tune, ready to serve if it is measured: a recipe's missing checkpoint is made and inspected.
 
-    Raises `UserError` for a model that is not there.
+    Raises `UserError` for an unknown model or workload, and for a target of several nodes.
     """
     version, environment = vllm_for(request.vllm, request.vllm_version, elsewhere=not request.measuring)
     executable = request.vllm if environment is not None else None
@@ -224,7 +228,10 @@ def open_subject(request: SubjectRequest, store: Store, reporter: Reporter) -> O
 
 
 def _workload(name: str | None, recipe: Recipe | None, place: ServingTarget) -> tuple[workloads.Workload, Profile]:
-    """Return the workload to tune for, and the load that it puts on a server: what was named, or the recipe's."""
+    """Return the workload ``name``, else the recipe's or the usual one of the target, and its load profile.
+
+    Raises `UserError` for an unknown workload.
+    """
     usual = "tiny" if place.accelerator.kind == "cpu" else "throughput"
     try:
         load = workloads.load(name or (usual if recipe is None else recipe.target.workload))
@@ -234,7 +241,7 @@ def _workload(name: str | None, recipe: Recipe | None, place: ServingTarget) -> 
 
 
 def _present(served: ServedModel, text: str, vllm: str | None, store: Store, reporter: Reporter) -> ServedModel:
-    """Return the model with its weights here: downloaded, or made by the recipe's own stages."""
+    """Return the model with its weights on this machine: downloaded, or made by the recipe's stages up to `inspect`."""
     if served.recipe is not None and served.missing is not None:
         setting = open_setting(text, store=store, vllm=vllm, to_run=True)
         run_search(setting, reporter, until="inspect")

@@ -36,14 +36,20 @@ from quantmint.pipeline.stages.rounding_cost import change_seconds, hessian_seco
 
 
 def machine_here(device: str) -> tuple[MachineCapacity, Origin]:
-    """Return this machine with PyTorch's ``device``; where the table does not know it, a second is spent to measure."""
+    """Return this machine's capacity with PyTorch's ``device``, and the origin of its rates.
+
+    Rates that the table lacks are measured, in about a second.
+    """
     devices, count = resolve_devices(device), cores()  # several GPUs are taken to be of a kind
     rates, origin = rates_here(devices[0], count)
     return MachineCapacity(rates, count, device_memory("cpu"), devices, device_memory(devices[0])), origin
 
 
 def machine_of(target: ServingTarget) -> tuple[MachineCapacity, Origin]:
-    """Return a node of another machine: its accelerators by the table, its host as such nodes have one."""
+    """Return the capacity of a node of ``target``, and the origin of its rates.
+
+    The host is a typical one for its GPUs.
+    """
     rates, origin = rates_of(target.hardware)
     gpus, memory = target.gpus, target.memory or HOST_BYTES
     devices = tuple(f"{target.hardware}:{number}" for number in range(gpus))
@@ -52,9 +58,9 @@ def machine_of(target: ServingTarget) -> tuple[MachineCapacity, Origin]:
 
 @dataclass(frozen=True, slots=True)
 class WeightForecast:
-    """The costs of stages on a machine, by stage, and the machine's rates with their ``origin``.
+    """The costs of the stages that work on weights, by stage, with the machine's rates and their ``origin``.
 
-    ``start`` is the cost of starting the process. A library's stages are not among ``stages``.
+    The entry "start" of ``stages`` is the start of the process. A library's stages are left out.
     """
 
     origin: Origin
@@ -67,7 +73,7 @@ class WeightForecast:
         return {name: cost.seconds for name, cost in self.stages.items() if name != "start"}
 
     def to_json(self) -> dict[str, Any]:
-        """Return rates and costs as JSON."""
+        """Return the rates with their origin, and the costs by stage, as JSON values."""
         return {
             "rates": {"origin": self.origin, **asdict(self.rates)},
             "stages": {name: asdict(cost) for name, cost in self.stages.items()},
@@ -82,9 +88,9 @@ def forecast_weights(
     *,
     written: Recipe | None = None,
 ) -> WeightForecast:
-    """Return the costs by stage on a machine, from tensor headers.
+    """Return the costs by stage on a machine ``where`` (with the origin of its rates), from tensor headers.
 
-    ``written`` is the recipe before its schemes were chosen (None: there was no choice).
+    ``recipe`` has chosen schemes; ``written`` is the recipe before the choice (None: there was no choice).
     """
     machine, origin = where
     rates = machine.rates
@@ -111,7 +117,10 @@ def forecast_weights(
 def gptq_seconds(
     source: Checkpoint, structure: Structure, recipe: Recipe, schemes: Mapping[str, str], machine: MachineCapacity
 ) -> float:
-    """Return what GPTQ computes beside its forwards: Hessians, cross terms where it compensates, factors, rounding."""
+    """Return GPTQ's seconds beside its forwards: Hessians, cross terms with compensation, factors, rounding.
+
+    ``schemes`` are the chosen schemes by module.
+    """
     assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
     shapes = {name: shape for name, shape in structure.linear.items() if name in schemes}
     tokens = recipe.calibration.samples * recipe.calibration.sequence_length
@@ -126,7 +135,7 @@ def gptq_seconds(
 def sensitivity_cost(source: Checkpoint, structure: Structure, recipe: Recipe, machine: MachineCapacity) -> Cost:
     """Return the cost of measuring every group in every scheme: a pass through the layers and one back, in float32.
 
-    The way back runs each layer forward and back, and its linear modules once for each scheme.
+    The way back runs each layer forward and backward, and its linear modules once for each scheme.
     """
     assert recipe.calibration is not None  # noqa: S101 - the recipe's checks
     rates, names = machine.rates, recipe.quantization.from_ or ()
@@ -162,9 +171,10 @@ _FORWARDS = 3
 
 
 def _after(cost: Cost, once: Cost, seconds: float, rounding: int, machine: MachineCapacity) -> Cost:
-    """Return the cost of a checkpoint that is written after GPTQ.
+    """Return ``cost``, the cost of writing a checkpoint, with that of the GPTQ before it.
 
-    ``once`` is that of a forward; beside forwards it takes ``seconds``, and ``rounding`` bytes of the device.
+    ``once`` is the cost of one forward, ``seconds`` what GPTQ takes beside forwards, ``rounding`` its bytes of memory
+    on the device.
     """
     on_cpu = machine.rates.link is None
     once = replace(

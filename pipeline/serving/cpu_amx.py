@@ -23,7 +23,7 @@ _LIBRARIES: list[torch.library.Library] = []  # a kernel is registered as long a
 
 
 def register(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """Request AMX tiles, and replace PyTorch's CPU kernels of `_scaled_mm` if they would be a reference loop."""
+    """Initialize AMX tiles if the CPU has them, and replace `torch._scaled_mm` where it would be a reference loop."""
     features = flags(cpuinfo)
     if "amx_tile" in features:
         import torch
@@ -42,7 +42,7 @@ def flags(cpuinfo: Path) -> frozenset[str]:
 
 
 def lacks_fp8(features: frozenset[str]) -> bool:
-    """Return whether a processor has AMX without FP16 tiles, which oneDNN's fast FP8 products need."""
+    """Return whether a CPU with these features has AMX but no FP16 tiles, which oneDNN's fast FP8 products need."""
     return "amx_int8" in features and "amx_fp16" not in features
 
 
@@ -60,7 +60,11 @@ def replace_kernels() -> None:
         out_dtype: torch.dtype | None = None,
         use_fast_accum: bool = False,
     ) -> torch.Tensor:
-        """Return ``(mat1 * scale_a) @ (mat2 * scale_b) + bias``; scales are [1], or [M, 1] and [1, N]."""
+        """Return ``(mat1 * scale_a) @ (mat2 * scale_b) + bias``, computed in float32, as ``out_dtype`` or ``mat1``'s.
+
+        Shapes are [M, K] and [K, N]; scales are [1], or [M, 1] and [1, N]. ``scale_result`` divides results of one
+        byte.
+        """
         product = torch.mm(mat1.float() * scale_a, mat2.float() * scale_b)
         if bias is not None:
             product += bias

@@ -42,7 +42,7 @@ class VllmEnvironment:
 
     @property
     def python(self) -> Path:
-        """The Python interpreter of the command; ServingError when its first line does not name one."""
+        """The Python interpreter of the command. Raises `ServingError` when its first line does not name one."""
         sibling = self.executable.parent / "python"
         if _runnable(sibling):
             return sibling
@@ -57,7 +57,7 @@ class VllmEnvironment:
 
     @property
     def version(self) -> str:
-        """vLLM's version from its package metadata; ServingError when the environment has no vLLM."""
+        """vLLM's version from its package metadata. Raises `ServingError` when the environment has no vLLM."""
         return self.planned or _version(self, self.executable.stat().st_mtime_ns)
 
 
@@ -66,9 +66,9 @@ def find_vllm(
 ) -> VllmEnvironment:
     """Return the first ``vllm`` command of the four places.
 
-    ``explicit`` and QUANTMINT_VLLM name the command or its environment; a wrong one is a UserError and ends the search.
-    ``.venv-vllm`` is searched for in ``folder`` (default: the current one), its parents, and the project's own folder.
-    UserError when no place has the command.
+    ``explicit`` and QUANTMINT_VLLM name the command or its environment; a wrong one raises `UserError`. ``.venv-vllm``
+    is searched for in ``folder`` (default: the current one), its parents, and the project's own folder. Raises
+    `UserError` when no place has the command.
     """
     variables = os.environ if environ is None else environ
     for name, origin in ((explicit, "the argument"), (variables.get(VARIABLE), VARIABLE)):
@@ -120,7 +120,10 @@ def _version(environment: VllmEnvironment, _mtime_ns: int) -> str:
 
 
 def serving_image() -> str | None:
-    """Return QUANTMINT_IMAGE, an image as ``name@sha256:DIGEST``; None when unset. UserError for another form."""
+    """Return QUANTMINT_IMAGE, an image as ``name@sha256:DIGEST``; None when unset.
+
+    Raises `UserError` for another form.
+    """
     image = os.environ.get(IMAGE_VARIABLE, "")
     if not image:
         return None
@@ -133,7 +136,10 @@ def serving_image() -> str | None:
 
 
 def parse_version(text: str) -> Version:
-    """Return the release numbers of a vLLM version: (0, 32, 0) for "0.32.0+cpu". UserError for another form."""
+    """Return the release numbers of a vLLM version: (0, 32, 0) for "0.32.0+cpu".
+
+    Raises `UserError` for another form.
+    """
     match = re.match(r"v?(\d+(?:\.\d+)*)", text)
     if match is None:
         raise UserError(f"{text!r} is not a version of vLLM: expected something like 0.32.0")

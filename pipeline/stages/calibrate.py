@@ -37,7 +37,10 @@ _LAYERS = "layers"  # what an interrupted run in layer mode is gone on with
 
 
 class CalibrateStage(Stage):
-    """Measure the ranges of a 16-bit model; resumes at a layer, where the model is run layer by layer."""
+    """Measure the ranges of a 16-bit model's activations.
+
+    In layer mode an interrupted run resumes at the current layer.
+    """
 
     family = "calibrate"
     version = 1
@@ -46,23 +49,26 @@ class CalibrateStage(Stage):
     by_content = True
 
     def is_planned(self, setting: Setting) -> bool:
-        """Return whether anything in the checkpoint is scaled by a range that we measure."""
+        """Return whether the stream engine makes the checkpoint and any of its scales is static."""
         return super().is_planned(setting) and needs_ranges(setting.recipe.quantization)
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield what runs the model."""
+        """Return torch and transformers, with the extra "quantize"."""
         return MODEL_MODULES
 
     def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return the check that a built-in calibration set is at its pinned commit."""
+        """Return `require_pinned_set`."""
         return (require_pinned_set,)
 
     def seconds(self, estimate: Estimate) -> float | None:
-        """Return the time of the forwards, by the forecast of the stages that work on weights."""
+        """Return the forecast seconds of running the model over the calibration set, None where nothing is known."""
         return estimate.weights.get(self.key)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The texts, how many, how long, how batched, what is made of them; not where, which changes no bit."""
+        """Return what determines the ranges: the calibration data, the observation, and whether model code is trusted.
+
+        Devices and machines are left out, because they change no bit.
+        """
         section = setting.recipe.calibration
         assert section is not None  # noqa: S101 - the recipe's checks
         return {
@@ -122,7 +128,7 @@ class CalibrateStage(Stage):
 
 
 def data_identity(section: Calibration, commits: Commits) -> Mapping[str, object]:
-    """What decides the tokens of a calibration, and which of them are run together."""
+    """Return what determines the tokens of a calibration and their batches, for a fingerprint."""
     return {
         "set": _identity(section, commits),
         "samples": section.samples,
@@ -134,7 +140,10 @@ def data_identity(section: Calibration, commits: Commits) -> Mapping[str, object
 
 
 def texts_of(entries: Mapping[str, Entry]) -> Mapping[str, Any] | None:
-    """The set as the entry knows it that read it, our own measurements or an algorithm; None where none did."""
+    """Return the calibration set as recorded by the entry that read it: `calibrate`, `sensitivity` or `quantize`.
+
+    None where none of them read calibration texts.
+    """
     measuring = next((key for key in ("calibrate", "sensitivity") if key in entries), None)
     settings: Any = entries[measuring or "quantize"].record.payload["settings"]
     section = settings if measuring else settings.get("calibration")
@@ -142,14 +151,15 @@ def texts_of(entries: Mapping[str, Entry]) -> Mapping[str, Any] | None:
 
 
 def set_name(named: str) -> str:
-    """What people call a set that a recipe names, or the YAML file of one."""
+    """Return the short name of a calibration set, given by name or as the path of its YAML file."""
     return named.rpartition("/")[2].removesuffix(".yaml").removesuffix(".yml")
 
 
 def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) -> Sequence[torch.Tensor]:
-    """The samples of a calibration, int64 [n] each, by the tokenizer of the model in ``folder``.
+    """Return the calibration samples as token ids, int64 [n] each, by the tokenizer of the model in ``folder``.
 
-    Raises `CalibrationError` for texts that cannot be read or are too few.
+    Raises `CalibrationError` for texts that cannot be read or are too few, `UserError` without a tokenizer and for a
+    set whose commit cannot be resolved.
     """
     require_tokenizer(folder)
     with light_imports():
@@ -171,19 +181,19 @@ def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) 
 
 
 def needs_ranges(quantization: Quantization) -> bool:
-    """Return whether anything in the checkpoint is scaled by a range that we measure; libraries measure their own."""
+    """Return whether our stream engine needs measured ranges for static scales; libraries measure their own."""
     return quantization.engine == "stream" and has_static_scales(quantization)
 
 
 def has_static_scales(quantization: Quantization) -> bool:
-    """Return whether anything in the checkpoint is scaled by a range of the calibration data."""
+    """Return whether calibration data determines scales of the checkpoint: of an FP8 KV cache or of inputs."""
     return quantization.kv_cache == "fp8" or any(scheme(name).needs_ranges for name in quantization.schemes)
 
 
 def token_fault(loaded: LoadedRecipe, folder: Path | None) -> Fault | None:
-    """Return the fault of a recipe whose calibration texts have fewer tokens than its samples need, None for others.
+    """Return a fault if the calibration texts have fewer tokens than the samples need, else None.
 
-    Only small local files are counted, with the tokenizer of a model that lies in ``folder``.
+    Only small local files are counted, by the tokenizer of the model in ``folder``; without a folder nothing is.
     """
     section = loaded.recipe.calibration
     if section is None or folder is None:
@@ -201,13 +211,16 @@ def token_fault(loaded: LoadedRecipe, folder: Path | None) -> Fault | None:
 
 
 def require_pinned_set(setting: Setting) -> None:
-    """Raise `UserError` where the recipe's calibration set is not at the commit that it names."""
+    """Raise `UserError` where the commit of the recipe's calibration set cannot be resolved."""
     if setting.recipe.calibration is not None:
         pinned_set(setting.recipe.calibration)
 
 
 def pinned_set(section: Calibration) -> CalibrationSet:
-    """The set that a recipe names, a dataset at a commit. Raises `UserError` where that cannot be known."""
+    """Return the calibration set that a recipe names, with a data set of the Hub at a commit.
+
+    Raises `UserError` where the set or its commit cannot be found.
+    """
     try:
         return at_commit(load_set(section.set))
     except CalibrationError as error:
@@ -215,9 +228,10 @@ def pinned_set(section: Calibration) -> CalibrationSet:
 
 
 def _identity(section: Calibration, commits: Commits) -> Mapping[str, object]:
-    """The set by its content: a local file by digest, a dataset by name and commit.
+    """Return the set by its content: the digest of a local file, or repository and commit of a data set.
 
-    Where the Hub cannot be asked, by the branch: that can be planned, and is refused when it is to be run.
+    Where the Hub cannot be asked the branch stands for the commit: such a plan can be shown, but `pinned_set` refuses
+    to run it. Raises `UserError` for a local file that cannot be read.
     """
     chosen = load_set(section.set)
     with suppress(CalibrationError, QuantmintError):

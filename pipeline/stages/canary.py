@@ -56,10 +56,10 @@ _TIMEOUT_S = 600.0  # the first request may compile kernels
 
 
 class CanaryStage(SideStage):
-    """Compare next-token distributions on held-out prompts; the candidate's stage stops the run where it is broken.
+    """Compare next-token distributions on held-out prompts, before any task is asked.
 
-    The baseline's answers depend on the model alone, so all recipes of it share them. The candidate reads the same
-    token ids.
+    The candidate's stage stops the run where the candidate is broken or unlikely to pass; it reads the baseline's token
+    ids. The baseline's answers depend on the model alone, so all recipes of it share them.
     """
 
     family = "canary"
@@ -72,38 +72,41 @@ class CanaryStage(SideStage):
         return super().is_planned(setting) and setting.recipe.gate.canary is not None
 
     def when_stopped(self) -> Stage:
-        """Return the stage: it is the one that stops a run."""
+        """Return the stage itself: its result is what stopped the run."""
         return self
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield what tokenizes, and what the runtime imports."""
+        """Return transformers, with the extra "evaluate", and the modules of the runtime."""
         return (("evaluate", "transformers"), *runtime_modules(setting))
 
     def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return the check of the server."""
+        """Return `require_server`."""
         return (require_server,)
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the time of reading the prompts one after the other; a sound candidate reads a part of them."""
+        """Return the seconds of reading all prompts one after the other; a quarter of it for the candidate.
+
+        A sound candidate is decided after a part of the prompts.
+        """
         texts = prompts.load(estimate.setting.suite.canary)
         seconds = sum(READ_S + len(prompt.text) / TOKEN_BYTES * estimate.position for prompt in texts)
         return seconds if self.side == "baseline" else _FIRST_LOOK * seconds
 
     def verdict(self, entry: Entry) -> Verdict | None:
-        """Return the verdict that stops a run, None for one that goes on."""
+        """Return the candidate's verdict where it stops the run, else None."""
         return Verdict(str(entry.record.result["verdict"])) if self.stops(entry) else None
 
     def stops(self, entry: Entry) -> bool:
-        """Return whether the candidate is broken, or unlikely to pass."""
+        """Return whether the candidate's verdict is FAIL or INCONCLUSIVE; the baseline's stage never stops a run."""
         return self.side == "candidate" and entry.record.result.get("verdict") in _STOPPING
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the keys of the stages that it reads: `server`, `model` and, of the candidate, `baseline`."""
+        """Return the stage keys of the side's `serve` and `model`, and for the candidate of the `baseline` answers."""
         compared = {"baseline": "canary-baseline"} if self.side == "candidate" else {}
         return {"serve": f"serve-{self.side}", "model": model_key(self.side), **compared}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """Return the prompts by content and length; for the candidate the limits that it is judged by."""
+        """Return the fingerprint's settings: the baseline's prompts, or the limits that judge the candidate."""
         if self.side == "candidate":
             limits = policy_of(setting).to_json()
             return {"side": self.side, "policy": {name: limit for name, limit in limits.items() if limit is not None}}
@@ -120,7 +123,7 @@ class CanaryStage(SideStage):
         return {**tokenizes, **runtime_tools(setting)}
 
     def run(self, job: Job) -> Output:
-        """Ask every prompt, keep every answer."""
+        """Ask the prompts and record every answer; the candidate is asked in looks until it is clear, and compared."""
         folder = model_folder(job.inputs["model"])
         baseline = None if self.side == "baseline" else read_answers(job.inputs["baseline"].path)
         if baseline is None:
@@ -149,7 +152,7 @@ def _in_order(prompts: Sequence[tuple[str, tuple[int, ...]]], by_name: Mapping[s
 
 
 def _on(baseline: CanaryAnswers, names: Collection[str]) -> CanaryAnswers:
-    """Return the baseline's answers to some of its prompts."""
+    """Return the baseline's answers to the prompts in ``names``."""
     return CanaryAnswers(tuple(answer for answer in baseline.answers if answer.prompt in names))
 
 
@@ -160,7 +163,7 @@ def _is_clear(setting: Setting, baseline: CanaryAnswers, by_name: Mapping[str, A
 
 
 def policy_of(setting: Setting) -> CanaryPolicy:
-    """Return the recipe's limits of a broken candidate, and of one that is unlikely to pass, for its schemes."""
+    """Return the canary's limits for the recipe's schemes: of a broken and of an unpromising candidate."""
     canary = setting.recipe.gate.canary
     assert canary is not None  # noqa: S101 - else there is no such stage
     return canary.policy(setting.recipe.quantization.schemes)
@@ -177,7 +180,7 @@ def read_comparison(folder: Path) -> Canary:
 
 
 def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return name and token ids of each prompt, by the model's own tokenizer, cut to the server's context length."""
+    """Return (name, token ids) of each prompt by the tokenizer in ``folder``, cut to max_model_len - 1 tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(
@@ -191,7 +194,11 @@ def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...
 
 
 def _ask(server: RunningServer, name: str, ids: Sequence[int]) -> Answer:
-    """Return the answer to one prompt; an empty one where a healthy server has no finite log probability."""
+    """Return the answer to one prompt: log probabilities of its tokens and of the likeliest ones at each position.
+
+    The answer has none where the server is healthy and its log probabilities are not finite. Raises `RefusalError` for
+    other refusals.
+    """
     if isinstance(server, ReferenceServer):
         return _parsed(name, ids, server.ask("prompt_logprobs", ids=list(ids), likeliest=LIKELIEST))
     body = {
@@ -212,9 +219,10 @@ def _ask(server: RunningServer, name: str, ids: Sequence[int]) -> Answer:
 
 
 def _parsed(name: str, ids: Sequence[int], positions: Sequence[Mapping[str, Mapping[str, Any]]]) -> Answer:
-    """Return an answer from log probabilities by token id, one mapping a position; the first position has none.
+    """Return an answer from ``positions``: for each token of ``ids`` a mapping from token id to log probability.
 
-    Each mapping holds the log probability of the position's own token.
+    The first entry is ignored. Each other mapping contains the position's own token. An answer with a value that is not
+    finite has no log probabilities.
     """
     actual: list[float] = []
     tokens: list[tuple[int, ...]] = []
@@ -232,7 +240,10 @@ def _parsed(name: str, ids: Sequence[int], positions: Sequence[Mapping[str, Mapp
 
 
 def _output(answers: CanaryAnswers) -> Output:
-    """Return the baseline's result. Raises `InvalidMeasurementError` where it has no finite log probabilities."""
+    """Return the baseline's result: the number of positions, and the perplexity.
+
+    Raises `InvalidMeasurementError` where a prompt has no finite log probabilities.
+    """
     silent = [answer.prompt for answer in answers.answers if not answer.actual]
     if silent:
         raise InvalidMeasurementError(

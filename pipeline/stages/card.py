@@ -40,10 +40,10 @@ from quantmint.pipeline.store.entries import Entry
 
 
 def base_metadata(identity: SourceIdentity, folder: Path, *, warn: Callable[[str], None]) -> Mapping[str, Any]:
-    """Return the front matter of the card in the source's ``folder``, or of its repository at the same commit.
+    """Return the metadata of the source's model card: of README.md in ``folder``, else of the repository at its commit.
 
-    Empty where there is no card; ``warn`` is called where the Hub could not be asked, because then the terms are
-    unknown.
+    Empty where there is no card. ``warn`` is called with a message where the Hub could not be asked, because then
+    licence and languages are unknown.
     """
     if (folder / CARD).is_file() or identity.repo is None:
         return front_matter(folder)
@@ -77,7 +77,11 @@ SHOWN: Final = ("mi300x", "mi355x")
 def launches(
     recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, *, vllm: str
 ) -> tuple[ServingCommand, ...]:
-    """Return a launch of the checkpoint for the recipe's target and each of `SHOWN`; commands call it ``model``."""
+    """Return the serving commands of a card: for the recipe's target and each of `SHOWN`, with ``model`` as the name.
+
+    A target that cannot serve the checkpoint has the planner's reason in place of a command. ``vllm`` is the version to
+    plan for.
+    """
     targets = [parse_target(f"{name}:{recipe.target.gpus}") for name in dict.fromkeys((recipe.target.hardware, *SHOWN))]
     return tuple(_launch(target, recipe, workload, facts, model, vllm) for target in targets)
 
@@ -112,7 +116,7 @@ def _launch(
 
 
 def _left_out(recipe: Recipe) -> Iterator[str]:
-    """Yield what the recipe's own launch uses and a reader of the card does not have."""
+    """Yield a caution for each part of the recipe's own launch that a reader lacks: tuned kernels, a draft model."""
     if recipe.serve.tunableop is not None:
         yield "the recipe serves with matrix kernels that TunableOp found, whose file is not here"
     if recipe.serve.speculative is not None and recipe.serve.speculative.model is not None:
@@ -120,9 +124,9 @@ def _left_out(recipe: Recipe) -> Iterator[str]:
 
 
 def _command(plan: LaunchPlan, running: Sequence[Process], *, cpu: bool) -> str:
-    """Return the variables and the command of one server; over several machines the whole script.
+    """Return the shell commands that start one server of ``running``; for several machines the whole script.
 
-    On a CPU the number of threads is the reader's own.
+    With ``cpu`` OMP_NUM_THREADS is the reader's `nproc`.
     """
     if plan.layout.nodes > 1:
         return script(plan, running)
@@ -134,7 +138,10 @@ def _command(plan: LaunchPlan, running: Sequence[Process], *, cpu: bool) -> str:
 
 
 def settings(setting: Setting) -> Mapping[str, object]:
-    """Return what a card depends on beside the entries; a repository's own card belongs to its commit."""
+    """Return the card's inputs beside the entries, for a fingerprint: repository, licence, signing, source's card.
+
+    The card of a source on the Hub is left out, because its commit determines it.
+    """
     section, folder = setting.recipe.publish, setting.source.folder
     return {
         "repo": _repo(setting.recipe),

@@ -48,10 +48,10 @@ def check(
 ) -> list[Fault]:
     """Return every fault of a recipe that follows from its fields, the model and the definitions that it names.
 
-    `config` is the model's config.json and `linear` its linear modules with [out_features, in_features], as far as they
-    are known; checks that need them are skipped without them. `cpu_flags` are those of the CPU that will serve, where
-    the target is one (`pipeline.base.hardware.local_cpu_flags`). A recipe that is not `judged` has no margins that its
-    suite must be able to test.
+    `config` is the model's config.json and `linear` its linear modules with [out_features, in_features]; checks that
+    need them are skipped without them. `cpu_flags` are those of the CPU that will serve, where the target is one
+    (`pipeline.base.hardware.local_cpu_flags`). Without `judged` the suite, its margins and the promised throughput are
+    not checked.
     """
     faults = [
         *_source(loaded),
@@ -66,7 +66,7 @@ def check(
 
 
 def _used(loaded: LoadedRecipe) -> list[tuple[YamlPath, str]]:
-    """Return every scheme that a recipe names, with its place."""
+    """Return (place in the recipe, scheme) of every scheme that a recipe names."""
     quantization = loaded.recipe.quantization
     schemes: dict[YamlPath, str] = {("from", index): name for index, name in enumerate(quantization.from_ or ())}
     schemes = schemes or {("scheme",): quantization.scheme}
@@ -157,7 +157,7 @@ def _schemes(
 
 
 def _objective(loaded: LoadedRecipe) -> Iterator[Fault]:
-    """A speed that no figures of the target can tell, or that they rule out."""
+    """Yield a fault for a speedup that the target's data sheet cannot predict, or that it rules out."""
     recipe, machines = loaded.recipe, accelerators.table()
     speedup, machine = recipe.quantization.speedup, machines[recipe.target.hardware]
     if speedup is None:
@@ -255,7 +255,7 @@ def _definitions(loaded: LoadedRecipe, *, judged: bool) -> Iterator[Fault]:
 
 
 def _overlaps(loaded: LoadedRecipe, linear: Iterable[str] | None) -> Iterator[Fault]:
-    """Overrides whose order would matter, or that mean no module of the model."""
+    """Yield faults for overrides that give a module different schemes, or that match no module of ``linear``."""
     names = list(linear) if linear is not None else None
     claimed: dict[str, str] = {}
     for path, (pattern, chosen) in _overrides(loaded).items():
@@ -271,7 +271,7 @@ def _overlaps(loaded: LoadedRecipe, linear: Iterable[str] | None) -> Iterator[Fa
 
 
 def _overrides(loaded: LoadedRecipe) -> dict[YamlPath, tuple[str, str]]:
-    """Each pattern with the scheme of what it means, by its place."""
+    """Return each override's (pattern, scheme) by the pattern's place in the recipe."""
     return {
         ("quantization", "overrides", index, "modules", position): (pattern, override.scheme)
         for index, override in enumerate(loaded.recipe.quantization.overrides)
@@ -280,7 +280,10 @@ def _overrides(loaded: LoadedRecipe) -> dict[YamlPath, tuple[str, str]]:
 
 
 def _fused(loaded: LoadedRecipe, names: Iterable[str], config: Mapping[str, Any] | None) -> Iterator[Fault]:
-    """Exclusions or overrides that take a part of what vLLM loads as one; one fault for each of them."""
+    """Yield one fault for each exclusion or override that splits modules which vLLM loads as one.
+
+    ``names`` are the model's linear modules; ``config`` is None where it is not known.
+    """
     quantization = loaded.recipe.quantization
     rules: dict[YamlPath, str] = {
         ("quantization", "exclude", index): pattern for index, pattern in enumerate(quantization.exclude)
@@ -313,7 +316,7 @@ def _fused(loaded: LoadedRecipe, names: Iterable[str], config: Mapping[str, Any]
 
 
 def _model(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield the faults against the model's configuration: lengths, a latent cache in FP8, groups of a scheme."""
+    """Yield faults against the model's text config: lengths, few samples for GPTQ, an FP8 latent cache, widths."""
     recipe = loaded.recipe
     quantization, longest = recipe.quantization, config.get("max_position_embeddings")
     lengths: list[tuple[YamlPath, int]] = [(("target", "max_model_len"), recipe.target.max_model_len)]
@@ -362,7 +365,10 @@ def _model(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _widths(config: Mapping[str, Any]) -> Iterator[tuple[str, int, bool]]:
-    """in_features that a config.json declares, by name; whether tensor parallelism gives each GPU only a share."""
+    """Yield (name, in_features, is split) of layer inputs that a text config declares.
+
+    "Is split" says whether tensor parallelism gives each GPU only a share of the width.
+    """
     for key in ("hidden_size", "q_lora_rank", "kv_lora_rank", "intermediate_size", "moe_intermediate_size"):
         sizes = config.get(key)
         for size in dict.fromkeys(sizes) if isinstance(sizes, list) else (sizes,):  # Gemma 3n: one for each layer
@@ -374,7 +380,7 @@ def _widths(config: Mapping[str, Any]) -> Iterator[tuple[str, int, bool]]:
 
 
 def _head_size(config: Mapping[str, Any]) -> int | None:
-    """Return the width of a key's head, as a config.json declares it or implies it."""
+    """Return head_dim, else hidden_size / num_attention_heads; None where the config has neither."""
     heads, hidden, size = (config.get(key) for key in ("num_attention_heads", "hidden_size", "head_dim"))
     if isinstance(size, int) and size:
         return size
@@ -382,7 +388,7 @@ def _head_size(config: Mapping[str, Any]) -> int | None:
 
 
 def accuracy_faults(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
-    """Margins that the suite's items cannot test in as many looks, and scores of tasks that it does not have."""
+    """Yield faults for margins that the suite cannot test, unknown task names, and answers beyond the context."""
     gate = loaded.recipe.gate.accuracy
     suite = suite.judged_by(gate.margins)
     if not any(task.gated for task in suite.tasks):
@@ -410,12 +416,15 @@ def accuracy_faults(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
 
 
 def _paced(workload: Workload) -> bool:
-    """Whether no cell asks for all that a server can give."""
+    """Return whether every cell offers a fixed rate of requests, so that no throughput can be measured."""
     return all(math.isfinite(cell.rate or math.inf) for cell in workload.cells)
 
 
 def throughput_faults(loaded: LoadedRecipe, workload: Workload | None) -> Iterator[Fault]:
-    """A promise of speed that nothing measures, or that so few launches cannot show; `workload` where it is known."""
+    """Yield faults for a `min_ratio` that nothing measures, or that too few launches cannot prove.
+
+    `workload` is None where it is not known.
+    """
     gate = loaded.recipe.gate.throughput
     if gate.min_ratio is None:
         return
@@ -436,7 +445,7 @@ def throughput_faults(loaded: LoadedRecipe, workload: Workload | None) -> Iterat
 
 
 def as_asked(suite: Suite, evaluation: Evaluation, gate: Gate) -> Suite:
-    """Return a suite as the recipe asks it: no more items than its limit, and with its expected flips."""
+    """Return the suite with the recipe's limit on items and its expected flip rate."""
     tasks = tuple(
         replace(
             task,

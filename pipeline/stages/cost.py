@@ -28,9 +28,9 @@ _SHARE, _MOST = 2, 16
 
 
 def sensitivity_samples(samples: int) -> int:
-    """Return how many samples of the calibration the sensitivities are measured with: one in two, at most 16.
+    """Return the number of calibration samples that sensitivities are measured with: half of ``samples``, at most 16.
 
-    Each takes as long as four of the calibration, and one more a scheme.
+    Each takes as long as four samples of the calibration, and one more for each scheme.
     """
     return min(_MOST, -(-samples // _SHARE))
 
@@ -43,7 +43,7 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def _size(text: Mapping[str, Any], name: str) -> int:
-    """Return a size by any of its names, the largest of one that differs by layer; 0 where there is none."""
+    """Return the size under any of its spellings, the largest of a list by layer; 0 where the config has none."""
     value = next((text[spelling] for spelling in _SPELLINGS[name] if text.get(spelling)), 0)
     return int(max(value) if isinstance(value, list) else value)
 
@@ -58,7 +58,7 @@ _CPU_PIECES, _PINNED_PIECES, _DEVICE_PIECES = 6, 2, 6
 
 @dataclass(frozen=True, slots=True)
 class MachineCapacity:
-    """A machine's rates, cores and memory in bytes, of the host and of each of the ``devices`` that compute."""
+    """The rates, cores and memory of a machine, in bytes; ``device_memory`` is that of each of the ``devices``."""
 
     rates: Rates
     cores: int
@@ -69,10 +69,11 @@ class MachineCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one stage: seconds until everything is on the disk, bytes of memory, device memory and disk.
+    """The cost of one stage: seconds until everything is on the disk, and bytes of memory, device memory and disk.
 
-    ``written`` is when the last byte was handed to the system. ``parts`` are the seconds that each part would take by
-    itself, ``bound`` names the resource that decides. ``mode`` says how the stage works, where it has a choice.
+    ``written`` is the seconds until the last byte was handed to the operating system. ``parts`` are the seconds that
+    each part would take by itself, ``bound`` names the part that decides. ``mode`` is "resident" or "layer" for a
+    calibration, None for other stages.
     """
 
     seconds: float
@@ -86,7 +87,7 @@ class Cost:
 
 
 def quantize_cost(volume: QuantizeVolume, machine: MachineCapacity) -> Cost:
-    """The stream engine: read, compute, hash and write overlap over all files; what is finished is synced meanwhile."""
+    """Return the stream engine's cost: read, compute, hash and write overlap; finished files are synced meanwhile."""
     rates = machine.rates
     started = len(workers_of(machine.devices, machine.cores))
     lanes = open_files(volume.files, started)
@@ -132,10 +133,10 @@ def quantize_cost(volume: QuantizeVolume, machine: MachineCapacity) -> Cost:
 
 
 def calibrate_cost(volume: CalibrateVolume, machine: MachineCapacity) -> Cost:
-    """One forward over the set: layer by layer while the next one is read, or with the whole model on the device.
+    """Return the cost of one forward over the set, layer by layer while the next is loaded, or with a resident model.
 
-    In layer mode hidden states stay on the device where they take half of what is free beside two layers, else in
-    a quarter of the host's memory; that the rest of them goes to the disk and back is not counted.
+    In layer mode hidden states stay on the device where they take half of what is free beside two layers, else in a
+    quarter of the host's memory; the time of writing the rest of them to the disk and back is not counted.
     """
     rates, need = machine.rates, volume.need
     on_cpu = rates.link is None
@@ -182,10 +183,10 @@ CARRIED = "carried"
 
 @dataclass(frozen=True, slots=True)
 class QuantizeVolume:
-    """Bytes read, ``distinct`` without what is read twice, and bytes written; in so many ``files``, the ``largest`` of
-    which has so many bytes.
+    """The bytes of a quantization: ``read``, ``distinct`` (without what is read twice) and ``written``.
 
-    ``kernels`` are the bytes of 16-bit weight that each kernel computes; `CARRIED` are those that are only looked at.
+    ``files`` is the number of files written, ``largest`` the bytes of the largest. ``kernels`` are the bytes of 16-bit
+    weight by kernel; the key `CARRIED` counts tensors that are only copied.
     """
 
     read: int
@@ -198,10 +199,10 @@ class QuantizeVolume:
 
 @dataclass(frozen=True, slots=True)
 class CalibrateVolume:
-    """Work and memory of one pass over the calibration set.
+    """The work and memory of one pass over the calibration set.
 
-    ``need`` are the bytes on a device, ``flops`` the operations of all matrix products, ``scores`` the attention
-    weights that are computed. ``mode`` is what the recipe asks for.
+    ``need`` are the bytes on a device, ``flops`` the operations of all matrix products, ``scores`` the number of
+    attention scores. ``mode`` is the recipe's setting.
     """
 
     need: Need
@@ -211,7 +212,7 @@ class CalibrateVolume:
 
 
 def quantize_volume(plans: Iterable[ShardPlan]) -> QuantizeVolume:
-    """Count the planned files of a checkpoint; a weight whose scale needs the largest of the whole is read twice."""
+    """Return the volume of the plans; a weight whose scale needs its largest element first is read twice."""
     plans = tuple(plans)
     kernels: Counter[str] = Counter()
     for plan in plans:
@@ -232,19 +233,19 @@ def quantize_volume(plans: Iterable[ShardPlan]) -> QuantizeVolume:
 
 
 def _loaded_bytes(info: TensorInfo) -> int:
-    """Return the bytes of a tensor in the model that runs: FP8 in blocks is decoded to bfloat16."""
+    """Return the bytes of a tensor in the running model, which decodes FP8 in blocks to bfloat16."""
     return info.nbytes * (2 if info.dtype == "F8_E4M3" else 1)
 
 
 def calibrate_volume(
     source: Checkpoint, structure: Structure, calibration: Calibration, *, is_fused: bool = False
 ) -> CalibrateVolume:
-    """Count a forward over the whole calibration set, without the output head.
+    """Return the volume of a forward over the whole calibration set, without the output head.
 
-    A product of [t, i] and [i, o] takes 2 t i o operations. Eager attention computes all L x L scores of a head, with
-    4 D operations each for a head of D elements, in the product with the keys and that with the values. An expert gets
-    every token once, besides those that the router sends, unless the recipe asks for the router's only. Attention that
-    ``is_fused`` keeps no scores.
+    A product of [t, i] and [i, o] takes 2 t i o operations. Eager attention computes all L x L scores of a head, with 4
+    D operations each for a head of D elements, in the product with the keys and that with the values. An expert gets
+    every token once, besides those that the router sends, unless the recipe asks for the router's only. With
+    ``is_fused`` attention keeps no scores in memory.
     """
     text: Mapping[str, Any] = source.config.get("text_config") or source.config
     tokens, length = calibration.samples * calibration.sequence_length, calibration.sequence_length
@@ -279,9 +280,9 @@ def routed_share(config: Mapping[str, Any]) -> float:
 
 
 def gptq_volume(source: Checkpoint, structure: Structure, recipe: Recipe) -> CalibrateVolume:
-    """Return the volume of one forward of GPTQ, with the hidden states of the reference model where it has one.
+    """Return the volume of one forward of GPTQ in layer mode, with fused attention.
 
-    GPTQ has attention fused where the architecture lets it, which the loop asks the model itself.
+    Compensation doubles the hidden states, because a reference model runs alongside.
     """
     assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
     volume = replace(calibrate_volume(source, structure, recipe.calibration, is_fused=True), mode="layer")

@@ -47,11 +47,11 @@ _H100_TFLOPS: Final = 989.4
 
 @dataclass(frozen=True)
 class Estimate:
-    """A machine's speed with a model: what the forecasts of the stages are made from.
+    """A machine's speed with a model, from which the stages forecast their time.
 
-    ``rates`` are the machine's; ``weights`` are the seconds of the stages that work on weights, as far as they are
-    known. ``expected`` are the items of each task that a lossless candidate is asked (None: all), ``bench`` the seconds
-    of measuring throughput (None: not measured).
+    ``weights`` are the seconds of the stages that work on weights, by stage key, as far as known. ``expected`` are the
+    items of each task that a lossless candidate is asked (None: all), ``bench`` the seconds of measuring throughput
+    (None: not measured).
     """
 
     setting: Setting
@@ -63,37 +63,37 @@ class Estimate:
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether the target is a CPU, whatever this machine is: the target serves."""
+        """Whether the recipe's target, which serves the model, is a CPU."""
         return self.setting.recipe.target.hardware == "cpu"
 
     @property
     def by_reference(self) -> bool:
-        """Return whether the reference runtime answers, on one device in float32."""
+        """Whether the reference runtime answers instead of vLLM, on one device in float32."""
         return self.setting.recipe.evaluation.runtime == "reference"
 
     @property
     def start(self) -> float:
-        """Return the seconds of a server's start."""
+        """Seconds of a server's start, with weights read from the disk."""
         if self.by_reference:  # 16 bit, read as float32
             return float(_REFERENCE_IMPORT * self.rates.start + 2 * self.size.source / self.rates.load)
         return float((_CPU_START_S if self.on_cpu else START_S) + self.size.source / self.rates.disk)
 
     @property
     def cached_start(self) -> float:
-        """Return the seconds of a start of vLLM whose weights are in the page cache, as of all launches but one."""
+        """Seconds of a start of vLLM with weights in the page cache, as in every launch but the first."""
         return _CPU_START_S if self.on_cpu else START_S
 
     @property
     def restart(self) -> float:
-        """Return the seconds of a start when the side that answers changes.
+        """Seconds of the start when the other side is served next.
 
-        A CPU that has the room starts both of vLLM's servers at once, and keeps them.
+        Zero for vLLM on a CPU, where both servers are taken to start at once and to stay.
         """
         return 0.0 if self.on_cpu and not self.by_reference else self.start
 
     @property
     def token(self) -> float:
-        """Return the seconds of a token of a prompt: two operations for each parameter that it passes through."""
+        """Seconds of one prompt token: two operations for each parameter that the token passes through."""
         target = self.setting.recipe.target
         if self.by_reference:
             flops = _REFERENCE_BUSY * self.rates.float32
@@ -105,9 +105,10 @@ class Estimate:
         return float(2.0 * self.size.active / flops)
 
     def answer_step(self, in_flight: int, context: float) -> float:
-        """Return the seconds of a step that gives each request in flight a token of its answer.
+        """Return the seconds of a step that gives each of `in_flight` requests one token of its answer.
 
-        The baseline's weights and the cache of all requests, which are `context` tokens long, are read once.
+        The step reads the baseline's weights and the KV cache of all requests, each `context` tokens long, once. A CPU
+        is taken to read the weights alone.
         """
         if self.on_cpu:
             return float(_CPU_STEP_S + self.size.source / self.rates.read)
@@ -120,12 +121,12 @@ class Estimate:
 
     @property
     def position(self) -> float:
-        """Return the seconds of a token of a prompt whose likeliest successors are returned."""
+        """Seconds of one prompt token whose likeliest successors are returned with their log probabilities."""
         return self.token + (_REFERENCE_POSITION_S if self.by_reference else 0.0)
 
     @cached_property
     def item_seconds(self) -> Mapping[str, float]:
-        """Return the seconds of an item, by task."""
+        """Seconds of one item, by task."""
         step = _CPU_STEP_S + self.size.source / self.rates.read if self.on_cpu else TOKEN_S
         out = max(self.token, step / self.setting.recipe.evaluation.concurrency)
         suite = self.setting.suite
@@ -133,22 +134,22 @@ class Estimate:
 
 
 def planned_items(setting: Setting) -> Mapping[str, int]:
-    """Return the number of items of each task: all of them, or as many as the recipe asks for."""
+    """Return the number of items by task: all of them, or at most the recipe's limit."""
     limit = setting.recipe.evaluation.limit
     return {task.task: min(task.items, limit or task.items) for task in setting.suite.tasks}
 
 
 def control_items(setting: Setting) -> Mapping[str, int]:
-    """Return the number of items that a baseline answers twice, by task: of the first look, where answers can flip."""
+    """Return the number of items that the baseline answers twice, by task; perplexity tasks have none."""
     evaluation, items = setting.recipe.evaluation, planned_items(setting)
     scored = [task.task for task in setting.suite.tasks if task.kind == "score"]
     return {name: min(items[name] // evaluation.looks, evaluation.control or 0) for name in scored}
 
 
 def item_seconds(task: SuiteTask, suite: Suite, token: float, answer_token: float) -> float:
-    """Return the seconds of one item, from those of a token of a prompt and of one of an answer.
+    """Return the seconds of one item of a task, from the seconds of a prompt token and of an answer token.
 
-    An item is the prompts of its choices, a text, or a prompt and an answer.
+    An item is the prompts of its choices, a text for perplexity, or a prompt and an answer.
     """
     prompt_tokens = sum(map(_prompt_characters, suite.files(task)[1:])) / TOKEN_BYTES / task.items
     prompt = (prompt_tokens or _ITEM) + _SHOT * (task.num_fewshot or 0)
@@ -163,7 +164,7 @@ def item_seconds(task: SuiteTask, suite: Suite, token: float, answer_token: floa
 
 
 def _prompt_characters(file: Path) -> float:
-    """Return the characters of a task's data that prompts hold: values without their keys, one choice of a list."""
+    """Return the characters of a data file that prompts hold: values without keys, one choice of each list."""
     if file.suffix != ".jsonl":
         return file.stat().st_size
     characters = 0.0

@@ -59,7 +59,7 @@ _HARNESS_S = 5.0
 
 
 class EvaluateStage(SideStage):
-    """Ask a side the items of the suite; answers that the store has, asked in the same way, are reused."""
+    """Ask a side the items of the suite; stored answers that were asked in the same way are reused."""
 
     family = "evaluate"
     version = 2
@@ -67,20 +67,20 @@ class EvaluateStage(SideStage):
     measures = True
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield the harness's modules, and those that tasks of the suite import."""
+        """Yield (extra, module) pairs of lm-eval, of the runtime, and of tasks that need modules of their own."""
         yield from (*HARNESS_MODULES, *runtime_modules(setting))
         for task in setting.suite.tasks:
             for part, names in _TASK_MODULES.items():
                 yield from (("evaluate", name) for name in names if part in task.task)
 
     def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return the check of the server."""
+        """Return `require_server`."""
         return (require_server,)
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the time of the baseline's items, or of the items that a lossless candidate is asked.
+        """Return the seconds of the baseline's planned items, or of the items that a lossless candidate is asked.
 
-        lm-eval is imported once in a run.
+        lm-eval's import counts for the baseline only, because a run imports it once.
         """
         items, item_seconds = planned_items(estimate.setting), estimate.item_seconds
         if self.side == "baseline":
@@ -89,7 +89,7 @@ class EvaluateStage(SideStage):
         return estimate.restart + sum(candidate_items[name] * seconds for name, seconds in item_seconds.items())
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the keys of the stages that it reads: `serve`, `model` and, of the candidate, `baseline`."""
+        """Return the stage keys of the side's `serve` and `model`, and for the candidate of the `baseline` answers."""
         against = {"baseline": "evaluate-baseline"} if self.side == "candidate" else {}
         return {"serve": f"serve-{self.side}", "model": model_key(self.side), **against}
 
@@ -111,8 +111,10 @@ class EvaluateStage(SideStage):
         return {**versions("lm-eval", "transformers", "datasets"), **runtime_tools(setting)}
 
     def run(self, job: Job) -> Output:
-        """Ask one task after the other, by one lm-eval process; neither it nor a server starts where all answers are
-        known.
+        """Ask one task after the other and record samples, answers and scores.
+
+        lm-eval and the server start only where an answer is missing. Raises `MeasurementError` where a task has too few
+        items or was not answered.
         """
         setting = job.setting
         for folder in (lm_eval.SAMPLES, ANSWERS, DATASETS):
@@ -146,9 +148,10 @@ class EvaluateStage(SideStage):
 
 
 class _Questions:
-    """Answers to the items of a suite's tasks: known ones from the store, the others from the server.
+    """Answers to the items of a suite's tasks: stored answers, and the server's where one is missing.
 
-    The server and lm-eval start with the first item that has no answer. ``asked`` counts such items by task.
+    The server and lm-eval start when they are first needed. ``asked`` counts the items that the server was asked, by
+    task.
     """
 
     def __init__(self, job: Job, stage: EvaluateStage) -> None:
@@ -178,7 +181,7 @@ class _Questions:
         return self._stack.enter_context(opened)
 
     def load(self, task: SuiteTask) -> Mapping[str, Sequence[str]]:
-        """Load a task, and return the clusters of its documents: see `documents`."""
+        """Load a task's documents, stored or through lm-eval, and return what `documents` returns."""
         stored = known_answers(self._job, self._stage, task)
         loaded = stored.documents()
         if loaded is None:
@@ -192,16 +195,20 @@ class _Questions:
         return self.documents(task)
 
     def documents(self, task: SuiteTask) -> Mapping[str, Sequence[str]]:
-        """Return the cluster of each document of a loaded task, by leaf task."""
+        """Return the cluster of each document of a loaded task, by leaf task; the index is the document's id."""
         documents: Mapping[str, Sequence[str]] = self._loaded[task.task]["documents"]
         return documents
 
     def datasets(self, task: SuiteTask) -> Any:
-        """Return the data sets of the Hub that a task's documents come from."""
+        """Return the Hub's data sets that a loaded task's documents come from, as lm-eval reported them."""
         return self._loaded[task.task]["datasets"]
 
     def answers(self, task: SuiteTask, items: Sequence[Item], planned: int, advance: Callable[[int], None]) -> Asked:
-        """Return the answers to items of a task with ``planned`` items; ``advance`` is called with counts."""
+        """Return the answers to ``items`` of a loaded task; new ones are stored in batches of a share of ``planned``.
+
+        ``advance`` is called with the number of items answered since its last call. Raises `MeasurementError` where
+        answers with different settings cannot be joined.
+        """
         stored = self._known[task.task]
         batches = stored.find(items)
         missing = _missing(items, batches)
@@ -220,7 +227,7 @@ class _Questions:
         return joined(batches)
 
     def faults(self) -> list[str]:
-        """Return the log lines of the servers that gave these answers which void a measurement."""
+        """Return the servers' log lines that void a measurement, of all servers that gave these answers."""
         recorded = [fault for stored in self._known.values() for fault in stored.faults()]
         return list(dict.fromkeys([*recorded, *self._server_faults()]))
 
@@ -240,12 +247,15 @@ def _missing(items: Sequence[Item], batches: Sequence[Asked]) -> list[Item]:
 
 
 def read_samples(folder: Path, task: SuiteTask) -> SampleSet:
-    """Return the samples of a task that a stage recorded in ``folder``."""
+    """Return the samples that an evaluate or control stage recorded for a task in ``folder``."""
     return SampleSet.from_json(read_json(lm_eval.samples_file(folder, task)))
 
 
 def guessing(folder: Path, task: SuiteTask) -> float | None:
-    """Return the score of guessing on a task's items, by the number of their choices; None where an item has none."""
+    """Return the expected score of guessing on a task: the mean of 1 / choices over its answers in ``folder``.
+
+    None without recorded answers, and where an item has no choices.
+    """
     path = folder / ANSWERS / f"{task.task}.jsonl.gz"
     if not path.is_file():
         return None
@@ -255,9 +265,9 @@ def guessing(folder: Path, task: SuiteTask) -> float | None:
 
 
 def _require_whole(task: SuiteTask, documents: Mapping[str, Sequence[str]]) -> None:
-    """Raise `MeasurementError` where a task has fewer items than the suite counts, such as a group without a leaf task.
+    """Raise `MeasurementError` where ``documents`` are fewer than the suite counts, as when a leaf task is missing.
 
-    The loss that the items can show was computed from the suite's count. A task that is only shown must not be empty.
+    The loss that the items can show was computed from the suite's count. A task that is not gated needs one document.
     """
     count = sum(map(len, documents.values()))
     if count < (task.items if task.gated else 1):
@@ -268,7 +278,10 @@ def _require_whole(task: SuiteTask, documents: Mapping[str, Sequence[str]]) -> N
 
 
 def _evaluate(job: Job, task: SuiteTask, questions: _Questions, baseline: SampleSet | None) -> None:
-    """Ask a task until it is decided or all items are answered, and record its samples and answers."""
+    """Ask a task look by look until ``baseline`` decides it or all items are answered; record samples and answers.
+
+    Without ``baseline`` all items are asked.
+    """
     evaluation = job.setting.recipe.evaluation
     documents = questions.documents(task)
     looks = draw.draw(documents, looks=evaluation.looks, seed=evaluation.seed, limit=evaluation.limit)
@@ -311,9 +324,10 @@ def _together(setting: Setting, task: SuiteTask, parts: list[Asked], planned: in
 
 
 def _decision(job: Job, task: SuiteTask, baseline: SampleSet, samples: SampleSet) -> str | None:
-    """Return the word or sentence that ends a task early, None where asking goes on.
+    """Return the words for the decision that ends a task early, None where asking continues.
 
-    Sides that cannot be compared are left to the gate: more of the same answers would not change that.
+    Sides that cannot be compared end it too, with a warning: more answers would not change that, and the gate judges
+    it.
     """
     accuracy = job.setting.recipe.gate.accuracy
     margin = margin_in_units(task.kind, task.margin or accuracy.margin)
@@ -326,7 +340,7 @@ def _decision(job: Job, task: SuiteTask, baseline: SampleSet, samples: SampleSet
 
 
 def _summary(samples: SampleSet, baseline: SampleSet | None) -> str:
-    """Word a side's score; the candidate's beside the baseline's on the same items, which may be fewer."""
+    """Return a task's score as text, beside the baseline's score on the same items, which may be fewer than planned."""
     shown = "{:.2%}" if samples.kind == "score" else "{:.3f}"
     count = len(samples.samples)
     early = f" after {count:,} of {samples.planned:,} items" if count < samples.planned else ""
@@ -339,7 +353,10 @@ _BATCH_SIZE = 20
 
 
 class ControlStage(Stage):
-    """Ask the baseline some items a second time: how many answers flip by chance. All recipes of a model share it."""
+    """Ask the baseline some items a second time, to measure how many answers flip by chance.
+
+    Recipes of a model share it.
+    """
 
     family = "control"
     version = 1
@@ -347,15 +364,15 @@ class ControlStage(Stage):
     measures = True
 
     def is_planned(self, setting: Setting) -> bool:
-        """Return whether the baseline answers some items a second time."""
+        """Return whether the recipe sets `evaluation.control`."""
         return super().is_planned(setting) and setting.recipe.evaluation.control is not None
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield the modules of the harness and of the runtime."""
+        """Return (extra, module) pairs of lm-eval and of the runtime."""
         return (*HARNESS_MODULES, *runtime_modules(setting))
 
     def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return the check of the server."""
+        """Return `require_server`."""
         return (require_server,)
 
     def seconds(self, estimate: Estimate) -> float:
@@ -364,7 +381,7 @@ class ControlStage(Stage):
         return sum(count * estimate.item_seconds[name] for name, count in items.items())
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the keys of the stages that it reads: the baseline's server, its answers and its model."""
+        """Return the stage keys of the baseline's server (`serve`), answers (`baseline`) and model (`model`)."""
         return {"serve": "serve-baseline", "baseline": "evaluate-baseline", "model": "source"}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
@@ -376,7 +393,7 @@ class ControlStage(Stage):
         return {**versions("lm-eval", "transformers", "datasets"), **runtime_tools(setting)}
 
     def run(self, job: Job) -> Output:
-        """Ask each task's items in one batch."""
+        """Ask some items of each task's first look again, and count the answers that differ."""
         setting = job.setting
         tasks = _scored(setting)
         if not tasks:
@@ -409,5 +426,5 @@ class ControlStage(Stage):
 
 
 def _scored(setting: Setting) -> list[SuiteTask]:
-    """Tasks whose items have answers that can flip; every document of a perplexity task changes a little."""
+    """Return the tasks whose single answers can flip, which excludes perplexity tasks."""
     return [task for task in setting.suite.tasks if task.kind == "score"]

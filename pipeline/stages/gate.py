@@ -33,9 +33,9 @@ GATE = record.NAME
 
 @dataclass(frozen=True)
 class GateStage(Stage):
-    """Judge the entries before it, beside earlier verdicts on the model, which change no verdict.
+    """Judge the measurements of a run, beside earlier verdicts on the model, which change no verdict.
 
-    ``stopped``: nothing was measured after the canary, which stopped it.
+    ``stopped`` is True in a run that the canary stopped, where no task and no throughput was measured.
     """
 
     stopped: bool = False
@@ -49,11 +49,11 @@ class GateStage(Stage):
         return GateStage(stopped=True)
 
     def reads(self, stage: Stage) -> bool:
-        """Return whether the stage served or measured a side."""
+        """Return whether ``stage`` served or measured a side."""
         return stage.asks_server
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the time of the statistics."""
+        """Return the seconds of the statistics, a constant."""
         return 0.5
 
     def verdict(self, entry: Entry) -> Verdict:
@@ -129,13 +129,13 @@ class GateStage(Stage):
 
 
 def policy_of(setting: Setting) -> Policy:
-    """Return the recipe's promises on its suite."""
+    """Return the recipe's gate as a policy for its suite, target and schemes."""
     recipe = setting.recipe
     return recipe.gate.policy(setting.suite, recipe.target.hardware, recipe.quantization.schemes)
 
 
 def checkpoint_digest(entry: Entry) -> str:
-    """Return the digest of the checkpoint's files, the same wherever they lie."""
+    """Return the digest of a quantize entry's checkpoint, from the names, sizes and SHA-256 of its files."""
     return folder_digest({name: (fact.size, fact.sha256) for name, fact in checkpoint_files(entry).items()})
 
 
@@ -145,7 +145,10 @@ def _claims(setting: Setting) -> dict[str, float]:
 
 
 def _server(job: Job, side: Side) -> Server:
-    """Return the served side as its launch recorded it, with every later line of its log that voids a measurement."""
+    """Return the facts of the served side from its launch record, with all log lines that void a measurement.
+
+    The lines come from serving and, where tasks were asked, from the evaluation.
+    """
     launch = read_json(job.inputs[f"serve-{side}"].file(LAUNCH))
     entries = [job.inputs[key] for key in (f"serve-{side}", f"evaluate-{side}") if key in job.inputs]
     recorded = [entry.record.result["faults"] for entry in entries]

@@ -30,7 +30,10 @@ RELEASES: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The checkpoint to be judged: digest, fingerprint of the stage `source`, schemes; `kinds` of its tasks."""
+    """The checkpoint to judge, as earlier verdicts are matched with it.
+
+    ``artefact`` is its digest, ``source`` the fingerprint of its `source` entry, ``kinds`` the kind of each task.
+    """
 
     artefact: str
     source: str
@@ -38,14 +41,14 @@ class Model:
     kinds: Mapping[str, str]
 
     def is_subject(self, artefact: str, source: str, schemes: Collection[str]) -> bool:
-        """Return whether a verdict on these counts: the same weights, or the same source and a scheme in common."""
+        """Return whether a verdict on these counts: same weights, or same source and a scheme in common."""
         return artefact == self.artefact or (source == self.source and not set(self.schemes).isdisjoint(schemes))
 
 
 def earlier_verdicts(job: Job, model: Model) -> tuple[EarlierVerdict, ...]:
-    """Return the verdicts on a model that the store and the destinations know, by their times.
+    """Return the verdicts on a model in the store and in the recipe's destinations, by their times.
 
-    A destination that cannot be read is a warning.
+    Of a destination the newest `RELEASES` releases count. A destination that cannot be read gives a warning.
     """
     verdicts = list(_in_store(job.setting.store, model))
     for destination in recipe_destinations(job.setting.recipe, job.setting.home):
@@ -77,7 +80,7 @@ def _in_store(store: Store, model: Model) -> Iterator[EarlierVerdict]:
 
 
 def _schemes_in(store: Store, fingerprint: str) -> list[str]:
-    """Return the schemes of a checkpoint in the store, for a verdict that does not name them itself."""
+    """Return the schemes of the checkpoint with this quantize fingerprint; empty where the store does not have it."""
     entry = store.find("quantize", fingerprint) if FINGERPRINT.fullmatch(fingerprint) else None
     settings: Any = {} if entry is None else entry.record.payload["settings"]
     return _schemes_of(settings)

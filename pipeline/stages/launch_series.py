@@ -47,9 +47,9 @@ _SEEDS = 1000  # more cells than any workload has
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A launch to be made: `number` counts the fresh launches of both sides, `replicate` those of its side, from 0.
+    """A launch to make: `number` counts the fresh launches of both sides, `replicate` those of its side, from 0.
 
-    Both sides are sent the same prompts in launches of the same replicate; each cell and each replicate has its own.
+    Launches of both sides with the same replicate send the same prompts; prompts differ by cell and replicate.
     """
 
     side: Side
@@ -59,22 +59,22 @@ class Turn:
 
     @property
     def finished(self) -> bool:
-        """Return whether the launch was measured to its end; its file is written last."""
+        """Whether the launch was measured to its end, which its file shows, because it is written last."""
         return (self.folder / LAUNCH).is_file()
 
 
 class Series:
-    """The launches of both sides by turns, in the stage's working folder.
+    """The launches of both sides in alternation, kept in the stage's working folder.
 
-    A series that reuses launches of an earlier one keeps them in `REUSED`, so that it goes on with the same ones after
-    a break; once they disagree with its own, that file says so and they count no more.
+    A series that reuses launches of an earlier one keeps them in `REUSED`, so that it resumes with the same ones after
+    an interruption. Once they disagree with its own launches, that file says so and they no longer count.
     """
 
     def __init__(self, job: Job, version: int) -> None:
-        """Decide which launches of an earlier series are reused: those that the folder names, else the newest.
+        """Load the launches to reuse: those in the working folder, else the newest in the store.
 
-        None is where the stage is made anew by wish, or goes on with a series that reused none. `version` is that of
-        the stage that measures.
+        None are reused where the stage is made again on purpose, or a series that reused none is resumed. `version` is
+        that of the stage that measures.
         """
         self._job = job
         if job.again and (job.path / REUSED).is_file():  # left by an attempt that broke
@@ -96,7 +96,11 @@ class Series:
                 self._write_reused()
 
     def measure(self) -> tuple[Launch, ...]:
-        """Return all launches that count, in the order in which they were made, numbered from 0."""
+        """Make the missing launches, and return all that count in order of time, numbered from 0.
+
+        Reused launches are replaced by fresh ones where they disagree with the first fresh ones. Raises
+        `InvalidMeasurementError` for a launch that cannot be measured.
+        """
         if not self._reused:
             return self._measure(order(self._launches_a_side))
         start, agreed, disagreed = reuse_order(self._launches_a_side)
@@ -136,7 +140,10 @@ class Series:
         )
 
     def _measure(self, sides: Sequence[Side], *, of: int | None = None) -> tuple[Launch, ...]:
-        """Make the launches of an order that are not finished, and return all; `of` counts those of the series."""
+        """Make the unfinished launches of ``sides`` in order, and return the launches until the series is decided.
+
+        `of` is the length of the whole series, for messages.
+        """
         job, turns, total = self._job, self._turns(sides), of or len(sides)
         missing = sum(not turn.finished for turn in turns)
         if self._begun:
@@ -160,7 +167,10 @@ class Series:
 
 
 def _is_decided(setting: Setting, launches: Sequence[Launch]) -> bool:
-    """Return whether launches so far decide a series that may end early: every cell passes, or one fails."""
+    """Return whether the launches decide a series that may end early: every cell passes, or a cell fails.
+
+    Only equally many launches of both sides are judged, and only cells without a fixed rate of requests.
+    """
     recipe = setting.recipe
     gate = recipe.gate.throughput
     if not gate.stop_early or gate.min_ratio is None or len(launches) % 2:
@@ -178,7 +188,7 @@ def _is_decided(setting: Setting, launches: Sequence[Launch]) -> bool:
 
 
 def discarded_launch(job: Job) -> None:
-    """Serve the baseline once and send it the discarded prompts of every cell."""
+    """Serve the baseline once and send the unmeasured prompts of every cell, as a warm-up of the machine."""
     model, log = model_folder(job.inputs[model_key("baseline")]), job.path / "launches" / "discarded" / SERVER_LOG
     vllm = job.setting.vllm
     assert vllm is not None  # noqa: S101 - a server runs, so there is one
@@ -189,7 +199,11 @@ def discarded_launch(job: Job) -> None:
 
 
 def make_launch(job: Job, turn: Turn, advance: Callable[[int], None]) -> None:
-    """Serve a side once, measure each cell, and write the launch's file last; `advance` is called after each cell."""
+    """Serve the side of ``turn``, measure each cell, write the launch's file last, and call `advance` after each cell.
+
+    An unfinished folder of the turn is removed first. Raises `InvalidMeasurementError` for a cell that cannot be
+    measured.
+    """
     model = model_folder(job.inputs[model_key(turn.side)])
     plan = launch_plan(job.setting, turn.side, model)
     shutil.rmtree(turn.folder, ignore_errors=True)  # half a launch is none: its server is gone

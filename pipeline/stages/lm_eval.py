@@ -28,7 +28,7 @@ from quantmint.pipeline.store.disk import sha256_of
 
 
 def data_commits(setting: Setting, task: SuiteTask) -> dict[str, str]:
-    """The commit of each data set of a task; one that nobody knows is left out."""
+    """Return the commit of each of a task's data sets, by repository; those that cannot be resolved are left out."""
     commits: dict[str, str] = {}
     for name in task.data:
         repo, revision = located(name)
@@ -38,7 +38,7 @@ def data_commits(setting: Setting, task: SuiteTask) -> dict[str, str]:
 
 
 def has_own_tasks(setting: Setting) -> bool:
-    """Whether the suite brings definitions of tasks that are neither lm-eval's nor quantmint's."""
+    """Return whether the suite brings task definitions that are neither lm-eval's nor quantmint's."""
     suite = setting.suite
     has_own_tasks = suite.own_tasks != TASKS_FOLDER
     return has_own_tasks and any(definition(suite.own_tasks, task.task) is not None for task in suite.tasks)
@@ -52,13 +52,16 @@ _OURS = "tasks"
 
 @dataclass(frozen=True, slots=True)
 class Harness:
-    """lm-eval while it runs."""
+    """A running lm-eval that has been opened for a suite's tasks."""
 
     job: Job
     talk: Conversation
 
     def load(self, task: SuiteTask) -> Mapping[str, Any]:
-        """What `harness.loading` is answered with: the documents, and the data sets that they come from."""
+        """Load a task, and return its ``documents`` (clusters by leaf task) and the ``datasets`` that they come from.
+
+        A data set without a known commit gives a warning.
+        """
         self.job.progress.say(f"{task.task}: loading")
         commits = data_commits(self.job.setting, task)
         loaded = self.talk.ask(harness.loading(task, commits))
@@ -71,9 +74,10 @@ class Harness:
         return loaded
 
     def ask(self, task: SuiteTask, items: Sequence[harness.Item], advance: Callable[[int], None]) -> Path:
-        """Ask items of a task that was loaded, and return the file of their answers in the stage's own folder.
+        """Ask items of a loaded task, and return the file of their answers in the stage's folder.
 
-        ``advance`` hears of items as they come. Raises `MeasurementError` where not all of them were answered.
+        ``advance`` is called with the number of items answered since its last call. Raises `MeasurementError` where not
+        all items were answered.
         """
         path = batches(self.job.path) / task.task / f"{harness.items_digest(items)}.jsonl.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,10 +104,11 @@ def open_harness(
     concurrency: int,
     batch_size: int = 32,
 ) -> Iterator[Harness]:
-    """lm-eval, opened for these tasks; it is online only where their data is on the Hub.
+    """Yield lm-eval, opened for these tasks on ``server``; it is online only where their data is on the Hub.
 
-    It has our token of the Hub then, but never together with templates that came with a suite of somebody's own.
-    Raises `DefinitionError` where such a suite asks for more than data and the recipe does not trust code.
+    An online process has our Hub token, unless the suite brings templates of its own. ``concurrency`` is the number of
+    requests in flight. Raises `DefinitionError` where such a suite asks for more than data and the recipe does not
+    trust code, `StageError` where lm-eval fails, `ServingError` where the server has died.
     """
     setting = job.setting
     trusted = setting.recipe.trust_remote_code
@@ -141,25 +146,25 @@ def open_harness(
 
 
 def batches(folder: Path) -> Path:
-    """Return the place of the answers by batch in a stage's folder, which `tidy` removes."""
+    """Return the subfolder of a stage's folder for answers by batch; `tidy` removes it."""
     return folder / _BATCHES
 
 
 def tidy(folder: Path) -> None:
-    """Remove what only lm-eval needed from a stage's folder."""
+    """Remove from a stage's folder what only lm-eval needed: task definitions and batches of answers."""
     for name in (_OURS, _BATCHES):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def samples_file(folder: Path, task: SuiteTask) -> Path:
-    """Where a stage keeps the samples of a task."""
+    """Return the path of a task's samples in a stage's folder."""
     return folder / SAMPLES / f"{task.task}.json"
 
 
 def task_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
-    """What shapes the answers to tasks, for a fingerprint: the tasks by content, and how they are asked.
+    """Return what determines the answers to tasks, for a fingerprint: the tasks by content, and how they are asked.
 
-    Our tasks' files go by SHA-256, data on the Hub by known commits; how answers are judged is the gate's business.
+    Task files count by SHA-256, data on the Hub by its commits where known; what only the gate uses is left out.
     """
     judged = ("items", "expected_flip_rate", "expected_spread", "gated", "margin", "data")
     items: list[dict[str, object]] = []
@@ -181,7 +186,10 @@ def task_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
 
 
 def _counter(items: int, advance: Callable[[int], None]) -> Callable[[Mapping[str, Any]], None]:
-    """Turns news about requests, of which an item may make several, into items."""
+    """Return a callback that turns lm-eval's counts of requests into items, and calls ``advance`` with the new ones.
+
+    An item may make several requests.
+    """
     expected = done = told = 0
 
     def news(line: Mapping[str, Any]) -> None:

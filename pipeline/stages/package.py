@@ -79,26 +79,26 @@ from quantmint.pipeline.store.toolchain import recorded_environment
 
 
 class PackageStage(Stage):
-    """Put a release together after a PASS; the stage `publish` sends it somewhere, if anything does."""
+    """Put a release together after a PASS: checkpoint, evidence, card, manifest; the stage `publish` sends it."""
 
     family = "package"
     version = 2
     releases = True
 
     def reads(self, stage: Stage) -> bool:
-        """Return True: every stage of the run is in the manifest."""
+        """Return True for every stage: all stages of the run are in the manifest."""
         return True
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield what writes the card and the bill of materials, and what looks for credentials."""
+        """Return (extra, module) pairs for the card, the bill of materials and the search for credentials."""
         return tuple(("publish", name) for name in ("jinja2", "detect_secrets", "cyclonedx"))
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the time of reading the checkpoint once more."""
+        """Return the seconds of hashing the checkpoint once more."""
         return _read_again(estimate)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """Return the recipe, the card's own settings, and the names that readers know the release by."""
+        """Return the resolved recipe, the card's own settings, and the public names of the release."""
         return {
             "recipe": setting.loaded.text_proven,
             "card": card.settings(setting),
@@ -106,11 +106,15 @@ class PackageStage(Stage):
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Return the versions of what writes the card and the documents."""
+        """Return the versions of the libraries that write the card and the documents, and of quantmint."""
         return {**versions("jinja2", "huggingface_hub", "cyclonedx-python-lib"), "quantmint": __version__}
 
     def run(self, job: Job) -> Output:
-        """Prove that nothing changed since the verdict, write the missing files, and look through all of them."""
+        """Verify the files that were judged, write the release's other files, and screen all of them.
+
+        Raises `StageError` where a file changed since the verdict or seems to hold credentials, `UserError` where the
+        licence forbids publishing.
+        """
         setting, entries = job.setting, job.inputs
         _require_unchanged(entries, job.progress)
         files = _evidence_files(entries["quantize"], _evidence(entries))
@@ -134,7 +138,7 @@ class PackageStage(Stage):
 
 
 class SignStage(Stage):
-    """Sign the release where the recipe asks for it; the stage leaves `model.sig` alone."""
+    """Sign the release where the recipe asks for it; the signature is the entry's file `model.sig`."""
 
     family = "sign"
     version = 1
@@ -147,28 +151,31 @@ class SignStage(Stage):
         return super().is_planned(setting) and setting.recipe.publish.sign is not None
 
     def reads(self, stage: Stage) -> bool:
-        """Return whether the stage's files are part of the release."""
+        """Return whether the files of ``stage`` are part of the release."""
         return stage.evidence
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield what signs."""
+        """Return (extra, module) pairs of the libraries that sign."""
         return tuple(("publish", name) for name in ("model_signing", "OpenSSL", "sigstore"))
 
     def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return the check of the key and its passphrase, or of the identity."""
+        """Return `require_signer`."""
         return (require_signer,)
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the time of reading the checkpoint once more."""
+        """Return the seconds of hashing the checkpoint once more."""
         return _read_again(estimate)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """Return the signer's public key, which lies beside the private one: planning asks for no passphrase."""
+        """Return the signer: "keyless", or the fingerprint of the public key file, which needs no passphrase."""
         key = setting.loaded.signing_key
         return {"signer": "keyless" if key is None else {"key_sha256": expected_fingerprint(key)}}
 
     def run(self, job: Job) -> Output:
-        """Read every file once more, sign what was read, and compare it with what was judged and packaged."""
+        """Read every file once more, sign it, and compare it with what was judged and packaged.
+
+        Raises `StageError` and removes the signature where a file differs.
+        """
         signing = release(job.inputs)
         paths = {name: file.path for name, file in signing.files.items()}
         key, word = job.setting.loaded.signing_key, passphrase()
@@ -193,7 +200,7 @@ class SignStage(Stage):
 
 
 def require_signer(setting: Setting) -> None:
-    """Raise `UserError` or `StageError` where no release could be signed: key, passphrase or identity."""
+    """Raise `UserError` or `StageError` where no release could be signed, for lack of a key, passphrase or identity."""
     key = setting.loaded.signing_key
     if key is None:
         require_identity()
@@ -229,7 +236,7 @@ def release(entries: Mapping[str, Entry]) -> Release:
 
 
 def _evidence(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return the entries whose files are part of a release, by key."""
+    """Return the entries of gate, report and inspection, whose files are part of a release, by key."""
     return {stage.key: entries[stage.key] for stage in (GateStage(), ReportStage(), InspectStage()) if stage.evidence}
 
 
@@ -238,7 +245,10 @@ def _read_again(estimate: Estimate) -> float:
 
 
 def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None:
-    """Read every byte that will be released once more: it must be what the gate judged, and the verdict a PASS."""
+    """Verify the bytes of the checkpoint and the evidence, and that the gate judged this checkpoint with a PASS.
+
+    Raises `StageError` otherwise.
+    """
     quantize, gate = entries["quantize"], entries["gate"]
     if gate.record.result["verdict"] != Verdict.PASS.value:
         raise StageError(f"the gate's verdict is {gate.record.result['verdict']}, only a PASS is packaged.")
@@ -259,7 +269,7 @@ def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None
 
 
 def _evidence_files(quantize: Entry, evidence: Mapping[str, Entry]) -> dict[str, File]:
-    """Return the files that exist before the package: the checkpoint at the top, the evidence in its folder."""
+    """Return the release's files before packaging, by name: the checkpoint at the top, evidence in its folder."""
     folder = quantize.path / CHECKPOINT
     checkpoint = checkpoint_files(quantize).items()
     files = {name: File(folder / name, fact.size, fact.sha256) for name, fact in checkpoint}
@@ -287,7 +297,10 @@ def _write(folder: Path, files: dict[str, File], name: str, content: bytes) -> N
 
 
 def _write_texts(job: Job, files: dict[str, File]) -> str:
-    """Write card, scores and recipe; return the title. Raises `UserError` where the licence forbids them."""
+    """Write card, notice, scores, recipe and a suite of the recipe's own; add them to ``files`` and return the title.
+
+    Raises `UserError` where the licence forbids publishing under a public name; without one it is a warning.
+    """
     facts = card.gather(job)
     public = public_names(job.setting.recipe)
     for name in public or (facts.name,):
@@ -331,7 +344,10 @@ def _require_clean(files: Mapping[str, File], setting: Setting) -> None:
 
 
 def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manifest:
-    """Return a checkpoint's manifest from the records of a run's stages; ``recipe`` is `LoadedRecipe.text_proven`."""
+    """Return a checkpoint's manifest from a run's entries, still without files.
+
+    ``recipe`` is `LoadedRecipe.text_proven`, ``title`` the release's title.
+    """
     resolved = yaml.safe_load(recipe)
     server = record.read(entries["gate"].file(GATE))[0].candidate
     stages = {key: _stage_record(entry) for key, entry in sorted(entries.items())}
@@ -375,7 +391,7 @@ def _stage_record(entry: Entry) -> StageRecord:
 
 
 def _base(source: Entry) -> SourceRecord:
-    """Return the identity of the source; of its place only the files' names and digests are taken."""
+    """Return the source's identity for the manifest: repository and commit or digest, and the SHA-256 of each file."""
     named = _settings(source)
     files = read_json(source.file(LOCATION))["files"]
     return SourceRecord(
@@ -391,7 +407,7 @@ def _settings(entry: Entry) -> Any:
 
 
 def _evaluated(entries: Mapping[str, Entry]) -> Iterator[DatasetRecord]:
-    """Yield the tasks' data: of the Hub at the commits that were fetched, or local files; and the canary's prompts."""
+    """Yield the evaluation's data: data sets at the fetched commits, local files by digest, the canary's prompts."""
     for key in ("evaluate-baseline", "evaluate-candidate"):
         if key not in entries:
             continue
@@ -409,7 +425,7 @@ def _evaluated(entries: Mapping[str, Entry]) -> Iterator[DatasetRecord]:
 
 
 def _tools(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return versions by tool; several, of stages that were made at different times, stand side by side."""
+    """Return the versions of all stages by tool; where stages used different ones, they are joined by commas."""
     by_tool: dict[str, set[str]] = {}
     for entry in entries.values():
         for name, version in entry.record.tools.items():

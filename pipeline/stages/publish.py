@@ -33,7 +33,7 @@ from quantmint.pipeline.store.entries import Entry
 
 
 class PublishStage(Stage):
-    """Send a release to its destinations: the only stage with an effect outside the store."""
+    """Send a release to its destinations; no other stage has an effect outside the store."""
 
     family = "publish"
     version = 2
@@ -41,29 +41,32 @@ class PublishStage(Stage):
     releases = True
 
     def reads(self, stage: Stage) -> bool:
-        """Return whether the stage's files are part of the release."""
+        """Return whether the files of ``stage`` are part of the release, or it packages or signs one."""
         return stage.evidence or stage.releases
 
     def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return the check of the right to publish."""
+        """Return `require_admission`."""
         return (require_admission,)
 
     def disk(self, setting: Setting, size: Prediction, begun: int) -> Mapping[str, int]:
-        """Return the bytes of a copy in a folder."""
+        """Return the bytes of the copy in the recipe's publish folder; empty without such a folder."""
         return {} if setting.recipe.publish.folder is None else {"published copy": size.checkpoint}
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the time of writing a copy; an upload is not forecast."""
+        """Return the seconds of writing a copy of the checkpoint; an upload is not forecast."""
         return float(1.0 + estimate.size.checkpoint / estimate.rates.sync)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """Return the destinations. The signer belongs to the stage `sign`."""
+        """Return the recipe's destinations and name; signer and licence belong to other stages."""
         section = setting.recipe.publish.model_dump(mode="json", exclude={"sign", "licence", "folder"})
         folder = published_folder(setting.recipe, setting.home)
         return {**section, "folder": None if folder is None else str(folder.parent), "name": setting.recipe.name}
 
     def run(self, job: Job) -> Output:
-        """Judge once more from the record, ask every destination whether it can take it, then publish to each."""
+        """Judge the record again, let every destination check the release, then publish to each.
+
+        Older releases beyond the recipe's `keep` are removed. Raises `StageError` where the verdict is not PASS.
+        """
         section, progress = job.setting.recipe.publish, job.progress
         require_proof(job.inputs["quantize"], job.inputs["gate"])
         release = package.release(job.inputs)
@@ -93,9 +96,9 @@ class PublishStage(Stage):
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Return whether the folder still holds this release; other destinations are not asked: a run needs no network.
+        """Return whether the publish folder still holds this release; other destinations would need a network.
 
-        Another release may be the current one, after a rollback. But one must be, unless this is a candidate.
+        The current release may be another one, but there must be one, unless the recipe publishes candidates.
         """
         link = published_folder(setting.recipe, setting.home)
         if link is None:
@@ -113,13 +116,16 @@ class PublishStage(Stage):
 
 
 def published_in(entry: Entry) -> Sequence[Publication]:
-    """Return the publications that a finished stage recorded, a destination each."""
+    """Return the publications that a publish entry recorded, one for each destination."""
     recorded: Any = entry.record.result["targets"]
     return [Publication(**target) for target in recorded]
 
 
 def require_proof(quantize: Entry, gate: Entry) -> None:
-    """Raise `StageError` unless the verdict is PASS when judged again from the record, over exactly these bytes."""
+    """Raise `StageError` unless the gate's record, judged again, is a PASS on exactly this checkpoint.
+
+    A record whose verdicts differ from those of its numbers is refused too.
+    """
     try:
         recorded = record.read(gate.file(GATE))[1]
         report = record.rejudge(gate.file(GATE))
@@ -138,9 +144,10 @@ def require_proof(quantize: Entry, gate: Entry) -> None:
 
 
 def require_admission(setting: Setting) -> None:
-    """Raise `UserError` where a destination would refuse the release, or the source's licence forbids it.
+    """Raise `UserError` where a destination would refuse the release, or the source's licence forbids publishing.
 
-    What the publication checks again is asked here before hours of work, as far as it is known by then.
+    It runs before hours of work, with what is known then; publication checks again. A licence that cannot be read is
+    not refused.
     """
     for destination in recipe_destinations(setting.recipe, setting.home):
         destination.preflight(None)
@@ -162,7 +169,10 @@ def require_admission(setting: Setting) -> None:
 
 
 def _names(source: SourceIdentity) -> list[str] | None:
-    """Return the names of the files at the top of the source; None where the Hub cannot be asked."""
+    """Return the names at the top of a source folder, or of all files of a repository.
+
+    None where the Hub cannot be asked.
+    """
     if source.folder is not None:
         return [path.name for path in source.folder.iterdir()]
     from huggingface_hub import HfApi
@@ -174,7 +184,7 @@ def _names(source: SourceIdentity) -> list[str] | None:
 
 
 def _retain(destination: Destination, keep: int, progress: Progress) -> None:
-    """Remove releases beyond the newest ``keep``; a failure is a warning, because the new release is out."""
+    """Remove releases beyond the newest ``keep``; a failure is only a warning, because the new release is published."""
     try:
         for operation in destination.prune(keep=keep, dry_run=False, progress=progress):
             progress.say(f"{shown_path(destination.address)}: {operation.verb} {operation.what}")

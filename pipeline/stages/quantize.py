@@ -58,19 +58,19 @@ _MANIFEST = "manifest.jsonl"
 
 
 class QuantizeStage(Stage):
-    """Write the checkpoint; resumes at the first shard that is not in the manifest of its working folder."""
+    """Write the checkpoint; an interrupted run resumes at the first shard that the working folder's manifest lacks."""
 
     family = "quantize"
     version = 2
     by_content = True
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the keys of `source` and, where a scale is static, of the stage that measured the ranges."""
+        """Return the stage keys of `source` and, where scales are static, of `calibrate`."""
         calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
         return {"source": "source", **calibrated}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """Return the whole section, and the calibration data where a library reads it itself."""
+        """Return the quantization section, and the calibration data where the engine or algorithm reads it itself."""
         quantization = setting.recipe.quantization
         library = {} if _is_plain(quantization) else by_library.settings(setting)
         section = quantization.model_dump(mode="json")
@@ -84,12 +84,12 @@ class QuantizeStage(Stage):
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Return the versions of PyTorch and transformers, and of the library where one quantizes, by name."""
+        """Return the versions of torch and transformers and, with an algorithm or library, of its distributions."""
         library = {} if _is_plain(setting.recipe.quantization) else by_library.tools(setting)
         return {**versions("torch", "transformers"), **library}
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield what the engine imports, a library's own modules included."""
+        """Yield (extra, module) pairs of the engine's imports, a library's own modules included."""
         quantization = setting.recipe.quantization
         yield from MODEL_MODULES
         yield from ((quantization.engine, name) for name in by_library.MODULES.get(quantization.engine, ()))
@@ -98,15 +98,15 @@ class QuantizeStage(Stage):
             yield quantization.engine, support.package.replace("-", "_")
 
     def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return the check of the memory where it is this machine's; other machines are asked by themselves."""
+        """Return `_require_memory`; none where the stage runs on other machines, which check their own memory."""
         return () if setting.spread is not None else (_require_memory,)
 
     def disk(self, setting: Setting, size: Prediction, begun: int) -> Mapping[str, int]:
-        """Return the checkpoint's bytes, less those that an earlier try wrote."""
+        """Return the checkpoint's bytes without those that an earlier attempt wrote."""
         return {"checkpoint": max(size.checkpoint - begun, 0)}
 
     def seconds(self, estimate: Estimate) -> float | None:
-        """Return the time of reading, quantizing and writing; a library's is not known."""
+        """Return the seconds of reading, quantizing and writing; None for a library, whose time is not known."""
         return estimate.weights.get(self.key)
 
     def run(self, job: Job) -> Output:
@@ -121,7 +121,7 @@ class QuantizeStage(Stage):
         return replace(output, result={**output.result, **auto, "hardware": _hardware(job.setting)})
 
     def _stream(self, job: Job) -> Output:
-        """Stream every shard through the scheme's kernel."""
+        """Make the checkpoint by our stream engine, after GPTQ if the recipe asks for it."""
         quantization = job.setting.recipe.quantization
         trust, spread = job.setting.recipe.trust_remote_code, job.setting.spread
         job.progress.say("asking the model which of its modules are linear")
@@ -176,9 +176,9 @@ class QuantizeStage(Stage):
 
 
 def _revisions(quantization: Quantization, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return facts that tell results of this version from others of equal settings, where the bytes became others.
+    """Return facts for the fingerprint where this version writes other bytes than earlier ones with the same settings.
 
-    Models whose bytes are the same keep their fingerprints: there a fact is absent.
+    Empty for models whose bytes did not change, so that they keep their fingerprints.
     """
     facts: dict[str, str] = {}
     kind = text_config(config).get("model_type")
@@ -201,7 +201,7 @@ GPTQ once took the dropout for the end of the sublayer's last projection, and ro
 
 
 def _absorbs_narrow(quantization: Quantization, config: Mapping[str, Any]) -> bool:
-    """Whether a recipe has a scheme of less than 8 bits for projections that vLLM absorbs, which stay in 16 bit."""
+    """Return whether the recipe gives fewer than 8 bits to projections that vLLM absorbs, which stay in 16 bit."""
     text = text_config(config)
     if text.get("kv_lora_rank") is None:
         return False
@@ -214,13 +214,13 @@ def _absorbs_narrow(quantization: Quantization, config: Mapping[str, Any]) -> bo
 
 
 def _recorded(quantization: Quantization) -> tuple[str, ...]:
-    """The algorithms that a checkpoint is recorded with, in the order in which they were run; scaling is AWQ's."""
+    """Return the algorithms that the checkpoint records, in the order in which they run; "awq" stands for scaling."""
     algorithms = () if quantization.algorithm == "none" else (quantization.algorithm,)
     return (*(("awq",) if quantization.parameters.get("scaling") else ()), *algorithms)
 
 
 def _is_plain(quantization: Quantization) -> bool:
-    """Whether weights decide alone, and our engine makes them."""
+    """Return whether our stream engine makes the checkpoint without an algorithm, so that the weights alone decide."""
     return quantization.engine == "stream" and quantization.algorithm == "none"
 
 
@@ -232,9 +232,9 @@ def _rounded(
     plans: tuple[ShardPlan, ...],
     scales: Mapping[str, torch.Tensor],
 ) -> tuple[GptqResult, Mapping[str, object]]:
-    """Have the layers' weights made on the calibration texts; what was gained is kept by module in `GAINS`.
+    """Round the layers' weights by GPTQ on the calibration texts; return its result, and a summary for the record.
 
-    Ranges of inputs that became others on the way are kept in `CHANGED`.
+    Gains by module are written to `GAINS`, ranges of inputs that changed on the way to `CHANGED`.
     """
     quantization, section = job.setting.recipe.quantization, job.setting.recipe.calibration
     trust = job.setting.recipe.trust_remote_code
@@ -288,7 +288,7 @@ def _hardware(setting: Setting) -> str:
 
 
 def checkpoint_files(entry: Entry) -> dict[str, FileFact]:
-    """Size and SHA-256 of a checkpoint's files, by their names in its folder."""
+    """Return size and SHA-256 of a checkpoint's files, by their names in its folder."""
     prefix, files = f"{CHECKPOINT}/", entry.record.files.items()
     return {name.removeprefix(prefix): fact for name, fact in files if name.startswith(prefix)}
 
@@ -301,9 +301,9 @@ def _ranges(job: Job, choice: Choice) -> Mapping[str, torch.Tensor]:
 
 
 def _proven_latent(job: Job) -> dict[str, float]:
-    """The largest number that latent attention caches, and what FP8 holds on the target without a scale.
+    """Return "largest", the largest latent that was measured, and "limit", the target's largest FP8 number.
 
-    Raises `UserError` where the cache would clip.
+    Raises `UserError` where an FP8 cache, which has no scale for latents, would clip.
     """
     latents = load_ranges(job.inputs["calibrate"].file(RANGES)).latents
     target = job.setting.recipe.target.hardware
@@ -319,7 +319,7 @@ def _proven_latent(job: Job) -> dict[str, float]:
 
 
 def _require_memory(setting: Setting) -> None:
-    """Raise `UserError` where the device is missing, or too small for a library or for GPTQ."""
+    """Raise `UserError` where the device is missing, or its memory too small for a library or for GPTQ."""
     quantization, device = setting.recipe.quantization, resolve_devices(setting.device)[0]
     if quantization.engine == "stream" and quantization.algorithm != "gptq":
         return
@@ -336,10 +336,10 @@ def _require_memory(setting: Setting) -> None:
 
 
 class InspectStage(Stage):
-    """Prove a checkpoint's structure and numbers.
+    """Check a checkpoint's structure and numbers.
 
-    The result is kept whether it passes or not: the same bytes would be found wrong again. An unsound checkpoint is an
-    error, and never served.
+    The entry is kept for an unsound checkpoint too, because the same bytes would fail again; such a checkpoint is an
+    error and is never served.
     """
 
     family = "inspect"
@@ -347,7 +347,7 @@ class InspectStage(Stage):
     evidence = True
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the time of hashing what our engine proved while it wrote, or of reading both checkpoints."""
+        """Return the seconds of hashing the checkpoint for our engine, else of reading the source."""
         if "quantize" in estimate.weights:
             return float(estimate.size.checkpoint / estimate.rates.hash)
         return float(estimate.size.source / estimate.rates.load)
@@ -361,12 +361,15 @@ class InspectStage(Stage):
             )
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the keys of the checkpoint's stage, of its `source` and, where there are ranges, of their stage."""
+        """Return the stage keys of `quantize`, `source` and, where scales are static, of `calibrate`."""
         calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
         return {"quantize": "quantize", "source": "source", **calibrated}
 
     def run(self, job: Job) -> Output:
-        """Check the headers, the numbers and the untouched tensors."""
+        """Check the checkpoint's headers, numbers and unquantized tensors against source and configuration.
+
+        Record the findings.
+        """
         source, structure = read_source(job)
         checkpoint = open_checkpoint(model_folder(job.inputs["quantize"]))
         tensor_bytes = job.inputs["quantize"].record.result["tensor_bytes"]
@@ -394,7 +397,10 @@ class InspectStage(Stage):
 
 
 def _proven(entry: Entry) -> Mapping[str, float] | None:
-    """What our engine measured while it wrote, dB by module; None for a library's checkpoint, which is read."""
+    """Return the SQNR in dB by module that our engine measured while writing; None for a library's checkpoint.
+
+    It is infinite for a module without an error.
+    """
     path = entry.path / ERRORS
     if not path.is_file():
         return None
@@ -403,7 +409,7 @@ def _proven(entry: Entry) -> Mapping[str, float] | None:
 
 
 def reasons_of(entry: Entry) -> tuple[str, ...]:
-    """What an inspection found wrong, a line each; empty for a sound checkpoint."""
+    """Return the findings of an inspect entry, one line each; empty for a sound checkpoint."""
     reasons = entry.record.result.get("reasons")
     return tuple(str(reason) for reason in reasons) if isinstance(reasons, list) else ()
 
@@ -411,7 +417,7 @@ def reasons_of(entry: Entry) -> tuple[str, ...]:
 def _expected_scales(
     job: Job, checkpoint: Checkpoint, source: Checkpoint, structure: Structure
 ) -> Mapping[str, tuple[float, ...]]:
-    """Return the static scales that the ranges give, by tensor name, rounded to what they are stored in."""
+    """Return the static scales that follow from the measured ranges, by tensor name, rounded to their stored dtype."""
     quantization = job.setting.recipe.quantization
     ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
     measured = scale_ranges(ranges, select(structure, quantization), quantization.format)

@@ -33,15 +33,15 @@ _KERNEL = "ptpc_fp8"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes or operations a second, of all cores together; sizes in bytes.
+    """Bytes or operations per second of a machine, all cores together; sizes in bytes.
 
     ``read``: from the page cache into memory. ``disk``: from the disk. ``write``: into the page cache. ``sync``: from
     there to the disk. ``hash``: SHA-256 of one thread, because a file's bytes are hashed one after the other. ``load``:
     from a mapped file to the device, by one thread. ``kernels``: bytes of 16-bit weight, by kernel. ``link``: between
-    memory and device, one way while the other is busy too; None where they are one. ``flops``: operations of bfloat16
-    products on the device, ``float32``: of those in float32. ``scores``: attention weights through a softmax there.
-    ``resident``: memory of an interpreter that has imported what the stages need, ``start``: the seconds until it has,
-    and has asked a model that it never saw for its structure.
+    memory and device, one way while the other is busy too; None on a CPU. ``flops``: operations of bfloat16 products on
+    the device, ``float32``: of those in float32. ``scores``: attention scores through a softmax there. ``resident``:
+    memory of an interpreter that has imported what the stages need, ``start``: the seconds until it has, and has read
+    the structure of a model that it never saw.
     """
 
     machine: str
@@ -61,15 +61,19 @@ class Rates:
     start: float
 
     def kernel(self, name: str) -> float:
-        """The rate of a kernel; the slowest that is known, for one that nobody has measured."""
+        """Return the rate of a kernel in bytes of 16-bit weight per second.
+
+        The slowest known rate for an unmeasured one.
+        """
         return self.kernels.get(name) or min(self.kernels.values())
 
 
 def rates_here(device: str, cores: int) -> tuple[Rates, Origin]:
-    """Return the rates of the table for PyTorch's ``device``; where it has none, those that are measured here.
+    """Return the rates of this machine with PyTorch's ``device`` and ``cores`` cores, and their origin.
 
-    What cannot be measured in a second, such as the disk, stays a like machine's. "borrowed" are rates that are all
-    another machine's, because the measurement failed.
+    They come from the table, or are measured in about a second where it has no such machine; what cannot be measured,
+    such as the disk, is then a similar machine's. "borrowed" rates are all another machine's, because the measurement
+    failed.
     """
     title = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
     rates, origin = rates_for(title, cores)
@@ -84,9 +88,9 @@ def rates_here(device: str, cores: int) -> tuple[Rates, Origin]:
 
 
 def measured(like: Rates, device: str, name: str) -> Rates:
-    """Return the rates of ``like`` with what a second on ``device`` shows: copies, hashing, products, one kernel.
+    """Return the rates of ``like``, replaced by what is measured on ``device``: copies, hashing, products, one kernel.
 
-    Rates that hang on one of these, such as writing on copying, change with it.
+    Rates that depend on one of these, such as writing on copying, are scaled with it. ``name`` is this machine's title.
     """
     on_cpu = device == "cpu"
     source = torch.zeros(_COPIED, dtype=torch.uint8)
@@ -116,7 +120,10 @@ def measured(like: Rates, device: str, name: str) -> Rates:
 
 
 def _products(device: str, dtype: torch.dtype) -> float:
-    """Return operations of products a second; some CPUs need a second for a product that others do in 5 ms."""
+    """Return operations per second of products of square matrices in ``dtype``.
+
+    The matrices grow until a product takes 5 ms, because on some CPUs a large one would take a second.
+    """
     rate = 0.0
     for width in _WIDTHS:
         matrix = torch.ones((width, width), dtype=dtype, device=device)
@@ -127,7 +134,7 @@ def _products(device: str, dtype: torch.dtype) -> float:
 
 
 def _uploads(device: str) -> tuple[float, float]:
-    """Return bytes a second from pinned memory to a GPU, and from a file in the page cache through pinned memory.
+    """Return bytes per second from pinned memory to a GPU, and from a file in the page cache through pinned memory.
 
     One thread reads the file, as it does when a layer is loaded: that, and not the link, is what takes the time.
     """
@@ -146,10 +153,9 @@ def _uploads(device: str) -> tuple[float, float]:
 
 
 def _rate(work: Callable[[], object], amount: int, device: str, *, seconds: float = _MEASURED_S) -> float:
-    """Return the amount a second, where each call of ``work`` does ``amount``, by the fastest call in ``seconds``.
+    """Return ``amount`` over the time of the fastest call of ``work`` within ``seconds``; each call does ``amount``.
 
-    Whatever else a machine does only makes a call slower: a mean would tell of that, such as a model that the kernel
-    still writes to the disk.
+    The fastest counts because other load only slows calls down, such as a model that is still written to the disk.
     """
 
     def settle() -> None:
@@ -171,10 +177,11 @@ HOST_CORES, HOST_BYTES = 24, 256 << 30
 
 
 def rates_of(target: str) -> tuple[Rates, Origin]:
-    """Return the rates of an accelerator by its name in the table of hardware, for planning on another machine.
+    """Return the rates of a node with this accelerator of the hardware table, for planning on another machine.
 
-    Where nobody has measured it, they are those of an H100's machine, with the operations and the memory bandwidth of
-    its data sheet; the host and its disk are taken to be alike. Raises `UserError` for a name that the table lacks.
+    They come from the table for a CPU and an H100. Else they are an H100 machine's, scaled by operations and memory
+    bandwidth of the data sheets; host and disk are taken to be alike. Raises `UserError` for a name that the hardware
+    table lacks; hardware without a bandwidth in the table raises `TypeError`, without bf16 TFLOPS `KeyError`.
     """
     row, like = hardware(target), known("h100")
     if row.kind == "cpu" or target == "h100":
@@ -194,7 +201,10 @@ def rates_of(target: str) -> tuple[Rates, Origin]:
 
 
 def rates_for(device: str, cores: int) -> tuple[Rates, Literal["table", "borrowed"]]:
-    """The row of a device by its name ("cpu", "NVIDIA H100 80GB HBM3"), else that of a machine with a like device."""
+    """Return the table's rates of a device, such as "cpu" or "NVIDIA H100 80GB HBM3", with ``cores`` cores.
+
+    Without such a row they are "borrowed" from a two-core CPU machine or an H100.
+    """
     for name, row in load_table(__file__, "machines.yaml").items():
         when = row["when"]
         if str(when["device"]) in device and when.get("cores", cores) == cores:
@@ -203,6 +213,6 @@ def rates_for(device: str, cores: int) -> tuple[Rates, Literal["table", "borrowe
 
 
 def known(name: str) -> Rates:
-    """A row of the table `machines.yaml`."""
+    """Return the rates of a row of `machines.yaml`. Raises `KeyError` for an unknown name."""
     row = load_table(__file__, "machines.yaml")[name]
     return Rates(machine=row["machine"], **row["rates"])

@@ -42,7 +42,7 @@ FILES = {"html": PAGE, "markdown": CARD, "junit": JUNIT, "json": DATA}
 
 @dataclass(frozen=True)
 class ReportStage(Stage):
-    """Write the report of every verdict, not only of a PASS; ``stopped``: of a run that the canary stopped."""
+    """Write the report of a run, whatever its verdict; ``stopped`` is True in a run that the canary stopped."""
 
     stopped: bool = False
     family = "report"
@@ -54,28 +54,28 @@ class ReportStage(Stage):
         return ReportStage(stopped=True)
 
     def reads(self, stage: Stage) -> bool:
-        """Return True: the page shows every stage before it."""
+        """Return True for every stage: the page shows all stages before it."""
         return True
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield what draws the page."""
+        """Return (extra, module) pairs of the libraries that draw the page."""
         return (("report", "jinja2"), ("report", "matplotlib"))
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the time of drawing the page."""
+        """Return the seconds of drawing the page, a constant."""
         return 2.0
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """Return the recipe, and the name that readers will know it by, which are printed."""
+        """Return what the page prints of the recipe: its resolved text, its name and its published name."""
         published = serving_name(setting.recipe)
         return {"recipe": setting.loaded.text_proven, "name": setting.recipe.name, "published": published}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Return the versions of what draws the page, and of quantmint."""
+        """Return the versions of the libraries that draw the page, and of quantmint."""
         return {**versions("matplotlib", "jinja2"), "quantmint": __version__}
 
     def run(self, job: Job) -> Output:
-        """Gather, write the data, draw the page."""
+        """Gather the report's data from the entries, and write data and page."""
         from quantmint.eval.report.page import write
 
         size = write(job.path, gather(job)).stat().st_size
@@ -122,7 +122,7 @@ def gather(job: Job) -> Report:
 
 
 def _notes(server: Server) -> list[str]:
-    """Return notes on the runtime and the machine of the measurements, where they limit what the figures show."""
+    """Return notes on how runtime and hardware limit what the figures show; empty for vLLM on an AMD GPU."""
     row = hardware.table().get(server.hardware)
     if not server.engine.startswith("vllm"):
         return [
@@ -140,7 +140,7 @@ def _notes(server: Server) -> list[str]:
 
 
 def _choice(job: Job, gate: GateReport, stopped: str | None) -> list[str]:
-    """Return what the schemes were chosen by, and after a FAIL the advice."""
+    """Return notes on the chosen schemes and the search, and the advice on the verdict."""
     chosen = job.setting.chosen
     notes = [] if chosen is None or chosen.point is None else [f"{chosen.line}."]
     if (search := job.setting.written.search) is not None:
@@ -155,7 +155,7 @@ def _choice(job: Job, gate: GateReport, stopped: str | None) -> list[str]:
 
 
 def _scheme(job: Job) -> str:
-    """Return the scheme; of a mixed checkpoint each with its share of the quantized weights, the largest first."""
+    """Return the scheme; for a mixed checkpoint all of them with shares of the quantized weights, the largest first."""
     quantization = job.setting.recipe.quantization
     if len(quantization.schemes) == 1:
         return quantization.scheme
@@ -201,7 +201,7 @@ def _prompts(setting: Setting, gate: GateReport) -> dict[str, str]:
 
 
 def _stages(setting: Setting, inputs: Mapping[str, Entry]) -> list[ShownStage]:
-    """Return the stages by the time at which they began, marking those that this run found in the store."""
+    """Return the stages by start time; those that started before this run are marked as cached."""
     runs = [run for run in list_runs(setting.store.root) if run.recipe == setting.recipe.name and run.finished is None]
     began = runs[0].started if runs else ""
     shown = [

@@ -32,7 +32,10 @@ Shapes = Mapping[str, tuple[int, int]]
 
 
 def rounding_seconds(shapes: Shapes, names: Collection[str], rates: Rates) -> float:
-    """Return the seconds that GPTQ takes to factor Hessians and to round weights, each once in each scheme."""
+    """Return the seconds in which GPTQ factors Hessians and rounds the weights, once in each scheme that it supports.
+
+    ``shapes`` are [out_features, in_features] by module, ``names`` the schemes.
+    """
     schemes = [name for name in names if algorithm("gptq").refusal("stream", name) is None]
     seconds, on_cpu = 0.0, rates.link is None
     factor_s, column_s = (_FACTOR_S, _COLUMN_S) if on_cpu else (_GPU_FACTOR_S, _GPU_COLUMN_S)
@@ -45,9 +48,10 @@ def rounding_seconds(shapes: Shapes, names: Collection[str], rates: Rates) -> fl
 
 
 def hessian_seconds(shapes: Shapes, tokens: float, share: float, rate: float, *, sums: int) -> float:
-    """Return the seconds of ``sums`` products X^T X over the calibration tokens, once for modules that share inputs.
+    """Return the seconds of ``sums`` products X^T X over ``tokens`` tokens, once for modules that share inputs.
 
-    ``share`` is that of the experts that a token passes through, ``rate`` the operations of such products a second.
+    ``shapes`` are [out_features, in_features] by module, ``share`` the share of the experts that a token passes
+    through, ``rate`` the operations of such products per second.
     """
     groups = {fused_with(module) or module: (module, shape) for module, shape in shapes.items()}
     operations = sum(
@@ -58,6 +62,6 @@ def hessian_seconds(shapes: Shapes, tokens: float, share: float, rate: float, *,
 
 
 def change_seconds(shapes: Shapes, names: Collection[str], samples: int) -> float:
-    """Return the seconds beside products that the changes of all groups take, in each scheme for each sample."""
+    """Return the seconds, beside matrix products, of changing all groups: once for each scheme and sample."""
     groups = {fused_with(module) or module for module in shapes}
     return _CHANGE_S * len(groups) * len(names) * samples

@@ -47,7 +47,10 @@ _WORK = "layers"
 
 
 class SensitivityStage(Stage):
-    """Measure what each group of modules costs in each scheme, for a recipe that chooses; resumes at a layer."""
+    """Measure what each group of modules costs in each scheme, for `scheme: auto`.
+
+    An interrupted run resumes at a layer.
+    """
 
     family = KEY
     version = 1
@@ -56,23 +59,23 @@ class SensitivityStage(Stage):
     by_content = True
 
     def is_planned(self, setting: Setting) -> bool:
-        """Return whether the recipe's schemes are to be chosen, or were."""
+        """Return whether the recipe was written with `scheme: auto`, chosen or not."""
         return setting.chosen is not None or setting.recipe.quantization.scheme == AUTO
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield what runs the model."""
+        """Return torch and transformers, with the extra "quantize"."""
         return MODEL_MODULES
 
     def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return the check that a built-in calibration set is at its pinned commit."""
+        """Return `require_pinned_set`."""
         return (require_pinned_set,)
 
     def seconds(self, estimate: Estimate) -> float | None:
-        """Return the time of both passes through the layers, by the forecast of the stages that work on weights."""
+        """Return the forecast seconds of both passes through the layers, None where nothing is known."""
         return estimate.weights.get(self.key)
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The schemes, and the texts."""
+        """Return what determines the costs: schemes, GPTQ's parameters, calibration data, whether code is trusted."""
         recipe = setting.written
         assert recipe.calibration is not None  # noqa: S101 - the recipe's checks
         return {
@@ -83,7 +86,10 @@ class SensitivityStage(Stage):
         }
 
     def run(self, job: Job) -> Output:
-        """Measure, layer by layer."""
+        """Measure the cost of every group in every scheme, layer by layer, and write `SENSITIVITY`.
+
+        Raises `StageError` where no scheme can hold a weight.
+        """
         recipe, trust = job.setting.written, job.setting.recipe.trust_remote_code
         (source, structure), names = read_source(job), sorted(recipe.quantization.from_ or ())
         folder = source.folder
@@ -111,13 +117,16 @@ class SensitivityStage(Stage):
 
 
 def _gptq(quantization: Quantization) -> dict[str, float | int | bool]:
-    """Return the parameters of GPTQ for one weight; none where weights are rounded to the nearest."""
+    """Return GPTQ's parameters that change how a single weight is rounded.
+
+    Empty where weights are rounded to nearest.
+    """
     parameters = quantization.parameters if quantization.algorithm == "gptq" else {}
     return {name: parameters[name] for name in ("dampening", "activation_order") if name in parameters}
 
 
 def read_groups(entry: Entry) -> tuple[Group, ...]:
-    """Return the groups of modules with their costs, as the stage measured them."""
+    """Return the groups of modules with their measured costs, from a sensitivity entry."""
     return tuple(
         Group(
             group["name"],
@@ -130,7 +139,11 @@ def read_groups(entry: Entry) -> tuple[Group, ...]:
 
 
 def priced(quantization: Quantization, groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """The measured groups as a recipe leaves them: excluded ones are gone, overridden ones have one option."""
+    """Return the measured groups with the options that the recipe allows.
+
+    Excluded groups are left out; an overridden group has the override's scheme as its only option, at cost 0 if it was
+    not measured.
+    """
     chosen: list[Group] = []
     for group in groups:
         pinned = override_of(quantization, group.modules[0])
@@ -146,7 +159,7 @@ def priced(quantization: Quantization, groups: tuple[Group, ...]) -> tuple[Group
 
 
 def spendable(setting: Setting, groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """The measured groups as the recipe leaves them, timed where speed is what it asks for."""
+    """Return the groups as the recipe allows them (`priced`), with times where its objective is throughput."""
     recipe = setting.written
     affordable = priced(recipe.quantization, groups)
     if recipe.quantization.objective is None:
@@ -170,7 +183,10 @@ def _group_entry(
     schemes: Sequence[str],
     costs: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return a group as JSON; one that no layer runs, so that it has no costs, is left in the largest scheme."""
+    """Return a group as JSON: its modules, number of weights, and cost (nats) and bits by scheme.
+
+    A group that no layer runs has no costs; it gets the largest scheme at cost 0.
+    """
     shapes = [linear[module] for module in modules]
     fitting = _fitting(shapes, schemes)
     if _change(name, fitting[0]) not in costs:
@@ -201,7 +217,7 @@ def _change(group: str, scheme_name: str) -> str:
 
 
 class _Changes:
-    """Every group of a layer in every scheme that holds it."""
+    """A callable that yields, for one layer, the change of every group into every scheme that fits its shapes."""
 
     def __init__(
         self,
@@ -229,13 +245,16 @@ class _Changes:
         return changes
 
     def _site(self, module: str) -> str:
-        """The module of the model whose output is looked at: the linear one, or that which stacks experts."""
+        """Return the module whose output is compared: the linear module itself, or the stack of its experts."""
         site_weight = self._own.get(module, "")
         return site_weight.rsplit(".", 2)[0] if site_weight.rpartition(".")[2].isdigit() else site_weight
 
     @contextmanager
     def _changed(self, modules: Sequence[str], name: str, largest: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """The modules' weights rounded, and what enters them as it is served."""
+        """Round, within the block, the modules' weights and inputs as scheme ``name`` stores and serves them.
+
+        ``largest`` are the ranges of inputs by module, for static scales.
+        """
         with ExitStack() as stack:
             rounds: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
             shared = cache(partial(_entering, name))  # the same input is rounded once where it meets the same function
@@ -282,12 +301,12 @@ class _Changes:
 
 
 def _kernel(name: str) -> str:
-    """Return the name of the kernel whose values stand for a scheme's weights."""
+    """Return the name of the kernel that rounds weights as the scheme stores them."""
     return SCHEMES[name].kernel.name
 
 
 class _entering:  # noqa: N801 - a function with a memory
-    """The rounding of inputs as a scheme serves them; the same tensor is rounded once."""
+    """A function that rounds layer inputs as a scheme serves them, and rounds the same tensor once."""
 
     def __init__(self, name: str, scale: float | None) -> None:
         self._row = scheme(name).activations

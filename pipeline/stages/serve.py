@@ -40,7 +40,7 @@ from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here, en
 
 
 def keep_log(server: RunningServer, destination: Path) -> LogScan:
-    """Copy the server's log so far; return its scan."""
+    """Copy the server's log so far to ``destination``, and return its scan."""
     assert server.log_path is not None  # noqa: S101 - a run starts its servers itself
     text = server.log_path.read_text(encoding="utf-8", errors="replace")
     destination.write_text(text, encoding="utf-8")
@@ -48,8 +48,9 @@ def keep_log(server: RunningServer, destination: Path) -> LogScan:
 
 
 def held_to(plan: LaunchPlan, scan: LogScan, model: Path) -> LogScan:
-    """Return the scan of a log with the promises of the plan that the server does not keep for the checkpoint in
-    ``model``.
+    """Return the scan with a further finding for each promise of the plan that the log contradicts.
+
+    ``model`` is the checkpoint's folder.
     """
     broken = plan_deviations(plan, scan, quantization=checkpoint_quantization(model))
     return replace(scan, findings=(*scan.findings, *broken))
@@ -65,30 +66,33 @@ _ANSWER_S = 60
 
 
 class ServeStage(SideStage):
-    """Start a side's server; the stages after it ask the same one as long as the run goes on."""
+    """Start a side's server; later stages use the same server while it runs."""
 
     family = "serve"
     version = 2
     asks_server = True
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield what the runtime imports in this environment."""
+        """Return (extra, module) pairs of the runtime's imports in this environment."""
         return runtime_modules(setting)
 
     def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return the check of the server, and for the candidate of the packages that vLLM needs beside it."""
+        """Return `require_server`, and for the candidate `_require_vllm_packages`."""
         return (require_server,) if self.side == "baseline" else (require_server, _require_vllm_packages)
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the time of a start; a CPU with the room for both servers starts them at once."""
+        """Return the seconds of the side's start; a candidate on a CPU is taken to start beside the baseline."""
         return estimate.start if self.side == "baseline" else estimate.restart
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the key of the stage that holds the side's model: `quantize` or, of the baseline, `source`."""
+        """Return the stage key of the side's `model`: `quantize`, or `source` for the baseline."""
         return {"model": model_key(self.side)}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """Return the launch, without the place of the model, and the container."""
+        """Return the launch plan without the model's path, the target hardware, the runtime and the container.
+
+        A file of tuned kernels counts by its SHA-256.
+        """
         launch = launch_plan(setting, self.side, Path("MODEL")).canonical()
         kernels = setting.loaded.tunableop
         if kernels is not None:  # what TunableOp found, and not where that lies
@@ -108,7 +112,7 @@ class ServeStage(SideStage):
         return runtime_tools(setting)
 
     def run(self, job: Job) -> Output:
-        """Start the server and keep what its log says."""
+        """Start the server, and record its plan, its log's findings, device, chat template and tokenizer."""
         folder = model_folder(job.inputs["model"])
         plan = launch_plan(job.setting, self.side, folder)
         server = job.servers.get(self.side, plan)
@@ -140,7 +144,7 @@ class ServeStage(SideStage):
 
 
 def runtime_modules(setting: Setting) -> Sequence[tuple[str, str]]:
-    """Return the modules that what answers imports in this environment, each after our extra; vLLM has its own."""
+    """Return (extra, module) pairs of the runtime's imports in this environment; none for vLLM, which has its own."""
     return MODEL_MODULES if setting.recipe.evaluation.runtime == "reference" else ()
 
 
@@ -159,7 +163,7 @@ def require_server(setting: Setting) -> None:
 
 
 def _require_vllm_packages(setting: Setting) -> None:
-    """Raise `UserError` for what vLLM would import for the candidate, and does not find in its own environment."""
+    """Raise `UserError` where vLLM's environment lacks packages that it needs for the candidate's scheme."""
     if setting.vllm is None:
         return
     quantization = setting.recipe.quantization
@@ -172,7 +176,7 @@ def _require_vllm_packages(setting: Setting) -> None:
 
 
 def _absent_in(python: Path, modules: Collection[str]) -> list[str]:
-    """Return the modules that an interpreter does not find; none where it gives no answer, which its server will."""
+    """Return the ``modules`` that the interpreter ``python`` cannot find; empty where it gives no answer."""
     if not modules:
         return []
     command = [str(python), "-P", "-c", _ABSENT, *modules]
@@ -184,7 +188,7 @@ def _absent_in(python: Path, modules: Collection[str]) -> list[str]:
 
 
 def faults(scan: LogScan) -> list[str]:
-    """The lines of a server's log that void its measurements, each with what it means."""
+    """Return the log lines that void a server's measurements, each after its explanation."""
     return [f"{finding.why}: {finding.line}" for finding in scan.invalid]
 
 
@@ -194,14 +198,15 @@ def model_key(side: Side) -> str:
 
 
 def image_settings(setting: Setting) -> dict[str, str]:
-    """The container in a fingerprint; nothing outside one."""
+    """Return the container image as part of a fingerprint's settings; empty without one."""
     return {} if setting.image is None else {"image": setting.image}
 
 
 def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
-    """The launch of a side on what answers: the layout that the 16-bit side needs, and the same knobs for both.
+    """Return the plan of a side's launch of ``model``, on vLLM or the reference runtime.
 
-    They differ by the type of the KV cache. Of several independent servers one is planned for and measured.
+    Both sides have the layout that the 16-bit side needs and the same knobs, and differ by the type of the KV cache. Of
+    several independent servers one is planned for and measured. Raises `UserError` where the model cannot be served.
     """
     recipe = setting.recipe
     if recipe.evaluation.runtime == "reference":
@@ -269,7 +274,7 @@ def serving_request(
 
 
 def facts_made(source: ModelFacts, section: Quantization) -> ModelFacts:
-    """The facts of what a recipe makes of a model, before it is made."""
+    """Return the facts of the checkpoint that a quantization section will make of the model ``source``."""
     scheme_of = partial(assigned, section)
     return as_quantized(
         source, scheme=section.scheme, kv_cache=section.kv_cache, format=section.format, assigned=scheme_of
@@ -277,14 +282,14 @@ def facts_made(source: ModelFacts, section: Quantization) -> ModelFacts:
 
 
 def runtime_tools(setting: Setting) -> dict[str, str]:
-    """Versions of what answers questions: of vLLM, or of the libraries of the reference runtime."""
+    """Return the versions that answers depend on: of vLLM, or of transformers and torch for the reference runtime."""
     if setting.recipe.evaluation.runtime == "reference":
         return versions("transformers", "torch")
     return vllm_version(setting)
 
 
 def vllm_version(setting: Setting) -> dict[str, str]:
-    """The serving environment's version, "absent" where there is none."""
+    """Return the version of the serving environment under "vllm", "absent" without one."""
     return {"vllm": "absent" if setting.vllm is None else setting.vllm.version}
 
 
@@ -292,10 +297,11 @@ _LOGGED_DEVICE = re.compile(r"\bdevice_config=(\w+)")
 
 
 def runtime_of(server: RunningServer, scan: LogScan, log: Path) -> dict[str, Any]:
-    """Ask a server, and read the ``log`` that was kept of it. Raises `ServingError` where it does not answer.
+    """Return facts about a running server: "runtime", "version", "device" and "kv_cache_dtype".
 
-    ``runtime`` are the words that a verdict names, ``version`` what both sides must have in common, ``kv_cache_dtype``
-    is that of the cache that is there ("auto", "fp8", ...), None where nobody says.
+    ``runtime`` is the text that a verdict names, ``version`` must be the same for both sides, ``kv_cache_dtype`` is
+    that of the running cache ("auto", "fp8", ...) or None where the log does not say. ``log`` is the copy of the
+    server's log. Raises `ServingError` where vLLM does not answer.
     """
     if isinstance(server, ReferenceServer):
         return dict(server.ask("facts"))
@@ -304,6 +310,6 @@ def runtime_of(server: RunningServer, scan: LogScan, log: Path) -> dict[str, Any
 
 
 def vllm_device(log: Path) -> Device:
-    """The device that a vLLM of this machine runs on, by its ``log``: a machine with GPUs may run its CPU build."""
+    """Return the device that a local vLLM runs on, by its ``log``; a machine with GPUs may run its CPU build."""
     logged = _LOGGED_DEVICE.search(log.read_text(encoding="utf-8", errors="replace"))
     return local_device(logged[1] if logged else "cuda")

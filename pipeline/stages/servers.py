@@ -33,10 +33,10 @@ _PROGRAM = 2 << 30
 
 
 class Servers:
-    """Start a server when a stage first needs it; stop it when another is needed or the run ends.
+    """The servers of a run: each starts when a stage needs it, and stops when another is needed or the run ends.
 
-    Two models side by side may not fit. Where they do, on a CPU with memory to spare, both sides start at once, each
-    mostly on one core, and stay. A stage that measures the machine has a `fresh` server to itself.
+    On a CPU with enough memory both sides start at once and stay. A stage that measures the machine gets a `fresh`
+    server of its own.
     """
 
     def __init__(self, setting: Setting, progress: Progress) -> None:
@@ -56,7 +56,10 @@ class Servers:
         self.stop()
 
     def get(self, side: str, plan: LaunchPlan) -> RunningServer:
-        """The running server of a side, started if need be. Raises `ServingError` where it does not start."""
+        """Return the running server of a side, started if need be.
+
+        Raises `ServingError` where it does not start, `UserError` without a vLLM.
+        """
         for name, launch in ((side, plan), *([] if self._expected is None else [self._expected])):
             if name not in self._ready:
                 if self._ready and not self._both_fit(launch):
@@ -69,11 +72,14 @@ class Servers:
         return self._ready[side]()
 
     def expect(self, side: str, plan: LaunchPlan) -> None:
-        """A server that will be asked for soon: it is started beside the next one, where there is room for both."""
+        """Announce the server that will be needed next; the next `get` starts it too, where there is room for both."""
         self._expected = side, plan
 
     def _both_fit(self, plan: LaunchPlan) -> bool:
-        """Whether this launch fits beside the one that is there, which may not have taken its own share yet."""
+        """Return whether free memory holds two launches of this size; the running one may not have taken its share.
+
+        Always False on GPUs.
+        """
         if hardware(self._setting.recipe.target.hardware).kind != "cpu" or plan.memory is None:
             return False
         left = memory_left()
@@ -82,7 +88,10 @@ class Servers:
 
     @contextmanager
     def fresh(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[RunningServer]:
-        """A server of this block's own, logging to ``log``; what ran before is stopped. Raises `ServingError`."""
+        """Yield a new server of ``side`` with its log in ``log``, after stopping all others; it stops with the block.
+
+        Raises `ServingError` where it does not start.
+        """
         self._lm_eval = None
         self._asking.close()
         self.stop()
@@ -90,7 +99,10 @@ class Servers:
             yield ready()
 
     def lm_eval(self, env: Mapping[str, str], secrets: Collection[str]) -> tuple[Conversation, Path]:
-        """lm-eval and its log: as it imports for long, one is kept for all stages that want the same variables."""
+        """Return a conversation with lm-eval, and its log.
+
+        Stages with the same ``env`` and ``secrets`` share one process.
+        """
         how = (dict(env), tuple(secrets))
         log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-lm-eval.log"
         if self._lm_eval is None or self._lm_eval[0] != how:
@@ -127,30 +139,30 @@ class Servers:
         return context
 
     def stop(self) -> None:
-        """Stop what runs."""
+        """Stop all running model servers, but not lm-eval."""
         self._ready.clear()
         self._running.close()
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceServer(RunningServer):
-    """The reference runtime in its process; messages go over its pipe, not over HTTP."""
+    """The reference runtime in a process of its own, which is asked over a socket instead of HTTP."""
 
     talk: Conversation | None = None
 
     def ask(self, what: str, **given: Any) -> Any:
-        """The reply to a message of `pipeline.serving.reference`."""
+        """Send the message ``what`` with arguments to `pipeline.serving.reference`, and return its reply."""
         assert self.talk is not None  # noqa: S101 - a field after those with defaults
         return self.talk.ask({what: given})
 
 
 @contextmanager
 def _started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterator[Callable[[], RunningServer]]:
-    """Start the reference runtime with the checkpoint of a `reference_plan`; it has ended at the exit.
+    """Start the reference runtime with the checkpoint of a `reference_plan`; it ends with the block.
 
-    lm-eval runs in it. It has the Hub, and its token, where a task's data is there, but never together with code of the
-    model's folder or templates of a suite that is not ours. Raises `StageError` with the end of its log where it does
-    not start.
+    lm-eval runs in it. It is online, with our Hub token, where a task's data is on the Hub; it never has the token
+    together with code of the model's folder or templates of a foreign suite. Raises `StageError` with the end of its
+    log where it does not start.
     """
     local = all(setting.suite.files(task) for task in setting.suite.tasks)
     env = {**reference_environment(plan), **({"HF_HUB_OFFLINE": "1"} if local else {})}
@@ -166,8 +178,9 @@ def _started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterato
 
 
 def over_nodes(setting: Setting, vllm: VllmEnvironment, plan: LaunchPlan) -> ClusterLauncher:
-    """Return the launcher for several nodes, on the cluster that the run is spread over. Raises `UserError` without
-    one.
+    """Return the launcher for a plan over several nodes, on the cluster of `Setting.spread`.
+
+    Raises `UserError` where the run is not spread over machines.
     """
     if setting.spread is None:
         raise UserError(

@@ -37,7 +37,11 @@ class Commits:
         self._found: dict[tuple[str, str], str | CalibrationError | QuantmintError] = {}
 
     def dataset(self, repo: str, revision: str) -> str:
-        """Return the commit of a data set's revision. Raises the Hub client's error, each time the same."""
+        """Return the commit of ``revision`` (a branch, tag or commit) of a data set on the Hub.
+
+        Raises `CalibrationError` or `QuantmintError` where the Hub cannot be asked, and the same error at every later
+        call.
+        """
         if COMMIT.fullmatch(revision):
             return revision
         if (key := (repo, revision)) not in self._found:
@@ -54,7 +58,8 @@ class Commits:
 class SourceIdentity:
     """The identity of a 16-bit model: a folder with the digest of its files, or a repository at a commit.
 
-    ``marks`` are there where the files are not hashed: by name, what stands for those of a folder.
+    ``digest`` is the SHA-256 of a folder, or the commit of ``repo``. ``marks`` is None where the files are hashed; else
+    it has, by file name, the digest or the size, times and inode that stand for the file.
     """
 
     folder: Path | None
@@ -63,14 +68,14 @@ class SourceIdentity:
     marks: Mapping[str, str] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content for a fingerprint, and never its place."""
+        """Return the identity for a fingerprint: repository and commit, a digest, or the marks; never a path."""
         if self.repo is not None:
             return {"repo": self.repo, "commit": self.digest}
         return {"sha256": self.digest} if self.marks is None else {"files": dict(self.marks)}
 
 
 class Spread(Protocol):
-    """Other machines, which see our files, that do parts of a stage; no bit of a result depends on them."""
+    """Other machines that share our file system and do parts of a stage; no bit of a result depends on them."""
 
     @property
     def hardware(self) -> str:
@@ -78,16 +83,16 @@ class Spread(Protocol):
 
     @property
     def write_shards(self) -> WriteShards:
-        """Return the function that writes the files of a checkpoint there."""
+        """Return the function that writes a checkpoint's shards on these machines."""
 
     def places(self, folder: Path) -> Places:
-        """Return where shares of the calibration batches are measured, for a model in ``folder``."""
+        """Return the workers that measure shares of the calibration batches, for the model in ``folder``."""
 
     def release(self) -> None:
-        """End what still holds memory and GPUs there; later work starts anew."""
+        """End the workers that hold memory and GPUs on these machines; later work starts new ones."""
 
     def cluster(self) -> Cluster:
-        """Return how a server on this machine reaches the GPUs there, for a launch over several nodes."""
+        """Return the Ray cluster of these machines, for a server whose launch spans several nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +106,13 @@ class Chosen:
     point: Point | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return bits of a weight, predicted cost in nats, and groups by scheme; empty without a measured choice."""
+        """Return mean bits of a weight, predicted cost (nats) and groups by scheme; empty without a measured choice."""
         point = self.point
         return {} if point is None else point.to_json()
 
     @property
     def line(self) -> str:
-        """Word the choice for a person."""
+        """Return a line about the choice: spent budget, number of groups in each scheme, predicted cost in nats."""
         if self.point is None:
             return "auto: nothing is measured yet; what follows is of all in the largest scheme"
         counts = ", ".join(f"{count} groups in {name}" for name, count in self.point.counts.items())
@@ -116,14 +121,13 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Everything that a run is given.
+    """The inputs of a run: recipe, store, source model, machine and serving environment.
 
     ``config`` is the model's config.json; ``vllm`` is None where no serving environment was found; ``device`` is
-    PyTorch's name of where calibration and quantization compute; ``home`` is the folder that publish folders are
-    relative to; ``remote`` is a tier of the store that several sites share (None: there is none); ``commits`` resolves
-    branches of data sets; ``image`` is the container that serves, as name@sha256:DIGEST (None: none); ``spread`` are
-    other machines for parts of a stage (None: this process alone); ``chosen`` is there where ``loaded`` has a choice in
-    the place of `scheme: auto`.
+    PyTorch's name of the device that calibrates and quantizes; ``home`` is the folder that publish folders are relative
+    to; ``remote`` is a store that several sites share, or None; ``commits`` resolves branches of data sets; ``image``
+    is the container that serves, as name@sha256:DIGEST, or None; ``spread`` are other machines for parts of a stage
+    (None: this process alone); ``chosen`` is set where ``loaded`` has chosen schemes in the place of `scheme: auto`.
     """
 
     loaded: LoadedRecipe
@@ -143,10 +147,10 @@ class Setting:
 
     @property
     def written(self) -> Recipe:
-        """The recipe as it was written, resolved."""
+        """The recipe as it was written, with `scheme: auto` where it chooses its schemes; defaults are filled in."""
         return (self.loaded if self.chosen is None else self.chosen.written).recipe
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe, resolved."""
+        """The recipe that is run, with chosen schemes in the place of `scheme: auto`; defaults are filled in."""
         return self.loaded.recipe

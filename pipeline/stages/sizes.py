@@ -22,13 +22,14 @@ from quantmint.pipeline.stages.setting import Setting
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Sizes in bytes.
+    """Predicted sizes of a checkpoint, in bytes unless stated otherwise.
 
-    ``quantized`` and ``kept`` count linear modules; ``calibration_device`` is what a resident model takes,
-    ``largest_tensor`` bounds the engine's memory, a few of which it holds; ``weights_per_gpu`` is for the candidate.
-    ``kept_because`` and ``copied`` count, by reason, modules that stay in 16 bit and tensors that are carried over.
-    ``kv_bytes_per_token`` is for all layers over all GPUs, None for an architecture whose cache is not plain K and V.
-    ``active`` counts the parameters that a token passes through: of a mixture, with the experts that it is routed to.
+    ``parameters``, ``quantized`` and ``kept`` are counts, the last two of linear modules; ``calibration_device`` is the
+    size of a resident model, ``largest_tensor`` bounds the engine's memory, a few of which it holds;
+    ``weights_per_gpu`` is the candidate's. ``kept_because`` and ``copied`` count, by reason, modules that stay in 16
+    bit and tensors that are copied. ``kv_bytes_per_token`` is for all layers over all GPUs, None for an architecture
+    whose cache is not plain K and V. ``active`` counts the parameters that a token passes through, with only its routed
+    experts.
     """
 
     parameters: int
@@ -46,7 +47,10 @@ class Prediction:
 
 
 def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Prediction:
-    """Predict from headers, real or imagined. Raises `UserError` for what the recipe cannot be applied to."""
+    """Predict a checkpoint's sizes from tensor headers, real or computed from config.json.
+
+    Raises `UserError` where the recipe cannot be applied to the model.
+    """
     choice = select(structure, recipe.quantization)
     layout = recipe.quantization.format
     if recipe.quantization.engine == "stream":
@@ -70,10 +74,7 @@ def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Predict
 
 
 def model_for(setting: Setting, folder: Path) -> tuple[Checkpoint, Structure]:
-    """Return the tensor headers of ``folder`` and the model's structure.
-
-    A folder without weights has the headers that its config.json stands for.
-    """
+    """Return the tensor headers of ``folder`` and the model's structure; without weights, computed from config.json."""
     trust = setting.recipe.trust_remote_code
     if any(folder.glob("*.safetensors")):
         source = open_checkpoint(folder)
@@ -87,7 +88,10 @@ def _active(structure: Structure, share: float) -> float:
 
 
 def _kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
-    """2 * layers * kv heads * head_dim * bytes; the formula of vLLM for grouped-query attention."""
+    """Return 2 * layers * kv heads * head_dim * ``width``, vLLM's formula for grouped-query attention.
+
+    ``width`` is the bytes of an element. None for latent attention, and where the config lacks a size.
+    """
     text = config.get("text_config") or config
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     layers = text.get("num_hidden_layers")

@@ -36,21 +36,21 @@ _WEIGHTS, _SECOND_COPY = "*.safetensors", "consolidated*.safetensors"
 
 
 class SourceStage(Stage):
-    """Copies nothing: a folder is used where it lies, a repository where the Hub's cache holds it."""
+    """Locate the 16-bit model without copying it: a folder where it lies, a repository in the Hub's cache."""
 
     family = "source"
     version = 1
 
     def is_planned(self, setting: Setting) -> bool:
-        """Return True: every recipe has a source."""
+        """Return True for every recipe."""
         return True
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """Return the source's content, by digest or by commit."""
+        """Return the source's identity, by digest or by commit."""
         return setting.source.to_json()
 
     def disk(self, setting: Setting, size: Prediction, begun: int) -> Mapping[str, int]:
-        """Return the bytes of a repository that is to be downloaded."""
+        """Return the bytes of the download; empty for a local folder."""
         return {"download": size.source} if setting.source.folder is None else {}
 
     def seconds(self, estimate: Estimate) -> float:
@@ -58,7 +58,10 @@ class SourceStage(Stage):
         return float(estimate.size.source / estimate.rates.hash)
 
     def run(self, job: Job) -> Output:
-        """Fetch if need be, then prove that configuration, index and shards agree."""
+        """Download the model if need be, and check that tokenizer, configuration, index and shards agree.
+
+        Raises `UserError` for a model without a tokenizer, `StageError` for a folder that changed since the run began.
+        """
         identity = job.setting.source
         trust, digests = job.setting.recipe.trust_remote_code, dict[str, tuple[int, str]]()
         folder = identity.folder or fetch(identity, with_code=trust, progress=job.progress)
@@ -81,7 +84,7 @@ class SourceStage(Stage):
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Whether the files are still where they were, in their sizes."""
+        """Return whether the recorded files still exist with the same sizes, and the folder is still the recipe's."""
         location = read_json(entry.file(LOCATION))
         folder = Path(location["folder"])
         if setting.source.folder is not None and folder != setting.source.folder.resolve():
@@ -91,13 +94,13 @@ class SourceStage(Stage):
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raise `UserError` for a model without a tokenizer: nothing can be asked of it, whatever serves."""
+    """Raise `UserError` for a model without a tokenizer file, because no server could be asked anything."""
     if not any(_TOKENIZER.search(path.name) for path in folder.iterdir()):
         raise UserError(f"{folder} has no tokenizer: found no tokenizer.json, tokenizer.model, vocab.json or the like")
 
 
 def repository(text: str) -> SourceSection | None:
-    """``org/name[@revision]`` of the Hub, as a person types it; None for anything else."""
+    """Return the source section for ``org/name[@revision]`` on the Hub; None for any other text."""
     argument = classify(text)
     if argument.kind != "repository":
         return None
@@ -105,9 +108,11 @@ def repository(text: str) -> SourceSection | None:
 
 
 def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed: bool = True) -> SourceIdentity:
-    """Resolve what a recipe names: the digest of a folder, or the commit of a revision, which needs no network.
+    """Return a source's identity: the digest of ``folder``, or the commit of its revision on the Hub.
 
-    Without ``hashed`` a folder is known by its files' marks, where only structure is proven. Raises `UserError`.
+    A revision that is a commit needs no network. Without ``hashed`` a folder is identified by its files' marks, enough
+    where nothing is served. ``store`` is the store's root. Raises `UserError` where the Hub cannot resolve the
+    revision.
     """
     marks = None if hashed else {} if folder is None else _marks(folder)
     if folder is not None:
@@ -128,7 +133,7 @@ def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed:
 
 
 def _marks(folder: Path) -> dict[str, str]:
-    """What tells changed files from those they were: size, times and inode of weights, digests of small ones."""
+    """Return marks that change with the files, by name: size, times and inode of shards, SHA-256 of other files."""
     files: dict[str, str] = {}
     for path in model_files(folder):
         status, name = path.stat(), path.relative_to(folder).as_posix()
@@ -141,7 +146,10 @@ def _marks(folder: Path) -> dict[str, str]:
 
 
 def config_folder(identity: SourceIdentity) -> Path:
-    """The folder that holds the model's config.json, which may be all that is here of it yet."""
+    """Return the folder of the model's config.json, which is downloaded if need be, maybe without other files.
+
+    Raises `UserError` where it cannot be downloaded.
+    """
     if identity.folder is not None:
         return identity.folder
     from huggingface_hub import hf_hub_download
@@ -152,24 +160,25 @@ def config_folder(identity: SourceIdentity) -> Path:
 
 
 def model_folder(entry: Entry) -> Path:
-    """The model that an entry of `source` or `quantize` stands for."""
+    """Return the folder of the model that a `source` or `quantize` entry stands for."""
     if entry.stage == "source":
         return Path(read_json(entry.file(LOCATION))["folder"])
     return entry.path / CHECKPOINT
 
 
 def read_source(job: Job) -> tuple[Checkpoint, Structure]:
-    """The headers of the 16-bit model that a stage starts from, and what of it is linear, which the model is asked."""
+    """Return the tensor headers of the job's 16-bit source, and the model's structure (its linear modules)."""
     checkpoint = open_checkpoint(model_folder(job.inputs["source"]))
     trust = job.setting.recipe.trust_remote_code
     return checkpoint, read_structure(checkpoint.folder, checkpoint.tensors, trust_remote_code=trust)
 
 
 def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> Path:
-    """The folder of a repository's files at its commit, fetched where the cache lacks them, and kept. `StageError`.
+    """Download a repository's files at its commit where the Hub's cache lacks them, and return their folder.
 
-    Of the weights only the files that the index names are fetched: some repositories hold the model a second time, as
-    consolidated.safetensors.
+    ``with_code`` includes Python files. Of the weights only the files that the index names are fetched: some
+    repositories hold the model a second time, as consolidated.safetensors. Raises `StageError` where the download
+    fails.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -194,7 +203,7 @@ def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> P
 
 
 def _indexed(folder: Path) -> list[str] | None:
-    """The files that a folder's index names; None without an index, or with one that is none, which is said later."""
+    """Return the weight files that a folder's index names; None without an index, and for one that cannot be read."""
     try:
         index = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
         return sorted({str(name) for name in index["weight_map"].values()}) or None

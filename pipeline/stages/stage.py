@@ -30,28 +30,31 @@ if TYPE_CHECKING:
 
 
 class ServerPool(Protocol):
-    """The servers of a run: one at a time."""
+    """The server processes of a run, as its stages see them; `stages.servers.Servers` implements the protocol."""
 
     def get(self, side: str, plan: LaunchPlan) -> RunningServer:
         """Return the running server of a side, started if need be. Raises `ServingError` where it does not start."""
 
     def fresh(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[RunningServer]:
-        """Start a server for this block, with its log in ``log``; it ends with the block, and other servers end before
-        it.
+        """Start a server of ``side`` for this block, with its log in ``log``.
+
+        Every other running server is stopped first; the server itself stops when the block ends.
         """
 
     def lm_eval(self, env: Mapping[str, str], secrets: Collection[str]) -> tuple[Conversation, Path]:
-        """Return lm-eval with these variables and secrets of ours, and its log; it ends with the run.
+        """Return a conversation with lm-eval's process, and the path of its log; the process ends with the run.
 
-        Raises `StageError` where it does not start.
+        ``env`` are its variables and ``secrets`` the names of the secret variables that it may have. Raises
+        `StageError` where it does not start.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One execution of a stage: its folder, the entries that it starts from, and where it reports progress.
+    """One execution of a stage: its working folder, its input entries, and where it reports progress.
 
-    ``again``: the stage is made again on purpose (`--redo`), so nothing that earlier runs kept is reused.
+    ``inputs`` maps the names of `Stage.inputs` to entries. ``again`` says that the stage is made again on purpose
+    (`--redo`), so that nothing that earlier runs kept is reused.
     """
 
     setting: Setting
@@ -66,7 +69,7 @@ class Job:
 class Output:
     """The result of a stage beside its files: small facts for later stages, and one line for people.
 
-    ``known`` gives size and SHA-256 of files that were hashed while they were written.
+    ``known`` maps the names of files that were hashed while they were written to (size in bytes, SHA-256).
     """
 
     result: Mapping[str, object]
@@ -84,13 +87,13 @@ Check = Callable[[Setting], None]
 class Stage:
     """A kind of work, described so that planner, runner, preflight, forecast and package need not know its name.
 
-    ``key`` is its name in a plan, ``family`` its folder in the store, ``version`` counts changes of what it makes.
-    ``needs`` are the keys of the stages that it starts from, ``packages`` those whose versions shape the result's
-    bytes, where no setting decides that.
+    ``key`` is its name in a plan, ``family`` its folder in the store; ``version`` is raised when the same inputs give
+    another result. ``needs`` are the keys of the stages that it starts from, ``packages`` the distributions whose
+    versions shape the result's bytes.
 
-    ``asks_server``: a running server answers it, and the gate reads what it recorded. ``measures``: a
-    `MeasurementError` in it makes the run INVALID. ``releases``: it runs after a PASS only. ``evidence``: its files are
-    part of a release. ``by_content``: an earlier run tells its time only where the fingerprint is the same.
+    ``asks_server``: the stage serves or asks a model, and the gate reads its entry. ``measures``: a `MeasurementError`
+    in the stage makes the run INVALID. ``releases``: it runs after a PASS only. ``evidence``: its files are part of a
+    release. ``by_content``: an earlier run's time predicts this one's only where the fingerprint is the same.
     """
 
     family: ClassVar[str]
@@ -109,87 +112,99 @@ class Stage:
         return self.family
 
     def is_planned(self, setting: Setting) -> bool:
-        """Return whether the recipe needs this stage; one whose schemes are still to be chosen needs hardly any."""
+        """Return whether the recipe needs this stage; by default False while its schemes are still to be chosen."""
         return setting.recipe.quantization.scheme != AUTO
 
     def when_stopped(self) -> Stage | None:
-        """Return the stage in its place in a run that the canary stopped, None where there is none.
+        """Return the stage that replaces this one in a run that the canary stopped, None where it is left out.
 
-        By default the stage itself, unless it measures or releases.
+        By default it is the stage itself, unless the stage measures or releases.
         """
         return None if self.measures or self.releases else self
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the keys of the stages whose results it reads, by the names that `Job.inputs` has for them."""
+        """Return the stages whose results this stage reads: names in `Job.inputs`, mapped to keys of stages."""
         return dict(zip(self.needs, self.needs, strict=True))
 
     def reads(self, stage: Stage) -> bool:
-        """Return whether it also starts from ``stage``, an earlier one of the plan, under that stage's own key."""
+        """Return whether this stage also reads ``stage``, an earlier one of the plan, under the key of ``stage``."""
         return False
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """Return what of the recipe, and of the files that it names, changes the result: part of the fingerprint."""
+        """Return the parts of the recipe and of its files that change the result, for the fingerprint."""
         return {}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Return the versions of the tools that change the result, by name: part of the fingerprint."""
+        """Return the versions of the tools that change the result, by distribution; they enter the fingerprint."""
         return versions(*self.packages)
 
     def run(self, job: Job) -> Output:
-        """Do the work in ``job.path``, going on with what an earlier attempt left there."""
+        """Do the work in ``job.path``, resuming from the files that an earlier attempt left there."""
         raise NotImplementedError
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Return whether the files outside the store that the entry stands for are still as they were."""
+        """Return whether the files outside the store that ``entry`` refers to are unchanged.
+
+        True for a stage without any.
+        """
         return True
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Yield the modules that it imports beside the core ones, each after our extra that installs it."""
+        """Return (extra, module) pairs: optional modules that the stage imports, and the extras that install them."""
         return ()
 
     def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return what must hold before a run starts that would reach this stage."""
+        """Return functions to call before a run that would reach this stage.
+
+        Each raises an error where its condition fails.
+        """
         return ()
 
     def disk(self, setting: Setting, size: Prediction, begun: int) -> Mapping[str, int]:
-        """Return the bytes that it writes on the store's disk, by purpose; ``begun`` were written by an earlier try."""
+        """Return the bytes that the stage still has to write, by purpose.
+
+        An earlier attempt wrote ``begun`` bytes of them.
+        """
         return {}
 
     def seconds(self, estimate: Estimate) -> float | None:
-        """Return the forecast of its time on the estimate's machine, None where nothing is known of it."""
+        """Return the forecast seconds of the stage on the estimate's machine, None where nothing is known."""
         return None
 
     def seconds_again(self, planned: Planned, seconds: float, before: Entry | None, setting: Setting) -> float:
-        """Return the forecast of its time from an earlier run, which took `seconds` and may have left its entry."""
+        """Return the forecast seconds of the stage from an earlier run, which took `seconds`; by default the same.
+
+        `before` is that run's entry, None where the store no longer has it.
+        """
         return seconds
 
     def require_sound(self, entry: Entry) -> None:
-        """Raise `QuantmintError` where the result ends the run."""
+        """Raise `QuantmintError` where the stage's result ends the run; by default nothing is raised."""
 
     def verdict(self, entry: Entry) -> Verdict | None:
-        """Return the verdict that the result gives to the run, None for a stage that judges nothing."""
+        """Return the verdict that the result gives to the run, None for a result that gives none."""
         return None
 
     def stops(self, entry: Entry) -> bool:
-        """Return whether the result, a verdict, ends all that is long: the run goes on with `when_stopped`."""
+        """Return whether the result stops the run, which then continues with each remaining stage's `when_stopped`."""
         return False
 
 
 @dataclass(frozen=True)
 class SideStage(Stage):
-    """A stage that a plan has for each side."""
+    """A stage that a plan has twice: for the baseline and for the candidate."""
 
     side: Side
 
     @property
     def key(self) -> str:
-        """Return the family's name with the side."""
+        """Return the family and the side, such as "serve-baseline"."""
         return f"{self.family}-{self.side}"
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A stage with its place in a plan."""
+    """A stage in a plan: its inputs (names to stage keys), and the payload that its fingerprint is computed of."""
 
     stage: Stage
     inputs: Mapping[str, str]
@@ -207,12 +222,15 @@ class Planned:
         return self.stage.family
 
     def among(self, names: Collection[str]) -> bool:
-        """Return whether the stage is named, by its key or its family."""
+        """Return whether ``names`` contain the stage's key or its family."""
         return self.key in names or self.family in names
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write JSON by a temporary name, so that a reader never meets half of it."""
+    """Write JSON to a temporary file and rename it to ``path``, so that no reader sees half of it.
+
+    Raises `ValueError` for NaN and infinities.
+    """
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     partial.replace(path)

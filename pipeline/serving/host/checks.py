@@ -306,7 +306,7 @@ def checks() -> Mapping[str, MachineCheck]:
 
 
 def run_checks(context: CheckContext, names: Collection[str] | None = None) -> tuple[HostFinding, ...]:
-    """Run the checks that apply to the target's kind of hardware, or of these only ``names``."""
+    """Run the checks for the target's kind of hardware, in the order of `checks.yaml`; with ``names`` only those."""
     chosen = (check for check in checks().values() if names is None or check.name in names)
     return tuple(check.run(context) for check in chosen if context.kind in check.kinds)
 
@@ -314,7 +314,7 @@ def run_checks(context: CheckContext, names: Collection[str] | None = None) -> t
 def preflight(
     plan: LaunchPlan, machine: Host, *, vllm: str | Path | None = None, checkpoint: CheckpointNeeds | None = None
 ) -> tuple[HostFinding, ...]:
-    """Run the checks that a plan requires of the machine; those of other hardware are left out."""
+    """Run the checks that a plan requires of the machine; checks for other kinds of hardware are left out."""
     if not plan.host:
         return ()
     utilization = float(plan.option("--gpu-memory-utilization") or 0.92)

@@ -27,7 +27,10 @@ Status = Literal["ok", "warn", "fail", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class HostCheckResult:
-    """The observation of one check, or why it was skipped; ``values`` fill the {placeholders} of `checks.yaml`."""
+    """The observation of one check, or why it was skipped.
+
+    ``values`` fill the {placeholders} of the texts in `checks.yaml`.
+    """
 
     status: Status
     observation: str
@@ -36,7 +39,10 @@ class HostCheckResult:
 
 @dataclass(frozen=True, slots=True)
 class HostFinding:
-    """A line of `quantmint doctor`: ``as_root`` are the commands of the fix that need root, ``source`` is a guide."""
+    """A line of `quantmint doctor`.
+
+    ``as_root`` are commands of its fix that need root, ``source`` is the guide it is from.
+    """
 
     name: str
     status: Status
@@ -123,7 +129,7 @@ def gather_context(
 ) -> CheckContext:
     """Return what the checks need, with this machine as the target by default.
 
-    UserError without a target when the machine's accelerators cannot be identified.
+    Raises `UserError` without a target when the machine's accelerators cannot be identified.
     """
     detected, detection_error = None, ""
     try:
@@ -140,7 +146,7 @@ def gather_context(
 
 
 def plan_target(plan: LaunchPlan) -> ServingTarget:
-    """Return the accelerators that a plan uses on each node, which may be fewer than those of its own target."""
+    """Return the accelerators that a plan uses on each node, which may be fewer than its target has."""
     offered, layout = parse_target(plan.target), plan.layout
     accelerators = math.ceil(layout.gpus * layout.replicas / (layout.packed * layout.nodes))
     hbm_bytes = plan.memory.total if plan.memory is not None and offered.accelerator.kind != "cpu" else None
@@ -148,7 +154,10 @@ def plan_target(plan: LaunchPlan) -> ServingTarget:
 
 
 def _installed_packages(machine: Host, vllm: str | Path | None) -> tuple[InstalledPackages | None, str]:
-    """Return the packages of the serving environment, or None and the reason why they are not known."""
+    """Return the packages of the serving environment and an empty text, or None and why they are not known.
+
+    ``vllm`` names the environment; None looks for one.
+    """
     try:
         environment = find_vllm(vllm, environ=machine.environ)
         python = str(environment.python)
@@ -163,7 +172,7 @@ def _installed_packages(machine: Host, vllm: str | Path | None) -> tuple[Install
 def model_needs(model: str) -> tuple[CheckpointNeeds, ServingTarget | None]:
     """Return the needs of a folder or recipe, and the target that a recipe names.
 
-    UserError for a text that is neither a folder nor a recipe.
+    Raises `UserError` for a text that is neither a folder nor a recipe.
     """
     folder = Path(model)
     if folder.is_dir():

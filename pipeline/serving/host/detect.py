@@ -31,10 +31,10 @@ _MEMORY = ("uuid", "name", "memory.total", "memory.reserved", "memory.used")
 
 @dataclass(frozen=True, slots=True)
 class AmdGpu:
-    """A GPU, or a partition of one, as its driver reports it; None for what the driver does not report.
+    """A GPU, or a partition of one, as its driver reports it; fields are None where the driver reports nothing.
 
-    ``memory`` is the bytes of its own banks, ``in_use`` those in use on the whole device. ``render`` is the number
-    of its /dev/dri/renderD node, ``device`` its folder on the bus.
+    ``memory`` is the bytes of its own memory, ``in_use`` those in use on the whole device. ``render`` is the number of
+    its /dev/dri/renderD node, ``device`` its folder on the PCI bus.
     """
 
     device_id: int
@@ -81,7 +81,7 @@ def _memory(machine: Host, node: Path) -> int:
 
 
 def _device(machine: Host, facts: dict[str, str]) -> Path | None:
-    """Return the device's folder on the bus; a partition has none, and gets that of its device (function 0)."""
+    """Return the GPU's folder on the PCI bus; for a partition, which has none, that of function 0 of its device."""
     location = int(facts.get("location_id", "0"))
     address = f"{int(facts.get('domain', '0')):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
     paths = (f"sys/class/drm/renderD{facts.get('drm_render_minor', '')}/device", f"sys/bus/pci/devices/{address}")
@@ -113,7 +113,7 @@ class DetectedAccelerators:
 
     @property
     def target(self) -> ServingTarget:
-        """The machine as a target of one node; UserError when its partitions are more GPUs than a node has."""
+        """The machine as a target of one node. Raises `UserError` when its partitions are more GPUs than a node has."""
         return check_target(ServingTarget(self.hardware, self.gpus, hbm_bytes=self.hbm_bytes))
 
     @property
@@ -122,7 +122,7 @@ class DetectedAccelerators:
         return self.compute_partition not in (None, "SPX")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts as JSON values, without the single devices."""
+        """Return the facts as JSON values, without the list of single devices."""
         names = ("hardware", "gpus", "hbm_bytes", "compute_partition", "memory_partition")
         return {name: getattr(self, name) for name in names}
 
@@ -130,7 +130,7 @@ class DetectedAccelerators:
 def detect(machine: Host) -> DetectedAccelerators:
     """Return the accelerators of a machine.
 
-    UserError for a GPU that the hardware table lacks, for GPUs of different kinds, and when all are hidden.
+    Raises `UserError` for a GPU that the hardware table lacks, for GPUs of different kinds, and when all are hidden.
     """
     instinct = amd_gpus(machine)
     if instinct:
@@ -176,7 +176,10 @@ def _one_kind(rows: Sequence[Hardware]) -> Hardware:
 
 
 def nvidia_smi(machine: Host, fields: Sequence[str], *options: str) -> list[list[str]]:
-    """Return one row of cells a GPU, one cell a field; no rows without nvidia-smi or with an unknown field."""
+    """Return one row for each GPU with one cell for each of the ``fields``, by nvidia-smi's query.
+
+    Empty without nvidia-smi or with an unknown field. ``options`` are further arguments.
+    """
     query = f"--query-gpu={','.join(fields)}"
     output = machine.run(("nvidia-smi", query, "--format=csv,noheader,nounits", *options)) or ""
     rows = [[cell.strip() for cell in row] for row in csv.reader(output.splitlines())]
@@ -200,7 +203,10 @@ def _nvidia(machine: Host) -> DetectedAccelerators | None:
 
 
 def _mib(cell: str) -> int | None:
-    """Return bytes of a cell in MiB; None for "[N/A]": memory shared with the CPU, or hidden from a partition."""
+    """Return the bytes of a cell in MiB.
+
+    None for "[N/A]", as for memory shared with the CPU or hidden from a partition.
+    """
     return int(cell) << 20 if cell.isdigit() else None
 
 
@@ -237,8 +243,8 @@ def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> tuple[int, 
 def visible_devices(environ: Mapping[str, str], kind: str) -> VisibleDevices | None:
     """Return the GPUs that ``environ`` leaves to a launch on ``kind`` (rocm, cuda, cpu); None when it limits nothing.
 
-    Entries are passed on unchanged: only the runtime can interpret UUIDs and numbers of MIG slices. UserError when
-    HIP's variable and CUDA's name different GPUs, because vLLM on ROCm would not start.
+    Entries are passed on unchanged: only the runtime can interpret UUIDs and numbers of MIG slices. Raises `UserError`
+    when HIP's variable and CUDA's name different GPUs, because vLLM on ROCm would not start.
     """
     if kind == "cpu":
         return None
@@ -266,7 +272,7 @@ def _entries(value: str) -> tuple[str, ...]:
 
 
 def local_device(kind: str, machine: Host | None = None) -> Device:
-    """Return the record of a device by PyTorch's name ("cpu", "cuda:1", "auto"); UserError as in `detect`."""
+    """Return the record of a device by PyTorch's name ("cpu", "cuda:1", "auto"). Raises `UserError` as in `detect`."""
     machine = machine or Host()
     detected = None if kind.startswith("cpu") else detect(machine)
     if detected is None or detected.hardware == "cpu":

@@ -37,8 +37,8 @@ _NUMBERS = frozenset({"--max-num-seqs", "--max-num-batched-tokens", "--block-siz
 def check_overrides(overrides: Mapping[str, str | bool], version: str) -> dict[str, str | bool]:
     """Return the overrides as a dictionary.
 
-    UserError for a name that the table or this vLLM version lacks, for a knob that only the launcher or the machine
-    sets, and for a value that is not the expected number.
+    Raises `UserError` for a name that the table or this vLLM version lacks, for a knob that only the launcher or the
+    machine sets, and for a value that is not the expected number.
     """
     for name, value in overrides.items():
         entry = knob(name)
@@ -67,7 +67,8 @@ def _check_value(entry: Knob, value: str | bool, version: str) -> None:
 def layout_override(overrides: Mapping[str, str | bool], target: ServingTarget, *, fill: bool) -> ParallelLayout | None:
     """Return the layout that the overrides set; None when they set no size and no expert parallelism.
 
-    ``fill`` starts as many servers as the target has room for. UserError for more accelerators than the target has.
+    ``fill`` starts as many servers as the target has room for. Raises `UserError` for more accelerators than the target
+    has.
     """
     sizes = {field: int(overrides[name]) for name, field in _SIZES.items() if overrides.get(name) not in {None, False}}
     expert = bool(overrides.get(_EXPERT, False))
@@ -86,7 +87,7 @@ def layout_override(overrides: Mapping[str, str | bool], target: ServingTarget, 
 def check_arguments(arguments: Sequence[str]) -> tuple[Reason, ...]:
     """Return the reason of each flag among extra arguments for `vllm serve`.
 
-    UserError for a value without a flag, for a knob of the table, and for a flag that carries a secret.
+    Raises `UserError` for a value without a flag, for a knob of the table, and for a flag that carries a secret.
     """
     reasons: list[Reason] = []
     for word in arguments:

@@ -63,7 +63,10 @@ class Condition:
 
 
 def parse_condition(text: str | list[Fact]) -> Condition:
-    """Parse a list of values, or comparisons separated by commas (">= 4, <= 8"). ValueError for anything else."""
+    """Parse a list of values, or comparisons separated by commas (">= 4, <= 8").
+
+    Raises `ValueError` for anything else.
+    """
     if isinstance(text, list):
         return Condition(values=tuple(map(str, text)))
     matches = [_COMPARISON.fullmatch(part.strip()) for part in text.split(",")]
@@ -94,7 +97,7 @@ class KnobRule:
     vllm: VersionRange = _EVERY_VERSION
 
     def holds(self, facts: Mapping[str, Fact], version: Version) -> bool:
-        """Return whether the rule applies. KeyError names a fact that ``facts`` lacks."""
+        """Return whether the rule applies. Raises `KeyError` for a fact that ``facts`` lacks."""
         return within(version, *self.vllm) and all(
             condition.holds(facts[name]) for name, condition in self.when.items()
         )
@@ -154,7 +157,10 @@ def value_of(rule: KnobRule, facts: Mapping[str, Fact]) -> str | None:
 
 
 def knob(name: str) -> Knob:
-    """Return an entry by its name. UserError when there is none, with its replacement or the nearest spelling."""
+    """Return an entry by its name.
+
+    Raises `UserError` when there is none, with its replacement or the nearest spelling.
+    """
     entry = table().get(name)
     if entry is not None:
         return entry

@@ -50,8 +50,8 @@ _BLOCKS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attent
 class LatentSizes:
     """Sizes of multi-head latent attention (MLA), in elements.
 
-    ``rank`` is the size of a cached latent and ``query_rank`` that of the queries' latent, None without one; ``rope``,
-    ``nope`` and ``value`` are sizes of a head: rotary and other part of keys, and values.
+    ``rank`` is the size of a cached latent, ``query_rank`` the size of the queries' latent, None without one; ``rope``,
+    ``nope`` and ``value`` are sizes of a head: the rotary and the other part of keys, and values.
     """
 
     query_rank: int | None
@@ -77,7 +77,8 @@ class Shape:
     """The shape of a language model; sizes are in elements, of one layer or head.
 
     ``text_type`` is its model_type, ``fields`` its configuration with defaults filled in. ``kinds`` and ``feeds`` have
-    one entry a layer. ``experts`` is 0 for a dense model; ``tied`` means that embeddings and output head are one.
+    one entry for each layer. ``experts`` is 0 for a dense model; ``tied`` means that embeddings and output head are
+    one.
     """
 
     text_type: str
@@ -114,7 +115,10 @@ class Shape:
 
 
 def read_shape(config: Mapping[str, Any]) -> Shape:
-    """Return the shape of a parsed config.json. UserError for Mamba-1 models, and without layers or hidden size."""
+    """Return the shape of a parsed config.json.
+
+    Raises `UserError` for Mamba-1 models, and without layers or hidden size.
+    """
     declared = dict(text_config(config))
     model_type = str(declared.get("model_type") or config.get("model_type") or "")
     if model_type in _UNPLANNED:
@@ -165,7 +169,10 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
 
 
 def integer(text: Mapping[str, Any], *names: str) -> int:
-    """Return the first of these fields that is a number, 0 if none is; of a list with one value a layer, the first."""
+    """Return the first of the fields ``names`` that is a number, 0 if none is.
+
+    Of a list by layer, its first element.
+    """
     for name in names:
         value = text.get(name)
         value = value[0] if isinstance(value, list) and value else value
@@ -237,7 +244,7 @@ def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Mixer
 
 
 def _blocks(text: Mapping[str, Any]) -> str:
-    """Return Nemotron-H's layer pattern, one letter a layer (M, *, E or -); empty for other models."""
+    """Return Nemotron-H's layer pattern, one letter for each layer (M, *, E or -); empty for other models."""
     named = text.get("layers_block_type")
     if isinstance(named, list) and text.get("model_type") == "nemotron_h":
         return "".join(_BLOCKS.get(str(name), "-") for name in named)

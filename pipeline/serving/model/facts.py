@@ -105,7 +105,7 @@ class ModelFacts(Shape):
 def model_facts(folder: Path) -> ModelFacts:
     """Return the facts of a folder, from config.json and the headers of its shards, if any.
 
-    UserError when config.json is missing, or a file is damaged.
+    Raises `UserError` when config.json is missing, or a file is damaged.
     """
     config = read_json(folder / "config.json")
     counted = facts_of_config(config)
@@ -137,7 +137,7 @@ def schemes_of_experts(section: Quantization, config: Mapping[str, Any]) -> froz
 
 
 def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
-    """Return the facts of a parsed config.json, with computed sizes. UserError as in `read_shape`."""
+    """Return the facts of a parsed config.json, with computed sizes. Raises `UserError` as in `read_shape`."""
     shape = read_shape(config)
     module_weights = count_weights(config, shape)
     linear = {weight.name: weight.parameters for weight in module_weights if weight.linear}
@@ -194,8 +194,8 @@ def as_quantized(
 ) -> ModelFacts:
     """Return the facts of a model after quantization: every linear layer of the decoder in ``scheme``.
 
-    ``assigned`` returns the scheme of a module by its name, None for 16 bit; by default all get ``scheme``. UserError
-    for a scheme that is not in schemes.yaml, and for a source that is neither in 16 bit nor in FP8 blocks.
+    ``assigned`` returns the scheme of a module by its name, None for 16 bit; by default all get ``scheme``. Raises
+    `UserError` for a scheme that is not in schemes.yaml, and for a source that is neither in 16 bit nor in FP8 blocks.
     """
     if scheme not in table():
         raise UserError(f"found scheme {scheme!r}, expected one of {', '.join(table())}.")

@@ -166,7 +166,10 @@ def _latent(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]:
 def _feed(
     shape: Shape, at: str, number: int, role: Role, split: Split, width: int, count: int = 1
 ) -> Iterator[ModuleWeight]:
-    """Yield the matrices of a feed-forward layer, or of ``count`` experts of that width."""
+    """Yield the matrices of a feed-forward layer of ``width``, or of ``count`` experts of that width.
+
+    ``at`` is the prefix of their names, ``number`` the layer's number.
+    """
     for name in ("gate_proj", "up_proj") if shape.gated else ("up_proj",):
         yield _linear(f"{at}{name}", number, role, split, count * width, shape.hidden)
     yield _linear(f"{at}down_proj", number, role, split, count * shape.hidden, width)

@@ -46,7 +46,7 @@ def reads_fp8_cache(facts: ModelFacts, version: Version) -> bool:
 
 
 def aiter_mla(facts: ModelFacts, tensor: int, version: Version) -> bool:
-    """Return whether AITER's latent attention takes this model's heads, split over ``tensor`` accelerators."""
+    """Return whether AITER's latent attention supports the model's heads, split over ``tensor`` accelerators."""
     heads = backend_limits("ROCM_AITER_MLA", version).heads or ()
     return facts.attention == "mla" and facts.heads // tensor in heads
 

@@ -35,7 +35,10 @@ _QUICK_REDUCE = "VLLM_ROCM_QUICK_REDUCE_"
 
 @dataclass(frozen=True, slots=True)
 class KnobSettings:
-    """The knobs of one layout by kind, in the order of the table; None for a flag or option without a value."""
+    """The knobs of one layout by kind, in the order of the table.
+
+    The value None is a flag or option without a value.
+    """
 
     flags: Mapping[str, str | None]
     env: Mapping[str, str]
@@ -156,7 +159,7 @@ class LaunchDraft:
     def memory(self, layout: ParallelLayout) -> Memory:
         """Return the memory of the fullest accelerator under this layout and its knobs.
 
-        UserError when the accelerator's memory is not known.
+        Raises `UserError` when the accelerator's memory is not known.
         """
         settings = self.settings(layout)
         flags, env = settings.flags, settings.env

@@ -50,14 +50,17 @@ class CacheGroups:
     page: int
 
     def block_bytes(self, layers: range) -> int:
-        """Return the bytes of one block on a pipeline stage with these layers; the group with the most decides."""
+        """Return the bytes of one block on a pipeline stage with these layers.
+
+        The group with most of the layers decides.
+        """
         return self.page * max((sum(n in layers for n in group.layers) for group in self.groups), default=0)
 
     def blocks_of_request(self, tokens: int, in_flight: int, *, states: int = 1) -> int:
-        """Return the most blocks that a request of ``tokens`` occupies, over all groups.
+        """Return the most blocks that a request of ``tokens`` occupies, summed over all groups.
 
         ``in_flight`` tokens may be scheduled but not yet computed, and a sliding window keeps their blocks until then.
-        ``states`` is the number of recurrent states a request: prefix caching needs a second one.
+        ``states`` is the number of recurrent states that a request keeps: prefix caching needs a second one.
         """
         total = 0
         for group in self.groups:

@@ -54,7 +54,7 @@ class LayoutChoice:
 
 
 class _Candidates:
-    """Test the layouts of one draft; each layout's memory is computed once."""
+    """The layouts of one draft under test; the memory of each layout is computed once."""
 
     def __init__(self, draft: LaunchDraft) -> None:
         self.facts, self.target, self.profile = draft.facts, draft.target, draft.profile
@@ -76,7 +76,7 @@ class _Candidates:
 
     @property
     def demand(self) -> float:
-        """Tokens that the profile wants the KV caches to hold."""
+        """Number of tokens that the profile wants the KV caches to hold."""
         typical = min(self.profile.request_tokens, self.max_model_len)
         return self.profile.share * self.profile.concurrency * typical
 
@@ -119,7 +119,7 @@ def _density_class(facts: ModelFacts) -> str:
 
 
 def _forced_choice(draft: LaunchDraft) -> LayoutChoice | None:
-    """Return the only possible layout of packed servers, and of a CPU; None when there is a choice."""
+    """Return the only possible layout, of packed servers or of a CPU; None when there is a choice."""
     target, packed = draft.target, draft.request.servers_per_gpu
     if packed > 1:
         layout = ParallelLayout(packed=packed, replicas=target.gpus * target.nodes)
@@ -158,7 +158,7 @@ def layout_words(layout: ParallelLayout) -> str:
 
 
 def _smallest_room(candidates: _Candidates) -> str | None:
-    """Return where the model fits: on one "gpu", within one "node", across "nodes"; None when nowhere.
+    """Return where the model fits: "gpu" (on one), "node" (within one) or "nodes" (across several); None when nowhere.
 
     Among several GPUs, "gpu" also needs every GPU alone to hold the profile's demand.
     """

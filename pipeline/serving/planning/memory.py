@@ -86,8 +86,8 @@ def estimate_memory(
 ) -> Memory:
     """Return the memory of a server's fullest accelerator; ``kv_cache`` is zero or less if the model does not fit.
 
-    ``hbm_bytes`` replaces the hardware table's figure. On a CPU the result describes the process. UserError when the
-    memory of the accelerator is unknown.
+    ``hbm_bytes`` replaces the hardware table's figure. On a CPU the result describes the process. Raises `UserError`
+    when the memory of the accelerator is unknown.
     """
     kind, version, dtype = hardware.kind, parse_version(engine.vllm_version), engine.kv_cache_dtype
     block_size = engine.block_size or default_block_size(facts, kind)

@@ -42,8 +42,9 @@ _CONTEXTS = (32768, 16384, 8192, 4096, 2048)
 def plan_serving(request: ServingRequest) -> LaunchPlan:
     """Return the launch for a request.
 
-    UserError, with what would work instead, when the target or version is not supported, when vLLM cannot load the
-    model there, when the model does not fit or cannot be split, and for overrides or arguments that are not allowed.
+    Raises `UserError`, with what would work instead, when the target or version is not supported, when vLLM cannot load
+    the model there, when the model does not fit or cannot be split, and for overrides or arguments that are not
+    allowed.
     """
     draft = _draft(request)
     reasons = check_arguments(request.arguments)
@@ -72,7 +73,11 @@ def plan_serving(request: ServingRequest) -> LaunchPlan:
 
 
 def _draft(request: ServingRequest) -> LaunchDraft:
-    """Settle everything but the layout: overrides, KV cache type, context, and weights that vLLM quantizes on load."""
+    """Return the request's draft with all settled but the layout: overrides, KV cache, context, quantization on load.
+
+    Raises `UserError` for a target, version, override or length that is not supported, and where vLLM cannot load the
+    model.
+    """
     check_target(request.target)
     version = parse_version(request.vllm_version)
     if version[:2] < parse_version(OLDEST_READ)[:2]:
@@ -104,7 +109,7 @@ def _draft(request: ServingRequest) -> LaunchDraft:
 
 
 def _choose_layout(draft: LaunchDraft) -> tuple[LaunchDraft, LayoutChoice]:
-    """Return the draft with its context settled, and its layout; UserError when no context fits any layout."""
+    """Return the draft with its context settled, and its layout. Raises `UserError` when no context fits any layout."""
     fixed = _fixed_layout(draft)
     lengths = [draft.max_model_len]
     if not draft.length_requested:
@@ -119,7 +124,10 @@ def _choose_layout(draft: LaunchDraft) -> tuple[LaunchDraft, LayoutChoice]:
 
 
 def _fixed_layout(draft: LaunchDraft) -> LayoutChoice | None:
-    """Return the layout that the request or its overrides name; UserError when the model cannot be split that way."""
+    """Return the layout that the request or its overrides name.
+
+    Raises `UserError` when the model cannot be split that way.
+    """
     request = draft.request
     if request.layout is not None:
         why = "both sides of a comparison use the same layout, the one that the larger side needs"
@@ -137,8 +145,8 @@ def _fixed_layout(draft: LaunchDraft) -> LayoutChoice | None:
 def _kv_cache_dtype(request: ServingRequest, overrides: Mapping[str, str | bool]) -> KvCacheDtype:
     """Return the type of the KV cache: the override's, the request's, or the one that the checkpoint has scales for.
 
-    A checkpoint's FP8 scales are ignored when the attention backend reads no FP8 cache. UserError when the user asked
-    for FP8 there.
+    A checkpoint's FP8 scales are ignored when the attention backend reads no FP8 cache. Raises `UserError` when the
+    user asked for FP8 there.
     """
     requested, facts, target = request.kv_cache_dtype, request.facts, request.target
     override = overrides.get(_KV_FLAG)
@@ -160,7 +168,7 @@ def _kv_cache_dtype(request: ServingRequest, overrides: Mapping[str, str | bool]
 def _requested_length(facts: ModelFacts, overrides: Mapping[str, str | bool], profile: Profile) -> int | None:
     """Return the context that the override, profile or workload asks for, in tokens; None when none of them does.
 
-    UserError for more tokens than the model's context, and for an override that is not a number.
+    Raises `UserError` for more tokens than the model's context, and for an override that is not a number.
     """
     override = overrides.get(LEN_FLAG)
     length: int | None
@@ -190,7 +198,7 @@ def _rounded_context(needed: int, context: int) -> int:
 def _workload_length(facts: ModelFacts, profile: Profile) -> int:
     """Return the tokens that a workload's longest request may take, 0 without a workload.
 
-    UserError for more tokens than the model's context.
+    Raises `UserError` for more tokens than the model's context.
     """
     if profile.longest > facts.context:
         raise UserError(

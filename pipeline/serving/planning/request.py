@@ -31,9 +31,8 @@ class ServingRequest:
     "measure" turns off prefix caching and other settings that would distort a measurement. ``overrides`` replace values
     of the knob table, by the knob's name: True sets a flag without a value, False leaves the knob out. ``layout`` None
     lets the planner choose; the candidate of a comparison gets the baseline's. ``kv_cache_dtype`` None follows the
-    checkpoint.
-    ``servers_per_gpu`` servers share each accelerator. ``tunableop`` is the path of tuned matrix kernels.
-    ``arguments`` are passed to `vllm serve` after the plan's own.
+    checkpoint. Each accelerator is shared by ``servers_per_gpu`` servers. ``tunableop`` is the path of tuned matrix
+    kernels. ``arguments`` are passed to `vllm serve` after the plan's own.
     """
 
     model: str | Path

@@ -45,7 +45,10 @@ class ServingTarget:
 
 
 def parse_target(text: str) -> ServingTarget:
-    """Parse ``mi300x:8``, ``mi300x:16`` (two nodes), ``mi300x:4x2`` or ``cpu``. UserError for anything else."""
+    """Parse ``mi300x:8``, ``mi300x:16`` (two nodes), ``mi300x:4x2`` or ``cpu``.
+
+    Raises `UserError` for anything else.
+    """
     match = _FORM.fullmatch(text.strip())
     if match is None:
         hint = "NAME:GPUS, as in mi300x:8, or NAME:GPUSxNODES, as in mi300x:8x2"
@@ -64,7 +67,7 @@ def parse_target(text: str) -> ServingTarget:
 
 
 def check_target(target: ServingTarget) -> ServingTarget:
-    """Return the target itself; UserError for more accelerators than a node has, or for none."""
+    """Return the target itself. Raises `UserError` for more accelerators than a node has, or for none."""
     row = target.accelerator
     if row.kind == "cpu" and (target.gpus, target.nodes) != (1, 1):
         raise UserError(f"hardware cpu serves with one device, not {target.gpus * target.nodes}")
@@ -100,7 +103,7 @@ class Profile:
 def profile(
     name: str, *, concurrency: int | None = None, max_model_len: int | None = None, longest: int = 0
 ) -> Profile:
-    """Return the profile with that name and the load at hand; UserError, with the nearest name, if unknown."""
+    """Return the profile with that name and the load at hand. Raises `UserError`, with the nearest name, if unknown."""
     if name not in profiles():
         near = did_you_mean(name, profiles())
         raise UserError(f"unknown profile {name!r}{near}: expected one of {', '.join(profiles())}")

@@ -20,7 +20,7 @@ from quantmint.pipeline.base.errors import QuantmintError, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Load the checkpoint and answer until the socket closes; return the exit code."""
+    """Load the checkpoint, and answer messages on the socket until it closes; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m quantmint.pipeline.serving.reference",
         description="Evaluate a checkpoint through transformers, with the arithmetic of its format.",

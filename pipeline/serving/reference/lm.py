@@ -25,8 +25,8 @@ _LOGITS: Final = 1 << 27  # most logits of a batch: half a GiB in float32, and l
 class ReferenceLM(TokenizerFacts, HFLM):  # type: ignore[misc]
     """The model that `eval.harness_child.Harness` uses in place of a server.
 
-    ``arguments`` are those of a server's client: ``max_length`` tokens of a prompt with its answer, at most
-    ``batch_size`` prompts at once. ``expect`` and ``done`` count requests. ``temperatures`` and ``full`` are as in
+    ``arguments`` are a server client's: ``max_length`` tokens of a prompt with its answer, at most ``batch_size``
+    prompts at once. ``expect`` and ``done`` count requests. ``temperatures`` and ``full`` are as in
     `eval.harness_client`.
     """
 
@@ -103,7 +103,7 @@ class ReferenceLM(TokenizerFacts, HFLM):  # type: ignore[misc]
 def load_tokenizer(folder: Path, loaded: ReferenceModel, *, trust_remote_code: bool = False) -> Any:
     """Return the folder's tokenizer, and set the tokens that end an answer on the model.
 
-    UserError when the tokenizer cannot be loaded.
+    Raises `UserError` when the tokenizer cannot be loaded.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -129,7 +129,7 @@ def logits_of(loaded: ReferenceModel, ids: torch.Tensor) -> torch.Tensor:
 def prompt_logprobs(
     loaded: ReferenceModel, ids: Sequence[int], likeliest: int
 ) -> list[dict[str, dict[str, float]] | None]:
-    """Return log probabilities in the form of vLLM's ``prompt_logprobs``: one entry a token, None for the first.
+    """Return log probabilities in the form of vLLM's ``prompt_logprobs``: one entry for each token, None for the first.
 
     An entry has the log probability (nats) of the token itself and of the ``likeliest`` tokens, by id.
     """

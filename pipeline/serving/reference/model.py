@@ -49,7 +49,7 @@ class ReferenceModel:
 def load(folder: Path, device: str, *, trust_remote_code: bool = False) -> ReferenceModel:
     """Load a model or checkpoint onto a device in float32.
 
-    UserError for a checkpoint that is incomplete, contradicts its configuration, or cannot be represented.
+    Raises `UserError` for a checkpoint that is incomplete, contradicts its configuration, or cannot be represented.
     """
     checkpoint = open_checkpoint(folder)
     structure = read_structure(folder, checkpoint.tensors, trust_remote_code=trust_remote_code)
@@ -70,7 +70,7 @@ def load(folder: Path, device: str, *, trust_remote_code: bool = False) -> Refer
 
 
 def _claims(checkpoint: Checkpoint, structure: Structure) -> Claims:
-    """Return the schemes that the configuration claims; UserError as in `load`."""
+    """Return the schemes that the configuration claims. Raises `UserError` as in `load`."""
     if structure.quantized_by is None:
         return Claims({}, {}, kv_cache=False)
     form = layout_of(checkpoint.config)
@@ -136,7 +136,7 @@ class CheckpointLoader:
             self._kv_names = {attention: form.kv_scale_names(attention) for attention in structure.attention}
 
     def load_weights(self) -> None:
-        """Load every weight onto the device; UserError when one is missing."""
+        """Load every weight onto the device. Raises `UserError` when one is missing."""
         settle_buffers(self._model, self._device)
         try:
             shards = _Dequantized(self._checkpoint.folder, self._unquantized(), list(self._stored), self._weight)

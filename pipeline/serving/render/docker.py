@@ -64,7 +64,8 @@ def docker_run(
 ) -> tuple[str, ...]:
     """Return the `docker run` command of one process, as words; it mounts the model read-only at its own path.
 
-    UserError when neither ``image`` nor the plan names an image.
+    ``image`` overrides the plan's, ``name`` names the container. Raises `UserError` when neither ``image`` nor the plan
+    names an image.
     """
     program, *words = arguments(process)
     env = {**plan.env, **process.env}
@@ -83,7 +84,7 @@ def docker_run(
 
 
 def compose(plan: LaunchPlan, processes: Sequence[Process], *, image: str | None = None) -> str:
-    """Return a compose file with one service a process, and the plan's warnings as comments at its top.
+    """Return a compose file with one service for each process, and the plan's warnings as comments at its top.
 
     Raises `UserError` when neither ``image`` nor the plan names an image.
     """

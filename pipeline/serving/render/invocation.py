@@ -37,7 +37,7 @@ def accelerator(plan: LaunchPlan) -> Hardware:
 
 
 def image_of(plan: LaunchPlan, override: str | None = None) -> str:
-    """Return ``override``, else the plan's container image. UserError when there is neither."""
+    """Return ``override``, else the plan's container image. Raises `UserError` when there is neither."""
     image = override or plan.image
     if image is None:
         raise UserError(
@@ -75,7 +75,7 @@ def script(plan: LaunchPlan, processes: Sequence[Process]) -> str:
 
 
 def command(process: Process) -> str:
-    """Return a process as a shell command: its own variables, then its arguments with one option a line."""
+    """Return a process as a shell command: its own variables, then its arguments, each option on a line."""
     words = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
     words += [shlex.quote(word) for word in arguments(process)]
     return " \\\n  ".join(_lines(words))

@@ -34,9 +34,9 @@ _PROBES = {
 def deployment(plan: LaunchPlan, *, image: str | None = None, claim: str | None = None) -> str:
     """Return the Deployment of the plan's replicas as YAML, with the plan's warnings as comments at the top.
 
-    The model comes from the nodes' own disks, or with ``claim`` from a PersistentVolumeClaim of that name whose root
-    is the model's folder. UserError for several servers on one GPU, for a server on several nodes, and when no image
-    is known.
+    The model comes from the nodes' own disks, or with ``claim`` from a PersistentVolumeClaim of that name whose root is
+    the model's folder. Raises `UserError` for several servers on one GPU, for a server on several nodes, and when no
+    image is known.
     """
     if plan.layout.packed > 1:
         raise UserError(

@@ -29,7 +29,7 @@ class EndpointLauncher:
     def deploy(self, plan: LaunchPlan, *_: object, notify: Notify = print, **__: object) -> Iterator[Deployment]:
         """Yield the server; the plan's processes, logs and timeout are ignored.
 
-        ServingError when no server answers, or it serves another model.
+        Raises `ServingError` when no server answers, or it serves another model.
         """
         server = RunningServer(plan.served_model_name, self.url, None, 0.0)
         server.get("/health")
@@ -37,19 +37,19 @@ class EndpointLauncher:
 
 
 class _Attached(Deployment):
-    """A server that quantmint did not start: it has no process to check, so `check` asks it."""
+    """A server that quantmint did not start, in place of a process: `check` asks the server over HTTP."""
 
     poll_s = 5.0
 
     def check(self) -> None:
-        """Raise ServingError if the server does not answer for half a minute."""
+        """Raise `ServingError` if the server does not answer for half a minute."""
         self.servers[0].get("/health")
 
 
 def endpoint_url(text: str) -> str:
     """Return an address without its API path: "http://gpu7:8000" for "http://gpu7:8000/v1/".
 
-    UserError for a text that is no address, or contains credentials.
+    Raises `UserError` for a text that is no address, or contains credentials.
     """
     try:
         parts = urlsplit(text)
@@ -66,7 +66,7 @@ def endpoint_url(text: str) -> str:
 def _model_name(server: RunningServer, plan: LaunchPlan, notify: Notify) -> str:
     """Return the server's name for the plan's model, found by name, else by folder; warn about what is not proven.
 
-    ServingError when it serves another model.
+    Raises `ServingError` when it serves another model.
     """
     try:
         models = [dict(model) for model in json.loads(server.get("/v1/models"))["data"]]

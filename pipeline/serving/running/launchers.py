@@ -50,8 +50,8 @@ class Launcher:
     ) -> Iterator[Deployment]:
         """Run every process of this node during the block, each with its own log in folder ``logs``.
 
-        ServingError, with the cause that the log names, when a process ends or does not answer within
-        ``startup_timeout`` seconds; UserError when the model's folder, a port or docker is not available.
+        Raises `ServingError`, with the cause that the log names, when a process ends or does not answer within
+        ``startup_timeout`` seconds; `UserError` when the model's folder, a port or docker is not available.
         """
         on_node = node_processes(plan, processes, self.node_rank)
 
@@ -159,7 +159,7 @@ class ClusterLauncher(LocalLauncher):
         return super()._start(plan, replace(process, argv=(*process.argv, *spread)), port, log_path, notify)
 
     def require(self, plan: LaunchPlan) -> None:
-        """Raise UserError for a plan with data parallel engines, which must be started on each node."""
+        """Raise `UserError` for a plan with data parallel engines, which must be started on each node."""
         if plan.layout.data > 1:
             raise UserError(
                 f"the plan has {plan.layout.data} engines on {plan.layout.nodes} nodes, each started on its own node,"

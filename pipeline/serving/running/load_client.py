@@ -28,7 +28,10 @@ _MINIMUM_TEXT = 0.05  # characters a token; answers below it repeat a token that
 
 @dataclass(frozen=True, slots=True)
 class LoadClient:
-    """`vllm bench serve` against one server; ``model`` is the checkpoint's folder, ``gpus`` those of the server."""
+    """`vllm bench serve` against one server.
+
+    ``model`` is the checkpoint's folder, ``gpus`` the server's number of GPUs.
+    """
 
     vllm: VllmEnvironment
     server: RunningServer
@@ -48,8 +51,8 @@ class LoadClient:
         """Warm the server up, run a cell and return its figures; vLLM's JSON is written to ``folder``.
 
         ``watch`` is called twice a second with the end of ``log`` and may raise to stop the run; ``started`` is called
-        once with the id of the process above the load generator. StageError when the load generator fails,
-        MeasurementError for lost requests and for answers without text.
+        once with the id of the process above the load generator. Raises `StageError` when the load generator fails,
+        `MeasurementError` for lost requests and for answers without text.
         """
         self.warm_up(cell, seed)
         path = folder / f"{cell.name}.json"
@@ -69,8 +72,8 @@ class LoadClient:
     def warm_up(self, cell: Cell, seed: int) -> None:
         """Send prompts that share no prefix with measured ones, as many at a time as the cell has in flight.
 
-        Afterwards kernels are chosen, memory is laid out and clocks are up. MeasurementError when the answers have no
-        text: the load generator counts text, and cannot time a broken model that repeats such a token.
+        Afterwards kernels are chosen, memory is laid out and clocks are up. Raises `MeasurementError` when the answers
+        have no text: the load generator counts text, and cannot time a broken model that repeats such a token.
         """
         config = json.loads((self.model / "config.json").read_text(encoding="utf-8"))
         vocabulary = int(config.get("text_config", config)["vocab_size"])

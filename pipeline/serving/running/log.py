@@ -58,7 +58,7 @@ class LogScan:
 
 
 def scan_log(log: str) -> LogScan:
-    """Return the facts and findings of a log. A line that repeats, once a worker, is one finding."""
+    """Return the facts and findings of a log. A line that several workers repeat is one finding."""
     tokens = [int(value.replace(",", "")) for value in _values(log, "kv_tokens")]
     concurrency = [float(value) for value in _values(log, "concurrency")]
     backends, batched = _values(log, "attention_backend"), _first(log, "max_num_batched_tokens")
@@ -123,7 +123,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(log: str) -> Diagnosis:
-    """Return the cause that the log of a server names which ended before it answered."""
+    """Return why a server ended before it answered, by its log."""
     for row in load_table(__file__, "failures.yaml"):
         match = re.search(row["pattern"], log)
         if match is not None:
@@ -133,7 +133,7 @@ def diagnose(log: str) -> Diagnosis:
 
 
 def _last_error(log: str) -> str:
-    """Return the last error of a log that is a cause itself, else its last lines."""
+    """Return the last error in a log that is no consequence of another one, else its last three lines."""
     lines = [_PREFIX.sub("", line).strip() for line in log.splitlines() if not _HARMLESS.match(line)]
     errors = [match["error"] for line in lines if (match := _ERROR.search(line)) and not _ECHO.search(line)]
     if errors:

@@ -43,7 +43,7 @@ class RunningServer:
     pid: int | None = None
 
     def version(self) -> str:
-        """Ask the server for its vLLM version. ServingError as in `get`."""
+        """Ask the server for its vLLM version. Raises `ServingError` as in `get`."""
         return str(json.loads(self.get("/version"))["version"])
 
     def scan_log(self) -> LogScan:
@@ -54,12 +54,16 @@ class RunningServer:
     def get(self, path: str, *, timeout: float = 30.0) -> str:
         """Send a GET and return the body.
 
-        ServingError (transient) without an answer within ``timeout`` seconds, RefusalError for a status other than 200.
+        Raises `ServingError` (transient) without an answer within ``timeout`` seconds, `RefusalError` for a status
+        other than 200.
         """
         return self.post(path, None, timeout=timeout)
 
     def post(self, path: str, body: Mapping[str, object] | None, *, timeout: float = 30.0) -> str:
-        """Send a POST with a JSON body and return the answer's body; a GET for None. Errors as in `get`."""
+        """Send a POST with a JSON body, or a GET if ``body`` is None, and return the answer's body.
+
+        Raises as `get` does.
+        """
         where = f"its log: {self.log_path}" if self.log_path is not None else f"its address: {self.base_url}"
         try:
             status, answer = fetch(self.base_url, path, body=body, timeout=timeout)
@@ -74,7 +78,10 @@ class RunningServer:
 
 
 def fetch(base_url: str, path: str, *, timeout: float, body: Mapping[str, object] | None = None) -> tuple[int, str]:
-    """Send a GET, or a POST of ``body`` as JSON; return status and body. OSError or HTTPException without an answer."""
+    """Send a GET, or a POST of ``body`` as JSON; return status and body.
+
+    Raises `OSError` or `HTTPException` without an answer within ``timeout`` seconds.
+    """
     address = urlsplit(base_url)
     kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     content = None if body is None else json.dumps(body)
@@ -109,7 +116,7 @@ class RunningProcess:
     port: int | None = None
 
     def check(self, when: str = "while it was in use") -> None:
-        """Raise ServingError, with the cause that its log names, if the process has ended."""
+        """Raise `ServingError`, with the cause that its log names, if the process has ended."""
         if self.child.exit_code is None:
             return
         diagnosis = diagnose(self.child.log())
@@ -132,7 +139,7 @@ class Deployment:
         self.processes = tuple(processes)
 
     def check(self) -> None:
-        """Raise ServingError if a process has ended."""
+        """Raise `ServingError` if a process has ended."""
         for process in self.processes:
             process.check()
 
@@ -146,7 +153,7 @@ class Deployment:
 def node_processes(plan: LaunchPlan, processes: Sequence[Process], rank: int) -> list[Process]:
     """Return the processes of one node.
 
-    UserError when the node has none, when the model's folder is missing, and for nodes with public addresses.
+    Raises `UserError` when the node has none, when the model's folder is missing, and for nodes with public addresses.
     """
     require_model(plan)
     for process in processes:
@@ -158,13 +165,13 @@ def node_processes(plan: LaunchPlan, processes: Sequence[Process], rank: int) ->
 
 
 def require_model(plan: LaunchPlan) -> None:
-    """Raise UserError if the checkpoint's folder does not exist on this machine."""
+    """Raise `UserError` if the checkpoint's folder does not exist on this machine."""
     if not Path(plan.model).is_dir():
         raise UserError(f"{plan.model} is not a folder with a model")
 
 
 def _require_private(process: Process) -> None:
-    """Raise UserError for a node with a public address: ranks execute whatever anybody sends to their ports."""
+    """Raise `UserError` for a node with a public address: ranks execute whatever anybody sends to their ports."""
     address = process.env.get("VLLM_HOST_IP", "")
     try:
         public = ipaddress.ip_address(address).is_global
@@ -185,8 +192,8 @@ def start_processes(
 
     Yields a function to call once: it waits until every server answers and returns the deployment. Servers that share
     an accelerator start one after another, the later ones inside that call. A server without a port gets a free one.
-    Raises ServingError when a process ends or does not answer within ``startup_timeout`` seconds, UserError when a port
-    is not free.
+    Raises `ServingError` when a process ends or does not answer within ``startup_timeout`` seconds, `UserError` when a
+    port is not free.
     """
     started: list[RunningProcess] = []
     try:
@@ -227,7 +234,7 @@ def reserve_port(port: int | None) -> Iterator[int]:
     """Reserve a port during the block, a free one for None, and yield its number.
 
     The socket is bound with SO_REUSEADDR but does not listen: the kernel gives the port to no other program, while a
-    server that sets the same option, as vLLM does, can listen on it. UserError when ``port`` is not free.
+    server that sets the same option, as vLLM does, can listen on it. Raises `UserError` when ``port`` is not free.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as reservation:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -256,7 +263,11 @@ def _wait(
     timeout: float,
     notify: Notify,
 ) -> list[RunningServer]:
-    """Wait until all started servers answer; return them, those that are ``answering`` already first."""
+    """Wait until all ``started`` servers answer; return them, first those that are ``answering`` already.
+
+    ``began`` is the monotonic time of the start. Raises `ServingError` when a process ends, or a server does not answer
+    within ``timeout`` seconds.
+    """
     waiting = [process for process in started if process.port is not None][len(answering) :]
     several = plan.layout.packed > 1 or len(waiting) > 1
     ready: dict[int, RunningServer] = {}
@@ -295,7 +306,7 @@ def _wait(
 
 
 def _healthy(plan: LaunchPlan, process: RunningProcess) -> bool:
-    """Return whether the server answers for the plan's model; UserError when another server has its port."""
+    """Return whether the server answers for the plan's model. Raises `UserError` when another server has its port."""
     address = f"http://{HOST}:{process.port}"
     try:
         status, _ = fetch(address, "/health", timeout=5)

@@ -53,7 +53,10 @@ class Gemms(NamedTuple):
 
 
 def gemms(facts: ModelFacts, arch: str, plan: LaunchPlan) -> Gemms:
-    """Return the products of one rank of ``plan``; UserError when AITER has no tuner for the model's scheme."""
+    """Return the products of one rank of ``plan``.
+
+    Raises `UserError` when AITER has no tuner for the model's scheme.
+    """
     if facts.quantization not in _TABLES:
         expected = ", ".join(_TABLES)
         raise UserError(f"--aiter: AITER tunes no products of {facts.quantization}, expected one of {expected}")
@@ -85,8 +88,8 @@ def tune_gemms(
 ) -> Axis:
     """Tune the products, or take the result from the store, and return the axis for a sweep to try.
 
-    The tuned table is copied to ``out``/aiter. StageError when the tuner is missing or finds nothing, OutOfTimeError
-    when the budget ends; nothing is stored then.
+    The tuned table is copied to ``out``/aiter. Raises `StageError` when the tuner is missing or finds nothing,
+    `OutOfTimeError` when the budget ends; nothing is stored then.
     """
     machine = {"machine": dict(subject.machine), "vllm": subject.vllm.version}
     payload = {"stage": FOLDER, "version": 1, "inputs": {}, "gemms": products._asdict(), **machine}

@@ -74,7 +74,11 @@ class Standing:
 
 
 def standings(contest: Contest, scores: Mapping[Point, Sequence[float]]) -> dict[Point, Standing]:
-    """Return the standing of each finalist with sound launches; ``scores`` has one score a sound launch."""
+    """Return the comparison of each finalist with the base plan; ``scores`` has one score for each sound launch.
+
+    Finalists without sound launches are left out. P-values are corrected by Holm's method. Empty without scores of the
+    base plan.
+    """
     base = scores.get(BASE, ())
     if not base:
         return {}
@@ -91,7 +95,7 @@ def standings(contest: Contest, scores: Mapping[Point, Sequence[float]]) -> dict
 
 
 def simplest(points: Sequence[Point], scores: Mapping[Point, Sequence[float]]) -> Point:
-    """Return the point with the fewest changes among those that are not proven worse than the best."""
+    """Return the point with the fewest changes among those that are not proven worse than the best median score."""
     best = max(points, key=lambda point: median(scores[point]))
     order = sorted(points, key=lambda point: (len(point), -median(scores[point])))
     return next(point for point in order if point == best or not apart(best, point, scores, len(points) - 1))

@@ -32,7 +32,7 @@ _SMALLEST_CONTEST = 2 * contest_of([BASE], None).launches
 def run_sweep(sweep: KnobSweep, store: Store, budget: Budget, reporter: Reporter, *, redo: bool = False) -> None:
     """Run a sweep and record its results in ``sweep``; ``redo`` measures again what the store has.
 
-    ServingError when the base plan cannot be measured.
+    Raises `ServingError` when the base plan cannot be measured.
     """
     runner = _Runner(sweep, store, budget, reporter, redo)
     *screening, closing = screening_trials(sweep.design)
@@ -81,7 +81,10 @@ class _Runner:
         return None
 
     def _plan(self, point: Point, name: str) -> LaunchPlan | None:
-        """Return a point's plan; None, with a warning, when the planner refuses it. UserError for the base plan."""
+        """Return a point's plan; None, with a warning, when the planner refuses it.
+
+        Raises `UserError` for the base plan.
+        """
         try:
             return self.sweep.subject.plan(point)
         except UserError as error:
@@ -95,7 +98,10 @@ class _Runner:
         return self.store.find(STAGE, self.sweep.subject.fingerprint(trial))
 
     def _run_trial(self, trial: SweepTrial, reserve: int) -> bool:
-        """Take a trial from the store or measure it, if it can be planned; return False when the budget is spent."""
+        """Take a trial from the store or measure it, unless its plan is refused.
+
+        Return False when the budget is spent.
+        """
         name = _trial_name(trial)
         plan = self._plan(trial.point, name)
         if plan is None:

@@ -46,9 +46,9 @@ class SweepTrial:
 
 
 def parse_knob(text: str) -> tuple[str, tuple[Value, ...]]:
-    """Parse ``NAME=v1,v2`` into a knob's name and values; UserError without values.
+    """Parse ``NAME=v1,v2`` into a knob's name and values; 16k is 16384, on and off switch a flag.
 
-    16k is 16384, on and off switch a flag, and commas inside braces do not separate.
+    Commas inside braces do not separate values. Raises `UserError` without values.
     """
     name, _, values = text.partition("=")
     words = (word.strip() for word in re.findall(r"(?:\{[^}]*\}|[^,{])+", values))
@@ -143,7 +143,7 @@ def default_axes(
 def option_axes(options: Sequence[tuple[str, tuple[Value, ...]]], *, version: str) -> tuple[Axis, ...]:
     """Return the axes of ``--knob`` options; a repeated knob collects its values.
 
-    UserError for a knob that this vLLM does not have, or that belongs to the machine or container.
+    Raises `UserError` for a knob that this vLLM does not have, or that belongs to the machine or container.
     """
     axes: dict[str, Axis] = {}
     for knob, values in options:

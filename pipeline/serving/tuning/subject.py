@@ -61,7 +61,7 @@ class TuningSubject:
     tuned: TunedKernels | None = None
 
     def plan(self, point: Point) -> LaunchPlan:
-        """Return the launch plan of a point; UserError when the planner refuses it."""
+        """Return the launch plan of a point. Raises `UserError` when the planner refuses it."""
         changes = dict(point)
         tunableop = changes.pop(TUNABLEOP, None)
         plan = self.planner(changes)
@@ -146,7 +146,7 @@ def planner(request: ServingRequest) -> Planner:
 
 
 def machine_facts(target: ServingTarget, machine: Host) -> dict[str, str]:
-    """Return the machine's CPU, usable cores and accelerators; UserError when it is not the target."""
+    """Return the machine's CPU, usable cores and accelerators. Raises `UserError` when it is not the target."""
     facts = {"target": str(target), "cpu": cpu_name(machine), "cores": str(cores())}
     if target.accelerator.kind == "cpu":
         return facts

@@ -75,7 +75,7 @@ class Objective:
 
 
 def relative(medians: Figures, base: Figures) -> dict[str, float]:
-    """Return the ratio of each figure to the base plan's: the geometric mean over the cells."""
+    """Return the ratio of each figure to the base plan's, as the geometric mean over the cells."""
     return {
         name: geometric_mean([max(cell[name], 1e-9) / max(base[key][name], 1e-9) for key, cell in medians.items()])
         for name in FIGURES
@@ -87,7 +87,10 @@ def _range(values: Sequence[float]) -> float:
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return indices of the Pareto-optimal points (throughput, latency), by rising latency; the first of equals."""
+    """Return indices of the Pareto-optimal points (throughput, latency), by rising latency.
+
+    The first of equal points.
+    """
     by_latency = sorted(range(len(points)), key=lambda index: (points[index][1], -points[index][0], index))
     optimal: list[int] = []
     for index in by_latency:
@@ -103,7 +106,7 @@ Mode: TypeAlias = Literal["one-at-a-time", "grid"]
 class Design:
     """The design of a sweep.
 
-    ``repeat`` is the number of screening launches a point, interleaved so that drift affects all points alike.
+    ``repeat`` is the number of screening launches of each point, interleaved so that drift affects all points alike.
     ``launches`` is the number of launches of each finalist and of the base plan in the contest; None for the fewest
     that can prove a gain.
     """
@@ -297,7 +300,7 @@ class KnobSweep:
         return list(dict.fromkeys([*combined, *ranked]))[:MOST_FINALISTS]
 
     def winners(self) -> Point:
-        """Return the point with the best value of each knob that beats the base plan by more than noise."""
+        """Return the point that combines, for each knob, the best value that beats the base plan by more than noise."""
         axes = self.design.axes
         return tuple(
             change for axis in axes for change in self.choose([BASE, *(((axis.knob, value),) for value in axis.values)])

@@ -36,8 +36,8 @@ class OutOfTimeError(Exception):
 class Budget:
     """The wall clock of a sweep, including starts of servers and earlier runs; ``seconds`` None has no limit.
 
-    ``earlier`` are the seconds that earlier runs of the sweep spent on trials in the store, ``longest`` those of the
-    longest completed trial.
+    ``earlier`` are the seconds that earlier runs of the sweep spent on trials in the store, ``longest`` the seconds of
+    the longest completed trial.
     """
 
     def __init__(self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,7 +64,7 @@ class Budget:
         return self.remaining is None or (self.remaining > 0 and trials * self.expected <= self.remaining)
 
     def check(self, *_: object) -> None:
-        """Raise OutOfTimeError when nothing remains."""
+        """Raise `OutOfTimeError` when nothing remains."""
         if self.remaining is not None and self.remaining <= 0:
             raise OutOfTimeError
 
@@ -113,7 +113,7 @@ def measure(
 ) -> TrialResult:
     """Run a plan once and return its result, also when it fails; cells' JSON and a copy of ``log`` go to ``folder``.
 
-    OutOfTimeError when the budget ends first.
+    Raises `OutOfTimeError` when the budget ends first.
     """
     began = time.monotonic()
     run = _run_cells(subject, plan, folder, log, limits, progress)

@@ -21,7 +21,10 @@ STOP_GRACE_S = 120.0  # TunableOp writes its files when the server stops
 
 
 def read_kernels(folder: Path, devices: int) -> TunedKernels:
-    """Return the kernels in a folder, one file a device; StageError when PyTorch could not use a file."""
+    """Return the kernels that TunableOp wrote to a folder, one file for each of the ``devices``.
+
+    Raises `StageError` when a file is missing or has no tuned shape.
+    """
     shapes: dict[str, int] = {}
     digests = {}
     for device in range(devices):
@@ -42,8 +45,8 @@ def search_kernels(
 ) -> TunedKernels:
     """Serve the workload once with TunableOp's search on, and copy the kernels to ``out``/tunableop.
 
-    A pass in the store is used again, except with ``redo``. ServingError when the server fails, StageError for files
-    that PyTorch could not use, OutOfTimeError when the budget ends.
+    A pass in the store is used again, except with ``redo``. Raises `ServingError` when the server fails, `StageError`
+    for files that PyTorch could not use, `OutOfTimeError` when the budget ends.
     """
     base = subject.plan(BASE)
     devices = base.layout.tensor * base.layout.pipeline
