@@ -62,15 +62,16 @@ class Accuracy(Part):  # earlier records have a bootstrap's interval too
 
     @property
     def flip_rate(self) -> float:
-        """Share of items whose score changed in either direction."""
+        """Return the share of items, 0 to 1, whose score changed in either direction."""
         return (self.gains + self.losses) / self.items
 
 
 def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float | None = None) -> Accuracy:
     """Compare two models by their scores on the same items.
 
-    `bound_confidence` is that of the look at which the evaluation is judged (None: `confidence`, one fixed test).
-    Raises `MeasurementError` below two items or two passages, where no variance exists.
+    `confidence` is that of the two-sided interval. `bound_confidence` is that of the one-sided bounds, at an early look
+    higher than in one fixed test (None: `confidence`). Raises `MeasurementError` below two items or two passages, where
+    no variance exists.
     """
     bound_confidence = confidence if bound_confidence is None else bound_confidence
     change = paired.change(pairs)
@@ -107,13 +108,13 @@ def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float |
 
 @dataclass(frozen=True, slots=True)
 class Direct(Record):
-    """One candidate against another on the items that both answered: `second` minus `first`, by their places.
+    """The comparison of two candidates on the items that both answered, each named by its 0-based index.
 
     The difference to the shared baseline cannot tell which is better: two candidates that each lose half a point may
     lose it on the same items or on different ones.
 
-    In `results` the side called baseline is `first`, the one called candidate `second`. `unknown` are sentences about
-    tasks that could not be paired; without any task of both it says so.
+    In `results` the side called baseline is candidate `first`, the one called candidate is candidate `second`.
+    `unknown` has a sentence for each task that could not be paired, or says that the two have no task in common.
     """
 
     first: int
@@ -125,8 +126,9 @@ class Direct(Record):
 def compare_all(answers: Mapping[int, Mapping[str, SampleSet]], confidence: float = 0.95) -> tuple[Direct, ...]:
     """Compare every two candidates on every task that both were asked.
 
-    `answers` maps a place to a candidate's samples by task. The two-sided intervals hold together at `confidence`:
-    each is at 1 - (1 - confidence) / intervals (Bonferroni), since with many pairs one would err by chance.
+    `answers` maps a candidate's index to its samples by task. The two-sided intervals hold together at `confidence`:
+    each is at 1 - (1 - confidence) / intervals (Bonferroni), since with many pairs one would err by chance. A task that
+    cannot be paired raises nothing: its reason goes into `Direct.unknown`.
     """
     combined = list(itertools.combinations(sorted(answers), 2))
     count = sum(len(answers[first].keys() & answers[second].keys()) for first, second in combined)
@@ -148,25 +150,25 @@ def compare_all(answers: Mapping[int, Mapping[str, SampleSet]], confidence: floa
 
 
 def better(result: Accuracy) -> str:
-    """The comparison of a second candidate with a first, by its interval."""
+    """Return "better", "worse" or "no difference shown" for the second of two candidates, by the two-sided interval."""
     if result.interval_low > 0:
         return "better"
     return "worse" if result.interval_high < 0 else "no difference shown"
 
 
 def change(kind: Kind | str, difference: float) -> float:
-    """A difference (`Accuracy.difference`) in the unit that people read.
+    """Convert a difference (`Accuracy.difference`) to the unit that people read.
 
-    Points for scores, where less is worse. Of a perplexity it is by how many per cent it rose, where more is worse:
-    -0.02 nats a word are 2.02 % more.
+    A score's change is in points, where less is worse. A perplexity's change is its rise in per cent, where more is
+    worse: -0.02 nats a word are 2.02 % more.
     """
     return 100 * (math.expm1(-difference) if kind == "perplexity" else difference)
 
 
 def margin_in_units(kind: Kind | str, margin: float) -> float:
-    """A margin in the units of `Accuracy.difference`.
+    """Convert a margin to the units of `Accuracy.difference`.
 
-    Of a score it is a fraction already, 0.01 for one point. Of a perplexity it is relative, 0.02 for two per cent more,
+    A score's margin is a fraction already, 0.01 for one point. A perplexity's is relative, 0.02 for two per cent more,
     which is ln(1 + margin) nats per word.
     """
     return math.log1p(margin) if kind == "perplexity" else margin

@@ -44,11 +44,11 @@ _WORST = 5
 
 @dataclass(frozen=True, slots=True)
 class Answer(Record):
-    """One side's answer to a prompt of n tokens, in nats.
+    """One side's answer to a prompt of n tokens, with log probabilities in nats.
 
-    ``actual`` [n - 1] are the log probabilities of the tokens that follow, from the second on; ``tokens`` and
-    ``logprobs`` [n - 1][k] the likeliest k at each position, likeliest first. All three are empty where the server
-    answered with no finite number.
+    ``ids`` [n] are the prompt's token ids. ``actual`` [n - 1] are the log probabilities of the tokens that follow, from
+    the second on; ``tokens`` and ``logprobs`` [n - 1][k] are the likeliest k tokens at each position with their log
+    probabilities, likeliest first. All three are empty if the server returned a number that is not finite.
     """
 
     prompt: str
@@ -59,7 +59,7 @@ class Answer(Record):
 
     @property
     def positions(self) -> int:
-        """Return the number of the prompt's positions, answered or not."""
+        """Return the number of positions with a next token: n - 1 for a prompt of n tokens, answered or not."""
         return len(self.ids) - 1
 
 
@@ -70,12 +70,12 @@ class CanaryAnswers(Record):
     answers: tuple[Answer, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping of plain lists, one per field of `Answer`."""
+        """Return a mapping with one plain list per field of `Answer`, each with one value per prompt."""
         return to_columns(Answer, self.answers)
 
     @classmethod
     def from_json(cls, data: Any) -> CanaryAnswers:
-        """Read back what `to_json` wrote; `MeasurementError` where it is not that."""
+        """Read back a mapping that `to_json` returned. Raises `MeasurementError` for other data."""
         return checked(cls, {"answers": to_rows(data)})
 
 
@@ -109,8 +109,8 @@ class Canary(Record):
 class CanaryPolicy(Record):
     """Limits that stop a checkpoint: an agreement below ``min_agreement`` (a share), a mean KL above ``max_kl`` (nats).
 
-    What is stopped is broken where its whole interval lies beyond ``broken_agreement`` or ``broken_kl`` (None: beyond
-    the limits above), and else only unlikely to pass.
+    A stopped checkpoint is broken (FAIL) if a figure's whole interval lies beyond ``broken_agreement`` or ``broken_kl``
+    (None: beyond the limits above). Otherwise it is only unlikely to pass (INCONCLUSIVE).
     """
 
     min_agreement: Annotated[float, Field(ge=0, le=1)]
@@ -120,9 +120,10 @@ class CanaryPolicy(Record):
 
 
 def compare(baseline: CanaryAnswers, candidate: CanaryAnswers, confidence: float = 0.95) -> Canary:
-    """Compare two sides' answers to the same prompts, at least two.
+    """Compare two sides' answers to the same prompts, at least two; the intervals are two-sided at ``confidence``.
 
-    Raises `MeasurementError` where the sides were asked different tokens, or where the baseline left one unanswered.
+    Raises `MeasurementError` for fewer prompts, for other prompts or tokens on the two sides, and for a prompt that the
+    baseline left unanswered.
     """
     _require_comparable(baseline, candidate)
     agreeing: list[float] = []
@@ -157,10 +158,10 @@ def compare(baseline: CanaryAnswers, candidate: CanaryAnswers, confidence: float
 
 
 def judge(canary: Canary, policy: CanaryPolicy) -> tuple[Verdict, str]:
-    """Return the verdict on what was compared, and its reason.
+    """Return the verdict on a canary, and the reason with its figures in one text.
 
-    FAIL where a prompt has no answer, or where the whole interval of a figure lies beyond the limit of what is broken;
-    INCONCLUSIVE where a figure itself lies beyond the limit of what may pass; else PASS. Each is what the reason says.
+    FAIL if a prompt has no answer, or if the whole interval of a figure lies beyond the limit of a broken checkpoint;
+    INCONCLUSIVE if a figure itself lies beyond the limit for passing; else PASS.
     """
     figures = (
         f"the likeliest token is the baseline's at {canary.agreement:.1%} of {canary.positions:,} positions "
@@ -191,7 +192,10 @@ def judge(canary: Canary, policy: CanaryPolicy) -> tuple[Verdict, str]:
 
 
 def _broken(broken: float | None, least: float) -> tuple[float, str]:
-    """Return the limit that a whole interval must lie beyond to FAIL, and what that means."""
+    """Return the limit that a whole interval must lie beyond to FAIL, and a clause for the reason.
+
+    Without ``broken`` the limit is ``least`` and the clause is empty.
+    """
     return (least, "") if broken is None else (broken, ", which no sound quantization shows")
 
 
@@ -201,7 +205,10 @@ _FEWEST_PROMPTS: Final = 12
 
 
 def look_ends(prompts: int) -> tuple[int, ...]:
-    """Return the numbers of prompts after which a comparison is looked at: a quarter, half, all; 12 at least."""
+    """Return the ascending numbers of prompts after which a comparison is looked at: a quarter, half and all of them.
+
+    Each is at least 12, or all prompts if there are fewer.
+    """
     ends = (prompts // 4, prompts // 2, prompts)
     return tuple(sorted({max(end, min(_FEWEST_PROMPTS, prompts)) for end in ends}))
 
@@ -225,7 +232,11 @@ def is_clear(canary: Canary, policy: CanaryPolicy) -> bool:
 def divergence(
     tokens: Sequence[int], logprobs: Sequence[float], other_tokens: Sequence[int], other_logprobs: Sequence[float]
 ) -> float:
-    """A lower bound of KL(first || other) in nats, from the likeliest tokens of each, likeliest first."""
+    """Return a lower bound of KL(first || other) in nats, at least 0, at one position.
+
+    ``tokens`` and ``logprobs`` are the first side's likeliest tokens with their log probabilities in nats, likeliest
+    first; ``other_tokens`` and ``other_logprobs`` are the other side's.
+    """
     listed = dict(zip(other_tokens, other_logprobs, strict=True))
     total, unlisted, other_unlisted = 0.0, 1.0, 1.0
     for token, logprob in zip(tokens, logprobs, strict=True):
@@ -250,7 +261,11 @@ def _agree(
 
 
 def _ratio(sums: Sequence[float], sizes: Sequence[int], confidence: float) -> tuple[float, float]:
-    """A mean over all positions of all prompts, and half the width of its interval, for which there must be two."""
+    """Return the mean over all positions, sum(sums) / sum(sizes), and half the width of its two-sided interval.
+
+    ``sums`` and ``sizes`` have one value per prompt. Below two prompts the half width is 0; without prompts the mean is
+    0.
+    """
     import numpy as np
     from scipy import stats
 

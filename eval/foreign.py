@@ -52,7 +52,7 @@ _METHODS: Final = frozenset(
 
 
 def untrusted(definition: Document) -> tuple[str, ...]:
-    """Return a sentence for each part of a definition that only a trusted author may write; empty where all is data."""
+    """Return a sentence for each part of a task definition that only a trusted author may write."""
     data = definition.data
     parts = [f"the key {key!r}" for key in data if key not in KEYS]
     path = data.get("dataset_path")
@@ -80,7 +80,7 @@ def _entries(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _texts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Every text that lm-eval may take for a template, with its key."""
+    """Yield (key, text) for every text that lm-eval may render as a Jinja template."""
     for key, value in data.items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and ("{{" in text or "{%" in text):
@@ -88,7 +88,7 @@ def _texts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _reaching(template: str) -> Iterator[str]:
-    """Parts of a template that do more than fill in fields of a document."""
+    """Yield a phrase for each part of a Jinja template that does more than fill in fields of a document."""
     from jinja2 import TemplateError, nodes
     from jinja2.sandbox import SandboxedEnvironment
 
@@ -113,7 +113,7 @@ def _reaching(template: str) -> Iterator[str]:
 
 
 def sandbox_templates() -> None:
-    """Let lm-eval of this process render templates in a sandbox, whoever wrote them."""
+    """Replace lm-eval's Jinja environment in this process by a sandboxed one, for every author's templates."""
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 

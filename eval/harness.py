@@ -34,12 +34,12 @@ from quantmint.eval.suites import SuiteTask, data_files, definition
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server of completions, and how it is asked.
+    """A server of completions, and the settings of the requests to it.
 
     `base_url` is without `/v1`; `max_length` is the server's maximum length in tokens, `seed` that of the few-shot
     examples and of the requests. Prompts go out as token ids, so the server's tokenizer has no say. `batch_size`
     prompts share one HTTP request: parsing and scheduling a list is far cheaper than as many requests, above all for
-    the four one-line requests that a multiple-choice item makes. `concurrency` such requests are in flight.
+    the four one-line requests that a multiple-choice item makes. `concurrency` such requests are in flight at a time.
     """
 
     base_url: str
@@ -51,7 +51,7 @@ class Endpoint:
     batch_size: int = 32
 
     def model_arguments(self) -> dict[str, object]:
-        """Arguments of lm-eval's model `local-completions`."""
+        """Return the constructor arguments of lm-eval's model `local-completions` for this server."""
         return {
             "model": self.model_name,
             "base_url": f"{self.base_url.rstrip('/')}/v1/completions",
@@ -68,23 +68,28 @@ class Endpoint:
 
 
 def opening(endpoint: Endpoint, include_path: Path, *, only_ours: bool) -> dict[str, Any]:
-    """The first message: whom to ask, and where our tasks lie. With `only_ours` lm-eval's own are not looked for."""
+    """Return the first message: the server, the seed, and the folder `include_path` with our task definitions.
+
+    With `only_ours` lm-eval does not read the index of its own tasks.
+    """
     given = {"model": endpoint.model_arguments(), "seed": endpoint.seed}
     return {"open": {**given, "include_path": str(include_path), "only_ours": only_ours}}
 
 
 def loading(task: SuiteTask, commits: Mapping[str, str]) -> dict[str, Any]:
-    """Load a task; the answer is ``{"documents": {leaf task: [cluster of each]}, "datasets": [...]}``.
+    """Return the message that loads a task.
 
-    ``commits`` are those at which data sets of the Hub are to be read; of others their main branch is.
+    The child replies ``{"documents": {leaf task: [cluster of each]}, "datasets": [...]}``. ``commits`` maps data sets
+    of the Hub to the commits at which they are read; other data sets are read at their main branch.
     """
     return {"load": {"task": asdict(task), "commits": dict(commits)}}
 
 
 def asking(task: SuiteTask, documents: Mapping[str, Sequence[int]], destination: Path) -> dict[str, Any]:
-    """Ask documents of a task that was loaded, by leaf task; the answers go into a file (`read_asked`).
+    """Return the message that asks documents of a loaded task and writes the answers to a file (see `read_asked`).
 
-    The answer counts them: ``{"items": n, "full": n}``, the latter prompts that may have been cut to fit the server.
+    ``documents`` maps a leaf task to numbers of its documents. The child replies ``{"items": n, "full": n}``: the
+    number of scored items, and of prompts that may have been cut to fit the server.
     """
     return {"ask": {"task": task.task, "documents": documents, "destination": str(destination)}}
 
@@ -92,11 +97,12 @@ def asking(task: SuiteTask, documents: Mapping[str, Sequence[int]], destination:
 def materialise_tasks(
     tasks_dir: Path, names: Iterable[str], destination: Path, *, trusted: bool = False
 ) -> tuple[str, ...]:
-    """Copy our own task files to where lm-eval finds them from any working directory.
+    """Write the definitions of our own tasks to a folder that lm-eval reads, whatever its working directory.
 
-    `datasets` resolves `data_files` against the working directory, so they become absolute. Names without a file in
-    `tasks_dir` belong to lm-eval itself. Returns the names that were written. Raises `DefinitionError` for a definition
-    that asks for more than data, unless its author is `trusted`.
+    `datasets` resolves `data_files` against the working directory, so their paths become absolute. Names without a file
+    in `tasks_dir` are lm-eval's own tasks and are left out. Returns the names that were written. Raises
+    `DefinitionError` for a definition that does more than name data, unless its author is `trusted`, and for one that
+    is invalid.
     """
     destination.mkdir(parents=True, exist_ok=True)
     ours = {name: own for name in names if (own := definition(tasks_dir, name)) is not None}
@@ -120,11 +126,12 @@ Item = tuple[str, int]
 def draw(
     documents: Mapping[str, Sequence[str]], *, looks: int, seed: int, limit: int | None = None
 ) -> tuple[tuple[Item, ...], ...]:
-    """The items of each look; `documents` has the cluster of each document ("": none) by leaf task.
+    """Return the items of each look, in an order that follows from `seed` alone.
 
-    Items that share a cluster stand together and are never parted by a look, whose ends move back for them: what two
-    looks have learnt is independent only so. There are fewer looks where a look would be small (`plan_looks`) or a
-    cluster spans one. At most `limit` items are drawn. `ValueError` without documents.
+    `documents` maps a leaf task to the cluster of each of its documents ("": none). Items that share a cluster stay in
+    one look, whose end moves on to include them: only so are two looks independent. There are fewer looks if a look
+    would be small (`plan_looks`) or a cluster spans one. `limit` takes the first items of the order (None: all). Raises
+    `ValueError` without documents.
     """
     cluster = {(leaf, number): name for leaf, names in documents.items() for number, name in enumerate(names)}
     order = sorted(cluster, key=lambda item: (_place(seed, item, cluster[item]), item))[:limit]
@@ -140,7 +147,7 @@ def draw(
 
 
 def by_leaf(items: Sequence[Item]) -> dict[str, list[int]]:
-    """Ascending numbers of documents by leaf task, as lm-eval wants them."""
+    """Return the ascending document numbers by leaf task, as lm-eval expects them."""
     documents: dict[str, list[int]] = {}
     for leaf, number in sorted(items):
         documents.setdefault(leaf, []).append(number)
@@ -148,7 +155,7 @@ def by_leaf(items: Sequence[Item]) -> dict[str, list[int]]:
 
 
 def some(items: Sequence[Item], count: int, seed: int) -> tuple[Item, ...]:
-    """At most `count` of the items, drawn by the seed; the same whatever order they come in."""
+    """Return at most `count` of the items, sorted; the draw depends on `seed` and not on the order of `items`."""
     return tuple(sorted(sorted(items, key=lambda item: (_place(seed, item, ""), item))[:count]))
 
 
@@ -165,23 +172,26 @@ PROMPT_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The result of a batch of items: how they were asked, scores, and answers unless it is a perplexity task."""
+    """The result of a batch of items: the settings they were asked with, scores, and answers.
+
+    `answers` is empty for a perplexity task. Samples and answers name their item by leaf task and document number.
+    """
 
     settings: Mapping[str, Any]
     samples: tuple[Sample, ...]
     answers: tuple[Mapping[str, Any], ...]
 
     def on(self, items: Collection[Item]) -> Asked:
-        """Return the part of the batch that is about these items."""
+        """Return the batch restricted to these items."""
         samples = tuple(sample for sample in self.samples if (sample.task, sample.doc_id) in items)
         answers = tuple(answer for answer in self.answers if (answer["task"], answer["doc_id"]) in items)
         return Asked(self.settings, samples, answers)
 
 
 def joined(batches: Sequence[Asked]) -> Asked:
-    """Return batches as one, its samples and answers in the order of the items.
+    """Return several batches as one, with samples and answers sorted by leaf task and document number.
 
-    Raises `MeasurementError` where they were not asked in the same way.
+    Raises `MeasurementError` if the batches were asked with different settings.
     """
     settings = common_settings(batches, "items")
     samples = sorted((sample for batch in batches for sample in batch.samples), key=lambda s: (s.task, s.doc_id))
@@ -190,7 +200,10 @@ def joined(batches: Sequence[Asked]) -> Asked:
 
 
 def common_settings(batches: Sequence[Asked], what: str) -> Mapping[str, Any]:
-    """Return the settings that all batches were asked with. Raises `MeasurementError` where they differ."""
+    """Return the settings that all batches, at least one, were asked with.
+
+    Raises `MeasurementError` if they differ; `what` names the batches in its message.
+    """
     first, *rest = batches
     for batch in rest:
         if batch.settings != first.settings:
@@ -204,7 +217,7 @@ def items_digest(items: Iterable[Item]) -> str:
 
 
 def digest(value: object) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a value's JSON."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a value's JSON, with sorted keys."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
@@ -212,9 +225,10 @@ def digest(value: object) -> str:
 def read_rows(
     rows: Iterable[Mapping[str, Any]], leaf: str, task: SuiteTask, clusters: Sequence[str]
 ) -> tuple[Sample, ...]:
-    """The samples of one filter among lm-eval's rows of a leaf task; `clusters` has one value a document.
+    """Return the samples in lm-eval's rows of a leaf task, those of the task's filter.
 
-    Raises `MeasurementError` where a row lacks the metric, or a score or log likelihood is not a finite number.
+    `clusters` has one value per document of the leaf task. Raises `MeasurementError` if no row has the filter, if a row
+    lacks the metric or is otherwise malformed, or if a score is not a finite number.
     """
     samples: list[Sample] = []
     filters: set[str] = set()
@@ -245,10 +259,11 @@ def _sample(row: Mapping[str, Any], leaf: str, task: SuiteTask, clusters: Sequen
 
 
 def answer(row: Mapping[str, Any], leaf: str, task: SuiteTask, choices: Sequence[str] | None) -> dict[str, Any]:
-    """The answer of a row of the task's filter: what was asked, what was expected, what came back.
+    """Return the record of one answer from lm-eval's row: the end of the prompt, the expected and the actual answer.
 
-    `choices` are the texts of a multiple-choice item, whose answer is the likeliest by the task's metric; all log
-    likelihoods (nats) are kept. Of generated text `extracted` is what the filter took from it.
+    `choices` are the texts of a multiple-choice item (None: no choices); its answer is the likeliest by the task's
+    metric, and all log likelihoods (nats) are kept. For generated text `extracted` is the part that the filter took.
+    Raises `MeasurementError` if a choice's log likelihood is not finite.
     """
     prompt, *_ = row["arguments"][0]
     shown: dict[str, Any] = {
@@ -288,7 +303,7 @@ def _target(target: object, choices: Sequence[str] | None) -> str:
 
 
 def write_asked(path: Path, asked: Asked) -> None:
-    """Write a batch by a temporary name, so that a reader never meets half of it."""
+    """Write a batch as compressed JSON lines, under a temporary name first, so that no reader sees half of it."""
     lines = [{"settings": dict(asked.settings)}, *({"sample": astuple(sample)} for sample in asked.samples)]
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(compressed([*lines, *({"answer": shown} for shown in asked.answers)]))
@@ -307,7 +322,7 @@ def read_asked(path: Path) -> Asked:
 
 
 def compressed(lines: Iterable[object]) -> bytes:
-    """JSON Lines, compressed to the same bytes every time: no name, no time."""
+    """Return JSON lines as gzip data; equal lines give equal bytes, because neither a name nor a time is stored."""
     buffer = io.BytesIO()
     with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as stream:
         for line in lines:

@@ -39,7 +39,7 @@ Model = Callable[[Mapping[str, Any], Callable[[int], None], Callable[[int], None
 
 
 class TaskHarness:
-    """lm-eval with its model and the tasks that were loaded."""
+    """lm-eval with its model and the tasks loaded so far."""
 
     def __init__(self, opening: Mapping[str, Any], tell: Tell, model: Model | None = None) -> None:
         from lm_eval import evaluator
@@ -58,7 +58,11 @@ class TaskHarness:
         self._loaded: dict[str, tuple[SuiteTask, dict[str, Any], dict[str, list[str]]]] = {}
 
     def load(self, task: SuiteTask, commits: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-        """Load a task, or the leaf tasks of a group, with the data of these ``commits`` by their data sets."""
+        """Load a task, or the leaf tasks of a group, and return the reply to `eval.harness.loading`.
+
+        ``commits`` maps data sets of the Hub to the commits to read. Raises `MeasurementError` for a task that lm-eval
+        does not have, for another commit than asked for, and for a document without the field to cluster by.
+        """
         self._reseed()
         if task.task not in self._manager.all_tasks:
             raise MeasurementError(f"lm-eval has no task {task.task!r}")
@@ -74,7 +78,11 @@ class TaskHarness:
         return {"documents": clusters, "datasets": [datasets[key] for key in sorted(datasets)]}
 
     def ask(self, name: str, documents: Mapping[str, list[int]], destination: Path) -> dict[str, Any]:
-        """Ask some documents of a task that was loaded, and write what came back."""
+        """Ask documents, given by leaf task, of the loaded task ``name``, and write the batch to ``destination``.
+
+        Returns the reply to `eval.harness.asking`. Raises `MeasurementError` for a missing metric or a value that is
+        not finite.
+        """
         import lm_eval
 
         task, leaves, clusters = self._loaded[name]
@@ -126,7 +134,7 @@ class TaskHarness:
         return {"items": len(samples), "full": self._model.full}
 
     def _reseed(self) -> None:
-        """Some tasks shuffle their choices with global generators while they are loaded."""
+        """Seed the global random generators: some tasks shuffle their choices with them while they are loaded."""
         import numpy as np
 
         random.seed(self._seed)
@@ -150,9 +158,9 @@ def _fix_prompts(leaf: Any, seed: int) -> None:
 
 
 def _clusters(leaf: Any, field: str | None) -> list[str]:
-    """Return the cluster of each document of a task, one of lm-eval's: a hash of its ``field``, such as a passage.
+    """Return a hash of ``field``, such as a passage, for each document of a leaf task; "" for all without a ``field``.
 
-    "" for all where ``field`` is None. Raises `MeasurementError` for a document without the field.
+    Documents with equal hashes are one cluster. Raises `MeasurementError` for a document without the field.
     """
     documents = leaf.eval_docs
     if field is None:
@@ -172,7 +180,7 @@ def _choices(leaf: Any, row: Mapping[str, Any]) -> list[str] | None:
 
 
 def _common(values: list[Any]) -> Any:
-    """The value that all leaf tasks have, or all of theirs."""
+    """Return the value that all leaf tasks have, or the list of values if they differ."""
     return values[0] if len(set(values)) == 1 else values
 
 
@@ -184,10 +192,10 @@ _LOCAL = ("json", "csv", "parquet", "text", "arrow")
 
 @contextmanager
 def reading(commits: Mapping[str, str]) -> Iterator[None]:
-    """While the block runs, `datasets` reads these data sets of the Hub at these commits.
+    """Within the block, let `datasets` read each data set of the Hub in ``commits`` at its commit.
 
     lm-eval's tasks name no revision, a group may read several data sets, and some tasks fetch theirs by code of their
-    own; `datasets.load_dataset` is what all of them come through.
+    own. All of them call `datasets.load_dataset`, which is replaced for the block.
     """
     import datasets
 
@@ -206,11 +214,11 @@ def reading(commits: Mapping[str, str]) -> Iterator[None]:
 
 
 def dataset_of(task: Any, commits_by_path: Mapping[str, str] = MappingProxyType({})) -> dict[str, str | None] | None:
-    """Return path, name and commit of a loaded task's data set on the Hub; None for local files.
+    """Return ``path``, ``name`` and ``commit`` of a loaded task's data set on the Hub; None for local files.
 
-    lm-eval itself records no commit. `datasets` remembers that of its download; where it does not, the commit is that
-    of ``commits_by_path``, which `reading` asked for, or None. Several are joined by a comma. Raises `MeasurementError`
-    where another commit was read than was asked for, as happens without a network if only that one is in its cache.
+    The commit is the one that `datasets` recorded at the download (several are joined by a comma), else that of
+    ``commits_by_path``, the commits given to `reading`, else None. Raises `MeasurementError` if another commit was read
+    than was asked for, as happens without a network when only that one is in the cache.
     """
     path = task.config.dataset_path
     if path is None or path in _LOCAL:
@@ -229,14 +237,21 @@ def dataset_of(task: Any, commits_by_path: Mapping[str, str] = MappingProxyType(
 
 
 class Session:
-    """The messages of a stage, of which the first opens lm-eval; it asks ``model``, or else a server of completions."""
+    """The state of one stage's conversation.
+
+    ``model`` makes lm-eval's model from its arguments (None: a client of a completions server).
+    """
 
     def __init__(self, model: Model | None = None) -> None:
         self._model = model
         self._harness: TaskHarness | None = None
 
     def reply(self, kind: str, content: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-        """The reply to a message. Raises `MeasurementError` where it cannot be answered."""
+        """Carry out a message and return the reply's content; ``tell`` receives counts of requests in the meantime.
+
+        ``kind`` is "open", which must come first, "load" or "ask". Raises `MeasurementError` for a message that cannot
+        be carried out.
+        """
         if kind == "open":
             self._harness = TaskHarness(content, tell, self._model)
             return {}
@@ -247,7 +262,11 @@ class Session:
 
 
 def answer_on(address: str, reply: Callable[[str, Mapping[str, Any], Tell], Any]) -> None:
-    """Answer until the other end of the socket is closed; ``address`` is a path, or @ and an abstract name."""
+    """Connect to a Unix socket and answer each line with ``reply``, until the other end closes.
+
+    ``address`` is a path, or @ and an abstract name. A `MeasurementError` becomes the answer ``{"refused": ...}``;
+    other errors end the process. Raises `PermissionError` for another user's socket.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address.replace("@", "\0", 1) if address.startswith("@") else address)

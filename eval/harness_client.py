@@ -17,22 +17,22 @@ _OF_A_CALL = ("padding", "truncation")
 
 
 class TokenizerFacts:
-    """The tokenizer's part of a model of lm-eval."""
+    """Facts on a model's tokenizer: a mixin for lm-eval's models, which have ``tokenizer`` and ``chat_template``."""
 
     tokenizer: Any
     chat_template: Callable[[bool], Any]
 
     def begins_with_bos(self) -> bool:
-        """Whether the tokenizer puts its BOS, and nothing else, around a text by itself.
+        """Return whether the tokenizer adds its BOS before a text, and no other special token.
 
-        vLLM does so with a prompt that comes as text; prompts that come as token ids must bring it.
+        vLLM then adds it to a prompt that comes as text; prompts that come as token ids must include it.
         """
         bos = self.tokenizer.bos_token_id
         plain = self.tokenizer("a", add_special_tokens=False).input_ids
         return bos is not None and self.tokenizer("a").input_ids == [bos, *plain]
 
     def tokenizer_digest(self) -> str:
-        """SHA-256 of what turns text into tokens: the same for copies of a tokenizer that were saved differently."""
+        """Return the SHA-256 of what turns text into tokens; the saved padding and truncation do not change it."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             state: Any = sorted(self.tokenizer.get_vocab().items())
@@ -41,16 +41,16 @@ class TokenizerFacts:
         return _sha256(json.dumps(state, sort_keys=True))
 
     def template_digest(self) -> str:
-        """SHA-256 of the chat template that prompts are written in."""
+        """Return the SHA-256 of the chat template that prompts are written in."""
         return _sha256(str(self.chat_template(True)))
 
 
 class CountingClient(TokenizerFacts, LocalCompletionsAPI):  # type: ignore[misc]
-    """`local-completions` of lm-eval. `expect` and `done` are told of numbers of requests as they come to be.
+    """lm-eval's `local-completions` that counts requests: `expect` gets the number to come, `done` the number answered.
 
-    `temperatures` collects what generation requests really carried, whatever tasks and arguments said. `full` counts
-    prompts that leave no token of the server's length unused: lm-eval cuts what is longer at its beginning, without a
-    word where text is generated.
+    `temperatures` collects the temperatures that generation requests really had, whatever tasks and arguments say.
+    `full` counts prompts that leave no token of the server's length unused: lm-eval cuts a longer prompt at its
+    beginning, without a warning for generated text.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class CountingClient(TokenizerFacts, LocalCompletionsAPI):  # type: ignore[misc]
         self._failure: Exception | None = None
 
     def loglikelihood(self, requests: list[Any], *args: Any, **options: Any) -> Any:
-        """See lm-eval."""
+        """Announce the requests to `expect`, then do as lm-eval's method."""
         self._expect(len(requests))
         return super().loglikelihood(requests, *args, **options)
 
     def generate_until(self, requests: list[Any], *args: Any, **options: Any) -> Any:
-        """See lm-eval."""
+        """Announce the requests to `expect`, then do as lm-eval's method."""
         self._expect(len(requests))
         return super().generate_until(requests, *args, **options)
 
     def loglikelihood_rolling(self, requests: list[Any], *args: Any, **options: Any) -> list[float]:
-        """See lm-eval, which asks for one document after the other; so it is counted by document."""
+        """Do as lm-eval's method, one document at a time, and count documents instead of HTTP requests."""
         self._expect(len(requests))
         found: list[float] = []
         self._by_document = True
@@ -88,13 +88,17 @@ class CountingClient(TokenizerFacts, LocalCompletionsAPI):  # type: ignore[misc]
         return found
 
     def model_call(self, messages: list[Any], **options: Any) -> Any:
-        """One request with several prompts, when only one is in flight."""
+        """Send one HTTP request with several prompts and count them; lm-eval calls this at a concurrency of 1."""
         answer = super().model_call(messages, **options)
         self._count(messages)
         return answer
 
     async def amodel_call(self, session: Any, sem: Any, messages: list[Any], **options: Any) -> Any:
-        """One request with several prompts, when several are in flight."""
+        """Send one HTTP request with several prompts and count them; lm-eval calls this at a higher concurrency.
+
+        Raises the error of the first request that failed for good, also for requests that only failed because lm-eval
+        then closed the session.
+        """
         try:
             answer = await super().amodel_call(session, sem, messages, **options)
         except Exception as error:

@@ -21,9 +21,9 @@ MOST: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class JudgedTask(Record):
-    """Margin of a gated task in an earlier verdict, and the change that was measured, as `Accuracy.difference`.
+    """A gated task in an earlier verdict: its margin, and the measured change as in `Accuracy.difference`.
 
-    `kind` is that of the task's samples; `change` is None where the task was not asked.
+    `kind` is that of the task's samples; `change` is None if the task was not asked.
     """
 
     kind: str
@@ -50,7 +50,10 @@ class EarlierVerdict(Record):
 
 
 def newest(verdicts: Iterable[EarlierVerdict]) -> tuple[EarlierVerdict, ...]:
-    """Return the newest `MOST` verdicts by their times, each once: one that is known twice keeps its release's tag."""
+    """Return the newest `MOST` verdicts, the oldest first, without repetitions.
+
+    Two verdicts with the same time and artefact are one; the record with a release's tag is kept.
+    """
     by_identity: dict[tuple[str, str], EarlierVerdict] = {}
     for earlier in verdicts:
         identity = (earlier.judged, earlier.artefact)

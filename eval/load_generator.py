@@ -29,10 +29,11 @@ def command(
     result: Path,
     seed: int = 0,
 ) -> list[str]:
-    """Argument list that measures one cell and writes its JSON to `result`.
+    """Return the argument list that measures one cell and writes its JSON to `result`.
 
-    `vllm` is the executable of the serving environment, `base_url` the server without `/v1`, `model` the folder that
-    the tokenizer is read from. `seed` fixes the prompts and when they arrive: the same on both sides.
+    `vllm` is the executable of the serving environment, `base_url` the server without `/v1`, `model` the folder of the
+    tokenizer, `served_model_name` the model's name in requests. `seed` fixes the prompts and their arrival times, and
+    is the same on both sides.
     """
     argv = [
         str(vllm), *WORDS,
@@ -84,9 +85,9 @@ def _prompts(cell: Cell) -> list[str]:
 def read(result: Path, cell: Cell, *, gpus: int = 1, log: Path | None = None) -> CellResult:
     """Read the JSON that `vllm bench serve` saved for a cell on a server of `gpus` accelerators.
 
-    `log` is what it printed, which says why requests failed. Raises `MeasurementError` where requests failed, where
-    fewer completed than were asked for, where answers are shorter than the cell says, or where a number is missing:
-    throughput of a partial load is not comparable.
+    `log` is the client's output, from which the message quotes why requests failed. Raises `MeasurementError` if
+    requests failed or are missing, if the answers have fewer or more tokens than the cell says, or if a number is
+    missing: throughput of a partial load is not comparable.
     """
     try:
         data = json.loads(result.read_text(encoding="utf-8"))
@@ -131,7 +132,7 @@ def read(result: Path, cell: Cell, *, gpus: int = 1, log: Path | None = None) ->
 
 
 def _reason(log: Path | None) -> str:
-    """The last line of the first failure that vLLM's client prints: most are tracebacks."""
+    """Return ": " and the last line of the first failure in the client's log; "" without a failure."""
     text = "" if log is None or not log.exists() else log.read_text(encoding="utf-8", errors="replace")
     _, found, rest = text.rpartition("\nError 0: ")
     first = re.split(r"\n(?:Error 1: |=====)", rest, maxsplit=1)[0].strip()

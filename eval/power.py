@@ -37,10 +37,10 @@ _UNEVEN = 6.0
 
 
 def paired_standard_error(items: int, flip_rate: float, difference: float = 0.0) -> float:
-    """Standard error of the mean paired difference, as a fraction.
+    """Return the standard error of the mean paired difference, as a fraction.
 
     `flip_rate` is the share of items whose 0/1 score differs between the two models, `difference` the true mean
-    difference. It cannot exceed the flip rate in size; `ValueError` if it does.
+    difference. Raises `ValueError` if the difference exceeds the flip rate in size, or without items.
     """
     if items < 1:
         raise ValueError(f"items must be at least 1, found {items}")
@@ -52,9 +52,10 @@ def paired_standard_error(items: int, flip_rate: float, difference: float = 0.0)
 def detectable_margin(
     items: int, flip_rate: float, confidence: float = 0.95, power: float = 0.8, looks: int = 1
 ) -> float:
-    """Smallest margin, as a fraction, that a lossless candidate clears with probability `power`.
+    """Return the smallest margin, as a fraction, that a lossless candidate clears with probability `power`.
 
-    A smaller margin leaves most good models INCONCLUSIVE. 1 where the items are too few for any margin.
+    A smaller margin leaves most good models INCONCLUSIVE. Returns 1 if the items are too few for any margin. `looks` is
+    the number of times that the items are judged while they are asked.
     """
     from scipy.optimize import brentq
 
@@ -74,9 +75,10 @@ def items_needed(
     difference: float = 0.0,
     looks: int = 1,
 ) -> int:
-    """Number of items that decide about a margin (a fraction) with probability `power` if `difference` is true.
+    """Return the number of items that decide about a margin with probability `power` if `difference` is true.
 
-    `ValueError` when the difference lies on the margin, because no number of items can tell the two apart then.
+    `margin` and `difference` are fractions; a loss is below 0. Raises `ValueError` if the difference lies on the
+    margin, because then no number of items can tell the two apart.
     """
     paired_standard_error(1, flip_rate, difference)
     if margin + difference == 0:
@@ -87,11 +89,11 @@ def items_needed(
 def detectable_mean(
     items: int, deviation: float, confidence: float = 0.95, power: float = 0.8, looks: int = 1
 ) -> float:
-    """Smallest margin that a lossless candidate clears with probability `power`, of scores that are not 0 or 1.
+    """Return the smallest margin that a lossless candidate clears with probability `power`, for other than 0/1 scores.
 
     `deviation` is the standard deviation of the items' changes, in the units of the margin: nats per word between
     documents for a perplexity. Infinite below two items. Few documents make Student's t wide, so it takes the place of
-    the normal in the bound; `_UNEVEN` is what the bound takes for lengths that differ and for skewness seen by chance.
+    the normal in the bound; `_UNEVEN` stands for lengths that differ and for skewness seen by chance.
 
     >>> round(detectable_mean(62, deviation=0.02), 4)
     0.0083
@@ -106,7 +108,10 @@ def detectable_mean(
 def mean_items_needed(
     margin: float, deviation: float, confidence: float = 0.95, power: float = 0.8, looks: int = 1
 ) -> int:
-    """Number of items that make a margin testable in `detectable_mean`; ValueError unless the margin is above 0."""
+    """Return the least number of items for which `detectable_mean` is at most `margin`.
+
+    Raises `ValueError` for a margin of 0 or less.
+    """
     if margin <= 0:
         raise ValueError(f"the margin must be above 0, found {margin}")
     enough = range(2, 1 << 40)
@@ -139,7 +144,7 @@ def more_items(
 
 @dataclass(frozen=True, slots=True)
 class PlannedOutcome:
-    """Chances of PASS and of FAIL over all looks, and the items that are asked on average, since clear cases stop."""
+    """The chances of PASS and of FAIL over all looks, and the number of items that are asked on average."""
 
     passes: float
     fails: float
@@ -149,7 +154,7 @@ class PlannedOutcome:
 def outcome(
     items: int, looks: int, margin: float, flip_rate: float, difference: float = 0.0, confidence: float = 0.95
 ) -> PlannedOutcome:
-    """Return the chances of a planned evaluation of 0/1 scores where `difference` is true.
+    """Return the chances of a planned evaluation of 0/1 scores if `difference` is the true mean difference.
 
     >>> found = outcome(14042, 4, margin=0.01, flip_rate=0.04)
     >>> round(found.passes, 4), round(found.items)
@@ -174,7 +179,10 @@ def outcome(
 
 
 def mean_passes(items: int, margin: float, deviation: float, confidence: float = 0.95, looks: int = 1) -> float:
-    """Chance that a lossless candidate clears a margin, of scores that are not 0 or 1: `detectable_mean`, inverted."""
+    """Return the chance that a lossless candidate clears a margin, for scores other than 0 and 1.
+
+    It is the inverse of `detectable_mean`, with the same units; 0 below two items.
+    """
     from scipy.special import ndtr
 
     if items < 2:
@@ -185,7 +193,7 @@ def mean_passes(items: int, margin: float, deviation: float, confidence: float =
 
 
 def _bound(items: int, confidence: float) -> float:
-    """Return the number of standard errors that a bound of a mean lies below it."""
+    """Return the distance from a mean to its one-sided bound, in standard errors."""
     from scipy.special import stdtrit
 
     return float(stdtrit(items - 1, confidence)) + _UNEVEN / math.sqrt(items)
@@ -204,7 +212,11 @@ def _tested(flip_rate: float, difference: float, margin: float) -> float:
 
 
 def _items(margin: float, flip_rate: float, confidence: float, power: float, difference: float, looks: int) -> float:
-    """Solves items * distance - flips = sqrt(items) * spread; the spread holds both standard deviations of one item."""
+    """Return the number of items, not rounded, that decide about a margin.
+
+    It solves items * distance - flips = sqrt(items) * spread, where flips is the interval's continuity correction and
+    spread holds the standard deviations of one item under the margin and under `difference`.
+    """
     distance = margin + difference
     flips = LOWER_CORRECTION if distance > 0 else UPPER_CORRECTION
     distance = abs(distance)

@@ -35,7 +35,7 @@ Words = Annotated[str, Field(pattern=r"\S")]
 
 @dataclass(frozen=True, slots=True)
 class Prompt(Record):
-    """One text, by a name that says what it is."""
+    """One text, with a name that describes it."""
 
     name: Words
     text: Words
@@ -43,14 +43,17 @@ class Prompt(Record):
 
 @dataclass(frozen=True, slots=True)
 class _Line(Part):
-    """A line of a file of one's own, which may say more than a load asks."""
+    """A line of a user's prompt file; further keys in it are ignored."""
 
     prompt: Words
     output_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
 def _read(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
-    """The objects of a file with the numbers of their lines; `DefinitionError` with the line that is none."""
+    """Yield (1-based line number, record) for each line of a file that is not blank.
+
+    Raises `DefinitionError` for a file that cannot be read, and for a line that is no such record, with its number.
+    """
     try:
         with path.open(encoding="utf-8") as stream:
             for number, line in enumerate(stream, start=1):
@@ -65,15 +68,15 @@ def _read(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
 
 
 def load(name: str, folder: Path = FOLDER) -> tuple[Prompt, ...]:
-    """Load a set by its name.
+    """Return the prompts of a set, by its name in `folder`.
 
-    Raises `DefinitionError` with the nearest existing name, or with file and line of what is wrong in it.
+    Raises `DefinitionError` with the nearest existing name, or with file and line of a fault.
     """
     return parse(records.file_of("prompts", name, folder, "jsonl"))
 
 
 def parse(path: Path) -> tuple[Prompt, ...]:
-    """Load a set from any file."""
+    """Return the prompts of a file, at least two with different names; raise `DefinitionError` for any other file."""
     prompts: dict[str, Prompt] = {}
     for number, prompt in _read(path, Prompt):
         if prompt.name in prompts:
@@ -91,7 +94,10 @@ SHAREGPT_PROMPT, SHAREGPT_TOTAL = 1024, 2048
 
 @dataclass(frozen=True, slots=True)
 class PromptFile:
-    """A file of prompts. `chat_template`: a line of a jsonl file is a user's turn, and not the text as it is sent."""
+    """A file of prompts for a load.
+
+    With `chat_template` a line of a jsonl file is a user's turn; without it, it is sent as it stands.
+    """
 
     kind: Kind
     path: Path
@@ -104,19 +110,28 @@ class PromptFile:
 
 
 class Lines(NamedTuple):
-    """A file of JSON lines: `longest_answer` is the largest `output_tokens`, None where a line has none."""
+    """The summary of a file of JSON lines.
+
+    `prompts` counts them; `longest_answer` is the largest `output_tokens`, in tokens, None if a line has none.
+    """
 
     prompts: int
     longest_answer: int | None
 
 
 def lines_of(path: Path) -> Lines:
-    """Read a file of JSON lines. Raises `DefinitionError` with the line that is none, or that has no prompt."""
+    """Return the summary of a file of JSON lines; a file that did not change is read once per process.
+
+    Raises `DefinitionError` for a file that cannot be read, and for a line that is not JSON or has no prompt.
+    """
     return _lines(path, _stamp(path))
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Changes when the file does: a plan asks several times, and a file of conversations has 600 MB."""
+    """Return a file's modification time in ns and its size in bytes, the key of the caches: a file may have 600 MB.
+
+    Raises `DefinitionError` for a file that cannot be read.
+    """
     try:
         facts = path.stat()
     except OSError as error:

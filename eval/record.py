@@ -93,7 +93,7 @@ def read_report(path: Path) -> GateReport:
 
 
 def report_of(data: Any) -> GateReport:
-    """Return the judgement in the content of a `gate.json`. Raises `MeasurementError` where it holds none."""
+    """Return the judgement in the parsed content of a `gate.json`. Raises `MeasurementError` if it holds none."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise MeasurementError(f"not a record of the gate in schema {SCHEMA}")
     judgement = {name: value for name, value in data.items() if name not in ("schema", "measurements")}
@@ -102,9 +102,10 @@ def report_of(data: Any) -> GateReport:
 
 
 def rejudge(path: Path, policy: Policy | None = None) -> GateReport:
-    """Judge again from the published numbers, by the recorded policy or by your own.
+    """Judge again from the recorded measurements, by `policy` (None: the recorded one).
 
-    `path` is a `gate.json`. Nothing of the recorded verdict is used; compare the result with `read(path)[1]`.
+    `path` is a `gate.json`. Nothing of the recorded verdict is used; compare the result with `read(path)[1]`. Raises
+    `MeasurementError` as `read` does.
     """
     measurements, recorded = read(path)
     return judge(measurements, policy or recorded.policy)

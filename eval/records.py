@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 
 
 class Record:
-    """The base of all records; an enumeration is its value in JSON."""
+    """The base class of all records, which are frozen dataclasses; JSON holds the value of an enumeration's member."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar[ConfigDict] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping of the fields: what `json.dumps` takes."""
+        """Return a mapping of the fields that `json.dumps` accepts."""
         return asdict(self, dict_factory=_plain)  # type: ignore[call-overload,no-any-return]
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
-        """Read back what `to_json` wrote; `MeasurementError` that names the field for anything else."""
+        """Read back a mapping that `to_json` returned. Raises `MeasurementError`, which names the field at fault."""
         return checked(cls, data)
 
 
 class Part(Record):
-    """A record of some fields of what is read: the rest is for others and not looked at."""
+    """A record that holds some fields of the data it is read from; further fields in the data are ignored."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar[ConfigDict] = {**Record.__pydantic_config__, "extra": "ignore"}
@@ -62,7 +62,7 @@ T = TypeVar("T", bound=Record)
 
 
 def checked(kind: type[T], data: Any) -> T:
-    """Data as a record of a kind; `MeasurementError` that names the field for anything else."""
+    """Return data as a record of the class `kind`. Raises `MeasurementError`, which names the field at fault."""
     from pydantic import ValidationError
 
     try:
@@ -78,12 +78,18 @@ def checked(kind: type[T], data: Any) -> T:
 
 
 def to_columns(kind: type[Record], rows: Sequence[Record]) -> dict[str, list[Any]]:
-    """Many records as one list for each field, which takes far fewer bytes than a mapping for each record."""
+    """Return records as a mapping from field name to a list of values, one per record.
+
+    It takes far fewer bytes than a mapping for each record.
+    """
     return {field.name: [getattr(row, field.name) for row in rows] for field in fields(kind)}  # type: ignore[arg-type]
 
 
 def to_rows(columns: Any) -> list[dict[str, Any]]:
-    """A mapping for each record of `to_columns`, to be checked; `MeasurementError` for lists of unequal length."""
+    """Return a mapping for each record in the columns of `to_columns`; the values are not checked.
+
+    Raises `MeasurementError` for lists of unequal length, and for data that is no mapping of lists.
+    """
     try:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     except (AttributeError, TypeError, ValueError) as error:
@@ -91,7 +97,11 @@ def to_rows(columns: Any) -> list[dict[str, Any]]:
 
 
 def validated(kind: Any, data: Any) -> Any:
-    """Data as a record of a kind; pydantic's `ValidationError`, or `TypeError` and `ValueError` for what is no JSON."""
+    """Return data as an instance of the type `kind`.
+
+    Raises pydantic's `ValidationError` for a wrong field, and `TypeError` or `ValueError` for data that JSON cannot
+    hold.
+    """
     return _adapter(kind).validate_json(json.dumps(data))
 
 
@@ -118,20 +128,24 @@ Place = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A definition file: its mapping, and the 1-based line of every place in it."""
+    """A parsed definition file: its mapping, and the 1-based line of each value by its keys and list indices."""
 
     path: Path
     data: dict[str, Any]
     lines: dict[Place, int]
 
     def error(self, message: str, *place: str | int) -> DefinitionError:
-        """The error for a place, told with the line of the nearest one that is there."""
+        """Return the error for the value at `place`, with the line of that value or of the nearest one around it."""
         while place not in self.lines:
             place = place[:-1]
         return DefinitionError(f"{self.path}:{self.lines[place]}: {message}")
 
     def read(self, kind: type[T], keys: Collection[str]) -> T:
-        """The whole file as a record, in which the `keys` are known; `DefinitionError` for anything else."""
+        """Return the whole file as a record of the class `kind`.
+
+        `keys` are all valid keys, from which the message for an unknown key takes the nearest. Raises `DefinitionError`
+        with the line and key at fault.
+        """
         from pydantic import ValidationError
 
         try:
@@ -158,9 +172,10 @@ class Document:
 
 
 def read(path: Path) -> Document:
-    """Parse a definition file.
+    """Parse a YAML definition file.
 
-    Raises `DefinitionError` where the file is missing, is too large, is not YAML, is not a mapping, or repeats a key.
+    Raises `DefinitionError` if the file cannot be read, is too large or nested too deep, is not YAML, is not a mapping,
+    or repeats a key.
     """
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -197,7 +212,10 @@ def _require_shallow(path: Path, text: str) -> None:
 
 
 def _lines(path: Path, node: yaml.Node, place: Place, lines: dict[Place, int]) -> None:
-    """Add the line of each value below a node, aliases as often as they are used."""
+    """Add the line of each value below a node to `lines`, for an alias at each of its uses.
+
+    Raises `DefinitionError` for a repeated key, and for values that are too many or nested too deep.
+    """
     if len(place) > MOST_LEVELS:
         raise DefinitionError(f"{path}: values are nested too deep, or in themselves")
     if len(lines) > MOST_VALUES:
@@ -216,17 +234,20 @@ def _lines(path: Path, node: yaml.Node, place: Place, lines: dict[Place, int]) -
 
 
 def is_path(name: str) -> bool:
-    """Whether a definition is named by its file."""
+    """Return whether the name of a definition is the path of a YAML file, by its ending."""
     return name.endswith((".yaml", ".yml"))
 
 
 def names(folder: Path, ending: str = "yaml") -> tuple[str, ...]:
-    """Names of the definitions in a folder, sorted."""
+    """Return the sorted names of the definitions in a folder: its files with this ending, without it."""
     return tuple(sorted(path.stem for path in folder.glob(f"*.{ending}")))
 
 
 def file_of(what: str, name: str, folder: Path, ending: str = "yaml") -> Path:
-    """The file that defines a name; `DefinitionError` with the nearest name that there is."""
+    """Return the path of the file that defines `name`.
+
+    Raises `DefinitionError` with the nearest existing name; `what` is the kind of definition in its message.
+    """
     available = names(folder, ending)
     if name not in available:
         near = difflib.get_close_matches(name, available, n=1)

@@ -37,7 +37,7 @@ class Sample(Record):
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """Return the item's identity in both runs."""
+        """Return (leaf task, document number, filter), the item's identity in both runs."""
         return (self.task, self.doc_id, self.filter)
 
 
@@ -78,15 +78,15 @@ class SampleSet(Record):
         return total / len(self.samples)
 
     def on(self, other: SampleSet) -> SampleSet:
-        """Return the samples of the items that `other` has too, as one look, to pair with an A/A control."""
+        """Return the samples of the items that `other` has too, as a set with one look, to be paired with it."""
         keys = {sample.key for sample in other.samples}
         common = tuple(replace(sample, look=0) for sample in self.samples if sample.key in keys)
         return replace(self, samples=common, planned=len(common), looks=1)
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping of plain lists, one per field of `Sample`: compact, and readable by any language.
+        """Return a mapping of the fields, with the samples as one plain list per field of `Sample`.
 
-        A column whose values are all its default (no weights, no clusters, one look) is left out.
+        A column whose values are all the field's default (no weights, no clusters, one look) is left out.
         """
         columns = to_columns(Sample, self.samples)
         for name, default in _DEFAULTS.items():
@@ -97,7 +97,11 @@ class SampleSet(Record):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SampleSet:
-        """Read back what `to_json` wrote; `MeasurementError` for columns missing, of unequal length or wrong type."""
+        """Read back a mapping that `to_json` returned.
+
+        Raises `MeasurementError` for columns that are missing, of unequal length or of a wrong type, for looks or item
+        counts that contradict the plan, and for more than `MOST_ITEMS` items.
+        """
         columns = data.get("samples")
         lists = columns.values() if isinstance(columns, Mapping) else ()
         longest = max((len(column) for column in lists if isinstance(column, list)), default=0)
@@ -118,8 +122,9 @@ class SampleSet(Record):
 class Pairs:
     """The scores of both models on the same items, in the same order.
 
-    `baseline`, `candidate`, `weights`, `clusters` and `looks` have one value an item; see `Sample`. An item that shares
-    no passage is a cluster of its own. Left out, they say: independent items of weight 1, all asked in one look.
+    `baseline`, `candidate`, `weights`, `clusters` and `looks` have one value per item; see `Sample`. An item that
+    shares no passage is a cluster of its own. If the last three are left out, the items are independent, of weight 1,
+    and asked in one look. Raises `MeasurementError` for sequences of unequal length.
     """
 
     task: str

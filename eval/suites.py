@@ -74,19 +74,23 @@ class SuiteTask(Record):
         return "perplexity" if self.metric in _PERPLEXITIES else "score"
 
     def detectable(self, confidence: float = 0.95, power: float = 0.8, looks: int = 1) -> float:
-        """Smallest margin that a lossless candidate clears with probability `power`; relative of a perplexity."""
+        """Return the smallest margin that a lossless candidate clears with probability `power`.
+
+        It is a fraction; of a perplexity it is relative. `looks` is how often the items are judged while they are
+        asked.
+        """
         if self.expected_spread is None:
             return detectable_margin(self.items, self.expected_flip_rate, confidence, power, looks=looks)
         return math.expm1(detectable_mean(self.items, self.expected_spread, confidence, power, looks=looks))
 
     def passes(self, margin: float, confidence: float = 0.95, looks: int = 1) -> float:
-        """Chance that a lossless candidate clears a margin."""
+        """Return the chance that a lossless candidate clears `margin`, a fraction (of a perplexity: relative)."""
         if self.expected_spread is None:
             return outcome(self.items, looks, margin, self.expected_flip_rate, confidence=confidence).passes
         return mean_passes(self.items, math.log1p(margin), self.expected_spread, confidence, looks)
 
     def items_needed(self, margin: float, confidence: float = 0.95, power: float = 0.8, looks: int = 1) -> int:
-        """Items that make a margin testable."""
+        """Return the number of items that a lossless candidate needs to clear `margin` with probability `power`."""
         if self.expected_spread is None:
             return items_needed(margin, self.expected_flip_rate, confidence, power, looks=looks)
         return mean_items_needed(math.log1p(margin), self.expected_spread, confidence, power, looks=looks)
@@ -96,7 +100,7 @@ class SuiteTask(Record):
 class Suite(Record):
     """A named list of tasks, and the prompts that the canary reads before them (a set of `eval.prompts`).
 
-    `path` is its file.
+    `path` is the file that defines the suite.
     """
 
     name: str
@@ -107,11 +111,14 @@ class Suite(Record):
 
     @property
     def own_tasks(self) -> Path:
-        """The folder of lm-eval's definitions of tasks that are not lm-eval's: beside a file of somebody's own."""
+        """Return the folder with the definitions of the suite's own tasks.
+
+        For a shipped suite it is `tasks/` of this package, for any other suite the folder of its file.
+        """
         return TASKS_FOLDER if self.path.parent == FOLDER else self.path.parent
 
     def files(self, task: SuiteTask) -> tuple[Path, ...]:
-        """The definition of a task of our own and the data that it reads; none of lm-eval's."""
+        """Return the paths of a task's definition and of its data files; empty for a task that lm-eval defines."""
         task_definition = definition(self.own_tasks, task.task)
         return (
             ()
@@ -120,7 +127,10 @@ class Suite(Record):
         )
 
     def judged_by(self, margins: Mapping[str, float | None]) -> Suite:
-        """The suite with other margins for some of its tasks; a task with None is shown only. Other names mean none."""
+        """Return the suite with other margins, by task; a task with None is shown only.
+
+        Names of tasks that the suite does not have are ignored.
+        """
         tasks = tuple(
             replace(task, margin=margins[task.task], gated=margins[task.task] is not None)
             if task.task in margins
@@ -137,14 +147,20 @@ def untrusted_tasks(suite: Suite) -> tuple[str, ...]:
 
 
 def strangers(suite: Suite) -> Sequence[str]:
-    """Tasks that are neither defined beside the suite nor by lm-eval; none where no lm-eval is installed."""
+    """Return the names of tasks that neither the suite's folder nor lm-eval defines.
+
+    Empty if lm-eval is not installed.
+    """
     others = (task.task for task in suite.tasks if definition(suite.own_tasks, task.task) is None)
     return [name for name in others if not _of_lm_eval(name)]
 
 
 @cache
 def _of_lm_eval(name: str) -> bool:
-    """Whether a definition of lm-eval has that name. Importing it to ask takes ten seconds, so its files are read."""
+    """Return whether lm-eval defines a task, group or tag of that name; True if lm-eval is not installed.
+
+    Its files are searched, because importing it takes ten seconds.
+    """
     lm_eval = find_spec("lm_eval")
     if lm_eval is None or lm_eval.origin is None:
         return True
@@ -155,21 +171,21 @@ def _of_lm_eval(name: str) -> bool:
 
 
 def located(data: str) -> tuple[str, str]:
-    """Repository and revision of a task's `data`."""
+    """Return the repository and the revision, by default "main", in an entry of a task's `data`."""
     repo, _, revision = data.partition("@")
     return repo, revision or "main"
 
 
 def load(name: str) -> Suite:
-    """Load a suite by its name, or by the path of a YAML file, whose own tasks lie beside it.
+    """Return the suite with a name, or the suite in a YAML file by its path; its own tasks lie beside that file.
 
-    Raises `DefinitionError` with the nearest existing name, or with file, line and key of what is wrong in it.
+    Raises `DefinitionError` with the nearest existing name, or with file, line and key of a fault.
     """
     return parse(Path(name).absolute() if records.is_path(name) else records.file_of("suite", name, FOLDER))
 
 
 def parse(path: Path) -> Suite:
-    """Load a suite from any file, and hold it against the definitions of its own tasks."""
+    """Return the suite in a file, checked against the definitions of its own tasks. Raises `DefinitionError`."""
     document = read(path)
     # The file says once what flips; a task may say it for itself.
     if "expected_flip_rate" not in document.data:
@@ -203,7 +219,10 @@ def parse(path: Path) -> Suite:
 
 
 def definition(folder: Path, task: str) -> Document | None:
-    """The definition of a task of our own in a folder of them; None of lm-eval's."""
+    """Return the definition of a task in a folder of own tasks; None if the folder has none: then it is lm-eval's.
+
+    Raises `DefinitionError` for a name that leads out of the folder, and for an invalid file.
+    """
     path = folder / f"{task}.yaml"
     if path.name != f"{task}.yaml" or path.parent != folder:
         raise DefinitionError(f"{task!r} is no name of a task")
@@ -211,7 +230,10 @@ def definition(folder: Path, task: str) -> Document | None:
 
 
 def data_files(definition: Document) -> dict[str, list[Path]]:
-    """Files that lm-eval's definition of a task reads, by split; they lie beside it, or below."""
+    """Return the data files of a task's definition by split.
+
+    Raises `DefinitionError` for a file that is absent or lies outside the definition's folder.
+    """
     data_files: Any = (definition.data.get("dataset_kwargs") or {}).get("data_files") or {}
     place = ("dataset_kwargs", "data_files")
     if not isinstance(data_files, dict):
@@ -250,11 +272,11 @@ def _check_own(suite: Document, number: int, task: SuiteTask, definition: Docume
 def untestable(
     suite: Suite, margin: float, confidence: float = 0.95, power: float = 0.8, looks: int = 1
 ) -> tuple[str, ...]:
-    """One sentence for each gated task whose margin is smaller than its size can test; empty when all can be.
+    """Return a sentence for each gated task whose margin is smaller than its number of items can test.
 
     `margin` is the recipe's, as a fraction; a task's own margin goes before it. `looks` is how often the items are
-    judged while they are asked, which costs a little power. Where each task can be tested, one sentence if a lossless
-    checkpoint yet passes all of them less often than `power`, by more than the forecast's hundredth.
+    judged while they are asked, which costs a little power. If every task can be tested, but a lossless checkpoint
+    passes all of them less often than `power`, by more than 0.01, one sentence says so. Else the result is empty.
     """
     sentences = []
     chances: dict[str, float] = {}

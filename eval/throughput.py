@@ -71,7 +71,7 @@ class Throughput(Part):  # earlier records have the most requests in flight, too
 
     @property
     def backing(self) -> str:
-        """Return the number of launches behind the figures, in words."""
+        """Return the number of launches behind the figures, as in "4 launches a side"."""
         before, after = self.launches
         noun = "launch" if before == 1 else "launches"
         count = f"{before} {noun} a side" if before == after else f"{before} against {after} launches"
@@ -86,10 +86,11 @@ def noise(results: Sequence[CellResult]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RatioTest:
-    """Tests and bounds of the ratio of two series of launches, values above 0 in the order in which they were made.
+    """Tests and bounds of the ratio of two series of launches.
 
-    The first `reused` of the baseline are an earlier series'. `looks` is the most launches a side of a series that may
-    end early, None of a fixed number.
+    `baseline` and `candidate` are throughputs above 0 in the order of the launches. The first `reused` of the baseline
+    are from an earlier series. `looks` is the most launches a side of a series that may end early (None: their number
+    is fixed).
     """
 
     baseline: Sequence[float]
@@ -99,15 +100,15 @@ class RatioTest:
     looks: int | None = None
 
     def p_above(self, ratio: float) -> float:
-        """Return the p-value that the candidate is more than `ratio` times as fast."""
+        """Return the one-sided p-value for the claim that the candidate is more than `ratio` times as fast."""
         return self._p(self.candidate, [ratio * value for value in self.baseline], ratio, above=True)
 
     def p_below(self, ratio: float) -> float:
-        """Return the p-value that the candidate is less than `ratio` times as fast."""
+        """Return the one-sided p-value for the claim that the candidate is less than `ratio` times as fast."""
         return self._p([ratio * value for value in self.baseline], self.candidate, ratio, above=False)
 
     def bounds(self) -> tuple[float, float]:
-        """Return the bounds of the ratio, each of which holds at the confidence."""
+        """Return the lower and upper bound of candidate / baseline, each one-sided at `confidence`."""
         if self.looks is not None:
             return sequential_interval(self.candidate, self.baseline, self.looks, 1 - self.confidence)
         low, high = ratio_interval(self.candidate, self.baseline, self.confidence)
@@ -141,10 +142,10 @@ def compare(
 ) -> Throughput:
     """Compare the launches of one cell, at least one a side, in the order in which they were made.
 
-    `promise` is the least ratio that the candidate must reach. The first `reused` launches of the baseline are an
-    earlier series'; `looks` is the most launches a side of a series that may end early (None: a fixed number).
+    `promise` is the least ratio that the candidate must reach. The first `reused` launches of the baseline are from an
+    earlier series; `looks` is the most launches a side of a series that may end early (None: their number is fixed).
     Raises `MeasurementError` when a side is empty, when cells or numbers of GPUs are mixed, when a launch produced
-    nothing, or when too few launches are fresh to be compared.
+    nothing, when launches are reused in a series that may end early, or when too few are fresh to be compared.
     """
     _require_comparable(cell, baseline, candidate, reused, looks)
 

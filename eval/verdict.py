@@ -16,12 +16,12 @@ class Verdict(Enum):
 
     @property
     def exit_code(self) -> int:
-        """Exit status of a command that ends in this verdict."""
+        """Return the exit status of a command that ends in this verdict: PASS 0, FAIL 1, INCONCLUSIVE 3, INVALID 4."""
         return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 3, Verdict.INVALID: 4}[self]
 
     @classmethod
     def combine(cls, verdicts: Iterable[Verdict]) -> Verdict:
-        """The worst of several: INVALID before FAIL before INCONCLUSIVE before PASS; PASS for none.
+        """Return the worst of several verdicts: INVALID before FAIL before INCONCLUSIVE before PASS; PASS for none.
 
         A measurement that cannot be trusted says nothing, not even FAIL; doubt elsewhere does not heal a proven loss.
         """

@@ -53,7 +53,7 @@ _SHORT = 10  # tokens: what is shorter has no room to vary
 
 @dataclass(frozen=True, slots=True)
 class _Goals(Record):
-    """Latencies in ms: time to first token, time per token after it, the whole request."""
+    """Limits of a request's latencies in ms: time to first token, time per token after it, whole request."""
 
     ttft: _Above | None = None
     tpot: _Above | None = None
@@ -62,7 +62,7 @@ class _Goals(Record):
 
 @dataclass(frozen=True, slots=True)
 class _Dataset(Record):
-    """One file, beside the workload's or by its path."""
+    """A file of prompts, ShareGPT or JSON lines, named by its path or relative to the workload's file."""
 
     sharegpt: str | None = None
     jsonl: str | None = None
@@ -71,7 +71,7 @@ class _Dataset(Record):
 
 @dataclass(frozen=True, slots=True)
 class _Cell(Record):
-    """A cell as it is written; its name names files."""
+    """A cell as the file states it; result files are named after `name`."""
 
     name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]
     num_prompts: _Count
@@ -87,7 +87,7 @@ class _Cell(Record):
 
 @dataclass(frozen=True, slots=True)
 class _Workload(Record):
-    """A file as it is written."""
+    """A workload as the file states it; `dataset` and `goodput` are the cells' defaults."""
 
     name: str
     description: str
@@ -99,13 +99,13 @@ class _Workload(Record):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One load on the server: `num_prompts` requests are measured, after `warmups` and more that are thrown away.
+    """One load on the server: `num_prompts` requests are measured, after others that are discarded (`discarded`).
 
     Prompts are up to `input_len` random tokens, or come from `file`, where none is longer than `input_len`. At most
-    `concurrency` requests are in flight (None: any number); they arrive at `rate` a second at random (None: each as
-    soon as there is room). An answer has `output_len` tokens at most (None: what the file says of each), and as many
-    as it may with `ignore_eos`, where a model's end of text does not end it. `goodput` are the latencies, ms by name,
-    that a request must keep to count as a good one.
+    `concurrency` requests are in flight (None: any number); they arrive at random at `rate` a second (None: each as
+    soon as there is room). An answer has `output_len` tokens at most (None: the number in the file); with `ignore_eos`
+    the model's end of text does not end it earlier. `goodput` are the latencies, ms by name, that a request must keep
+    to count as a good one.
     """
 
     name: str
@@ -121,14 +121,17 @@ class Cell:
 
     @property
     def mean_lengths(self) -> tuple[int, int] | None:
-        """Tokens of the mean prompt and answer, around which lengths vary by `SPREAD`; None where they do not vary."""
+        """Return the mean prompt and answer in tokens, around which lengths vary by the share `SPREAD`.
+
+        None if the lengths do not vary, or come from a file.
+        """
         if self.file is not None or self.output_len is None or min(self.input_len, self.output_len) < _SHORT:
             return None
         return int(self.input_len / (1 + SPREAD)), int(self.output_len / (1 + SPREAD))
 
     @property
     def output_tokens(self) -> tuple[int, int] | None:
-        """The fewest and most tokens of all answers; None where that depends on the model or on the file."""
+        """Return the fewest and the most tokens of all answers together; None if model or file decide their number."""
         if not self.ignore_eos or self.output_len is None:
             return None
         shortest = self.output_len if self.mean_lengths is None else int(self.mean_lengths[1] * (1 - SPREAD))
@@ -136,12 +139,15 @@ class Cell:
 
     @property
     def discarded(self) -> int:
-        """Requests that a server answers before the measured ones."""
+        """Return the number of requests that a server answers before the measured ones.
+
+        It is `warmups`, or twice the concurrency if that is more.
+        """
         return max(self.warmups, 2 * (self.concurrency or 1))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt plus answer."""
+        """Return the tokens of the longest possible request, prompt plus answer."""
         if self.file is not None and self.file.kind == "sharegpt":
             return SHAREGPT_TOTAL
         answer = self.output_len
@@ -151,11 +157,11 @@ class Cell:
 
     @property
     def in_flight(self) -> int:
-        """The most requests that can be in flight: what a server is planned for."""
+        """Return the most requests that can be in flight, for which a server is planned."""
         return self.num_prompts if self.concurrency is None else min(self.concurrency, self.num_prompts)
 
     def to_json(self) -> dict[str, Any]:
-        """All that shapes a measurement, for its fingerprint: a file is its content, wherever it lies."""
+        """Return everything that shapes a measurement, for its fingerprint; a file counts by its SHA-256."""
         file = self.file
         facts: dict[str, Any] = {
             "name": self.name,
@@ -178,7 +184,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A named list of cells; `profile` is what a server that meets such a load is for."""
+    """A named list of cells. `profile` is the load that a server of these cells is tuned for."""
 
     name: str
     description: str
@@ -187,25 +193,25 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt plus answer: what the server's maximum length must hold."""
+        """Return the tokens of the longest request, prompt plus answer, that the server's maximum length must hold."""
         return max(cell.longest for cell in self.cells)
 
     @property
     def in_flight(self) -> int:
-        """The most requests that any cell has in flight."""
+        """Return the most requests that any cell has in flight."""
         return max(cell.in_flight for cell in self.cells)
 
 
 def load(name: str) -> Workload:
-    """Load a workload by its name, or by the path of a YAML file.
+    """Return the workload with a name, or the workload in a YAML file by its path.
 
-    Raises `DefinitionError` with the nearest existing name, or with file, line and key of what is wrong in it.
+    Raises `DefinitionError` with the nearest existing name, or with file, line and key of a fault.
     """
     return parse(Path(name) if records.is_path(name) else records.file_of("workload", name, FOLDER))
 
 
 def parse(path: Path) -> Workload:
-    """Load a workload from any file."""
+    """Return the workload in a file. Raises `DefinitionError` with file, line and key of a fault."""
     document = read(path)
     field_names = {field.name for kind in (_Workload, _Cell, _Dataset, _Goals) for field in fields(kind)}
     written = document.read(_Workload, field_names)
@@ -221,7 +227,7 @@ def parse(path: Path) -> Workload:
 
 
 def _cell(document: Document, workload: _Workload, entry: _Cell, at: Place) -> Cell:
-    """A cell with what the whole workload says of all; `DefinitionError` for what does not go together."""
+    """Return a cell with the workload's defaults filled in; `DefinitionError` for settings that do not go together."""
     written = document.data["cells"][at[-1]]
     file = _file(
         document, entry.dataset if "dataset" in written else workload.dataset, at if "dataset" in written else ()

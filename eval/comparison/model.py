@@ -43,10 +43,10 @@ class _Digests(Part):
 
 @dataclass(frozen=True, slots=True)
 class ComparedReport(Part):
-    """A checkpoint with its judgement: what a comparison takes from its report, whose fields have these names.
+    """The parts of a checkpoint's report that a comparison needs; the fields have the report's names.
 
-    `answers` maps a task to the candidate's samples: empty where the gate's record is not at hand, which `unread` then
-    explains. `kv_tokens` are the tokens that the KV cache held by side, empty where nothing told.
+    `answers` maps a task to the candidate's samples; it is empty without the gate's record, and `unread` then says why.
+    `kv_tokens` maps a side to the tokens that its KV cache held; it is empty if no log says so.
     """
 
     name: str
@@ -68,34 +68,35 @@ class ComparedReport(Part):
 
     @property
     def size_ratio(self) -> float:
-        """Bytes of the candidate's weights over the baseline's."""
+        """Return the bytes of the candidate's weights over the bytes of the baseline's."""
         return self.size.candidate_bytes / self.size.baseline_bytes
 
     @property
     def place(self) -> Place:
-        """Return where it was measured: (hardware, device, runtime). Throughputs of two places are not compared."""
+        """Return (hardware, device, runtime) of the measurement. Throughputs of two places are not compared."""
         return self.gate.hardware, self.gate.device, self.gate.runtime.partition(",")[0].strip()
 
     @property
     def paced(self) -> frozenset[str]:
-        """Cells with a rate of requests: their tokens per second are the arrivals', and no measure of speed."""
+        """Return the names of cells with a fixed rate of requests, whose tokens per second are no measure of speed."""
         cells = (cell for launch in self.launches for cell in launch.cells.values())
         return frozenset(cell.cell for cell in cells if cell.request_rate is not None)
 
     def accuracy(self, task: str, metric: str) -> Accuracy | None:
-        """Its result on a task by a metric; None where it was not asked."""
+        """Return the checkpoint's result on a task by a metric; None if the task was not measured by that metric."""
         return next((r for r in self.gate.accuracy if (r.task, r.metric) == (task, metric)), None)
 
     def throughput(self, cell: str) -> Throughput | None:
-        """Its result in a cell of a workload; None where it was not measured."""
+        """Return the checkpoint's result in a cell of a workload; None if the cell was not measured."""
         return next((cell_result for cell_result in self.gate.throughput if cell_result.cell == cell), None)
 
 
 def read(report: Path, record: Path | None) -> ComparedReport:
-    """Read a `report.json`, with the `gate.json` of the same judgement where there is one.
+    """Read a `report.json`, and the `gate.json` of the same judgement from `record` (None: there is none).
 
-    Raises `MeasurementError` that names what the report lacks. A record that cannot be read, or that is of another
-    judgement, costs only the direct comparison: `Report.unread` says why.
+    Raises `MeasurementError` for a report that cannot be read or lacks a part, which it names. A record that cannot be
+    read, or that belongs to another judgement, raises nothing: only the direct comparison is lost, and
+    `ComparedReport.unread` says why.
     """
     try:
         data = json.loads(report.read_text(encoding="utf-8"))
@@ -117,7 +118,10 @@ def read(report: Path, record: Path | None) -> ComparedReport:
 
 
 def from_report(data: Any, origin: Path) -> ComparedReport:
-    """Take from a report what a comparison needs; raises `MeasurementError` that names the missing part."""
+    """Return the parts of a parsed report that a comparison needs.
+
+    Raises `MeasurementError`, which names the file `origin` and the missing or wrong part.
+    """
     try:
         return ComparedReport.from_json(data)
     except MeasurementError as error:
@@ -129,9 +133,11 @@ def from_report(data: Any, origin: Path) -> ComparedReport:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The axes: `recovery` of the worst task (more is better), `size` over the baseline's (less is better),
-    `speed` over the baseline's in the worst cell (more is better; None: not measured), and where it was measured.
-    """  # fmt: skip
+    """The axes of a comparison of checkpoints, and the place where the checkpoint was measured.
+
+    `recovery` is that of the worst task (more is better), `size` is relative to the baseline's (less is better),
+    `speed` is relative to the baseline's in the worst cell (more is better; None: not measured).
+    """
 
     recovery: float
     size: float
@@ -140,10 +146,10 @@ class Score:
 
 
 def dominates(score: Score, rival: Score) -> bool:
-    """Whether `one` is nowhere worse than `other` and somewhere better, in figures that can be compared.
+    """Return whether `score` is nowhere worse than `rival` and somewhere better, in figures that can be compared.
 
-    A speed that only one of them has, or that comes from another place, can be neither better nor worse: then nothing
-    is dominated.
+    If only one of them has a speed, or if their speeds come from two places, the speeds cannot be compared and the
+    result is False.
     """
     ours = [score.recovery, -score.size]
     theirs = [rival.recovery, -rival.size]
@@ -156,17 +162,18 @@ def dominates(score: Score, rival: Score) -> bool:
 
 
 def front(scores: Sequence[Score | None]) -> tuple[bool, ...]:
-    """For each score whether no other dominates it; None, which is no measurement, is never on the front."""
+    """Return for each score whether no other score dominates it; always False for None, which is no score."""
     measured = [score for score in scores if score is not None]
     return tuple(score is not None and not any(dominates(rival, score) for rival in measured) for score in scores)
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Return a contender's place: the recovery of its worst task and the speed of its worst cell, with intervals.
+    """A contender under its letter, with the recovery of its worst task and the speed of its slowest cell.
 
-    `worst` are the result on the shared gated task with the least recovery, and the cell with the least ratio; None
-    where there is none that all share. `on_front`: nothing that it can be compared with beats it.
+    `worst` is the result with the least recovery among the gated tasks that all contenders share, `slowest` the cell
+    with the least ratio among those that all contenders at the same place measured; each is None without such a task or
+    cell. `on_front` says that no other contender dominates this one.
     """
 
     letter: str
@@ -180,7 +187,9 @@ class Mark:
 class ComparedGroup:
     """The contenders that were judged against one baseline.
 
-    `tasks` are all of theirs, each with its metric; `speeds` the cells that were measured in each place.
+    `tasks` are the (task, metric) pairs of all contenders; `speeds` maps a place to the cells that were measured there.
+    `direct` compares every two contenders by their own answers, and `notes` are sentences about what could not be
+    compared.
     """
 
     model: str
@@ -194,14 +203,17 @@ class ComparedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All that the page and the terminal show. `warnings` come before any figure."""
+    """The content of the page and of the terminal's output. `warnings` are sentences to show before any figure."""
 
     groups: tuple[ComparedGroup, ...]
     warnings: tuple[str, ...]
 
 
 def side_by_side(contenders: Sequence[ComparedReport], confidence: float = 0.95) -> Comparison:
-    """Put contenders side by side, lettered in their order; `confidence` is that of the direct differences."""
+    """Return the comparison of the contenders, grouped by baseline and lettered A, B, ... in their order.
+
+    The intervals of the direct differences hold together at `confidence`.
+    """
     lettered = [(f"{ascii_uppercase[n % 26]}{n // 26 or ''}", contender) for n, contender in enumerate(contenders)]
     baselines: dict[str, list[tuple[str, ComparedReport]]] = {}
     for name, contender in lettered:
@@ -247,7 +259,10 @@ def _gated(contender: ComparedReport) -> dict[tuple[str, str], Accuracy]:
 
 
 def _shared_tasks(contenders: Iterable[ComparedReport]) -> frozenset[tuple[str, str]]:
-    """Gated tasks that every contender with any accuracy was asked: only these rank them."""
+    """Return the (task, metric) pairs of gated tasks that every contender with any such result has.
+
+    Only these tasks rank the contenders.
+    """
     task_sets = [frozenset(tasks) for c in contenders if (tasks := _gated(c))]
     return frozenset.intersection(*task_sets) if task_sets else frozenset()
 
@@ -258,7 +273,10 @@ def _worst(contender: ComparedReport, shared: frozenset[tuple[str, str]]) -> Acc
 
 
 def _slowest(contenders: Sequence[ComparedReport]) -> list[Throughput | None]:
-    """Each one's least ratio over the cells that all contenders measured in the same place share."""
+    """Return for each contender its cell with the least ratio; None without a cell.
+
+    Only cells count that all contenders measured at the same place share, and none with a fixed rate of requests.
+    """
     slowest: list[Throughput | None] = []
     for contender in contenders:
         neighbours = [c for c in contenders if c.place == contender.place and c.gate.throughput]
@@ -300,13 +318,13 @@ def _notes(marks: Sequence[Mark], shared: frozenset[tuple[str, str]]) -> Iterabl
 
 
 def where(place: Place) -> str:
-    """A place in words."""
+    """Return a place in words: "HARDWARE (DEVICE) by RUNTIME"."""
     hardware, device, engine = place
     return f"{hardware} ({device}) by {engine}" if device else f"{hardware} by {engine}"
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as plain JSON, each contender under its letter."""
+    """Return the comparison as plain JSON data; in each group the contenders are mapped by their letters."""
     return {
         "warnings": list(comparison.warnings),
         "groups": [

@@ -17,7 +17,7 @@ WIDE = 912
 
 
 def render(comparison: Comparison) -> str:
-    """Render the page."""
+    """Return the HTML page of a comparison as text."""
     templates = environment(FOLDER)
     templates.globals |= {"better": better, "where": where}
     return templates.get_template("page.html.j2").render(

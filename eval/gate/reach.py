@@ -34,11 +34,12 @@ _DRAWS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class TaskReach:
-    """One task: `margin` is None where it is shown only, `detectable` the least margin that its items can test.
+    """The forecast for one task. `margin` is its accepted loss (None: shown only).
 
-    `looks` are the items that were asked at each look, `expected` how many of them a lossless candidate is asked on
-    average, because clear cases stop early (None of a perplexity, and of a task that is shown only). `passes` is the
-    chance that such a candidate passes (None where it is shown only).
+    `detectable` is the least margin that its `items` can test. `looks` are the numbers of items asked up to each look.
+    `expected` is the number of items that a lossless candidate is asked on average, because clear cases stop early, and
+    `passes` the chance that it passes; both are None for a task that is shown only, and `expected` also for a
+    perplexity.
     """
 
     items: int
@@ -51,11 +52,13 @@ class TaskReach:
 
 @dataclass(frozen=True, slots=True)
 class SpeedReach:
-    """The promise of speed: with `launches` a side, `fewest` of which any test needs.
+    """The forecast for a promise of speed, with `launches` a side; any test needs at least `fewest`.
 
-    A change of `detectable_spreads` standard deviations between launches is significant with the policy's power; None
-    where so few launches never are. With the `noise` that was seen, or is assumed, it takes a checkpoint that is really
-    `least` times as fast. One that is as fast as was `seen` takes `needed` launches; None where so many tell nothing.
+    A change of `detectable_spreads` standard deviations between launches is significant with the policy's power (None:
+    so few launches never are). With the relative standard deviation `noise`, measured or assumed, the promise of
+    `min_ratio` is proved for a checkpoint that is really `least` times as fast as the baseline. A checkpoint with the
+    ratio `seen` in the last measurement needs `needed` launches a side (None: nothing was seen, or no possible number
+    proves the promise).
     """
 
     min_ratio: float
@@ -70,10 +73,10 @@ class SpeedReach:
 
 @dataclass(frozen=True, slots=True)
 class Reach(Record):
-    """All that a gate can tell; `speed` is None where nothing is promised.
+    """The forecast of a gate's outcomes; `speed` is None if the recipe promises none.
 
-    `passes` is the chance that a lossless candidate passes all tasks that decide, as if they flipped independently;
-    `false_fails` that one which loses as much as each margin allows, and no more, fails any of them, at most.
+    `passes` is the chance that a lossless candidate passes all tasks that decide, as if their flips were independent.
+    `false_fails` is the greatest chance that a candidate that loses exactly the margin of each task fails one of them.
     """
 
     passes: float
@@ -91,9 +94,11 @@ def reach(
     seen: float | None = None,
     reused: int = 0,
 ) -> Reach:
-    """Return what a policy can tell on a suite whose items are asked in so many looks, and of launches of this noise.
+    """Return the forecast for a suite whose items are judged at up to `looks` looks, under a policy.
 
-    `seen` is the ratio of the last measurement. `reused` of the baseline's launches are an earlier series'.
+    `noise` is the relative standard deviation of throughput between launches (None: the assumed `NOISE`), `seen` the
+    ratio of the last measurement (None: none yet), `reused` the number of the baseline's launches taken from an earlier
+    series.
     """
     speed = None
     if policy.min_ratio is not None:
@@ -135,13 +140,14 @@ def _speed(promise: float, policy: Policy, noise: float, seen: float | None, reu
 def detectable_shift(
     launches: int, confidence: float = 0.95, power: float = 0.8, *, reused: int = 0, early: bool = False
 ) -> float:
-    """Return the smallest change of speed that is shown with probability `power`, in standard deviations.
+    """Return the smallest change of speed that is proved with probability `power`.
 
-    The test is the exact rank test; with `reused` launches of the baseline, which lie where the fresh ones lie, also
-    Welch's of the fresh ones; with `early`, that of all looks of a series that may end early.
+    Its unit is the standard deviation between launches. The test is the exact rank test of `launches` a side at
+    `confidence`. With `reused` of the baseline's launches, which are taken to lie where the fresh ones lie, Welch's
+    test of the fresh ones must hold as well; with `early` the test is that of all looks of a series that may end early.
 
-    Launches are drawn from a normal distribution, the same draws for every change, with a seed of their own: the answer
-    is a property of the test, not of a run. ValueError where so few launches can show nothing.
+    The launches are drawn from a normal distribution with a fixed seed, the same draws for every change, so the answer
+    is a property of the test and not of a run. Raises `ValueError` for so few launches that none can be significant.
     """
     import numpy as np
     from scipy.optimize import brentq
@@ -169,7 +175,10 @@ def detectable_shift(
 def _welch_margin(
     baseline: NDArray[np.float64], candidate: NDArray[np.float64], reused: int, confidence: float
 ) -> NDArray[np.float64]:
-    """Return by how much Welch's lower bound of each draw lies above 0, as `statistics.means.day_difference` has it."""
+    """Return by how much Welch's lower bound of each pair of drawn series lies above 0, shape (draws,).
+
+    `baseline` and `candidate` have shape (draws, launches); the bound is that of `statistics.means.day_difference`.
+    """
     import numpy as np
     from scipy.special import stdtrit
 

@@ -52,14 +52,15 @@ class Policy(Record):
     stop_early: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return a mapping of the fields; one that earlier records do not know is left out where it is the default."""
+        """Return a mapping of the fields, without a `stop_early` of False, which earlier records do not have."""
         return {name: value for name, value in Record.to_json(self).items() if name != "stop_early" or value}
 
     @classmethod
     def for_suite(cls, suite: Suite, *, margin: float, **limits: Any) -> Policy:
-        """The policy of a recipe on a suite: its margin for each gated task that has none of its own.
+        """Return a recipe's policy for a suite: `margin` for each gated task without a margin of its own.
 
-        `limits` are further fields, by name; without one, the flip rate is the largest that a gated task expects.
+        `limits` are further fields by name. Without `expected_flip_rate` among them it is the largest that a gated task
+        expects.
         """
         gated = [task for task in suite.tasks if task.gated]
         limits.setdefault("expected_flip_rate", max(task.expected_flip_rate for task in gated))
@@ -82,7 +83,7 @@ ANOMALOUS = "ANOMALOUS"
 
 @dataclass(frozen=True, slots=True)
 class Finding(Record):
-    """One check of a task, a cell or a side of the measurement (`subject`); `label` names a special case."""
+    """The result of one check of a task, a cell or a side (`subject`); `label` names a special case."""
 
     kind: Kind
     subject: str
@@ -92,17 +93,16 @@ class Finding(Record):
 
     @classmethod
     def invalid(cls, subject: str, fault: str) -> Finding:
-        """Why a measurement must not be judged."""
+        """Return a validity finding with the verdict INVALID; `fault` says why the measurement must not be judged."""
         return cls("validity", subject, Verdict.INVALID, sentence(fault))
 
 
 @dataclass(frozen=True, slots=True)
 class Control(Record):
-    """The A/A control, which says how many answers change by themselves.
+    """The A/A control: how many scores change when the baseline answers twice.
 
-    Of `items` that the baseline answered twice, `flips` changed their score.
-
-    `rate` is flips / items; `low` and `high` bound it (Clopper and Pearson, two-sided).
+    Of `items` that the baseline answered twice, the score of `flips` changed. `rate` is flips / items; `low` and `high`
+    bound it (Clopper and Pearson, two-sided).
     """
 
     items: int
@@ -114,11 +114,11 @@ class Control(Record):
 
 @dataclass(frozen=True, slots=True)
 class Headline(Record):
-    """One sentence of a guide about this kind of checkpoint.
+    """One claim of a guide about this kind of checkpoint.
 
-    `promised` and `measured` are factors against the 16-bit baseline; `measured` and `kept` are None where nothing was
-    measured. A guide's figure has two digits, so what rounds to it keeps it. `upto` says that the guide gives a most,
-    which a smaller figure does not break: `kept` then only says whether this checkpoint is there.
+    `promised` and `measured` are factors against the 16-bit baseline; `measured` and `kept` are None if nothing was
+    measured. A guide's figure has two digits, so a measurement that rounds to it keeps it. With `upto` the guide gives
+    an upper limit, which a smaller figure does not break: `kept` then only says whether this checkpoint reaches it.
     """
 
     name: str
@@ -133,13 +133,13 @@ class Headline(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateReport(Record):
-    """The first screen of a judgement: the verdict, its runtime and hardware, and every finding.
+    """The result of a judgement: the verdict, every finding, the figures, and what they were measured on.
 
     `runtime` and `hardware` are part of the verdict: a figure belongs to what it was measured on. `hardware` is a name
-    of the table of targets, `device` what the accelerator calls itself. `looks` maps a task to the looks up to the one
-    that decided (none where it is shown only), `control` to how often the baseline disagrees with itself on it.
-    `history` are the verdicts on this model from before, by their times; they change nothing here.
-    `judgement` is the version of the judgement, which `eval.record` keeps beside the rest.
+    of the table of targets, `device` the accelerator's own name. `looks` maps a task to the looks up to the one that
+    decided (none for a task that is shown only), `control` to how often the baseline disagrees with itself on it.
+    `history` are the earlier verdicts on this model, by their times; they change nothing here. `judgement` is the
+    version of the judgement, which `eval.record` keeps beside the rest.
     """
 
     artefact: str
@@ -159,7 +159,10 @@ class GateReport(Record):
     judgement: int = field(default=JUDGEMENT, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a mapping of the fields, without the version of the judgement, and without a history that is empty."""
+        """Return a mapping of the fields, without the version of the judgement.
+
+        An empty history, and a cell's `reused` of 0, are left out too: earlier records do not have these fields.
+        """
         left_out = ("judgement",) if self.history else ("judgement", "history")  # earlier records know of none
         fields = {**Record.to_json(self), "policy": self.policy.to_json()}
         for cell in fields["throughput"]:
@@ -169,39 +172,39 @@ class GateReport(Record):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the verdict is what it is: the reasons of the findings that have it."""
+        """Return the reasons of the findings whose verdict is the report's verdict."""
         return tuple(finding.reason for finding in self.findings if finding.verdict is self.verdict)
 
     @property
     def claims(self) -> tuple[Headline, ...]:
-        """The headlines that can be held against this measurement: no guide speaks of a CPU's throughput."""
+        """Return the headlines that apply to this hardware: no guide speaks of a CPU's throughput."""
         return tuple(row for row in self.headlines if (row.name, self.hardware) != ("throughput", "cpu"))
 
     @property
     def unmeasured_speed(self) -> str | None:
-        """That there are no figures of speed, in a sentence; None where there are some."""
+        """Return a sentence that throughput was not measured; None if it was."""
         if self.throughput:
             return None
         return f"Throughput was not measured{': nothing is promised of it' if self.policy.min_ratio is None else ''}."
 
     def verdict_of(self, kind: Kind, subject: str | None = None) -> Verdict | None:
-        """Verdict of one kind of check, or of one subject in it; None where nothing of it was judged."""
+        """Return the worst verdict of one kind of check, or of its `subject` alone; None without such a finding."""
         verdicts = [f.verdict for f in self.findings if f.kind == kind and subject in (None, f.subject)]
         return Verdict.combine(verdicts) if verdicts else None
 
 
 def sentence(text: str) -> str:
-    """Text with a full stop, as reasons are printed one after the other."""
+    """Return the stripped text with a full stop at its end, unless it ends in ".", "!" or "?"."""
     text = text.strip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def changes(recorded: GateReport, found: GateReport) -> tuple[str, ...]:
-    """Return a sentence for each difference in verdict, limits or figures; empty where both agree to the last figure.
+    """Return a sentence for each difference in verdict, limits or figures between two reports; empty if there is none.
 
-    Reasons and headlines are sentences of the version that wrote them. Of a finding its kind, subject, verdict and
-    label are compared, of a headline that both have its factors. A record of this version of the judgement whose
-    verdict does not follow from its own numbers was edited.
+    Reasons and headline texts are not compared, because each version writes its own: of a finding the kind, subject,
+    verdict and label are compared, of a headline in both reports its factors. A record of this version of the judgement
+    whose verdict does not follow from its own numbers was edited.
     """
     sentences = []
     if recorded.artefact != found.artefact:
@@ -230,7 +233,7 @@ def _factors(row: Headline) -> tuple[float, float | None]:
 
 
 def _figures(report: GateReport) -> dict[str, Any]:
-    """The fields that hold figures, or name what they were measured on."""
+    """Return the JSON fields of a report without artefact, verdict, findings and headlines."""
     texts = ("artefact", "verdict", "findings", "headlines")
     return {name: value for name, value in report.to_json().items() if name not in texts}
 

@@ -22,7 +22,7 @@ from quantmint.eval.verdict import Verdict
 
 
 def compare(measurements: Measurements, policy: Policy) -> tuple[list[Throughput], list[Finding]]:
-    """Compare every cell that both sides have; a finding says why another one cannot be compared."""
+    """Compare every measured cell; return the comparisons, and an INVALID finding for each cell without one."""
     compared: list[Throughput] = []
     faults: list[Finding] = []
     for cell in dict.fromkeys(name for launch in measurements.launches for name in launch.cells):
@@ -44,7 +44,11 @@ def compare(measurements: Measurements, policy: Policy) -> tuple[list[Throughput
 def judge(
     cells: Sequence[Throughput], measurements: Measurements, policy: Policy, *, broken: bool
 ) -> Iterator[Finding]:
-    """Yield a finding for each cell with a promise; none without a promise, or where the canary broke."""
+    """Yield a finding for each cell with a promise, or one finding for all cells if no cell can be judged.
+
+    Nothing is yielded if the policy promises no speed, or if the run was stopped and `broken` says that the canary's
+    own findings stop the candidate.
+    """
     if policy.min_ratio is None or (measurements.stopped is not None and broken):
         return
     if measurements.stopped is not None:
@@ -98,16 +102,20 @@ def _cell(cell: Throughput, measurements: Measurements, policy: Policy) -> tuple
 
 
 def ends_early(policy: Policy) -> bool:
-    """Return whether looks decide; a record that names more launches than can be counted out is of a fixed number."""
+    """Return whether the launches may end at an early look.
+
+    The policy says so, but never for more launches than `MOST_LOOKS`, whose looks cannot be counted out.
+    """
     return policy.stop_early and policy.launches <= MOST_LOOKS
 
 
 def early(
     baseline: Sequence[float], candidate: Sequence[float], promise: float, policy: Policy
 ) -> tuple[Verdict, int | None]:
-    """Return the verdict on launches that end as soon as they decide, and the look that did; values as they were made.
+    """Return the verdict of a series of launches that may end early, and the number of the look that decided.
 
-    INCONCLUSIVE and None where no look decided.
+    `baseline` and `candidate` are output tokens/s in the order in which the launches were made, `promise` is the
+    promised ratio. The result is INCONCLUSIVE and None if no look decided.
     """
     promised, alpha = [promise * value for value in baseline], 1 - policy.throughput_confidence
     above = decided(candidate, promised, policy.launches, alpha)
@@ -127,5 +135,5 @@ def _of(measurements: Measurements, cell: str, side: Side) -> list[CellResult]:
 
 
 def _offered(results: Sequence[CellResult]) -> bool:
-    """Return whether the load arrived at a fixed rate, so that its throughput is the client's."""
+    """Return whether the load arrived at a fixed rate, which then decides the throughput, not the server."""
     return any(result.request_rate is not None for result in results)

@@ -73,7 +73,10 @@ _SIDES: tuple[Side, ...] = ("baseline", "candidate")
 
 
 def check(measurements: Measurements, policy: Policy) -> Iterator[Finding]:
-    """Yield a finding for each fault that voids all measurements or those of a task, but pairing and launches."""
+    """Yield a finding for each fault that voids all measurements or those of a task.
+
+    The pairing of samples and the launches are checked elsewhere (`eval.samples.pair`, `check_launches`).
+    """
     for fault in measurements.faults:
         yield Finding.invalid("measurement", fault)
     for difference in differences(measurements.baseline, measurements.candidate):
@@ -115,7 +118,10 @@ def _asked(task: str, side: Side, samples: SampleSet) -> Iterator[Finding]:
 
 
 def _plausible(task: str, baseline: SampleSet, policy: Policy) -> Iterator[Finding]:
-    """Yield a finding where the baseline misses the score that it is known to reach, in units of the difference."""
+    """Yield a finding if the baseline misses the score that the policy says it reaches.
+
+    The tolerance is the policy's plus the baseline's sampling error at the policy's confidence.
+    """
     expected_score = policy.baseline_score.get(task)
     if expected_score is None or not baseline.samples:
         return
@@ -136,9 +142,10 @@ def _plausible(task: str, baseline: SampleSet, policy: Policy) -> Iterator[Findi
 
 
 def _shows(task: str, baseline: SampleSet, policy: Policy, chance: float) -> Iterator[Finding]:
-    """Yield a finding where the baseline does not beat chance by the lower bound of its score and by the margin.
+    """Yield a finding if the baseline's score is too close to `chance`, the score that guessing reaches.
 
-    A baseline that guesses has nothing to lose: a candidate that knows nothing would be within the margin too.
+    Its lower bound must be above chance, and the score itself above chance by more than the margin: a baseline that
+    guesses has nothing to lose, and a candidate that knows nothing would be within the margin too.
     """
     score, margin = baseline.mean, policy.margins[task]
     spread = max(standard_error(baseline), math.sqrt(chance * (1 - chance) / len(baseline.samples)))
@@ -151,9 +158,9 @@ def _shows(task: str, baseline: SampleSet, policy: Policy, chance: float) -> Ite
 
 
 def standard_error(samples: SampleSet) -> float:
-    """Return the standard error of `SampleSet.mean` (of a perplexity: of its logarithm), over passages of items.
+    """Return the standard error of `SampleSet.mean`, of a perplexity that of its logarithm, clustered by passage.
 
-    0 below two passages.
+    Returns 0 below two passages; an item without a passage counts as one.
     """
     import numpy as np
 
@@ -218,9 +225,9 @@ def _series(launches: Sequence[Launch]) -> Iterator[Finding]:
 
 
 def _planned_order(launches: Sequence[Launch]) -> tuple[Side, ...]:
-    """Return the order that the series should have: reused launches first, then as `reuse_order` has it.
+    """Return the sides in the order that the series should have: reused launches first, then as `reuse_order` plans it.
 
-    A series whose reused launches disagreed has none of these, and the other end of that order.
+    A series whose reused launches were dropped because they disagreed ends with the second end of `reuse_order`.
     """
     count = (len(launches) + 1) // 2
     start, agreed, disagreed = reuse_order(count)
@@ -231,9 +238,10 @@ def _planned_order(launches: Sequence[Launch]) -> tuple[Side, ...]:
 
 
 def _reused(launches: Sequence[Launch], hardware: str) -> Iterator[Finding]:
-    """Yield a finding where launches of an earlier run, which a baseline may reuse, were reused wrongly.
+    """Yield a finding for each fault in the reuse of the baseline's launches of an earlier run.
 
-    They must be its first launches, as many as `reusable` says, and agree with the fresh ones: see `disagreement`.
+    The reused launches must be the first of the series, as many as `reusable` says, and must agree with the fresh ones
+    of the baseline (`disagreement`).
     """
     reused = [launch for launch in launches if launch.reused]
     if not reused:
@@ -258,11 +266,11 @@ def is_sound(launch: Launch, argv: Sequence[str]) -> bool:
 
 
 def disagreement(reused: Sequence[Launch], fresh: Sequence[Launch], hardware: str) -> str | None:
-    """Return how reused launches of a baseline differ from fresh ones, in a clause; None where they agree.
+    """Return a clause on how reused launches of a baseline differ from fresh ones; None if they agree.
 
-    Device, attention backend and type of the KV cache must be the same, the clocks of `hardware`, unless it is a CPU,
-    lie within `CLOCK_TOLERANCE`, and the throughput of no cell may differ by Student's test, which errs at
-    `AGREEMENT_ALPHA` over all cells together.
+    Device, attention backend and type of the KV cache must be the same. Every cell must be in all launches, and
+    Student's test of its throughput, which errs at `AGREEMENT_ALPHA` over all cells together, must see no difference.
+    The clocks must lie within `CLOCK_TOLERANCE`, unless `hardware` is a CPU.
     """
     for field, noun in (
         ("device", "device"),
@@ -322,9 +330,10 @@ def _steady_load(cell: CellResult) -> bool:
 
 
 def _behind(cell: CellResult) -> bool:
-    """Whether a piece of an answer had more than two tokens: vLLM's best second counts pieces, its mean tokens.
+    """Return whether the API server fell behind: pieces of answers had more than two tokens each on average.
 
-    An API server on most of a core sometimes hands out two tokens of a request as one. Seconds that were begun count.
+    vLLM's best second counts pieces, its mean throughput counts tokens. A server on most of a core sometimes sends two
+    tokens of a request as one piece, so up to two are allowed. A second that was begun counts as a whole one.
     """
     tokens = cell.output_throughput * cell.duration
     return (
@@ -344,7 +353,7 @@ def _clocks(launches: Sequence[Launch]) -> Iterator[Finding]:
 
 
 def _clock_change(launches: Sequence[Launch]) -> str | None:
-    """Return the lowest and the highest clock where they differ by more than `CLOCK_TOLERANCE`, else None."""
+    """Return a phrase with lowest and highest clock if they differ by more than `CLOCK_TOLERANCE`, else None."""
     clocks = [launch.machine.clock_mhz for launch in launches if launch.machine.clock_mhz is not None]
     if not clocks or max(clocks) - min(clocks) <= CLOCK_TOLERANCE * median(clocks):
         return None

@@ -32,7 +32,7 @@ Path = tuple[Accuracy, float, tuple[Look, ...]]
 
 
 def view(gate: GateReport) -> dict[str, Any] | None:
-    """The section's content; None where nothing was asked."""
+    """Return the values of the template's accuracy section; None if no task was asked."""
     if not gate.accuracy:
         return None
     scored = [result for result in gate.accuracy if result.kind != "perplexity"]
@@ -51,8 +51,11 @@ def view(gate: GateReport) -> dict[str, Any] | None:
 
 
 def changes(results: Sequence[tuple[Accuracy, str, GateReport]], *, width: int, name: str) -> str:
-    """Draw each task's loss or gain against its margin: results of one unit, each with a prefix of its name (or "")
-    and the judgement that it is from."""
+    """Draw each task's loss or gain against its margin, as an inline SVG.
+
+    `results` share one unit; each comes with a prefix of its name (or "") and the judgement that it is from. `width` is
+    in CSS pixels, `name` the prefix of the ids.
+    """
     rows = []
     unit = unit_of(results[0][0].kind)
     for result, prefix, gate in results:
@@ -74,7 +77,7 @@ def changes(results: Sequence[tuple[Accuracy, str, GateReport]], *, width: int, 
 
 
 def _path(gate: GateReport, result: Accuracy) -> Path | None:
-    """The looks at a gated task, where more than one was planned."""
+    """Return a gated task with its margin and its looks; None if it is shown only, or if only one look was planned."""
     looks, margin = gate.looks.get(result.task, ()), gate.policy.margins.get(result.task)
     if margin is None or not looks or (len(looks) == 1 and result.items == result.planned):
         return None
@@ -82,7 +85,7 @@ def _path(gate: GateReport, result: Accuracy) -> Path | None:
 
 
 def paths(tasks: Sequence[Path], *, width: int, name: str) -> str:
-    """Draw how each task was decided: its bounds at each look against the margin, a panel a task."""
+    """Draw how each task was decided, as an inline SVG: a panel per task with bounds and margin at each look."""
     columns = 1 if width < 500 else 2 if width < 700 or len(tasks) in (2, 4) else 3
     grid = PanelGrid(width, min(columns, max(1, len(tasks))), len(tasks), 132, left=52, right=14, top=36)
     with panels(width, grid.height, grid.rows, grid.columns) as (drawing, axes):

@@ -19,12 +19,16 @@ Answers = Mapping[Key, Mapping[str, Any]]
 
 
 def by_item(answers: Iterable[Mapping[str, Any]]) -> dict[Key, Mapping[str, Any]]:
-    """Answers by the item that they belong to."""
+    """Return answers by the key of their item: (leaf task, document number, filter)."""
     return {(answer["task"], answer["doc_id"], answer["filter"]): answer for answer in answers}
 
 
 def flips(baseline: SampleSet, candidate: SampleSet, before: Answers, after: Answers) -> TaskFlips:
-    """The items of both sides whose score differs, in the order in which the candidate was asked."""
+    """Return the items whose score differs between the sides, in the order in which the candidate was asked.
+
+    `before` and `after` are the baseline's and the candidate's answers by item; an item without one has "" texts. A
+    perplexity task has no flips.
+    """
     scores = {sample.key: sample.score for sample in baseline.samples}
     flips: list[Flip] = []
     for sample in candidate.samples:
@@ -48,9 +52,10 @@ def flips(baseline: SampleSet, candidate: SampleSet, before: Answers, after: Ans
 
 
 def said(answer: Mapping[str, Any]) -> str:
-    """Word a side's answer: its text with the extracted answer, or the choice that it took, of which.
+    """Return a side's answer as text for the page.
 
-    A choice stands with its log likelihood in nats; the arrow marks the one that was taken.
+    Of a multiple-choice item it lists all choices with their log likelihoods in nats, an arrow at the chosen one. Of
+    generated text it is the text, followed by the extracted answer where that differs.
     """
     response = str(answer.get("response", ""))
     choices, likelihoods = answer.get("choices"), answer.get("loglikelihoods")
@@ -76,7 +81,10 @@ write tens of thousands."""
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text that may be long: what is seen at once, and the whole where that is more."""
+    """A text for the page: `start` is shown at once, `whole` when it is unfolded (None: `start` is all of it).
+
+    `length` counts the characters of the original, of which `whole` may leave out the middle.
+    """
 
     start: str
     whole: str | None
@@ -84,7 +92,7 @@ class Text:
 
 
 def text(value: str, *, end: bool = False) -> Text:
-    """Cut a text for the page; with ``end`` its end is what is seen at once: a prompt ends in the question."""
+    """Shorten a text for the page; with ``end`` its end is shown at once instead of its start."""
     if len(value) <= FOLDED:
         return Text(value, None, len(value))
     cut = f"\N{HORIZONTAL ELLIPSIS}{value[-FOLDED:]}" if end else f"{value[:FOLDED]}\N{HORIZONTAL ELLIPSIS}"
@@ -97,7 +105,7 @@ def text(value: str, *, end: bool = False) -> Text:
 
 
 def view(report: Report, gate: GateReport) -> dict[str, Any] | None:
-    """The section's content; None where no task has answers that could flip."""
+    """Return the values of the template's section on flips; None if no task has scores that could flip."""
     scored = [result for result in gate.accuracy if result.kind != "perplexity"]
     if not scored:
         return None
@@ -137,14 +145,17 @@ def _direction(direction: Direction, found: list[Flip]) -> dict[str, Any]:
 
 
 def _peek(flip: Flip) -> str:
-    """The last line of the prompt that says something, which a mere "Answer:" does not."""
+    """Return the end of the prompt's last line that is more than 24 characters long, unlike a mere "Answer:"."""
     lines = [line.strip() for line in flip["prompt"].splitlines() if line.strip()]
     long_lines = [line for line in lines if len(line) > 24] or lines
     return long_lines[-1][-160:] if long_lines else ""
 
 
 def bars(results: Sequence[Accuracy], floors: Mapping[str, Control], *, width: int, name: str) -> str:
-    """One stacked bar a task; the mark on it is the floor, the line through the mark its interval."""
+    """Draw a stacked bar of losses and gains per task, as an inline SVG.
+
+    `floors` are the A/A controls by task: a mark on the bar shows the rate, a line through it the interval.
+    """
     row, top, bottom = 50, 4, 42
     height = top + bottom + row * len(results)
     sentences = []

@@ -17,7 +17,7 @@ _SHOWN = 5
 
 
 def widened(gate: GateReport) -> str | None:
-    """Return the sentence on limits that are wider than those of an earlier verdict that was no PASS, or None.
+    """Return a sentence on limits that are wider than those of an earlier verdict other than PASS; None if none are.
 
     The newest such verdict is named; one on other weights of the same source counts too.
     """
@@ -31,7 +31,7 @@ def widened(gate: GateReport) -> str | None:
 
 
 def history_notes(gate: GateReport) -> Iterator[str]:
-    """Yield the sentences: limits that were widened, then the verdicts themselves, those that were no PASS first."""
+    """Yield the sentences on earlier verdicts: limits that were widened, then one list of the verdicts, PASS last."""
     if not gate.history:
         return
     if (sentence := widened(gate)) is not None:

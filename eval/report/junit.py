@@ -23,7 +23,7 @@ _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 def render(report: Report) -> str:
-    """The XML text: a suite for each kind of check, with what was measured where among its properties."""
+    """Return the report as JUnit XML: a test suite for each kind of check, with model and device as properties."""
     gate = GateReport.from_json(report["gate"])
     told = {name: str(report[name]) for name in ("model", "scheme")} | {"verdict": gate.verdict.value}
     told |= {name: getattr(gate, name) for name in ("artefact", "runtime", "hardware", "device")}

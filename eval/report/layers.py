@@ -23,7 +23,10 @@ from quantmint.eval.report.plots import (
 
 
 def errors(report: Report) -> dict[str, Any] | None:
-    """SQNR by layer and module; None where no weight was compared with its source."""
+    """Return the values of the template's section on weight errors, SQNR by layer and module.
+
+    None if no weight was compared with its source.
+    """
     inside = [error for error in report["layers"] if error["layer"] is not None]
     outside = [error for error in report["layers"] if error["layer"] is None]
     if not report["layers"]:
@@ -48,7 +51,7 @@ def errors(report: Report) -> dict[str, Any] | None:
 
 
 def cache(report: Report) -> dict[str, Any] | None:
-    """Scales of the KV cache by layer; None where the cache has none."""
+    """Return the values of the template's section on scales of the KV cache; None if the cache has no scales."""
     if not report["kv_scales"]:
         return None
     profiles: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)
@@ -81,9 +84,10 @@ def span(cells: Cells) -> tuple[float, float]:
 
 
 def heatmap(cells: Cells, kinds: Sequence[str], *, width: int, name: str) -> str:
-    """SQNR in dB by (layer, kind): the lower, the more conspicuous.
+    """Draw the SQNR in dB by (layer, kind), as an inline SVG: the lower, the more conspicuous.
 
-    Layers run to the right where there is room for them, and downwards on a narrow screen.
+    `kinds` are the roles of modules in the order to show them. Layers run to the right if there is room for them, and
+    downwards on a narrow screen.
     """
     layers = list(range(min(layer for layer, _ in cells), max(layer for layer, _ in cells) + 1))
     upright = width < 500
@@ -128,14 +132,17 @@ def heatmap(cells: Cells, kinds: Sequence[str], *, width: int, name: str) -> str
 
 
 def scale(cells: Cells) -> list[tuple[str, int]]:
-    """The legend: a value in dB and a step of the colour scale, from the least to the most conspicuous."""
+    """Return the legend: (value in dB, step of the colour scale) from the least to the most conspicuous."""
     low, high = span(cells)
     return [(f"{high - (high - low) * step / (HEATS - 1):.1f}", step) for step in range(HEATS)]
 
 
 def kv_scales(profiles: Mapping[str, Mapping[int, tuple[float, float]]], *, width: int, name: str) -> str:
-    """One line for each of K and V; with a scale a head the band spans the heads. ``profiles[which][layer]`` is the
-    least and the greatest scale of a layer."""
+    """Draw the scales of the KV cache by layer, as an inline SVG: a line for K and one for V.
+
+    ``profiles[which][layer]`` is the least and the greatest scale of a layer; with a scale per head the band spans
+    them.
+    """
     with figure(width, 230, (56, 14, 12, 42)) as (drawing, axis):
         for index, (which, layers) in enumerate(profiles.items()):
             numbers = sorted(layers)

@@ -17,7 +17,7 @@ _SIGNS = str.maketrans({char: f"\\{char}" for char in "\\`*_[]<>|#$~&"})
 
 
 def render(report: Report) -> str:
-    """Verdict, tables with intervals and counts, how it was made, what it does not say."""
+    """Return the report as Markdown: verdict, tables with intervals and counts, recipe, versions, and limits."""
     gate = GateReport.from_json(report["gate"])
     limited = [*map(plain, notes(report, gate)), *limits(gate)]
     parts = [
@@ -32,12 +32,12 @@ def render(report: Report) -> str:
 
 
 def plain(text: str) -> str:
-    """Text as Markdown that shows exactly it, on one line; a number stays beside its unit."""
+    """Return text escaped for Markdown, on one line; no-break blanks, which keep a number beside its unit, stay."""
     return _BLANKS.sub(" ", text).strip().translate(_SIGNS)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are figures."""
+    """Return a Markdown table: the first column is aligned left, the others, which hold figures, right."""
     lines = [head, [":--", *["--:"] * (len(head) - 1)], *[[plain(cell) for cell in row] for row in rows]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -52,13 +52,13 @@ def _verdict(report: Report, gate: GateReport) -> str:
 
 
 def not_passed(gate: GateReport) -> list[str]:
-    """Every finding that is no PASS, the worst first."""
+    """Return a line of Markdown for every finding that is no PASS, the worst first."""
     findings = [finding for finding in worst_first(gate.findings) if finding.verdict is not Verdict.PASS]
     return [f"{finding.verdict.value}: {plain(finding.reason)}" for finding in findings]
 
 
 def accuracy(gate: GateReport) -> str:
-    """The table of tasks, with what is said of it; "" where nothing was asked."""
+    """Return the table of tasks with a note on flips; "" if no task was asked."""
     if not gate.accuracy:
         return ""
     rows = []
@@ -100,7 +100,7 @@ def _flips(gate: GateReport) -> str:
 
 
 def throughput(report: Report, gate: GateReport) -> str:
-    """The table of loads, with where they were measured; "" where none was."""
+    """Return the table of loads, with where they were measured; "" if throughput was not measured."""
     if not gate.throughput:
         return ""
     rows = [
@@ -126,7 +126,7 @@ def throughput(report: Report, gate: GateReport) -> str:
 
 
 def size(report: Report) -> str:
-    """The table of bytes by part, with the tokens that the KV cache holds."""
+    """Return the table of bytes by part, with a sentence on the KV cache's tokens if both sides have them."""
     sizes = report["size"]
     rows = [[part["name"], numbers.size(part["baseline_bytes"]), numbers.size(part["candidate_bytes"])]
             for part in sizes["parts"]]  # fmt: skip
@@ -138,7 +138,7 @@ def size(report: Report) -> str:
 
 
 def fenced(text: str, language: str = "") -> str:
-    """A block of code that shows exactly the text, whatever fences are in it."""
+    """Return a fenced block of code with the text; the fence is longer than any backticks in it."""
     fence = "```"
     while fence in text:
         fence += "`"
@@ -155,7 +155,7 @@ def _origin(report: Report) -> str:
 
 
 def limits(gate: GateReport) -> list[str]:
-    """Yield what the figures do not show, one sentence each."""
+    """Return sentences on what the figures do not show."""
     lines: list[str] = []
     if gate.accuracy:
         lines.append(

@@ -17,7 +17,7 @@ ARROW = "\N{RIGHTWARDS ARROW}"
 
 
 def size(count: float) -> str:
-    """Bytes in decimal units, as disks and the Hub count."""
+    """Return a number of bytes with a decimal unit, kB to TB, as disks and the Hub count."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{three(count)} {unit}"
@@ -26,24 +26,24 @@ def size(count: float) -> str:
 
 
 def three(value: float) -> str:
-    """Three significant digits, zeros included."""
+    """Return a number with three significant digits, zeros included; from 1000 on all digits before the point."""
     return f"{value:#.3g}".rstrip(".") if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def figure(value: float | None) -> str:
-    """A measured value; a dash where there is none."""
+    """Return a measured value with three significant digits; a dash for None."""
     if value is None:
         return DASH
     return signs(three(value)) if value else "0"
 
 
 def count(value: float | None) -> str:
-    """A whole number with thousands set apart; a dash where there is none."""
+    """Return a number, rounded to a whole one, with thousands set apart; a dash for None."""
     return DASH if value is None else f"{round(value):,}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds, or minutes, or hours with minutes."""
+    """Return a duration in seconds, in minutes and seconds, or from one hour on in hours and minutes."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, remainder = divmod(round(seconds), 60)
@@ -51,83 +51,83 @@ def duration(seconds: float) -> str:
 
 
 def signed(value: float, digits: int = 2) -> str:
-    """A change with its sign."""
+    """Return a number with its sign, also a plus."""
     return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def percent(fraction: float | None, digits: int = 1) -> str:
-    """A share in per cent; a dash where there is none."""
+    """Return a share of 1 in per cent; a dash for None."""
     return DASH if fraction is None else signs(f"{100 * fraction:.{digits}f}{PER_CENT}")
 
 
 def ratio(value: float) -> str:
-    """A factor."""
+    """Return a factor with two decimals and a multiplication sign."""
     return f"{value:.2f}{TIMES}"
 
 
 def p_value(value: float | None) -> str:
-    """A p-value; very small ones as a bound."""
+    """Return a p-value, below 0.0001 as "< 0.0001"; a dash for None."""
     if value is None:
         return DASH
     return "< 0.0001" if value < 1e-4 else f"{value:.4f}" if value < 0.01 else f"{value:.3f}"
 
 
 def signs(text: str) -> str:
-    """Numbers in a sentence with a real minus sign."""
+    """Return text with a minus sign instead of the hyphen before each negative number."""
     return re.sub(r"(?<![\w.-])-(?=\d)", "\N{MINUS SIGN}", text)
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The unit of a change of accuracy: points of a score; per cent of a perplexity, of which more is worse.
+    """The unit of a change of accuracy: points of a score, or per cent of a perplexity, where more is worse.
 
-    Differences are those of `Accuracy.difference`, below 0 is worse.
+    Methods take differences as in `Accuracy.difference`, where below 0 is worse.
     """
 
     name: str
     perplexity: bool
 
     def scale(self, difference: float) -> float:
-        """A difference in the unit."""
+        """Return a difference in this unit, cut off at differences of -20 and 20."""
         return change("perplexity" if self.perplexity else "graded", max(-20.0, min(20.0, difference)))
 
     def span(self, low: float, high: float) -> tuple[float, float]:
-        """An interval of differences in the unit, the lower end first."""
+        """Return the interval between two differences in this unit, the lower end first."""
         ends = (self.scale(low), self.scale(high))
         return (min(ends), max(ends))
 
     def margin(self, margin: float) -> float:
-        """Return a margin's place: -1 for a loss of one point, +2 for a perplexity of two per cent more."""
+        """Return a margin's place on this unit's axis: -1 for a loss of one point, +2 for a perplexity 2 % higher."""
         return 100 * margin if self.perplexity else -100 * margin
 
     def words(self, difference: float) -> str:
-        """A difference with its unit."""
+        """Return a difference as text, with its sign and unit."""
         return f"{signed(self.scale(difference))}{PER_CENT if self.perplexity else POINT}"
 
     def margin_words(self, margin: float) -> str:
-        """A margin with its unit."""
+        """Return a margin as text, with the sign of the loss and the unit."""
         return f"{signed(self.margin(margin))}{PER_CENT if self.perplexity else POINT}"
 
     def interval(self, low: float, high: float) -> str:
-        """An interval of differences, the lower end first."""
+        """Return the interval between two differences as text, the lower end first, without the unit."""
         ends = self.span(low, high)
         return f"{signed(ends[0])} \N{HORIZONTAL ELLIPSIS} {signed(ends[1])}"
 
 
 def unit_of(kind: str) -> Unit:
-    """The unit that a task's change is shown in, by its `Accuracy.kind`."""
+    """Return the unit for a task's change, by its `Accuracy.kind`."""
     perplexity = kind == "perplexity"
     name = "change in perplexity, % (left is better)" if perplexity else "change in accuracy, points (right is better)"
     return Unit(name, perplexity)
 
 
 def level(result: Accuracy, value: float) -> str:
-    """A score in per cent, or a perplexity."""
+    """Return a score in per cent, or a perplexity with three digits, by the kind of `result`."""
     return three(value) if result.kind == "perplexity" else percent(value, 2)
 
 
 def tone(verdict: Verdict | None) -> str:
-    """The colour of a verdict; of what is shown only, a quiet one."""
+    """Return the name of the page's colour for a verdict; "muted" for None, a task that is shown only."""
     return verdict.value.lower() if verdict else "muted"
 
 

@@ -21,9 +21,10 @@ FOLDER = Path(__file__).parent
 
 
 def environment(folder: Path = FOLDER) -> Environment:
-    """The templates of a folder and the frame, escaped, strict about names, with the filters of figures.
+    """Return the Jinja environment of a folder's templates and the shared frame, with the filters for figures.
 
-    `style` is the style sheet of all pages, followed by the folder's own `page.css` where it has one.
+    It escapes HTML and refuses undefined names. `style` is the style sheet of all pages, followed by the folder's own
+    `page.css` if it has one.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -64,7 +65,7 @@ def render(report: Report) -> str:
 
 
 def write(folder: Path, report: Report) -> Path:
-    """Write `report.json`, `report.html`, `report.md` and `junit.xml`; returns the path of the page."""
+    """Write `report.json`, `report.html`, `report.md` and `junit.xml`; return the path of `report.html`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (
         (DATA, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"),

@@ -36,23 +36,26 @@ PIXELS_PER_INCH = 72.0
 
 
 def colour(name: str) -> str:
-    """The stand-in for the CSS variable `--name`."""
+    """Return the stand-in colour for the CSS variable `--name`; `inline` replaces it."""
     return _STAND_INS[name]
 
 
 def series(index: int) -> str:
-    """The stand-in for the colour of the index-th series; colours repeat after eight."""
+    """Return the stand-in colour of the series with this index; colours repeat after eight."""
     return _STAND_INS[f"series-{index % _SERIES}"]
 
 
 def heat(share: float) -> str:
-    """The stand-in for a place between 0 (least conspicuous) and 1 on the colour scale of a heat map."""
+    """Return the stand-in colour for a place on a heat map's colour scale, from 0 (least conspicuous) to 1."""
     return _STAND_INS[f"heat-{min(HEATS - 1, max(0, int(share * HEATS)))}"]
 
 
 @contextmanager
 def figure(width: int, height: int, margins: tuple[float, ...] | None = None) -> Iterator[tuple[Any, Any]]:
-    """A figure with one plain axis, sized in CSS pixels, as are its margins: left, right, top and bottom."""
+    """Yield a matplotlib figure and its only axis.
+
+    Sizes are in CSS pixels; `margins` are left, right, top and bottom.
+    """
     with panels(width, height, 1, 1) as (drawing, axes):
         if margins is not None:
             left, right, top, bottom = margins
@@ -62,7 +65,10 @@ def figure(width: int, height: int, margins: tuple[float, ...] | None = None) ->
 
 @contextmanager
 def panels(width: int, height: int, rows: int, columns: int) -> Iterator[tuple[Any, list[Any]]]:
-    """A figure with a grid of plain axes, in the order of reading, sized in CSS pixels; it is closed afterwards."""
+    """Yield a matplotlib figure and the axes of a grid, row by row; sizes are in CSS pixels.
+
+    Within the block matplotlib's settings are those of the pages.
+    """
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -97,7 +103,7 @@ def panels(width: int, height: int, rows: int, columns: int) -> Iterator[tuple[A
 
 
 def inline(drawing: Any, *, name: str, label: str) -> str:
-    """The figure as an `<svg>` element with ids that start with `name` and `label` as its accessible name."""
+    """Return the figure as an `<svg>` element whose ids start with `name`, with `label` as its accessible name."""
     import matplotlib as mpl
 
     buffer = io.StringIO()
@@ -122,9 +128,9 @@ def inline(drawing: Any, *, name: str, label: str) -> str:
 
 
 def both_widths(draw: Callable[..., str], name: str, *, wide: int = WIDE) -> Markup:
-    """Return a figure in two widths, for wide and for narrow screens; the style sheet shows the one that fits.
+    """Return HTML with a figure in two widths, of which the style sheet shows the one that fits the screen.
 
-    ``draw`` takes the width in CSS pixels and the prefix of the ids.
+    ``draw`` is called with `width` in CSS pixels and with the prefix `name` of the ids.
     """
     from markupsafe import Markup
 
@@ -141,7 +147,10 @@ LETTER = 0.6
 
 @dataclass(frozen=True, slots=True)
 class PanelGrid:
-    """Panels of equal size in pixels: room for the ticks at the left of and below each, and for a title above."""
+    """A grid of panels of equal size; lengths are in CSS pixels.
+
+    `left`, `right`, `top` and `bottom` are the margins of each panel, for ticks and for a title above.
+    """
 
     width: int
     columns: int
@@ -159,11 +168,11 @@ class PanelGrid:
 
     @property
     def height(self) -> int:
-        """Height of the whole figure."""
+        """Return the height of the whole figure in CSS pixels."""
         return self.rows * (self.top + self.panel_height + self.bottom)
 
     def place(self, axes: Sequence[Any]) -> list[Any]:
-        """Put the axes where the panels are; axes without a panel are hidden. Returns those that have one."""
+        """Move the axes to the panels' places and hide those beyond the last panel; return the others."""
         cell = self.width / self.columns
         for number, axis in enumerate(axes):
             row, column = divmod(number, self.columns)
@@ -177,13 +186,16 @@ class PanelGrid:
 
 
 def title(axis: Any, text: str, *, size: float = 13, left: int = 0) -> None:
-    """A bold title above an axis, from its left edge or ``left`` pixels before it."""
+    """Write a bold title above an axis, beginning ``left`` pixels before its left edge."""
     axis.annotate(text, (0, 1), (-left, 12), xycoords="axes fraction", textcoords="offset points", fontsize=size,
                   fontweight="bold", color=colour("ink"), va="center")  # fmt: skip
 
 
 def row_title(axis: Any, y: float, text: str, tail: str, width: int, *, above: int = 0) -> None:
-    """A row's name at the left and what is said of it at the right, ``above`` points over its ``y``."""
+    """Write a row's name, shortened to fit, at the left and ``tail`` at the right.
+
+    Both stand ``above`` points over the height ``y`` of a figure that is ``width`` pixels wide.
+    """
     room = width - LETTER * 12 * (len(tail) + 2)
     for words, x, ha, weight, size, tint in (
         (shorten(text, room, 14), 0, "left", "bold", 13, "ink"),
@@ -195,7 +207,7 @@ def row_title(axis: Any, y: float, text: str, tail: str, width: int, *, above: i
 
 
 def number(value: float) -> str:
-    """A tick or a value: three digits, thousands with commas."""
+    """Return a tick's value as text: three digits, thousands with commas."""
     if value == 0:
         return "0"
     text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -203,14 +215,14 @@ def number(value: float) -> str:
 
 
 def locator(most: int, *, integer: bool = False) -> Any:
-    """Ticks at round numbers, at most so many intervals."""
+    """Return a matplotlib locator of ticks at round numbers, with at most ``most`` intervals."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(max(1, most), integer=integer, steps=[1, 2, 2.5, 5, 10])
 
 
 def plain_values(axis: Any, values: Sequence[float], ticks: int) -> None:
-    """A y axis of these values from 0 on; a logarithmic one where the least would not be seen beside the greatest."""
+    """Set up a y axis for these values, from 0 on; logarithmic if the greatest is more than 25 times the least."""
     if not max(values) > 25 * min(values) > 0:
         axis.set_ylim(0, 1.12 * max(*values, 1e-12))
         plain_ticks(axis, y=ticks)
@@ -227,7 +239,7 @@ def plain_values(axis: Any, values: Sequence[float], ticks: int) -> None:
 
 
 def whole_ticks(numbers: Sequence[int], most: int) -> list[int]:
-    """Round numbers among consecutive ones, at most so many; all where there is room for them."""
+    """Return at most about ``most`` round numbers among consecutive ones; all of them if they are no more than that."""
     if len(numbers) <= most:
         return list(numbers)
     ticks = locator(most, integer=True).tick_values(numbers[0], numbers[-1])
@@ -235,7 +247,7 @@ def whole_ticks(numbers: Sequence[int], most: int) -> list[int]:
 
 
 def plain_ticks(axis: Any, *, x: int | None = None, y: int | None = None) -> None:
-    """Few ticks, written out, without marks; None leaves a direction alone."""
+    """Put plain numbers without marks on the axes, at most ``x`` and ``y`` intervals; None leaves an axis alone."""
     if x is not None:
         axis.xaxis.set_major_locator(locator(x))
         axis.xaxis.set_major_formatter(lambda value, _: number(value))
@@ -246,7 +258,7 @@ def plain_ticks(axis: Any, *, x: int | None = None, y: int | None = None) -> Non
 
 
 def at_values(axis: Any, values: Sequence[float], room: float) -> None:
-    """Ticks at these values of a logarithmic x axis, leaving out those that would collide in ``room`` pixels."""
+    """Put ticks at these values of a logarithmic x axis ``room`` pixels wide, except those that would collide."""
     low, high = axis.get_xlim()
     scale = room / math.log(high / low)
     ticks: list[float] = []
@@ -258,7 +270,7 @@ def at_values(axis: Any, values: Sequence[float], room: float) -> None:
 
 
 def shorten(text: str, pixels: float, size: float) -> str:
-    """The text, or its two ends with an ellipsis between them where it is too wide for the pixels."""
+    """Return the text, its middle replaced by an ellipsis if it is wider than ``pixels`` at the font ``size``."""
     letters = max(4, int(pixels / (LETTER * size)))
     if len(text) <= letters:
         return text
@@ -271,11 +283,11 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One estimate in the unit of the axis.
+    """One estimate in a forest plot, in the unit of its axis.
 
-    ``bounds`` are the two one-sided bounds that decide (None where none are computed), ``interval`` the two-sided
-    interval. What lies on the worse side of ``limit`` is shaded; None: nothing decides. ``tone`` is a colour of the
-    page.
+    ``bounds`` are the two one-sided bounds that decide (None: none are computed), ``interval`` the two-sided interval.
+    The worse side of ``limit`` is shaded (None: nothing decides). ``label`` and ``tail`` stand at the left and the
+    right, ``tone`` is the name of a colour of the page.
     """
 
     label: str
@@ -297,10 +309,11 @@ def forest(
     more_is_worse: bool = False,
     least_span: float = 0.4,
 ) -> str:
-    """Rows as an inline SVG. The shaded side beyond a limit is the left one, or the right one where
-    ``more_is_worse``, as of a perplexity.
+    """Draw estimates one below the other, as an inline SVG.
 
-    The thick bar spans the bounds, the thin line the interval.
+    A thick bar spans the bounds, a thin line the interval. The shaded side beyond a limit is the left one, or with
+    ``more_is_worse``, as for a perplexity, the right one. ``label`` is the accessible name, ``name`` the prefix of the
+    ids; the axis spans at least ``least_span``.
     """
     row, top, bottom = 58, 6, 44
     height = top + bottom + row * len(rows)
@@ -347,7 +360,7 @@ _RADIUS = 8.5  # of a lettered mark, in pixels
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A lettered mark in a plane, with its intervals; nothing beats those on the front."""
+    """A mark with a letter in a plane, with intervals in both directions; ``on_front`` says that nothing beats it."""
 
     letter: str
     x: float
@@ -368,11 +381,11 @@ def plane(
     origin: tuple[float, float] | None = None,
     stairs: bool = False,
 ) -> str:
-    """Marks in a plane, those of the front on top and filled: an inline SVG. ``titles`` are those of the two axes.
+    """Draw marks in a plane, as an inline SVG, those of the front on top and filled.
 
-    What lies closer together than ``least`` is not blown up to look far apart. ``origin`` is a point to compare with,
-    drawn as a cross. ``stairs``: more of y at less x is better and nothing else counts, so that the front is a line
-    with all that is beaten below it, and no mark is filled.
+    ``titles`` and ``least`` are the titles and least spans of the x and the y axis, so that small differences are not
+    blown up. ``origin`` is a point of comparison, drawn as a cross. ``stairs`` is for a plane where more of y at less x
+    is better and nothing else counts: the front is a line above all that is beaten, and no mark is filled.
     """
     with figure(width, 330, (58, 14, 14, 46)) as (drawing, axis):
         across = [end for s in spots for end in (s.x, *(s.x_range or ()))]

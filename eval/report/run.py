@@ -16,7 +16,7 @@ from quantmint.eval.report.summary import answered_by
 
 
 def view(report: Report) -> dict[str, Any]:
-    """The section's content."""
+    """Return the values of the template's section on the run."""
     cached = [stage["seconds"] for stage in report["stages"] if stage["cached"]]
     return {
         "timeline": both_widths(partial(timeline, report["stages"]), "timeline") if report["stages"] else None,
@@ -27,7 +27,7 @@ def view(report: Report) -> dict[str, Any]:
 
 
 def command(env: Mapping[str, str], argv: Sequence[str]) -> str:
-    """A shell command with one variable or flag a line."""
+    """Return a shell command over several lines, with one variable or flag per line."""
     lines = [f"{key}={shlex.quote(value)}" for key, value in sorted(env.items())]
     start = next((index for index, token in enumerate(argv) if token.startswith("--")), len(argv))
     lines += [" ".join(map(shlex.quote, argv[:start]))] if start else []
@@ -40,7 +40,7 @@ def command(env: Mapping[str, str], argv: Sequence[str]) -> str:
 
 
 def timeline(stages: Sequence[ShownStage], *, width: int, name: str) -> str:
-    """One row a stage, in the order of time. What lies between stages is cut out: a result of last week is near."""
+    """Draw one row per stage in the order of time, as an inline SVG; idle time between stages is cut out."""
     places, cuts = _packed(stages)
     labels = [(stage["name"], duration(stage["seconds"])) for stage, _ in places]
     total = max([start + stage["seconds"] for stage, start in places] + [1e-3])
@@ -74,7 +74,7 @@ def timeline(stages: Sequence[ShownStage], *, width: int, name: str) -> str:
 
 
 def _packed(stages: Sequence[ShownStage]) -> tuple[list[tuple[ShownStage, float]], list[float]]:
-    """Each stage with its place once idle time is cut out, and the places of cuts that were longer than a minute."""
+    """Return each stage with its start, and the places of cuts of more than a minute, in seconds without idle time."""
     places: list[tuple[ShownStage, float]] = []
     cuts: list[float] = []
     place, clock = 0.0, -math.inf

@@ -30,14 +30,14 @@ _DOUBTFUL = " It may yet be sound: with `canary: null` its tasks are asked."
 
 
 def meaning(report: Report, gate: GateReport) -> str:
-    """The verdict in a sentence."""
+    """Return the sentence that explains the verdict, for a run that the canary stopped as well."""
     if report["stopped"] is None:
         return MEANING[gate.verdict]
     return _STOPPED + (_DOUBTFUL if gate.verdict is Verdict.INCONCLUSIVE else "")
 
 
 def view(report: Report, gate: GateReport) -> dict[str, Any]:
-    """The section's content."""
+    """Return the values of the template's first screen."""
     ordered = worst_first(gate.findings)
     unresolved = [finding for finding in ordered if finding.verdict is not Verdict.PASS]
     passed = [finding for finding in ordered if finding.verdict is Verdict.PASS]
@@ -57,13 +57,13 @@ def view(report: Report, gate: GateReport) -> dict[str, Any]:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """By verdict, the worst first; otherwise in the order of the gate."""
+    """Return findings sorted from the worst verdict to the best; equal verdicts keep the gate's order."""
     order = list(Verdict)
     return sorted(findings, key=lambda finding: -order.index(finding.verdict))
 
 
 def runtime(report: Report) -> str:
-    """Return the candidate's runtime, with its version."""
+    """Return the candidate's runtime with its version; "" if the report has no server of the candidate."""
     return next((answered_by(plan) for plan in report["servers"] if plan["side"] == "candidate"), "")
 
 
@@ -74,7 +74,7 @@ def answered_by(plan: ServedSide) -> str:
 
 
 def tiles(report: Report, gate: GateReport) -> list[tuple[str, str, str]]:
-    """Caption, figure, explanation."""
+    """Return (caption, figure, explanation) for each figure of the first screen."""
     size = report["size"]
     sizes = f"{numbers.size(size['baseline_bytes'])} {ARROW} {numbers.size(size['candidate_bytes'])}"
     facts = [("Size", f"{size['candidate_bytes'] / size['baseline_bytes']:.2f}{TIMES}", sizes)]
@@ -97,7 +97,11 @@ def tiles(report: Report, gate: GateReport) -> list[tuple[str, str, str]]:
 
 
 def notes(report: Report, gate: GateReport) -> list[str]:
-    """Return what a reader must know before the figures: earlier verdicts, and where the figures do not come from."""
+    """Return the sentences that a reader must know before the figures.
+
+    They tell of earlier verdicts, of figures from other hardware than promised, and of weights larger than a guide
+    says, followed by the report's own notes.
+    """
     promised = gate.policy.hardware
     sentences = []
     if gate.throughput and promised is not None and gate.hardware != promised:
@@ -111,7 +115,7 @@ def notes(report: Report, gate: GateReport) -> list[str]:
 
 
 def _target(report: Report, gate: GateReport) -> str | None:
-    """Return that figures come from other hardware than the recipe's target, None where they do not."""
+    """Return a sentence that the figures come from other hardware than the recipe's target; None if they do not."""
     target = gate.policy.hardware
     if target in (None, gate.hardware):
         return None
@@ -119,7 +123,7 @@ def _target(report: Report, gate: GateReport) -> str | None:
 
 
 def _size(report: Report, gate: GateReport) -> str | None:
-    """Return why the weights are not as small as a guide says of such a checkpoint, None where they are."""
+    """Return a sentence on why the weights are not as small as a guide says of such a checkpoint; None if they are."""
     row = next((row for row in gate.claims if row.name.startswith("memory") and row.kept is False), None)
     size = report["size"]
     whole = [part for part in size["parts"] if part["candidate_bytes"] >= part["baseline_bytes"] > 0]

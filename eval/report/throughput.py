@@ -35,7 +35,10 @@ _SIDES = ((0, "muted", "s"), (1, "candidate", "o"))  # index, colour and mark of
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A cell with its load: how many requests were in flight (``rate`` False), or arrived each second."""
+    """A cell with its load: the requests in flight, or with ``rate`` the requests per second that arrive.
+
+    ``shape`` is the cell's name without its load.
+    """
 
     cell: Throughput
     shape: str
@@ -44,12 +47,12 @@ class Measured:
 
     @property
     def speed(self) -> tuple[float, float]:
-        """Output tokens/s per GPU of the baseline and the candidate."""
+        """Return the output tokens/s per GPU of the baseline and of the candidate."""
         return self.cell.baseline / self.cell.gpus, self.cell.candidate / self.cell.gpus
 
 
 def view(report: Report, gate: GateReport) -> dict[str, Any] | None:
-    """The section's content; None where nothing was measured."""
+    """Return the values of the template's throughput section; None if throughput was not measured."""
     if not gate.throughput:
         return None
     launches = [Launch.from_json(launch) for launch in report["launches"]]
@@ -84,7 +87,7 @@ def _measured(cell: Throughput, launches: Sequence[Launch]) -> Measured:
 
 
 def _groups(cells: Sequence[Measured]) -> list[list[Measured]]:
-    """Cells of one shape and kind of load together, by rising load, in the order of the workload."""
+    """Return the cells grouped by shape and kind of load, each group by rising load."""
     measured: dict[tuple[str, bool], list[Measured]] = {}
     for item in cells:
         measured.setdefault((item.shape, item.rate), []).append(item)
@@ -111,7 +114,10 @@ def _ratios(gate: GateReport, cells: Sequence[Throughput], *, width: int, name: 
 
 
 def _speeds(shapes: Sequence[Sequence[Measured]], *, unit: str, width: int, name: str) -> str:
-    """Output tokens/s against the load, one panel a shape of request: each launch a dot, lines join the medians."""
+    """Draw output tokens/s against the load, as an inline SVG with a panel per shape of request.
+
+    Each launch is a dot; lines join the medians.
+    """
     columns = 1 if width < 500 or len(shapes) == 1 else 2
     grid = PanelGrid(width, columns, len(shapes), 230, left=62, right=16, top=30 if len(shapes) > 1 else 12)
     with panels(width, grid.height, grid.rows, grid.columns) as (drawing, axes):
@@ -144,7 +150,10 @@ def _speeds(shapes: Sequence[Sequence[Measured]], *, unit: str, width: int, name
 
 
 def _latencies(group: Sequence[Measured], *, unit: str, width: int, name: str) -> str:
-    """Draw what a higher load costs each request, one panel a latency: solid the median, dashed the 99th percentile."""
+    """Draw the latencies of each request against the load, as an inline SVG with a panel per latency.
+
+    A solid line is the median, a dashed one the 99th percentile.
+    """
     columns = 1 if width < 500 else min(3, len(LATENCIES))
     grid = PanelGrid(width, columns, len(LATENCIES), 170, left=50, right=18, top=34)
     sentences = []
@@ -162,7 +171,10 @@ def _latencies(group: Sequence[Measured], *, unit: str, width: int, name: str) -
 
 
 def _panel(axis: Any, group: Sequence[Measured], field: str) -> None:
-    """One latency (a field of `CellResult` less its percentile) against output tokens/s, with its intervals."""
+    """Draw one latency with its intervals against output tokens/s, or against the offered requests/s.
+
+    ``field`` is the name of a field of `CellResult` without its percentile, such as "ttft".
+    """
     values: list[float] = []
     fastest = 0.0
     for side, ink, marker in _SIDES:

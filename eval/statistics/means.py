@@ -17,14 +17,14 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class LogDifference:
-    """Difference of two means of logarithms, with its standard error and the degrees of freedom of that."""
+    """The difference of two means of logarithms, with its standard error and Student's t's degrees of freedom."""
 
     value: float
     standard_error: float
     freedom: float
 
     def p_above(self, ratio: float = 1.0) -> float:
-        """Return the one-sided p-value that the first group is more than `ratio` times as large as the second."""
+        """Return the one-sided p-value for the claim that the first group is more than `ratio` times the second."""
         from scipy.special import stdtr
 
         distance = self.value - math.log(ratio)
@@ -33,7 +33,7 @@ class LogDifference:
         return float(stdtr(self.freedom, -distance / self.standard_error))
 
     def bounds(self, confidence: float) -> tuple[float, float]:
-        """Return the bounds of the ratio of both groups, each of which holds at `confidence`."""
+        """Return the lower and upper bound of first / second, each one-sided at `confidence`."""
         from scipy.special import stdtrit
 
         reach = float(stdtrit(self.freedom, confidence)) * self.standard_error if self.standard_error else 0.0
@@ -41,11 +41,11 @@ class LogDifference:
 
 
 def day_difference(candidate: Sequence[float], baseline: Sequence[float], reused: Sequence[float]) -> LogDifference:
-    """Return how the candidate differs from the baseline's launches of its own day.
+    """Return the difference of the mean logarithms of `candidate` and `baseline`, launches of one day.
 
-    The baseline's variance is pooled from `baseline` (at least one value) and `reused`, each about its own mean: a
-    shift between the days is in neither. The sides' variances may differ (Welch, Biometrika 34, 28-35, 1947).
-    ValueError where a variance has no degree of freedom.
+    The baseline's variance is pooled from `baseline` (at least one value) and `reused`, its launches of an earlier day,
+    each about its own mean: a shift between the days is in neither. The sides' variances may differ (Welch, Biometrika
+    34, 28-35, 1947). Values are above 0. Raises `ValueError` if a side's variance has no degree of freedom.
     """
     spread, freedom = _pooled(baseline, reused)
     own_spread, own_freedom = _pooled(candidate)
@@ -58,9 +58,9 @@ def day_difference(candidate: Sequence[float], baseline: Sequence[float], reused
 
 
 def are_alike(first: Sequence[float], second: Sequence[float], alpha: float) -> bool:
-    """Return whether Student's two-sided test at `alpha` sees no difference between two groups of positive values.
+    """Return whether Student's two-sided test at `alpha` sees no difference between two groups of values above 0.
 
-    ValueError where both groups together have no degree of freedom.
+    The test compares mean logarithms. Raises `ValueError` if both groups together have no degree of freedom.
     """
     spread, freedom = _pooled(first, second)
     if not freedom:
@@ -75,7 +75,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _pooled(*groups: Sequence[float]) -> tuple[float, int]:
-    """Return the variance of logarithms about the mean of their group, and its degrees of freedom."""
+    """Return the pooled variance of the groups' logarithms, about each group's own mean, and its degrees of freedom."""
     squares, freedom = 0.0, 0
     for group in groups:
         if group:

@@ -52,17 +52,21 @@ UPPER_CORRECTION = 1.0
 
 
 def mcnemar(gains: int, losses: int) -> float:
-    """Exact two-sided McNemar p-value: under no change each flip goes either way with probability 1/2."""
+    """Return the exact two-sided p-value of McNemar's test; 1 without flips.
+
+    Under no change each flip goes either way with probability 1/2.
+    """
     from scipy.stats import binomtest
 
     return float(binomtest(gains, gains + losses, 0.5).pvalue) if gains + losses else 1.0
 
 
 def tango_bounds(gains: float, losses: float, items: float, z: float) -> tuple[float, float]:
-    """Lower and upper bound of (gains - losses) / items, fractions in [-1, 1], each at z standard deviations.
+    """Return the lower and upper bound of (gains - losses) / items, in [-1, 1], each at z standard deviations.
 
     The bounds are the differences at which the corrected score statistic equals z and -z; it falls as the difference
-    grows. Counts need not be whole: under a design effect they are effective counts. ValueError where z is negative.
+    grows. Counts need not be whole: under a design effect they are effective counts. Raises `ValueError` if z is
+    negative.
 
         >>> low, high = tango_bounds(0, 0, 198, 1.645)  # nothing flipped among 198 items
         >>> round(low, 4), round(high, 4)
@@ -72,7 +76,11 @@ def tango_bounds(gains: float, losses: float, items: float, z: float) -> tuple[f
 
 
 def _score_bounds(total: float, items: float, deviation: Callable[[float], float], z: float) -> tuple[float, float]:
-    """The bounds of total / items, given the deviation of the total at each difference that may be true."""
+    """Return the score interval's bounds of total / items, each at z standard deviations.
+
+    `deviation` gives the standard deviation of the total if its argument is the true difference. Raises `ValueError` if
+    z is negative.
+    """
     from scipy.optimize import brentq
 
     if not z >= 0:
@@ -91,9 +99,10 @@ def _score_bounds(total: float, items: float, deviation: Callable[[float], float
 
 
 def score_deviation(gains: Any, losses: Any, items: Any, difference: Any) -> NDArray[Any]:
-    """Standard deviation of gains - losses when `difference` is true, the loss rate at its restricted maximum.
+    """Return the standard deviation of gains - losses if `difference` is the true mean change per item.
 
-    Numbers, or arrays of one shape. With rates for counts and 1 for `items` it is that of a single item.
+    The loss rate is at its restricted maximum likelihood. Arguments are numbers, or arrays of one shape; with rates for
+    counts and 1 for `items` the result is that of a single item.
     """
     import numpy as np
 
@@ -106,11 +115,12 @@ def score_deviation(gains: Any, losses: Any, items: Any, difference: Any) -> NDA
 
 
 def graded_deviation(changes: NDArray[Any], counts: Any, difference: Any) -> NDArray[Any]:
-    """Standard deviation of one item's change, shape (...,), when `difference` is true.
+    """Return the standard deviation of one item's change, shape (...,), if `difference` is the true mean.
 
-    `changes`, shape (..., values), lie in [-1, 1], `counts` say how often each was seen. Of all distributions over them
-    and over -1 and 1 with this mean it is the likeliest one's: each change has its share over 1 + tilt * (its distance
-    from the mean), and a full point against what was seen has what the tilt cannot move.
+    `changes`, shape (..., values), lie in [-1, 1]; `counts` say how often each was seen. The distribution is the
+    likeliest one with this mean over the changes and over -1 and 1: each change has its share over 1 + tilt * (its
+    distance from the mean), and what the tilt cannot move lies on -1 if the changes seen are above the mean on average,
+    else on 1.
     """
     import numpy as np
 
@@ -135,7 +145,10 @@ Kind = Literal["binary", "graded", "perplexity"]
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """sum(y) / sum(w) over `units` clusters, its standard error, t's degrees of freedom, the residuals' skewness."""
+    """The ratio sum(y) / sum(w) over `units` clusters, with its standard error.
+
+    `freedom` are Student's t's degrees of freedom, `skewness` is that of the residuals.
+    """
 
     value: float
     standard_error: float
@@ -144,7 +157,10 @@ class Ratio:
     skewness: float
 
     def quantiles(self, confidence: float) -> tuple[float, float]:
-        """Standard errors from the value to its lower and to its upper bound, each one-sided at `confidence`."""
+        """Return the distances from the value to its lower and to its upper bound, in standard errors.
+
+        Each bound is one-sided at `confidence`, by Student's t with a correction for skewness.
+        """
         from scipy.special import stdtrit
 
         t = float(stdtrit(self.freedom, confidence))
@@ -158,13 +174,13 @@ _TAIL = (4.0, 3.0)
 
 
 def ratio(y: NDArray[np.float64], w: NDArray[np.float64]) -> Ratio:
-    """Ratio of the sums of `y` and `w`, shape (units,) each, the totals of each cluster, at least two.
+    """Return the ratio of the sums of `y` and `w`, shape (units,) each: the totals of each cluster, at least two.
 
     The standard error is linearised: residuals y - value * w, sum of squares times G / (G - 1), over sum(w). That is
     the clustered standard error of Miller, "Adding Error Bars to Evals" (arXiv 2411.00640, section 2.2) with the usual
     correction for G clusters, Cochran's ratio estimator ("Sampling Techniques", section 6.3) where weights differ, and
     the ordinary standard error of a mean where every unit is one item. The degrees of freedom are Satterthwaite's
-    (Biometrics Bulletin 2, 110-114, 1946) for residuals as wide as their weights.
+    (Biometrics Bulletin 2, 110-114, 1946) for residuals as wide as their weights. Raises `ValueError` below two units.
     """
     import numpy as np
 
@@ -181,14 +197,14 @@ def ratio(y: NDArray[np.float64], w: NDArray[np.float64]) -> Ratio:
 
 
 def satterthwaite(variances: NDArray[np.float64]) -> float:
-    """Degrees of freedom of a variance that is a sum of these, shape (units,), each known from one residual."""
+    """Return the degrees of freedom of a sum of `variances`, shape (units,), each estimated from one residual."""
     import numpy as np
 
     return float(np.sum(variances) ** 2 / np.sum(variances**2))
 
 
 def totals(values: NDArray[np.float64], clusters: NDArray[Any]) -> NDArray[np.float64]:
-    """Sum of `values` in each cluster, shape (clusters,), for cluster numbers 0, 1, ..."""
+    """Return the sum of `values` in each cluster, shape (clusters,); `clusters` are cluster numbers 0, 1, ..."""
     import numpy as np
 
     return np.bincount(clusters, weights=values)  # type: ignore[return-value]
@@ -196,9 +212,10 @@ def totals(values: NDArray[np.float64], clusters: NDArray[Any]) -> NDArray[np.fl
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The independent units: items, or clusters of items. Arrays have shape (units,).
+    """The independent units, items or clusters of items; arrays have shape (units,).
 
-    `baseline` and `candidate` are sums of scores (log likelihoods in nats), `weights` numbers of items (of words).
+    `baseline` and `candidate` are sums of scores, `weights` numbers of items. Of a perplexity task they are sums of log
+    likelihoods in nats and numbers of words.
     """
 
     baseline: NDArray[np.float64]
@@ -208,10 +225,11 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class PairedChange:
-    """The change of one task: `difference` is candidate - baseline per item, for perplexity in nats per word.
+    """The change of one task between two models; below 0 is worse.
 
-    Both are signed so that below 0 is worse. `changes` are the items' changes as parts of `span`, the range of scores
-    (0 to 1, or what was seen beyond), each once, and how often it was seen. `effect` is None without clusters.
+    `changes` holds the distinct changes of items, divided by `span`, and how often each was seen; `span` is the range
+    of scores, 1 or more. `total` is the ratio of summed changes to summed weights. `effect` is None if no items share
+    passages.
     """
 
     kind: Kind
@@ -227,17 +245,17 @@ class PairedChange:
 
     @property
     def difference(self) -> float:
-        """The kind of change, see above."""
+        """Return candidate - baseline: the mean change of the score, or of the log likelihood in nats per word."""
         return self.total.value
 
     @property
     def clustered(self) -> bool:
-        """Whether items share passages."""
+        """Return whether items share passages."""
         return len(self.units.weights) < self.items
 
     @property
     def levels(self) -> tuple[float, float]:
-        """Mean score of the baseline and of the candidate; perplexities per word of a perplexity task."""
+        """Return the mean scores of baseline and candidate; of a perplexity task their perplexities per word."""
         import numpy as np
 
         weight = float(np.sum(self.units.weights))
@@ -249,14 +267,14 @@ class PairedChange:
 
     @property
     def method(self) -> str:
-        """Word the bounds."""
+        """Return the name of the method that computes the bounds, for reports."""
         if self.kind == "perplexity":
             return f"{'cluster-robust t' if self.clustered else 'Student t'} with skewness, weighted by words"
         name = "Tango score interval" if self.kind == "binary" else "score interval"
         return f"{name}, effective counts of clusters" if self.clustered else name
 
     def bounds(self, confidence: float) -> tuple[float, float]:
-        """Lower and upper bound of the true difference, each one-sided at `confidence` in [0.5, 1)."""
+        """Return the lower and upper bound of the true difference, each one-sided at `confidence` in [0.5, 1)."""
         from scipy.special import ndtri, stdtrit
 
         if self.kind == "perplexity":
@@ -276,7 +294,10 @@ class PairedChange:
 
 
 def change(pairs: Pairs) -> PairedChange:
-    """The change between two models; `MeasurementError` below two units, where no variance exists."""
+    """Return the change between two models.
+
+    Raises `MeasurementError` below two items or passages, where no variance exists.
+    """
     import numpy as np
 
     baseline = np.asarray(pairs.baseline, dtype=np.float64)
@@ -324,7 +345,7 @@ def _binary(scores: NDArray[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DesignEffect:
-    """By what factor passages widen the variance of the difference, and t's degrees of freedom over them."""
+    """The factor by which passages widen the variance of the difference, and Student's t's degrees of freedom."""
 
     factor: float
     freedom: float
@@ -336,10 +357,11 @@ _UNSEEN = 10.0
 
 
 def design_effect(sums: NDArray[np.float64], squares: NDArray[np.float64], sizes: NDArray[np.float64]) -> DesignEffect:
-    """From each passage's sum of its items' distances from the mean change, their squares' sum, and number of items.
+    """Return the design effect of passages, from arrays with one value per passage.
 
-    The correlation is that of pairs: products of two changes of a passage over their squares. Without any change it is
-    1, as if each passage were one item.
+    `sums` and `squares` are sums, and sums of squares, of the distances of a passage's items from the mean change;
+    `sizes` are numbers of items. The correlation is that of pairs: products of two changes of a passage over their
+    squares. Without any change it is 1, as if each passage were one item.
     """
     import numpy as np
 
@@ -352,15 +374,16 @@ def design_effect(sums: NDArray[np.float64], squares: NDArray[np.float64], sizes
 
 
 def recovery(change: PairedChange, confidence: float) -> tuple[float | None, float | None, float | None]:
-    """candidate / baseline (of perplexities: baseline / candidate), with a two-sided interval at `confidence`.
+    """Return the recovery with the lower and upper bound of its two-sided interval at `confidence`.
 
-    None where the baseline scores 0; without bounds where these are not finite: a baseline that cannot be told from 0.
+    Recovery is candidate / baseline, of perplexities baseline / candidate. All three are None if the baseline scores 0.
+    The bounds alone are None if they are not finite, as for a baseline that cannot be told from 0.
 
     Of scores it is Fieller's interval (JRSS B 16, 175-185, 1954) of a ratio of two means measured on the same units:
     the ratios r for which the mean of candidate - r * baseline is within t standard errors of 0. Unlike the delta
     method on logarithms it needs no score above 0 and says so when there is no finite answer. The error of the
-    difference is taken as half the width of `Change.bounds`, so that no flips are no certainty here either. Of
-    perplexities it is exp of the difference and of its bounds.
+    difference is at least half the width of `PairedChange.bounds` over t, so that no flips are no certainty here
+    either. Of perplexities it is exp of the difference and of its bounds.
     """
     import numpy as np
     from scipy.special import stdtrit

@@ -12,12 +12,12 @@ from typing import Final
 
 
 def rank_test(higher: Sequence[float], lower: Sequence[float]) -> float:
-    """Exact one-sided p-value of the Wilcoxon-Mann-Whitney test that `higher` tends to be above `lower`.
+    """Return the exact one-sided p-value of the Wilcoxon-Mann-Whitney test that `higher` tends to be above `lower`.
 
-    The share of all ways to deal the values out to two groups of these sizes whose rank sum is at least as large as
-    seen. Ties get mean ranks, and the share stays exact: it is counted over these very ranks, doubled to be whole, by
-    the shift algorithm of Streitberg and Röhmel (Statistical Software Newsletter 12, 10-17, 1986).
-    ValueError where a side is empty.
+    It is the share of all ways to deal the values out to two groups of these sizes whose rank sum is at least as large
+    as seen. Ties get mean ranks, and the share stays exact: it is counted over these very ranks, doubled to be whole,
+    by the shift algorithm of Streitberg and Röhmel (Statistical Software Newsletter 12, 10-17, 1986). Raises
+    `ValueError` if a side is empty.
     """
     if not higher or not lower:
         raise ValueError(f"{len(higher)} and {len(lower)} values cannot be ranked")
@@ -28,7 +28,7 @@ def rank_test(higher: Sequence[float], lower: Sequence[float]) -> float:
 
 
 def rank_sums(ranks: Sequence[int], chosen: int) -> Counter[int]:
-    """In how many ways so many of the ranks have each sum."""
+    """Return how many ways there are to choose `chosen` of the ranks, by the sum of the chosen ranks."""
     # ways[k][s]: in how many ways k of the ranks so far have a sum of s.
     ways: list[Counter[int]] = [Counter({0: 1}), *(Counter() for _ in range(chosen))]
     for rank in ranks:
@@ -39,7 +39,9 @@ def rank_sums(ranks: Sequence[int], chosen: int) -> Counter[int]:
 
 
 def fewest_launches(confidence: float) -> int:
-    """Launches a side below which no outcome, however clear, is significant in `rank_test` at 1 - confidence.
+    """Return the least number of launches a side with which `rank_test` can be significant at 1 - confidence.
+
+    Raises `ValueError` for a confidence outside [0, 1).
 
     >>> fewest_launches(0.95), fewest_launches(0.99)
     (3, 5)
@@ -53,11 +55,12 @@ def fewest_launches(confidence: float) -> int:
 
 
 def ratio_interval(numerator: Sequence[float], denominator: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Bounds of how many times as large `numerator` is, each of which holds at `confidence`; all values above 0.
+    """Return the lower and upper bound of numerator / denominator, each one-sided at `confidence`.
 
-    They are those of `rank_test`: it shows more than any ratio below the lower bound, at 1 - confidence, and more than
-    no other. So each is a ratio of two values (Moses, in Walker and Lev, Statistical Inference, 1953; Hollander and
-    Wolfe, 4.3). Where so few values show nothing, they are the least and the greatest such ratio.
+    All values are above 0. The bounds invert `rank_test`: at 1 - confidence it is significant for every ratio below the
+    lower bound and for no other. So each is a ratio of two values (Moses, in Walker and Lev, Statistical Inference,
+    1953; Hollander and Wolfe, 4.3). With so few values that nothing is significant, they are the least and the greatest
+    such ratio.
     """
     ratios = sorted(above / below for above in numerator for below in denominator)
     left = len(ratios) - (critical_pairs(len(numerator), len(denominator), 1 - confidence) or len(ratios))
@@ -65,9 +68,10 @@ def ratio_interval(numerator: Sequence[float], denominator: Sequence[float], con
 
 
 def critical_pairs(higher: int, lower: int, alpha: float) -> int | None:
-    """The least number of pairs whose first is the higher one that is significant in `rank_test`; None where none is.
+    """Return the least significant number of pairs in `rank_test` at `alpha`; None if no number is significant.
 
-    It is Mann and Whitney's U: the sum of ranks less the least that this can be (Ann. Math. Statist. 18, 1947).
+    `higher` and `lower` are the sizes of the two groups; a pair is a value of each, the first group's being the higher.
+    Their number is Mann and Whitney's U: the sum of ranks less the least possible sum (Ann. Math. Statist. 18, 1947).
     """
     ways = rank_sums(range(higher + lower), higher)
     limit = alpha * math.comb(higher + lower, higher) * (1 + 1e-9)
@@ -84,10 +88,10 @@ MOST_LOOKS: Final = 7
 
 @dataclass(frozen=True, slots=True)
 class SequentialLook:
-    """One look of a test that may end early, under the null.
+    """One look of a test that may end early, with probabilities under the null hypothesis.
 
-    `least` is the least significant number of pairs (None where no number is), `spent` the chance of a decision at an
-    earlier look, and `chances` has that of each number of pairs at this look without an earlier decision.
+    `least` is the least significant number of pairs at this look (None: no number is), `spent` the chance of a decision
+    at an earlier look. `chances` maps a number of pairs at this look to its chance without an earlier decision.
     """
 
     least: int | None
@@ -95,7 +99,7 @@ class SequentialLook:
     chances: Mapping[int, float]
 
     def tail(self, pairs: float) -> float:
-        """Return the chance of so many pairs or more, without an earlier decision; half a pair is rounded down."""
+        """Return the chance of at least `pairs` pairs here without an earlier decision; a half pair is rounded down."""
         return sum(chance for count, chance in self.chances.items() if count >= math.floor(pairs))
 
     @property
@@ -105,9 +109,9 @@ class SequentialLook:
 
 
 def look_boundaries(launches: int, alpha: float) -> Mapping[int, int]:
-    """Return the looks of a test that may end early: launches a side, and the least significant number of pairs.
+    """Return the boundaries of a test that may end early: the least significant number of pairs by launches a side.
 
-    Looks at which nothing could be significant are left out. ValueError for more launches than `MOST_LOOKS`.
+    Looks at which nothing can be significant are left out. Raises `ValueError` for more launches than `MOST_LOOKS`.
 
     >>> dict(look_boundaries(6, 0.05))
     {4: 15, 5: 22, 6: 31}
@@ -171,9 +175,10 @@ def _pairs(order: tuple[bool, ...]) -> int:
 
 
 def decided(higher: Sequence[float], lower: Sequence[float], launches: int, alpha: float) -> int | None:
-    """Return the look at which values, in the order made, first show that `higher` is above `lower`; None at none.
+    """Return the first look, in launches a side, at which `higher` is significantly above `lower`; None without one.
 
-    Equal values count for half a pair.
+    Values are in the order of the launches; `launches` a side are planned, and all looks together err at `alpha`. Equal
+    values count for half a pair.
     """
     for look, least in look_boundaries(launches, alpha).items():
         if look <= min(len(higher), len(lower)) and _higher_pairs(higher[:look], lower[:look]) >= least:
@@ -182,12 +187,12 @@ def decided(higher: Sequence[float], lower: Sequence[float], launches: int, alph
 
 
 def sequential_p(higher: Sequence[float], lower: Sequence[float], launches: int, alpha: float) -> float:
-    """Return the one-sided p-value that `higher` is above `lower`, of a test with looks; values in the order made.
+    """Return the one-sided p-value for the claim that `higher` is above `lower`, in a test that may end early.
 
-    Outcomes are ordered by the look that decided, then by its pairs (Jennison and Turnbull, "Group Sequential Methods",
-    section 8.4): the chance under the null of an earlier decision, or of as many pairs at this look. It is `alpha` at
-    most exactly where `decided` names a look. A series that ended undecided before its last look, because of another
-    cell, keeps the error that later looks would have spent.
+    Values are in the order of the launches. Outcomes are ordered by the look that decided, then by its pairs (Jennison
+    and Turnbull, "Group Sequential Methods", section 8.4): the p-value is the chance under the null of an earlier
+    decision, or of as many pairs at this look. It is at most `alpha` exactly if `decided` names a look. A series that
+    ended undecided before its last look, because of another cell, keeps the error that later looks would have spent.
     """
     looks, last = sequential_looks(launches, alpha), min(len(higher), len(lower), launches)
     number = decided(higher, lower, launches, alpha)
@@ -202,11 +207,12 @@ def sequential_p(higher: Sequence[float], lower: Sequence[float], launches: int,
 def sequential_interval(
     numerator: Sequence[float], denominator: Sequence[float], launches: int, alpha: float
 ) -> tuple[float, float]:
-    """Return bounds of how many times as large `numerator` is, each of which errs at `alpha` over all looks together.
+    """Return the lower and upper bound of numerator / denominator, in a test that may end early.
 
-    They are repeated confidence intervals (Jennison and Turnbull, JRSS B 51, 305-361, 1989): the bounds of each look
-    are those of its boundary, as in `ratio_interval`, and of all looks up to the last the narrowest hold. Before the
-    first look that could decide they are the least and the greatest ratio of two values.
+    Each bound errs at `alpha` over all looks together. They are repeated confidence intervals (Jennison and Turnbull,
+    JRSS B 51, 305-361, 1989): each look's bounds follow from its boundary, as in `ratio_interval`, and the result is
+    the narrowest of all looks so far. Before the first look that could decide they are the least and the greatest ratio
+    of two values.
     """
     seen = min(len(numerator), len(denominator), launches)
     ratios = [above / below for above in numerator[:seen] for below in denominator[:seen]]
@@ -225,7 +231,7 @@ def _higher_pairs(higher: Sequence[float], lower: Sequence[float]) -> float:
 
 
 def _doubled_ranks(values: Sequence[float]) -> list[int]:
-    """Twice the 1-based rank of each value; equal values share the mean of their ranks."""
+    """Return twice the 1-based rank of each value; equal values share the mean of their ranks."""
     ordered = sorted(values)
     first = {value: number for number, value in reversed(list(enumerate(ordered, start=1)))}
     counts = Counter(ordered)

@@ -45,17 +45,18 @@ _LEAST = 1e-12
 
 
 def spent(fraction: float, alpha: float) -> float:
-    """Error that may have been spent after a fraction of the information; all of it, alpha, from 1 on."""
+    """Return the error that may have been spent after a fraction of the information; all of it, `alpha`, from 1 on."""
     if fraction >= 1:
         return alpha
     return 2 * _NORMAL.cdf(-_NORMAL.inv_cdf(1 - alpha / 2) / math.sqrt(fraction))
 
 
 def boundary(information: Sequence[float], confidence: float) -> tuple[float, ...]:
-    """One-sided nominal confidence of each look, Phi(z_k), such that all looks together err at 1 - confidence.
+    """Return the one-sided nominal confidence of each look, Phi(z_k); all looks together err at 1 - confidence.
 
     `information` holds the fractions of the planned items that the looks have seen, ascending, above 0; only the last
-    may exceed 1 (more items than planned: what is left is spent). A single look at 1 gets `confidence` itself.
+    may exceed 1 (more items than planned: what is left is spent). A single look at 1 gets `confidence` itself. Raises
+    `ValueError` for other fractions, and for a confidence outside [0.5, 1).
 
         >>> [round(level, 4) for level in boundary((0.25, 0.5, 0.75, 1), 0.975)]
         [1.0, 0.9985, 0.9908, 0.978]
@@ -100,12 +101,12 @@ def crossing(
     spread: float = 1.0,
     steps: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[tuple[float, float], ...]:
-    """Chance of crossing the upper and the lower boundary first, at each look.
+    """Return for each look the chances of crossing the upper and the lower boundary there, without an earlier crossing.
 
     `drift` is the expectation of the statistic Z at full information, in standard deviations: 0 on the margin, the
-    distance to the margin over the standard error elsewhere. Both boundaries are those of `boundary`, mirrored; times
-    `spread` where the test's deviation is so many times the true one, and further off by `steps`, the corrections of
-    the upper and of the lower boundary in standard deviations at full information.
+    distance to the margin over the standard error elsewhere. The boundaries are those of `boundary` and their mirror
+    image, times `spread`, the test's assumed deviation over the true one, and further off by `steps`, the corrections
+    of the upper and of the lower boundary in standard deviations at full information.
     """
     levels = boundary(information, confidence)
     chances: list[tuple[float, float]] = []
@@ -122,9 +123,10 @@ def crossing(
 
 @dataclass(frozen=True, slots=True)
 class BoundaryWalk:
-    """A Brownian motion with drift that has not left its bounds so far: X(t) is normal(drift * t, t) without bounds.
+    """The distribution at the information `fraction` of a Brownian motion that has not left its bounds so far.
 
-    `mass` is the probability at the `nodes` of a quadrature rule, shape (nodes,) each.
+    Without bounds X(t) is normal with mean drift * t and variance t. `mass` is the probability at the `nodes` of a
+    quadrature rule, shape (nodes,) each.
     """
 
     fraction: float
@@ -134,22 +136,23 @@ class BoundaryWalk:
 
     @classmethod
     def start(cls, drift: float = 0.0) -> BoundaryWalk:
-        """Before any item: at 0 with certainty."""
+        """Return the walk before any item: at 0 with certainty."""
         import numpy as np
 
         return cls(0.0, drift, np.zeros(1), np.ones(1))
 
     def beyond(self, step: float, limit: float, side: int) -> float:
-        """Probability of being above `limit` (`side` 1) or below it (-1) after `step` more information."""
+        """Return the chance of being above `limit` (`side` 1) or below it (-1) after `step` more information."""
         import numpy as np
         from scipy.special import ndtr
 
         return float(np.sum(self.mass * ndtr(side * (self.nodes + self.drift * step - limit) / math.sqrt(step))))
 
     def step(self, step: float, low: float, high: float, following: float) -> BoundaryWalk:
-        """The walk after `step` more information, where it lies between `low` and `high`.
+        """Return the walk after `step` more information, restricted to values between `low` and `high`.
 
-        The density is smooth over sqrt(step), the next look's kernel over sqrt(following): panels are no wider.
+        `following` is the information from that look to the next one. Panels are no wider than the square root of
+        either step, over which the density and the next look's kernel are smooth.
         """
         import numpy as np
 
@@ -180,10 +183,11 @@ LEAST_ITEMS = 50
 
 @dataclass(frozen=True, slots=True)
 class Look(Record):
-    """One look: `items` so far, their share of the planned ones, the bounds at its confidence, what follows.
+    """One look at an evaluation: the number of `items` so far, the bounds at this look, and the decision.
 
-    `lower` and `upper` are one-sided bounds of the change at `bound_confidence` each, in the units of
-    `Accuracy.difference`. GO ON at the last look means that the evaluation ended undecided.
+    `information` is the share of the planned items. `lower` and `upper` are one-sided bounds of the change at
+    `bound_confidence` each, in the units of `Accuracy.difference`. GO ON at the last look means that the evaluation
+    ended undecided.
     """
 
     items: int
@@ -195,9 +199,9 @@ class Look(Record):
 
 
 def plan_looks(items: int, looks: int) -> tuple[int, ...]:
-    """Return the items seen after each look, in equal steps, each of `LEAST_ITEMS` items at least.
+    """Return the number of items seen up to each look, in equal steps of at least `LEAST_ITEMS` items.
 
-    Raises `ValueError` for less than one item or look.
+    There are fewer than `looks` if the items are too few for that. Raises `ValueError` for less than one item or look.
 
     >>> plan_looks(1319, 4)
     (330, 660, 990, 1319)
@@ -211,10 +215,11 @@ def plan_looks(items: int, looks: int) -> tuple[int, ...]:
 
 
 def decide(pairs: Pairs, margin: float, confidence: float) -> tuple[Look, ...]:
-    """The looks up to the first that decides, or to the last item.
+    """Return the looks up to the first that decides, or to the last one.
 
-    `margin` is in the units of the difference (`accuracy.margin_in_units`). Looks after a decision are ignored, as if
-    they had not been asked. Raises `MeasurementError` where a look brought no item, or the last one came too late.
+    `margin` is in the units of the difference (`accuracy.margin_in_units`), `confidence` that of all looks together.
+    Items of looks after a decision are ignored. Raises `MeasurementError` if a look brought no item, or if a look
+    follows the one that completed the planned items.
     """
     numbers = sorted(set(pairs.looks))
     if numbers != list(range(len(numbers))):
@@ -236,7 +241,7 @@ def decide(pairs: Pairs, margin: float, confidence: float) -> tuple[Look, ...]:
 
 
 def until(pairs: Pairs, look: int) -> Pairs:
-    """The pairs that were asked up to a look, a 0-based number."""
+    """Return the pairs that were asked up to and including a look, a 0-based number."""
     kept = [asked <= look for asked in pairs.looks]
     return replace(
         pairs,
@@ -250,7 +255,7 @@ def until(pairs: Pairs, look: int) -> Pairs:
 
 @lru_cache(maxsize=256)
 def inflation(looks: int, confidence: float = 0.95, power: float = 0.8) -> float:
-    """Return how many times the items of one fixed test a plan of equal looks needs for the same power.
+    """Return the factor by which a plan of equal looks needs more items than one fixed test of the same power.
 
     >>> round(inflation(4), 3)
     1.029

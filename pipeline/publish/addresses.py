@@ -52,13 +52,19 @@ def open_destination(text: str) -> Destination:
 
 
 def published_folder(recipe: Recipe, home: Path) -> Path | None:
-    """Return the path of a recipe's published checkpoint, relative to ``home``; None if it publishes to no folder."""
+    """Return the absolute path of a recipe's published checkpoint; None if it publishes to no folder.
+
+    A relative folder of the recipe is resolved against ``home``.
+    """
     folder = recipe.publish.folder
     return None if folder is None else (home / folder).resolve() / recipe.name
 
 
 def recipe_destinations(recipe: Recipe, home: Path) -> tuple[Destination, ...]:
-    """Return the destinations of a recipe in the order of publication: the nearest first."""
+    """Return the destinations of a recipe in the order of publication, the nearest first.
+
+    Relative folders are resolved against ``home``.
+    """
     return tuple(_class_of(section).of(section, recipe.name, home) for section in recipe.publish.destinations())
 
 
@@ -77,10 +83,11 @@ def serving_name(recipe: Recipe) -> str:
 
 
 def override_destinations(section: Publish, options: Mapping[str, str | None], *, to: str | None = None) -> Publish:
-    """Return the publish section with the destinations of a command's options, by key; unchanged without options.
+    """Return the publish section with the destinations of a command's options; without any, its own stay.
 
-    They replace all destinations of the section; a destination of the same kind keeps the section's other settings.
-    Raises `UserError` for an invalid option.
+    ``options`` maps the key of a destination's kind ("folder", "storage", "hub") to its place, None for an option that
+    was not given. Given ones replace all destinations; one of the same kind keeps the section's other settings. ``to``
+    replaces the setting of that name (None: keep it). Raises `UserError` for an invalid option.
     """
     old = section.model_dump()
     changes: dict[str, Any] = {} if to is None else {"to": to}

@@ -53,7 +53,10 @@ _TRIES: Final = 5  # of a swap, while others rewrite the pointer with the same r
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A release's tag and identity, and its facts for lists; ``created`` is ISO 8601, ``size`` in bytes."""
+    """The content of a pointer or of a release's record: tag, manifest's SHA-256 (``identity``), and facts for lists.
+
+    ``created`` is ISO 8601, ``size`` is in bytes.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
     tag: Annotated[str, StringConstraints(pattern=r"^v\d{8}-[0-9a-f]{8}$")]
@@ -65,11 +68,14 @@ class Pointer:
 
 
 class BucketDestination(Destination):
-    """The prefix ``url/name``. ``endpoint`` is an S3-compatible server's address (None: AWS, or AWS_ENDPOINT_URL)."""
+    """The bucket prefix ``url/name``, below which the releases lie.
+
+    ``endpoint`` is the address of an S3-compatible server (None: AWS, or AWS_ENDPOINT_URL).
+    """
 
     @classmethod
     def of(cls, destination: Storage, name: str, home: Path, *, typed: bool = False) -> BucketDestination:
-        """Return the bucket of a recipe's section, or of one ``typed`` on the command line, without any request."""
+        """Return the destination for a recipe's section, without any request; ``home`` and ``typed`` change nothing."""
         return cls(destination.url, name, destination.endpoint)
 
     def __init__(self, url: str, name: str, endpoint: str | None = None) -> None:
@@ -82,18 +88,24 @@ class BucketDestination(Destination):
 
     @property
     def address(self) -> str:
-        """The URL under which the releases lie."""
+        """Return the URL under which the releases lie."""
         return self._url
 
     def preflight(self, release: Release | None) -> None:
-        """Check credentials, bucket, the rights to list, write and remove, the pointers, and the release's tag."""
+        """Raise if the release (None: any) could not be published.
+
+        Checks the credentials, the bucket, the rights to list, write and remove, the pointers, and the release's tag.
+        """
         self._objects.require_writable()
         state = self.state()
         if release is not None:
             self._require_own(release, state)
 
     def state(self) -> DestinationState:
-        """Return the finished releases and those that a pointer names, which are unfinished without a record."""
+        """Return a snapshot: the finished releases, and those that a pointer names.
+
+        A release without a record is unfinished.
+        """
         pointed = {name: self._look(name) for name in (_CANDIDATE, _CURRENT)}
         names = self._objects.names()
         recorded, hidden = (
@@ -117,9 +129,10 @@ class BucketDestination(Destination):
     def compare(
         self, release: Release, state: DestinationState, *, candidate: bool, progress: Progress | None
     ) -> Difference:
-        """Compare the sizes and digests that the server reports.
+        """Return the differences from the release by the sizes and digests that the server reports.
 
-        The signature of a finished release is left out: another signer makes no other release.
+        The signature of a finished release is left out: another signer makes no other release. Raises `StageError` if
+        the tag is another release's.
         """
         finished = self._require_own(release, state)
         present = self._objects.sizes(release.tag)
@@ -135,7 +148,10 @@ class BucketDestination(Destination):
     def upload(
         self, release: Release, diff: Difference, state: DestinationState, *, candidate: bool, progress: Progress
     ) -> str:
-        """Send the files under the tag, the manifest last, and remove foreign ones. Warn without encryption."""
+        """Send the missing files under the tag, the manifest last, and remove foreign ones.
+
+        Returns the release's identity. Warns if the connection is not encrypted.
+        """
         if self._objects.insecure is not None:
             progress.warn(f"{self._objects.insecure} is not encrypted: what is sent can be read on the way.")
         with progress.bar(release.size, "B") as advance:
@@ -148,12 +164,15 @@ class BucketDestination(Destination):
         return release.identity
 
     def set_pointer(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
-        """Replace ``current.json`` or ``candidate.json``."""
+        """Replace ``current.json``, or with ``candidate`` ``candidate.json``; ``why`` is not used.
+
+        Raises `StageError` if the pointer moved since the snapshot, or if `prune` is removing the release.
+        """
         name = _CANDIDATE if candidate else _CURRENT
         self._swap(name, state.mark.tags[name], _pointer(release))
 
     def withdraw(self, releases: Sequence[ListedRelease]) -> None:
-        """Remove ``candidate.json``."""
+        """Remove ``candidate.json`` if it names one of these releases."""
         pointer, _ = self._look(_CANDIDATE)
         if pointer is not None and pointer.tag in {release.tag for release in releases}:
             self._objects.remove(_CANDIDATE)
@@ -165,30 +184,33 @@ class BucketDestination(Destination):
             self._objects.put_if(name, _encode(_pointer(release)), None)
 
     def read(self, release: ListedRelease, name: str) -> bytes | None:
-        """Read one object, None when it is absent."""
+        """Return the bytes of one object of the release; None if there is no such object."""
         stored = self._objects.read(f"{release.tag}/{name}")
         return None if stored is None else stored.data
 
     def sizes(self, release: ListedRelease) -> dict[str, int]:
-        """Return the sizes in the bucket's list."""
+        """Return the size in bytes of every object under the release's tag, by name."""
         return self._objects.sizes(release.tag)
 
     def expected_identity(self, release: ListedRelease) -> str:
-        """Return the whole digest, which the release's record has."""
+        """Return the SHA-256 of the release's manifest from its record or pointer."""
         return release.revision
 
     def is_in_use(self, release: ListedRelease) -> bool:
-        """Return whether a pointer names the release."""
+        """Return whether ``current.json`` or ``candidate.json`` names the release."""
         pointers = (self._look(name)[0] for name in (_CURRENT, _CANDIDATE))
         return any(pointer is not None and pointer.tag == release.tag for pointer in pointers)
 
     def hidden(self) -> Sequence[ListedRelease]:
-        """Return the releases with an object ``v….removed``."""
+        """Return the releases that have an object ``v….removed``."""
         pointers = (self._look(name)[0] for name in self._objects.names() if name.endswith(_REMOVED))
         return [_listed(pointer) for pointer in pointers if pointer is not None]
 
     def hide(self, release: ListedRelease) -> None:
-        """Write ``v….removed``, then rewrite the pointer, so that a swap from an earlier read of it fails."""
+        """Write ``v….removed``, then rewrite ``current.json``, so that a swap based on an earlier read of it fails.
+
+        Raises `StageError`, with the release in the list again, if the pointer changes at every attempt.
+        """
         self._objects.put_if(f"{release.tag}{_REMOVED}", _encode(_pointer(release)), None)
         for _ in range(_TRIES):
             current, mark = self._look(_CURRENT)
@@ -212,7 +234,11 @@ class BucketDestination(Destination):
         self.unhide(release)
 
     def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Selection = None) -> Path:
-        """Copy the release with digest checks to ``into`` or below XDG_CACHE_HOME; present files are not sent again."""
+        """Copy the release with digest checks to ``into`` or below XDG_CACHE_HOME, and return the folder.
+
+        Files that are already there are not sent again. Raises `UserError` if nothing is published or the tag is
+        unknown.
+        """
         state = self.state()
         chosen = tag or (state.current.tag if state.current else None)
         if chosen is None:
@@ -232,15 +258,16 @@ class BucketDestination(Destination):
             return fetch(folder, sizes, digests, pieces, place=self._url, progress=progress, select=select)
 
     def _look(self, name: str) -> tuple[Pointer | None, str | None]:
-        """Return a pointer and its object's mark for conditional writes; None, None without the object."""
+        """Return a pointer and its object's ETag for conditional writes; None, None if the object does not exist."""
         stored = self._objects.read(name)
         return (None, None) if stored is None else (_decode(stored.data, f"{self._url}/{name}"), stored.mark)
 
     def _swap(self, name: str, expected: str | None, new: Pointer) -> None:
-        """Replace a pointer that names the release ``expected``; raise `StageError` when it names another one.
+        """Replace the pointer ``name`` by ``new`` if it names the release ``expected`` (None: if there is no pointer).
 
-        Between the read and the conditional write of the pointer this looks for ``v….removed``. `hide` writes that
-        object before it rewrites the pointer, so one of the two notices the other.
+        Raises `StageError` if it names another release, or if `prune` removes the new one. Between the read and the
+        conditional write of the pointer this looks for ``v….removed``. `hide` writes that object before it rewrites the
+        pointer, so one of the two notices the other.
         """
         for _ in range(_TRIES):
             before, mark = self._look(name)
@@ -258,7 +285,10 @@ class BucketDestination(Destination):
         raise pointer_moved(self._url, name, None if before is None else before.tag, new.tag)
 
     def _require_own(self, release: Release, state: DestinationState) -> bool:
-        """Return whether the release is finished; `StageError` when its tag is another release's or being removed."""
+        """Return whether the release is finished here.
+
+        Raises `StageError` if its tag belongs to another release, or if `prune` is removing it.
+        """
         if release.tag in state.mark.hidden and release.tag not in state.mark.tags.values():
             raise _removed(self._url, release.tag)
         listed = state.find(release.tag)
@@ -268,7 +298,7 @@ class BucketDestination(Destination):
 
 @dataclass(frozen=True, slots=True)
 class _Pointers:
-    """Tags that the pointers name, by the objects' names (None: no pointer), and tags that `prune` is removing."""
+    """The tags in the pointers, by object name (None: no pointer), and the tags that `prune` is removing."""
 
     tags: Mapping[str, str | None]
     hidden: frozenset[str]
@@ -291,13 +321,13 @@ def _pointer(release: ListedRelease) -> Pointer:
 
 
 def _encode(pointer: Pointer, *, unique: bool = False) -> bytes:
-    """Return a pointer's bytes; ``unique`` appends random blanks, which give the object a new ETag."""
+    """Return a pointer as JSON; ``unique`` appends random blanks, which give the object a new ETag."""
     blanks = "".join(secrets.choice(" \t") for _ in range(64)) if unique else ""
     return (json.dumps(asdict(pointer), indent=1, sort_keys=True, ensure_ascii=False) + f"{blanks}\n").encode()
 
 
 def _decode(data: bytes, what: str) -> Pointer:
-    """Parse a pointer; raise `DamagedError`, which calls it ``what``, for other bytes."""
+    """Parse a pointer. Raises `DamagedError` for other bytes, which it calls ``what``."""
     try:
         return TypeAdapter(Pointer).validate_json(data)
     except ValidationError as error:

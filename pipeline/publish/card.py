@@ -114,7 +114,7 @@ class CardFacts:
 
     @property
     def title(self) -> str:
-        """The name of the repository, else of the recipe."""
+        """Return the name of the repository, or the recipe's name if the release is on no repository."""
         return self.repo.rpartition("/")[2] if self.repo else self.name
 
 
@@ -128,7 +128,7 @@ class Markdown(str):
 
 
 def escaped(value: object) -> str:
-    """Return a value escaped, so that Markdown shows exactly its text."""
+    """Return a value as text, escaped so that Markdown shows it unchanged."""
     return value if isinstance(value, Markdown) else markdown.plain(str(value))
 
 

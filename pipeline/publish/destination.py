@@ -76,7 +76,7 @@ class DestinationState:
 
     @property
     def current(self) -> ListedRelease | None:
-        """The release that readers get, None when there is none."""
+        """Return the release that readers get; None if there is none."""
         return next((release for release in self.releases if release.current), None)
 
     def find(self, tag: str) -> ListedRelease | None:
@@ -96,7 +96,11 @@ class Difference:
 
 
 class Destination(ABC):
-    """A destination. Raises `StageError` (try again) or `UserError` (another try fails the same); both lose nothing."""
+    """A destination of releases.
+
+    Methods raise `StageError` (try again) or `UserError` (another try fails the same). Neither loses anything
+    published.
+    """
 
     @classmethod
     @abstractmethod
@@ -110,7 +114,7 @@ class Destination(ABC):
     @property
     @abstractmethod
     def address(self) -> str:
-        """The name for people: ``my-org/name``, ``published/name``, ``s3://bucket/prefix/name``."""
+        """Return the name for people: ``my-org/name``, ``published/name``, ``s3://bucket/prefix/name``."""
 
     @abstractmethod
     def preflight(self, release: Release | None) -> None:
@@ -124,7 +128,11 @@ class Destination(ABC):
     def compare(
         self, release: Release, state: DestinationState, *, candidate: bool, progress: Progress | None
     ) -> Difference:
-        """Return the differences from the release; without ``progress`` no file is read for that."""
+        """Return the differences of the files under the release's tag from the release.
+
+        ``candidate`` says that it will be published as a candidate. ``progress`` shows the hashing of local files;
+        without it no file is read.
+        """
 
     @abstractmethod
     def upload(
@@ -134,7 +142,7 @@ class Destination(ABC):
 
     @abstractmethod
     def set_pointer(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
-        """Make it the current release and no longer a candidate; with ``candidate`` make it the candidate.
+        """Make the release the current one and no longer a candidate; with ``candidate`` make it the candidate.
 
         This is one step. Raises `StageError` when somebody else moved the pointer since the snapshot ``state``. ``why``
         begins the message of a commit.
@@ -142,7 +150,7 @@ class Destination(ABC):
 
     @abstractmethod
     def withdraw(self, releases: Sequence[ListedRelease]) -> None:
-        """Remove the candidate pointer from those of these releases that have it."""
+        """Remove the candidate pointer if it names one of these releases."""
 
     @abstractmethod
     def finish(self, release: ListedRelease) -> None:
@@ -214,7 +222,11 @@ class Destination(ABC):
         )
 
     def publish(self, release: Release, *, candidate: bool, progress: Progress) -> Publication:
-        """Make the release the current one, or a candidate. A finished release is left as it is."""
+        """Make the release the current one, or with ``candidate`` a candidate, and return what was done.
+
+        It finishes an interrupted publication. The pointer stays for a finished release, as somebody may have rolled
+        back.
+        """
         with self.exclusive(progress):
             state = self.state()
             finished = state.find(release.tag) if release.tag not in state.unfinished else None
@@ -237,13 +249,21 @@ class Destination(ABC):
         return self.state().releases
 
     def promote(self, tag: str | None, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
-        """Make a candidate (None: the only one) the current release; return the changes."""
+        """Make a candidate (None: the only one) the current release; return the changes.
+
+        With ``dry_run`` nothing is changed. Raises `UserError` for a tag that is unknown or an earlier release's, and
+        without a tag if there is no candidate or more than one.
+        """
         with nullcontext() if dry_run else self.exclusive(progress):
             state = self.state()
             return self._switch(find_candidate(state.releases, tag, self.address), state, "Promote", dry_run=dry_run)
 
     def rollback(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
-        """Make an earlier release the current one again, byte for byte; return the changes."""
+        """Make an earlier release the current one again, byte for byte; return the changes.
+
+        With ``dry_run`` nothing is changed. Raises `UserError` for an unknown tag and for a candidate, and
+        `DamagedError` for a damaged release.
+        """
         with nullcontext() if dry_run else self.exclusive(progress):
             state = self.state()
             chosen = find_release(state.releases, tag, self.address)
@@ -255,7 +275,10 @@ class Destination(ABC):
             return self._switch(chosen, state, "Roll back to", dry_run=dry_run)
 
     def prune(self, *, keep: int, dry_run: bool, progress: Progress) -> Sequence[Operation]:
-        """Remove all but the newest ``keep`` releases, the current one and candidates; return the changes."""
+        """Remove all releases but the newest ``keep``, the current one and candidates; return the changes.
+
+        Releases that an interrupted `prune` left hidden are removed too. With ``dry_run`` nothing is changed.
+        """
         with nullcontext() if dry_run else self.exclusive(progress):
             removed = (*outdated(self.releases(), keep=keep), *self.hidden())
             if not dry_run:
@@ -284,7 +307,10 @@ class Destination(ABC):
         return there is None or not (there.current or (candidate and there.candidate))
 
     def _point(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
-        """Move the pointer, but first finish the former current release, which would stay unfinished after that."""
+        """Move the pointer to the release, and withdraw it and the former current release as candidates.
+
+        A former current release that is unfinished is finished first, because it would stay unfinished after that.
+        """
         if not candidate and state.current is not None and state.current.tag in state.unfinished:
             self.finish(state.current)
         self.set_pointer(release, state, why, candidate=candidate)
@@ -292,7 +318,7 @@ class Destination(ABC):
             self.withdraw([release, *([] if state.current is None else [state.current])])
 
     def _remove(self, release: ListedRelease, progress: Progress) -> bool:
-        """Remove a release; return False if somebody promoted or rolled back to it since it was listed."""
+        """Remove a release; return False, without removing it, if readers get it or it is a candidate by now."""
         if not self.is_in_use(release):
             progress.say(f"removing {release.tag}")
             self.hide(release)
@@ -308,7 +334,10 @@ class Destination(ABC):
     def _switch(
         self, release: ListedRelease, state: DestinationState, why: str, *, dry_run: bool
     ) -> Sequence[Operation]:
-        """Make the release current. File sizes are checked and not digests: a rollback must not read a whole model."""
+        """Make the release current; return the changes, with ``dry_run`` without making them.
+
+        File sizes are checked and not digests, because a rollback must not read a whole model. Raises `DamagedError`.
+        """
         if not release.current:
             raw = self.manifest_of(release)
             manifest.require_sizes(raw, self.sizes(release), f"{self.address}: {release.tag}")

@@ -68,11 +68,14 @@ class FolderDestination(Destination):
 
     @property
     def address(self) -> str:
-        """The path of the link that readers follow."""
+        """Return the path of the link that readers follow."""
         return str(self._link)
 
     def preflight(self, release: Release | None) -> None:
-        """Raise for a foreign file in the link's place, a read-only folder, and a disk without room for the release."""
+        """Raise `UserError` for a foreign file in the link's place and for a read-only folder.
+
+        Raises `StageError` for a disk without room for the release (None: its size is not checked).
+        """
         self._refuse_foreign()
         there = self._home
         while not there.exists():
@@ -88,7 +91,7 @@ class FolderDestination(Destination):
             )
 
     def state(self) -> DestinationState:
-        """Return a snapshot, including damaged releases."""
+        """Return a snapshot; damaged releases are listed too, with what can be read of them."""
         current, candidate = self._current(), _target(self._candidate)
         listed = []
         for path in self._home.iterdir() if self._home.is_dir() else ():
@@ -113,7 +116,11 @@ class FolderDestination(Destination):
     def compare(
         self, release: Release, state: DestinationState, *, candidate: bool, progress: Progress | None
     ) -> Difference:
-        """Compare names and sizes, then digests. The signature is left out: another signer makes no other release."""
+        """Return the differing files: names and sizes are compared, then digests if ``progress`` is given.
+
+        The signature of an existing release is left out: another signer makes no other release. Raises `StageError` if
+        the tag is another release's.
+        """
         self._refuse_foreign()
         raw = _read(self._home / release.tag / MANIFEST)
         there = None if raw is None else manifest.identity(raw)
@@ -132,7 +139,11 @@ class FolderDestination(Destination):
     def upload(
         self, release: Release, diff: Difference, state: DestinationState, *, candidate: bool, progress: Progress
     ) -> str:
-        """Copy the differing files with digest checks; then rename the folder, or each file of a damaged release."""
+        """Copy the differing files with digest checks, then rename the folder into place.
+
+        In a damaged release each file is renamed on its own. Returns the release's identity. Raises `StageError` for a
+        file that changed since its digest was taken, or that another process removed.
+        """
         if not diff:
             return release.identity
         folder, partial = self._home / release.tag, self._fresh(release.tag)
@@ -158,7 +169,10 @@ class FolderDestination(Destination):
         return release.identity
 
     def set_pointer(self, release: ListedRelease, state: DestinationState, why: str, *, candidate: bool) -> None:
-        """Rename a new link over the old one; undo it if another publisher removed the release just before."""
+        """Rename a new link over the old one; undo it if another publisher removed the release just before.
+
+        Raises `StageError` in that case, and if the link of readers moved since the snapshot. ``why`` is not used.
+        """
         self._lock.check()
         current, expected = self._current(), None if state.current is None else state.current.tag
         if not candidate and current != (expected or self._dangling):
@@ -176,26 +190,26 @@ class FolderDestination(Destination):
         raise StageError(f"{self.address}: {release.tag} was removed meanwhile", hint="Publish it again.")
 
     def withdraw(self, releases: Sequence[ListedRelease]) -> None:
-        """Remove the link ``candidate``."""
+        """Remove the link ``candidate`` if it names one of these releases."""
         if _target(self._candidate) in {release.tag for release in releases}:
             self._candidate.unlink()
 
     def finish(self, release: ListedRelease) -> None:
-        """Remove the link ``pending``, where it names this release."""
+        """Remove the link ``pending`` if it names this release."""
         if _target(self._pending) == release.tag:
             self._pending.unlink()
             fsync(self._home)
 
     def read(self, release: ListedRelease, name: str) -> bytes | None:
-        """Read the file, None when it is absent."""
+        """Return the bytes of a file of the release; None if it has no such file."""
         return _read(self._home / release.tag / name)
 
     def sizes(self, release: ListedRelease) -> dict[str, int]:
-        """Return the sizes of the files on disk."""
+        """Return the size in bytes of every file of the release on disk, by name."""
         return _sizes(self._home / release.tag)
 
     def is_in_use(self, release: ListedRelease) -> bool:
-        """Return whether a link names the release."""
+        """Return whether the link of readers or the link ``candidate`` names the release."""
         return release.tag in (self._current(), _target(self._candidate))
 
     def hide(self, release: ListedRelease) -> None:
@@ -215,7 +229,10 @@ class FolderDestination(Destination):
         self._sweep()
 
     def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Selection = None) -> Path:
-        """Return the release's own folder, or with ``into`` a copy whose digests were checked."""
+        """Return the release's own folder, or with ``into`` a copy whose digests were checked.
+
+        Raises `UserError` if nothing is published or the tag is unknown.
+        """
         chosen = tag or self._current()
         if chosen is None:
             raise UserError(f"{self.address}: nothing is published there")
@@ -232,7 +249,10 @@ class FolderDestination(Destination):
 
     @contextmanager
     def exclusive(self, progress: Progress) -> Iterator[None]:
-        """Hold the lock; remove leftovers of crashed publications first."""
+        """Within the block hold the lock; first remove leftovers of crashed publications.
+
+        Raises `UserError` for a foreign file in the link's place, and `StoreError` for faults of the disk.
+        """
         self._refuse_foreign()
         with disk_errors(self._folder):
             self._home.mkdir(parents=True, exist_ok=True)

@@ -187,7 +187,11 @@ DAMAGED: Final = "What readers get stays as it is. Publish the release again, or
 
 
 def require_sizes(raw: bytes, sizes: Mapping[str, int], address: str) -> None:
-    """Raise `DamagedError` when the ``sizes`` in bytes of the files at a destination differ from its manifest."""
+    """Raise `DamagedError` if a file of the manifest is absent at a destination or has another size there.
+
+    ``raw`` are the manifest's bytes, ``sizes`` the sizes in bytes at the destination by name. Raises `ManifestError`
+    for an invalid manifest.
+    """
     for name, file in decode(raw, what=f"{address}/{MANIFEST}").files.items():
         if sizes.get(name) != file.size:
             actual = f"found {sizes[name]:,} bytes" if name in sizes else "it is missing"

@@ -51,7 +51,7 @@ class Release:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files together."""
         return sum(file.size for file in self.files.values())
 
 

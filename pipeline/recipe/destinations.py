@@ -48,16 +48,16 @@ class DestinationSection(Section):
 
     @classmethod
     def parse(cls, text: str) -> tuple[Self, str] | None:
-        """Return the place that a person typed and the name in it; None where the text means another kind."""
+        """Return the destination that a person typed, and the release's name in it; None for another kind."""
         raise NotImplementedError
 
     @classmethod
     def means(cls, text: str) -> str | None:
-        """Return the naming field's value for the text of `init --publish`; None for another kind."""
+        """Return the value of the field `naming` for the text of `init --publish`; None if it means another kind."""
         raise NotImplementedError
 
     def public_name(self, name: str) -> str | None:
-        """Return the name that others can read it by; None where it is private."""
+        """Return the name under which others can read the release of the recipe ``name``; None if it is private."""
         raise NotImplementedError
 
     def served_name(self, name: str) -> str:
@@ -65,7 +65,7 @@ class DestinationSection(Section):
         raise NotImplementedError
 
     def needs_approval(self) -> bool:
-        """Return whether somebody must accept a release before readers get it."""
+        """Return whether somebody must accept a release here before readers get it."""
         return False
 
 
@@ -91,15 +91,15 @@ class Folder(DestinationSection):
 
     @classmethod
     def means(cls, text: str) -> str | None:
-        """Return the text: any text that is of no other kind is a folder."""
+        """Return the text unchanged: any text that means no other kind of destination is a folder's path."""
         return text
 
     def public_name(self, name: str) -> str | None:
-        """Return None: a folder is private."""
+        """Return None for every recipe: a folder is private."""
         return None
 
     def served_name(self, name: str) -> str:
-        """Return the recipe's name: it stays the same in any folder."""
+        """Return ``name`` itself: the served model is called as the recipe, whatever the folder."""
         return name
 
 
@@ -131,21 +131,21 @@ class Storage(DestinationSection):
 
     @classmethod
     def parse(cls, text: str) -> tuple[Self, str] | None:
-        """Return the bucket of a URL, and its last part as the name."""
+        """Return the bucket and, as the release's name, the last part of a URL; None for text that is no such URL."""
         url = _URL.fullmatch(text)
         return None if url is None else (cls(url=url["base"]), url["name"])
 
     @classmethod
     def means(cls, text: str) -> str | None:
-        """Return a URL as it is."""
+        """Return a bucket's URL unchanged; None for any other text."""
         return text if classify(text).kind == "bucket" else None
 
     def public_name(self, name: str) -> str | None:
-        """Return the recipe's name, which is the subfolder's."""
+        """Return ``name`` itself: it is the name of the subfolder in the bucket."""
         return name
 
     def served_name(self, name: str) -> str:
-        """Return the URL of the subfolder."""
+        """Return the URL of the bucket's subfolder ``name``."""
         return f"{self.url.rstrip('/')}/{name}"
 
 
@@ -173,7 +173,10 @@ class Hub(DestinationSection):
 
     @classmethod
     def parse(cls, text: str) -> tuple[Self, str] | None:
-        """Return a repository, unless the text is a path below folders that something was published to."""
+        """Return the repository and, as the release's name, its part after the organisation; None for other text.
+
+        A path of that form whose folder has published releases is none, unless it starts with ``hf://``.
+        """
         argument = classify(text)
         if argument.kind != "repository" or argument.revision is not None:
             return None
@@ -184,12 +187,12 @@ class Hub(DestinationSection):
 
     @classmethod
     def means(cls, text: str) -> str | None:
-        """Return the repository that the text names."""
+        """Return the repository, "owner/name", that the text names; None if it names none."""
         argument = classify(text)
         return argument.place.removeprefix(HUB_SCHEME) if argument.kind == "repository" else None
 
     def public_name(self, name: str) -> str | None:
-        """Return the repository."""
+        """Return the repository, "owner/name"; the recipe's ``name`` is no part of it."""
         return self.repo
 
     def served_name(self, name: str) -> str:
@@ -197,7 +200,7 @@ class Hub(DestinationSection):
         return self.repo
 
     def needs_approval(self) -> bool:
-        """Return whether it goes through a pull request."""
+        """Return whether releases go through a pull request (``via: pull-request``)."""
         return self.via == "pull-request"
 
 
@@ -215,7 +218,7 @@ class Destinations(Section):
     """Bucket (null: none)."""
 
     def destinations(self) -> tuple[DestinationSection, ...]:
-        """Return the places in the order of `KINDS`."""
+        """Return the sections of the destinations that are set, in the order of `KINDS`."""
         named = ((kind, getattr(self, kind.key)) for kind in KINDS)
         return tuple(
             kind.model_validate({kind.naming: value}) if kind.bare else value

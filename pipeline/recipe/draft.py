@@ -59,7 +59,7 @@ def default_name(model: str, scheme: str) -> str:
 
 
 def default_scheme(target: str) -> str:
-    """Return four bits where the machine multiplies them, else eight bits without calibration."""
+    """Return "mxfp4" for a target that multiplies four-bit numbers (gfx950), else "ptpc_fp8", without calibration."""
     return "mxfp4" if hardware(target).arch == "gfx950" else "ptpc_fp8"
 
 
@@ -79,7 +79,10 @@ def draft(options: DraftOptions, folder: Path) -> Mapping[Path, str]:
 
 
 def write(files: Mapping[Path, str], prove: Callable[[Path], object] = load_recipe) -> Sequence[Path]:
-    """Write the drafted files and prove the recipe, which comes last; all of it, or none. Raises `UserError`."""
+    """Write the drafted files, check the recipe, which is the last of them, with ``prove``, and return their paths.
+
+    If anything fails, no file stays. Raises `UserError` for a file that exists already, and what ``prove`` raises.
+    """
     there = [path for path in files if path.exists()]
     if there:
         raise UserError(
@@ -104,7 +107,8 @@ def write(files: Mapping[Path, str], prove: Callable[[Path], object] = load_reci
 def passages(path: Path) -> list[str]:
     """Return the distinct passages of a text file, or of the key ``text`` of a file of JSON lines.
 
-    Paragraphs are joined until a passage has `_WORDS` words. Raises `UserError` for a file that cannot be read.
+    Paragraphs are joined until a passage has `_WORDS` words. Raises `UserError` for a file that cannot be read or has
+    fewer than `_FEWEST` passages.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -60,7 +60,7 @@ def _root() -> dict[str, Any]:
 
 
 def resolve(fragment: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema that a fragment refers to; of `X or null`, that of X."""
+    """Return the schema that a fragment refers to; for `X or null` the schema of X."""
     if "anyOf" in fragment:
         fragment = next(option for option in fragment["anyOf"] if option.get("type") != "null")
     if "$ref" in fragment:
@@ -83,7 +83,7 @@ def at(path: YamlPath) -> dict[str, Any] | None:
 
 
 def keys(path: YamlPath) -> list[str]:
-    """Return the keys that the mapping at a path may have."""
+    """Return the keys that the mapping at a path may have, at the top `extends` too."""
     names = list((at(path) or {}).get("properties", ()))
     return names if path else [*names, "extends"]
 
@@ -94,7 +94,7 @@ def places_of(key: str) -> list[str]:
 
 
 def phrase(path: YamlPath) -> str:
-    """Word the values that a path may have: "one of fp8, mxfp4", "a whole number of at least 1"."""
+    """Return the values that a path may have in words: "one of fp8, mxfp4", "a whole number of at least 1"."""
     fragment = at(path) or {}
     if "enum" in fragment:
         return f"one of {', '.join(fragment['enum'])}"

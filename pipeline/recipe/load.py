@@ -43,9 +43,9 @@ PROVEN_SUITE = "quantmint/suite"
 class LoadedRecipe:
     """A valid recipe, with its file.
 
-    `path` is the file that was named, `positions` the place of every value that is written in it or in what it extends.
-    `source_folder` is absolute, relative paths being resolved beside the file that states them; None where the source
-    is a repository.
+    `path` is the file that was named, `positions` the place of every value that is written in it or in a file that it
+    extends. `source_folder` is the source model's folder as an absolute path, None if the source is a repository; a
+    relative path is resolved beside the file that states it.
     """
 
     recipe: Recipe
@@ -60,10 +60,11 @@ class LoadedRecipe:
 
     @cached_property
     def text_proven(self) -> str:
-        """Return `text_resolved` without places, destinations, tracking and schedules, which shape no result.
+        """Return `text_resolved` as it is published, without what shapes no result.
 
-        It is published. A file beside the recipe keeps its relative path; of a file elsewhere only the name is kept,
-        because its path tells much of a machine and its user and nothing of the content.
+        Destinations, tracking and schedules are left out. A file beside the recipe keeps its relative path; of a file
+        elsewhere only the name is kept, because its path tells much of a machine and its user and nothing of the
+        content.
         """
         data = self.recipe.model_dump(mode="json", exclude={"tracking", "publish", "refresh"})
         for section, name in _PLACES:
@@ -94,7 +95,7 @@ class LoadedRecipe:
         return None if file is None else _resolved(("serve", "tunableop"), file, self.positions)
 
     def place(self, *path: str | int, key: bool = False) -> Position:
-        """Return the place of a value; of a default, that of the mapping that could hold it."""
+        """Return the place of a value, or of its ``key``; of a default, that of the mapping that could hold it."""
         return place_of(path, self.positions, key=key)
 
     def fault(self, path: YamlPath, message: str) -> Fault:
@@ -113,10 +114,10 @@ def load_recipe(name_or_path: str | Path) -> LoadedRecipe:
 
 
 def recipe_of(sections: Mapping[str, Any]) -> LoadedRecipe:
-    """Return the recipe made of a command's options, by section; options that are None were not given.
+    """Return a recipe made of a command's options, given by section and key; options that are None were not given.
 
     The same models and checks as for a file apply, and errors name the option. Raises `RecipeError` with every fault,
-    an option a line.
+    one per line.
     """
     data: dict[str, Any] = {"name": "options"}
     for name, section in sections.items():
@@ -127,7 +128,10 @@ def recipe_of(sections: Mapping[str, Any]) -> LoadedRecipe:
 
 
 def validated(document: YamlDocument, path: Path, faults: Sequence[Fault] = ()) -> LoadedRecipe:
-    """Return the recipe of a document. Raises `RecipeError` with the faults of its fields, and ``faults``."""
+    """Return the recipe of a parsed document, which was read from ``path``.
+
+    Raises `RecipeError` with the faults of its fields, and with ``faults``, which were found before.
+    """
     data = dict(document.data)
     for section, name in _DEFINITIONS:
         name_or_path = data[section].get(name) if isinstance(data.get(section), dict) else None
@@ -145,7 +149,10 @@ def validated(document: YamlDocument, path: Path, faults: Sequence[Fault] = ()) 
 
 
 def _resolved(at: YamlPath, relative: str, document: YamlDocument) -> Path:
-    """Return a path that a file names, which may be an extended one, resolved beside that file."""
+    """Return the path ``relative``, the value at ``at`` in a recipe, resolved beside the file that states it.
+
+    That file may be one which the recipe extends.
+    """
     return (Path(place_of(at, document).file).absolute().parent / relative).resolve()
 
 
@@ -242,7 +249,10 @@ def _overlay(base: YamlDocument, top: YamlDocument) -> YamlDocument:
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any], at: YamlPath) -> tuple[dict[str, Any], set[YamlPath]]:
-    """Return the merged mapping, and the paths whose value in `base` was replaced as a whole."""
+    """Return `top` merged over `base`, and the paths whose value in `base` was replaced as a whole.
+
+    ``at`` is the path of both mappings in the recipe.
+    """
     merged, replaced = dict(base), set[YamlPath]()
     for key, value in top.items():
         old = merged.get(key)

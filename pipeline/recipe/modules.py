@@ -49,17 +49,20 @@ _EXPERT_NAMES = (
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a recipe's pattern selects a module: by equality, or by a regular expression after `re:`."""
+    """Return whether a recipe's pattern selects a module.
+
+    After `re:` the pattern is a regular expression that must match at the beginning of the name; else it is the name.
+    """
     return re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name
 
 
 def assigned(quantization: Quantization, name: str) -> str | None:
-    """Return the scheme of a linear module; None where the recipe excludes it. Exclusion goes before any override."""
+    """Return the scheme of a linear module; None if the recipe excludes it. Exclusion goes before any override."""
     return None if is_excluded(quantization, name) else override_of(quantization, name) or quantization.scheme
 
 
 def is_excluded(quantization: Quantization, name: str) -> bool:
-    """Whether the recipe leaves a module in 16 bit."""
+    """Return whether the recipe leaves a module in 16 bit."""
     return any(matches(pattern, name) for pattern in quantization.exclude)
 
 
@@ -115,16 +118,16 @@ def expert_count(config: Mapping[str, Any]) -> int:
 
 
 def expert_names(layers: Iterable[int]) -> list[tuple[str, ...]]:
-    """Return the usual names of a projection of the first routed expert, each for all layers that have experts."""
+    """Return tuples of module names: one per naming convention, with the first expert's projection of each layer."""
     numbers = list(layers)
     return [tuple(name.format(layer) for layer in numbers) for name in _EXPERT_NAMES]
 
 
 def expert_schemes(scheme_of: Callable[[str], str | None], layers: Iterable[int]) -> tuple[str, ...]:
-    """Return the schemes that routed experts are sure to have, sorted; 16 bit, None of ``scheme_of``, is none.
+    """Return the sorted schemes that routed experts are sure to have, without 16 bit.
 
-    ``layers`` are those with experts. A config.json does not say what experts are called: a scheme is sure that some
-    layer has under each usual name.
+    ``scheme_of`` returns the scheme of a module by its name, None for 16 bit; ``layers`` are those with experts. A
+    config.json does not say what experts are called: a scheme is sure if some layer has it under each usual name.
     """
     by_name = [{scheme_of(name) for name in names} for names in expert_names(layers)]
     return tuple(sorted(scheme for scheme in set.intersection(*by_name) if scheme is not None))

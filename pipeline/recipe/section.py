@@ -10,7 +10,7 @@ PRINTABLE = r"^[^\x00-\x1f]+$"
 
 
 def wrong(expected: str, *, actual: str = "", at: str = "") -> PydanticCustomError:
-    """Return the error of a validation rule, for pydantic to raise.
+    """Return the error of a validation rule, for pydantic to raise; ``expected`` says what would be right.
 
     `actual` is the value in the message (empty: the validated value itself), `at` the key of the field at fault, below
     the validated one.

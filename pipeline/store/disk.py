@@ -35,7 +35,10 @@ FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @contextmanager
 def disk_errors(path: Path, *, needed: int | None = None) -> Iterator[None]:
-    """Turn an `OSError` of the block, which writes ``needed`` bytes, into a `StoreError` about ``path``."""
+    """Turn an `OSError` of the block into a `StoreError` about ``path``.
+
+    ``needed`` is the number of bytes that the block writes (None: unknown), for the message about a full disk.
+    """
     try:
         yield
     except OSError as error:
@@ -43,7 +46,10 @@ def disk_errors(path: Path, *, needed: int | None = None) -> Iterator[None]:
 
 
 def explain(error: OSError, path: Path, needed: int | None = None) -> StoreError:
-    """Word an `OSError` for a user: the path, the space needed, the space free, what to do."""
+    """Return the error to raise for an `OSError`, with the path and what to do.
+
+    For a full disk its message has the bytes ``needed`` (None: unknown) and the bytes free.
+    """
     what, hint = _FAULTS.get(
         error.errno or 0, (error.strerror or str(error), "look at the disk, then run the same command again")
     )

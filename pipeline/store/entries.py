@@ -41,7 +41,11 @@ class FileFact:
 
 @dataclass(frozen=True)
 class EntryRecord:
-    """The record of an entry: times are ISO 8601 in UTC, ``result`` is small facts for later stages."""
+    """The record of an entry. Times are ISO 8601 in UTC.
+
+    ``payload`` is the mapping that the fingerprint was computed from, ``files`` the output files by name, ``result``
+    small facts for later stages.
+    """
 
     stage: str
     fingerprint: str
@@ -114,8 +118,9 @@ def check_payload(stage: str, payload: Mapping[str, object]) -> dict[str, Json]:
 
 
 def check_result(result: Mapping[str, object]) -> dict[str, Json]:
-    """Return a copy of a stage's result as a later reader will see it. Raises `ValueError` for values that JSON cannot
-    hold.
+    """Return a copy of a stage's result as a later reader will see it.
+
+    Raises `ValueError` for values that JSON cannot hold.
     """
     try:
         copy: dict[str, Json] = json.loads(json.dumps(dict(result), allow_nan=False))
@@ -146,8 +151,9 @@ class Entry:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 over the names, digests and sizes of all files: equal for equal outputs, whenever they
-        were made.
+        """Return the SHA-256 over the names, digests and sizes of all files.
+
+        It is equal for equal outputs, whenever they were made.
         """
         return fingerprint([[name, fact.sha256, fact.size] for name, fact in sorted(self.record.files.items())])
 

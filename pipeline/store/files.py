@@ -92,8 +92,9 @@ def digest_of(path: Path, advance: Advance) -> str:
 
 
 def judged(file: File) -> Iterator[bytes]:
-    """Yield the bytes of a file in pieces. After the last one, raises `StageError` if they do not have the file's
-    digest.
+    """Yield the bytes of a file in pieces.
+
+    After the last piece, raises `StageError` if the bytes do not have the file's digest.
     """
     hasher = hashlib.sha256()
     for chunk in chunks(file.path):

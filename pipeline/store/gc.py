@@ -55,7 +55,10 @@ class RunRecord:
 
     @property
     def killed(self) -> bool:
-        """Whether the run will never finish: it has no end, and its process on this machine is gone."""
+        """Return whether the run will never finish: it has no end, and its process on this machine is gone.
+
+        False for a process on another machine, of which nothing is known here.
+        """
         return self.finished is None and runs_still(self.facts.get("process")) is False
 
 
@@ -113,7 +116,7 @@ class RunLog:
 
 
 def forget(root: Path, run: str) -> None:
-    """Delete the record of a run, named by its `RunRecord.id`: for a run that executed nothing."""
+    """Delete the record of a run that executed nothing; ``run`` is its `RunRecord.id`."""
     (root / RUNS / f"{run}.json").unlink(missing_ok=True)
 
 
@@ -157,7 +160,7 @@ _AGES: Final = {  # kind -> (seconds for which it is kept anyway, why it is remo
 
 @dataclass(frozen=True)
 class Item:
-    """A file or folder of the store: its size in bytes, and why it is removed."""
+    """A file or folder to remove: its size in bytes, and the reason."""
 
     path: Path
     bytes: int
@@ -166,10 +169,10 @@ class Item:
 
 @dataclass(frozen=True)
 class GcPlan:
-    """The files and folders that a garbage collection would remove; ``keep`` is the number of newest runs kept per
-    recipe.
+    """The files and folders that a garbage collection would remove.
 
-    ``young_bytes`` is the size of unreferenced entries that are kept only because they are less than an hour old.
+    ``keep`` is the number of newest runs kept per recipe. ``young_bytes`` is the size of unreferenced entries that are
+    kept only because they are less than an hour old.
     """
 
     root: Path
@@ -185,8 +188,9 @@ class GcPlan:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A file or folder of the store that may be removed. ``changed`` is in seconds since the epoch; ``locked`` says
-    that a living process holds its lock.
+    """A file or folder of the store that may be removed.
+
+    ``changed`` is in seconds since the epoch; ``locked`` says that a living process holds its lock.
     """
 
     path: Path
@@ -197,7 +201,10 @@ class _Candidate:
 
 
 def plan_gc(store: Store, *, keep: int, now: float | None = None) -> GcPlan:
-    """Decide what to remove, without touching anything. Raises `ValueError` (negative ``keep``) and `StoreError`."""
+    """Return what a garbage collection would remove, without touching anything; ``now`` is in seconds since the epoch.
+
+    Raises `ValueError` for a negative ``keep``, and `StoreError`.
+    """
     if keep < 0:
         raise ValueError(f"keep must be 0 or more, not {keep}")
     root, now = store.root, time.time() if now is None else now
@@ -233,7 +240,7 @@ def apply(plan: GcPlan, *, now: float | None = None) -> int:
 
 
 class _References:
-    """The entries that recent runs refer to, read at each call; run files that did not change are read once."""
+    """The entries that recent runs refer to; each call reads the run files that changed since the last one."""
 
     def __init__(self, root: Path, keep: int, now: float) -> None:
         self._root, self._keep, self._now = root, keep, now

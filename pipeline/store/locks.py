@@ -68,8 +68,9 @@ class _Holder:
 
     @classmethod
     def parse(cls, raw: bytes) -> _Holder | None:
-        """Read a lock file's content; None for content that this module did not write, of which only the age can be
-        judged.
+        """Parse a lock file's content; None for content that this module did not write.
+
+        Of such a file only the age can be judged.
         """
         try:
             holder = cls(**json.loads(raw))
@@ -78,7 +79,7 @@ class _Holder:
         return holder if isinstance(holder.pid, int) else None
 
     def runs(self) -> bool | None:
-        """Whether the process lives; None where this machine cannot know."""
+        """Return whether the process is alive; None if this machine cannot know."""
         if not self.boot or (self.host, self.boot, self.namespace) != _place():
             return None
         try:
@@ -114,7 +115,10 @@ def this_process() -> dict[str, str | int]:
 
 
 def runs_still(process: object) -> bool | None:
-    """Whether the process with an identity from `this_process` is alive; None where this machine cannot know."""
+    """Return whether a process is alive, by its identity from `this_process`.
+
+    None for a process of another machine, boot or container, and for data that is no such identity.
+    """
     try:
         holder = _Holder(**process, token="", command="", since="")  # type: ignore[arg-type]
     except TypeError:
@@ -123,7 +127,11 @@ def runs_still(process: object) -> bool | None:
 
 
 def is_held(path: Path, *, stale_after: float = STALE_AFTER_S, now: float | None = None) -> bool:
-    """Whether a lock file looks held; changes nothing (``now``: seconds since the epoch)."""
+    """Return whether a lock file looks held, without changing anything.
+
+    If the holder's process cannot be judged here, its heartbeat must be at most ``stale_after`` seconds old. ``now`` is
+    in seconds since the epoch.
+    """
     lock_file = _look(path)
     if lock_file is None:
         return False
@@ -157,7 +165,7 @@ class Lock:
 
     @property
     def lost(self) -> bool:
-        """Whether the heartbeat noticed that another process holds the lock now."""
+        """Return whether the heartbeat noticed that another process holds the lock now."""
         return self._lost.is_set()
 
     def acquire(self, *, on_wait: Callable[[str], None] | None = None, timeout: float | None = None) -> bool:
@@ -236,8 +244,9 @@ class Lock:
         self.release()
 
     def _announce(self) -> Path:
-        """Write this lock's content to a private file and return its path: every link is made from it, and its time is
-        the filesystem's clock.
+        """Write this lock's content to a private file and return its path.
+
+        Every link to the lock is made from that file, and its time is the filesystem's clock.
         """
         holder = _Holder.this_process()
         self._stop, self._lost = threading.Event(), threading.Event()
@@ -259,8 +268,9 @@ class Lock:
         self._raw, self._private, self._shared = b"", set(), set()
 
     def _seize(self, path: Path, source: Path) -> bool:
-        """Write this lock's content to ``path`` if the path is free or holds a dead process's lock; return whether it
-        worked.
+        """Write this lock's content to ``path`` if that is free or a dead process's lock; return whether it worked.
+
+        ``source`` is the private file from `_announce`.
         """
         os.utime(source)  # by the server's clock; what is linked below starts with a fresh heartbeat
         now_ns = source.stat().st_mtime_ns
@@ -281,8 +291,9 @@ class Lock:
 
     @contextmanager
     def _claimed(self, path: Path, lock_file: _LockFile, source: Path) -> Iterator[bool]:
-        """Within the block, hold the sole right to remove or replace ``lock_file`` at ``path``; yield whether it was
-        granted.
+        """Within the block, hold the sole right to remove or replace ``lock_file`` at ``path``.
+
+        Yields whether the right was granted.
         """
         claim = path.with_name(f"{path.name}.{hashlib.sha256(lock_file.raw).hexdigest()[:16]}")
         self._shared.add(claim)

@@ -90,12 +90,12 @@ class Objects:
 
     @property
     def insecure(self) -> str | None:
-        """Return the server's address if data travels to it unencrypted; None where it is encrypted or local."""
+        """Return the server's address if data travels to it unencrypted; None if it is encrypted or local."""
         parts = urlsplit(self._endpoint or "")
         return self._endpoint if parts.scheme == "http" and not _is_loopback(parts.hostname or "") else None
 
     def require_writable(self) -> None:
-        """Check that objects can be listed, written and removed here, with an object of a few bytes."""
+        """Raise unless objects can be listed, written and removed here; the probe is an object of a few bytes."""
         self.names()
         with self._translating("write"):
             _obstore().put(self._store, _PROBE, b"quantmint asks whether it may write here\n")
@@ -115,7 +115,7 @@ class Objects:
             return {str(item["path"]).removeprefix(f"{folder}/"): int(item["size"]) for item in listing}
 
     def holds(self, name: str, file: File) -> bool:
-        """Whether an object exists with a file's size and SHA-256; an object without a recorded digest is read."""
+        """Return whether an object exists with a file's size and SHA-256; one without a recorded digest is read."""
         with self._translating(f"look at {name}"):
             try:
                 head = _obstore().get(self._store, name, options={"head": True})
@@ -127,8 +127,9 @@ class Objects:
         return (recorded or self._digest(name, file.size)) == file.sha256
 
     def send(self, name: str, file: File, advance: Advance) -> None:
-        """Upload a file and call ``advance`` with its bytes as they go. Raises `StageError`, with no object written,
-        where the bytes do not have the file's digest.
+        """Upload a file and call ``advance`` with the number of bytes as they go.
+
+        Raises `StageError`, with no object written, if the bytes do not have the file's digest.
         """
 
         def pieces() -> Iterator[bytes]:
@@ -147,7 +148,7 @@ class Objects:
             )
 
     def read(self, name: str) -> Content | None:
-        """Return a small object; None where it does not exist."""
+        """Return a small object with its ETag; None if it does not exist."""
         with self._translating(f"read {name}"):
             try:
                 response = _obstore().get(self._store, name)
@@ -233,8 +234,9 @@ def _obstore() -> Any:
 
 
 def _of_profile() -> dict[str, Any]:
-    """Return obstore's option for credentials of a profile in ~/.aws or of a single sign-on, through boto3; empty
-    without.
+    """Return obstore's option for credentials of a profile in ~/.aws or of a single sign-on, through boto3.
+
+    Empty if there are no such credentials.
     """
     if os.environ.get("AWS_ACCESS_KEY_ID"):
         return {}

@@ -41,11 +41,11 @@ HERE_ONLY: Final = frozenset({"source", "quantize", "publish"})
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """An entry as the tier stores it: ``folder`` is the name of the folder with its files, ``inputs`` the `content` of
-    each input.
+    """An entry as the tier stores it.
 
-    ``device`` is the device of a served process; None for every other stage. Measurements need no device of their own:
-    the entry of the server that they start from names it.
+    ``folder`` is the name of the folder with its files, ``inputs`` the `content` of each input by its name. ``device``
+    is the device of a served process; None for every other stage. Measurements need no device of their own: the entry
+    of the server that they start from names it.
     """
 
     folder: str
@@ -54,13 +54,13 @@ class Parcel:
     device: Device | None
 
     def encode(self) -> bytes:
-        """Return the object's bytes: UTF-8 JSON."""
+        """Return the parcel as UTF-8 JSON, the content of its object."""
         data = {"schema": SCHEMA, **asdict(self)}
         return (json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def pack(entry: Entry, inputs: Mapping[str, Entry]) -> Parcel:
-    """Return the parcel of a local entry.
+    """Return the parcel of a local entry; ``inputs`` are the entries that it was made from, by name.
 
     The folder's name is a digest of the record, so that two sites that made the same entry do not mix their files.
     """
@@ -72,7 +72,10 @@ def pack(entry: Entry, inputs: Mapping[str, Entry]) -> Parcel:
 
 
 def decode(raw: bytes, stage: str, expected: str) -> Parcel:
-    """Read the parcel of an entry. Raises `ValueError` with the reason for other or invalid data."""
+    """Parse the parcel of the entry of ``stage`` with the fingerprint ``expected``.
+
+    Raises `ValueError` with the reason for a parcel of another entry and for invalid data.
+    """
     try:
         data = json.loads(raw)
         if data.pop("schema") != SCHEMA:
@@ -108,8 +111,9 @@ def content(entry: Entry) -> str:
 
 
 class RemoteTier:
-    """The shared tier in ``objects``; ``warn`` is called once for each fault, ``device`` returns this machine's device
-    of a kind ("cpu", "cuda").
+    """The shared tier in ``objects``.
+
+    ``warn`` is called once for each fault, ``device`` returns this machine's device of a kind ("cpu", "cuda").
     """
 
     def __init__(self, objects: Objects, warn: Callable[[str], None], device: Callable[[str], Device]) -> None:
@@ -122,14 +126,15 @@ class RemoteTier:
         self._away = False
 
     def offers(self, stage: str, fingerprint: str) -> bool:
-        """Whether the tier has an entry that this machine can use; False where the tier is unreachable."""
+        """Return whether the tier has an entry that this machine can use; False if the tier is unreachable."""
         parcel, _ = self._look(stage, fingerprint)
         return parcel is not None and self._measured_as_here(parcel)
 
     def bring(self, work: Work, inputs: Mapping[str, Entry], progress: Progress) -> Entry | None:
-        """Download an entry and commit it; None where the tier has none for these inputs and this kind of device.
+        """Download an entry and commit it; return None if the tier has none for these inputs and this kind of device.
 
-        An interrupted download continues where it stopped. Raises `StoreError` for faults of the local disk.
+        Faults of the tier become a warning and None. An interrupted download continues where it stopped. Raises
+        `StoreError` for faults of the local disk.
         """
         parcel, _ = self._look(work.stage, work.fingerprint)
         contents = {name: content(input_entry) for name, input_entry in inputs.items()}

@@ -40,7 +40,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A Python version, and the installed distributions by normalized name."""
+    """A Python version, and the installed distributions by normalized name (PEP 503)."""
 
     python: str
     distributions: Mapping[str, Distribution]
@@ -56,8 +56,9 @@ class Environment:
 
 
 def environment_here(tools: Iterable[str]) -> Environment:
-    """Return the named tools and quantmint with everything that they require, from this environment; cached in the
-    process.
+    """Return the part of this environment that the named tools and quantmint require, themselves included.
+
+    It is cached for the process.
     """
     return _environment(frozenset(tools))
 
@@ -70,7 +71,7 @@ def _environment(tools: frozenset[str]) -> Environment:
 def environment_of(python: Path) -> Environment:
     """Return all distributions of another environment, given its interpreter. Raises `ServingError` if that fails.
 
-    All of them, because vLLM has an environment of its own, and builds for a platform do not always declare their
+    None is left out, because vLLM has an environment of its own, and builds for a platform do not always declare their
     requirements.
     """
     program = "import json, platform, sys; print(json.dumps([platform.python_version(), sys.path]))"
@@ -92,8 +93,9 @@ def recorded_environment(entry: Entry) -> Environment | None:
 
 
 def _installed(path: Sequence[str] | None) -> dict[str, Message]:
-    """Return metadata by normalized name, of this environment or of the folders in ``path``; the first of a name
-    counts.
+    """Return the distributions' metadata by normalized name; the first of a name counts.
+
+    ``path`` are the folders to search (None: those of this environment).
     """
     from packaging.utils import canonicalize_name
 
@@ -150,7 +152,7 @@ def _requirements(fields: Message) -> Iterator[Requirement]:
 
 
 def _licence(fields: Message) -> str | None:
-    """Return PEP 639's expression, else the older fields where they hold a name; None where there is none."""
+    """Return a distribution's licence: PEP 639's expression, else the older fields if they hold a name, else None."""
     expression = fields["License-Expression"]
     if expression:
         return str(expression)

@@ -88,10 +88,10 @@ class Store:
         return None
 
     def working(self, stage: str, fingerprint: str, *, on_wait: Callable[[str], None] | None = None) -> Work:
-        """Return a context in which this process alone makes the entry; ``on_wait`` is called with the process that it
-        waits for.
+        """Return a context in which this process alone makes the entry.
 
-        Entering it raises `StoreError` where the disk fails.
+        ``on_wait`` is called with a description of a process that it waits for. Entering the context raises
+        `StoreError` if the disk fails.
         """
         return Work(self, stage, fingerprint, on_wait)
 
@@ -101,8 +101,9 @@ class Store:
         return sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file()) if work.is_dir() else 0
 
     def entry_path(self, stage: str, fingerprint: str) -> Path:
-        """Return the folder of an entry, whether it exists or not. Raises `ValueError` for an invalid stage name or
-        fingerprint.
+        """Return the folder of an entry, whether it exists or not.
+
+        Raises `ValueError` for an invalid stage name or fingerprint.
         """
         if not STAGE.fullmatch(stage) or stage in RESERVED:
             raise ValueError(f"{stage!r} cannot be the name of a stage's folder")
@@ -124,8 +125,9 @@ class Store:
                     entry.path.rename(away)
 
     def quarantine(self, stage: str, fingerprint: str, reason: str, *, identity: int) -> None:
-        """Move a damaged entry to quarantine, unless its folder was replaced (its inode is not ``identity``). Raises
-        `OSError`.
+        """Move a damaged entry to quarantine, unless its folder was replaced (its inode is not ``identity``).
+
+        ``reason`` goes into the warning. Raises `OSError`.
         """
         path = self.entry_path(stage, fingerprint)
         aside = self.root / QUARANTINE / _stamped(stage, fingerprint)

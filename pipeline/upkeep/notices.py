@@ -41,11 +41,11 @@ CLOSE_S: Final = 5.0
 
 
 class Webhook:
-    """One receiver, to which JSON is sent in order by a thread of its own. `send` returns at once.
+    """One receiver, to which a thread sends notices as JSON, in order. `send` returns at once.
 
-    ``warn`` hears of what could not be delivered, from the thread that sends. ``timeout_s`` limits one answer,
-    ``first_wait_s`` is the wait before the second attempt, which doubles from then on. Raises `UserError` for an
-    address that cannot be used, without quoting it.
+    ``secret`` is the key of the HMAC signature (None: unsigned). ``warn`` is called from that thread with what could
+    not be delivered. ``timeout_s`` limits one request, ``first_wait_s`` is the wait before the second attempt, which
+    doubles from then on. Raises `UserError` for an address that cannot be used, without quoting it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Webhook:
         self._thread.start()
 
     def send(self, event: Event) -> None:
-        """Queue a notice where receivers hear of the event: not of stages, nor where nothing was due."""
+        """Queue a notice of the event; events "stage" and "waiting", and recipes that were current, are not sent."""
         if event.kind not in ("stage", "waiting") and event.state != "current":
             fields = asdict(event)
             del fields["stage"]  # of events that are not told
@@ -75,7 +75,7 @@ class Webhook:
             self._waiting.put(head | {"host": socket.gethostname(), "quantmint": __version__} | fields)
 
     def close(self, within_s: float = CLOSE_S) -> None:
-        """Wait until all is sent, ``within_s`` seconds at the most."""
+        """Wait until all notices are sent, for at most ``within_s`` seconds; warn if some are left."""
         self._waiting.put(None)
         self._thread.join(within_s)
         self._stop.set()  # no further attempt; a thread that hangs in one ends with the process
@@ -121,11 +121,14 @@ class Webhook:
 
 class _NoRedirect(HTTPRedirectHandler):
     def redirect_request(self, *_: object, **__: object) -> None:
-        """Nowhere: the answer itself is the fault that is told."""
+        """Follow no redirect, so that the answer itself becomes the error."""
 
 
 def host_of(address: str) -> str:
-    """Host, and port where there is one: what may be shown of an address. Raises `UserError`."""
+    """Return host, and port if there is one, of a webhook's address: the part that may be shown.
+
+    Raises `UserError` for anything but an http or https address without a user name.
+    """
     try:
         parts = urlsplit(address)
         port = parts.port
@@ -141,7 +144,7 @@ def host_of(address: str) -> str:
 
 
 def _told(error: Exception, timeout_s: float) -> str:
-    """What a receiver did, in words of our own: an exception's may quote the address."""
+    """Return a phrase on a failed delivery; the exception's own text may quote the address, which is a secret."""
     if isinstance(error, HTTPError):
         error.close()
         return f"answered {error.code}"
@@ -156,9 +159,10 @@ _DONE: Final[frozenset[State]] = frozenset({"ran", "current", "held"})
 
 
 class Metrics:
-    """The metrics of one process, in the file ``path``; ``warn`` hears of a fault once.
+    """The metrics of one process, in the file ``path``; ``warn`` is called once for each fault.
 
-    Raises `UserError` for a name that the collector would pass over, and for a folder that cannot be written to.
+    Raises `UserError` for a file name that Prometheus's textfile collector ignores, and for a file that cannot be
+    written.
     """
 
     def __init__(self, path: Path, store: Path, *, warn: Callable[[str], None]) -> None:
@@ -175,7 +179,10 @@ class Metrics:
         self._write()
 
     def hear(self, event: Event) -> None:
-        """Take over what an event says of the queue and of its recipe."""
+        """Update queue length, running recipes and damaged releases from an event, and write the file again.
+
+        Stage events are ignored; faults of the disk become warnings.
+        """
         if event.kind == "stage":
             return
         with self._lock:
@@ -241,9 +248,10 @@ def outlets(
     metrics_file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[Callable[[Event], None]]:
-    """Yield what takes events and never raises. At the exit, what is still to be sent has a few seconds.
+    """Yield a function that passes events to the webhook and the metrics file and never raises.
 
-    QUANTMINT_WEBHOOK, and ..._SECRET for its signature, name the webhook. `UserError` for what cannot be used.
+    QUANTMINT_WEBHOOK names the webhook, QUANTMINT_WEBHOOK_SECRET the key of its signature. At the exit, notices in the
+    queue have a few seconds to be sent. Raises `UserError` for an address or a file that cannot be used.
     """
     metrics = hook = None
     if metrics_file is not None:

@@ -141,7 +141,7 @@ class TaskResources:
         return node.gpus // self.gpus if self.gpus else node.cpus // self.cpus
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of `ray.remote`."""
+        """Return the keyword arguments of `ray.remote` that reserve these resources."""
         # max_calls=0: by default Ray ends a GPU worker after each task, and every new one imports PyTorch again.
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_calls": 0}
 
@@ -205,7 +205,7 @@ def local_facts(folders: Sequence[Path], probes: Sequence[Path] = ()) -> NodeFac
 
 @lru_cache(maxsize=1)
 def local_versions() -> Mapping[str, str]:
-    """Return the versions of what shapes bytes here, by name, with a digest of our own code."""
+    """Return the versions of Python and of the libraries that shape bytes, by name, with a digest of our own code."""
     digest = hashlib.sha256()
     for folder in _CODE_FOLDERS:
         for path in sorted((_ROOT / folder).rglob("*.py")):
@@ -214,7 +214,7 @@ def local_versions() -> Mapping[str, str]:
 
 
 def require_versions(node: str, there: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raise `UserError` naming the first difference of a node's versions from the driver's."""
+    """Raise `UserError` for the first of the driver's versions (``here``) that differs on the node called ``node``."""
     for name, version in here.items():
         if there.get(name) != version:
             difference = "is not what it is here" if name == _CODE else f"is {there.get(name)} there and {version} here"
@@ -222,7 +222,10 @@ def require_versions(node: str, there: Mapping[str, str], here: Mapping[str, str
 
 
 def require_same(node: str, there: NodeFacts, here: NodeFacts) -> None:
-    """Raise `UserError` naming the first difference of a node's facts from this machine's."""
+    """Raise `UserError` for the first fact by which the node called ``node`` differs from this machine.
+
+    Versions and digests of folders are compared; a folder in which the node does not see a probe file counts too.
+    """
     require_versions(node, there.versions, here.versions)
     for folder, digest in here.folders.items():
         if there.folders[folder] != digest:

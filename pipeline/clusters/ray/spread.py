@@ -33,7 +33,7 @@ from quantmint.pipeline.store.disk import disk_errors
 def open_spread(
     on: str | None, recipe: Recipe, *, device: str, source: Path | None, store: Path, progress: Progress
 ) -> Iterator[RaySpread | None]:
-    """Connect to the cluster of ``--on`` for the block; None without ``--on``.
+    """Connect to the cluster of the option ``--on`` for the block; yield None without the option.
 
     Raises `UserError` for an engine that runs in one process, and for nodes that differ from this machine.
     """
@@ -68,7 +68,7 @@ class RaySpread:
 
     @property
     def hardware(self) -> str:
-        """Processors or GPUs of the nodes, such as ``16 x AMD-Instinct-MI300X-OAM``."""
+        """Return the processors or GPUs of the nodes as text, such as ``16 x AMD-Instinct-MI300X-OAM``."""
         resources, counts = self._resources(), Counter[str]()
         for node in self.nodes:
             if resources.slots(node):
@@ -77,7 +77,11 @@ class RaySpread:
         return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in counts.items())
 
     def require_same(self, folders: Sequence[Path], written: Sequence[Path] = ()) -> None:
-        """Raise `UserError` for a node with other versions or ``folders``, or one that does not share ``written``."""
+        """Raise `UserError` for a node with other library versions or other files in ``folders`` than this machine.
+
+        Also for a node that does not see a file just written to one of the folders ``written``. Nodes that are gone are
+        dropped from ``nodes``.
+        """
         self._refresh()
         folders = [folder.resolve() for folder in folders]
         pairs = {node.id: {(node.id, folder) for folder in folders} for node in self.nodes}
@@ -97,7 +101,11 @@ class RaySpread:
         self._resources()
 
     def write_shards(self, order: WriteOrder) -> dict[str, float]:
-        """Write the shards, one task each, the largest first; see `engines.stream.schedule.write_shards`."""
+        """Write the shards, one task each, the largest first; return seconds by kind of work.
+
+        See `engines.stream.schedule.write_shards`. Raises `StageError` for a written file that this machine does not
+        see.
+        """
         start = time.perf_counter()
         seconds: dict[str, float] = defaultdict(float, written=0.0)
         if not order.plans:
@@ -148,7 +156,10 @@ class RaySpread:
         ray.shutdown()
 
     def cluster(self) -> Cluster:
-        """Return the cluster to serve on; `UserError` when this process is on none of its nodes."""
+        """Return the cluster to serve on.
+
+        Raises `UserError` for a ``ray://`` address, through which this process is on none of the nodes.
+        """
         import ray
 
         if self._address.startswith("ray://"):
@@ -186,7 +197,7 @@ class RayWorkers:
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """PyTorch's name of each slot's device."""
+        """Return PyTorch's name of each slot's device."""
         return self.resources.device
 
     def measure(self, order: ShareOrder, shares: Sequence[Share]) -> Iterator[Share]:
@@ -215,7 +226,7 @@ def _remote(
 def _ask_nodes(
     on: Sequence[Node], resources: TaskResources, function: Callable[..., Any], *arguments: Any
 ) -> dict[Any, Node]:
-    """Start ``function`` on each node; return the nodes by Ray's references."""
+    """Start ``function`` with ``arguments`` on each node; return the nodes by Ray's references to the results."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as Affinity
 
     return {_remote(function, resources, None, Affinity(node.id, soft=False))(*arguments): node for node in on}

@@ -159,7 +159,10 @@ def _require_connection() -> None:
 
 
 def _warn_of_losses(names: Mapping[str, str], resources: TaskResources, warn: Callable[[str], None]) -> dict[str, str]:
-    """Warn of nodes that left, return the names that are there; `StageError` when none has the resources."""
+    """Warn of nodes that left, and return the names of the present nodes by node id.
+
+    ``names`` are the nodes known before, by id. Raises `StageError` when no node has the resources.
+    """
     import ray
 
     there = nodes.parse_nodes(ray.nodes())

@@ -53,16 +53,17 @@ class JobRequest:
     arguments: tuple[str, ...] = ()
 
     def command(self, *program: str) -> tuple[str, ...]:
-        """Return the command word by word; on several nodes with ``--on ray``."""
+        """Return the command as a list of words after ``program``; on several nodes with ``--on ray``."""
         spread = ("--on", "ray") if self.nodes > 1 and "--on" not in self.arguments else ()
         return (*program, "run", self.recipe, "--json", "--store", self.store, *spread, *self.arguments)
 
 
 def request_job(recipe: Recipe, named: str, *, gpus: int | None = None, **options: Any) -> JobRequest:
-    """Return the job of a recipe, named by the user as ``named``, on as many nodes as ``gpus`` fill.
+    """Return the request for a recipe's run, named by the user as ``named``, on as many nodes as ``gpus`` fill.
 
-    ``gpus`` counts all nodes (default: the target's). ``options`` are other fields of `JobRequest`. Raises `UserError`
-    when the GPUs are no whole number of nodes, and for words with line breaks or control characters.
+    ``gpus`` counts those of all nodes (None: the target's). ``options`` are other fields of `JobRequest`, ``store``
+    among them. Raises `UserError` when the GPUs are no whole number of nodes or the target is a CPU, and for words with
+    line breaks or control characters.
     """
     for word in (named, options["store"], *options.get("arguments", ())):
         require_printable("an argument", word)
@@ -85,7 +86,7 @@ def quantmint_program() -> tuple[str, ...]:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a template of this folder with ``values``; an undefined name raises jinja2's UndefinedError."""
+    """Return a template of this folder rendered with ``values``; an undefined name raises jinja2's UndefinedError."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent)
@@ -104,14 +105,18 @@ def refuse_secret(option: str, name: str, instead: str) -> None:
 
 
 def require_job_id(identifier: str, pattern: str, expected: str) -> str:
-    """Return ``identifier``; `UserError` for text that the scheduler could take for several jobs or for a path."""
+    """Return ``identifier`` if all of it matches the regular expression ``pattern``.
+
+    Raises `UserError` otherwise, because a scheduler could take such text for several jobs or for a path; ``expected``
+    is the form in its message.
+    """
     if not re.fullmatch(pattern, identifier):
         raise UserError(f"found the job {identifier!r}, expected {expected}")
     return identifier
 
 
 def require_printable(option: str, text: str) -> None:
-    """Raise `UserError` for an empty text, line breaks and control characters: no line of a script can hold them."""
+    """Raise `UserError` for an empty text, line breaks and control characters; ``option`` is named in its message."""
     if not text.isprintable() or not text:
         raise UserError(f"{option}: found {text!r}, expected printable text on one line")
 
@@ -141,11 +146,11 @@ class Scheduler(ABC):
 
     @abstractmethod
     def describe(self, request: JobRequest) -> str:
-        """Return exactly what `submit` sends."""
+        """Return the text of exactly what `submit` sends."""
 
     @abstractmethod
     def submit(self, request: JobRequest) -> SubmittedJob:
-        """Submit the job."""
+        """Submit the job, and return its identifier and log."""
 
     @abstractmethod
     def state(self, identifier: str) -> JobState:

@@ -29,7 +29,10 @@ _JOB_ID = (r"[a-z0-9][-a-z0-9.]*", "the name that Kubernetes gave it")
 
 
 class Kubernetes(Scheduler):
-    """A namespace (None: the context's). ``pod`` is the pod of submitted runs, None to ask for existing jobs."""
+    """A namespace of a cluster (None: the context's).
+
+    ``pod`` describes the pods of submitted runs; None is enough to ask for existing jobs.
+    """
 
     def __init__(self, pod: Pod | None, *, namespace: str | None = None) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ class Pod:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Labels that select all pods of quantmint, and those of one recipe."""
+        """Return the labels of all pods of quantmint, and of this recipe's."""
         instance = manifests.object_name("", self.name)
         return {"app.kubernetes.io/name": CONTAINER, "app.kubernetes.io/instance": instance}
 

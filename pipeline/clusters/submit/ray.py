@@ -77,7 +77,7 @@ class RayJobs(Scheduler):
         return json.dumps(description(request, self._folder, self._variables), indent=1) + "\n"
 
     def submit(self, request: JobRequest) -> SubmittedJob:
-        """Submit the job."""
+        """Submit the job, and return its identifier and the command that shows its log."""
         identifier = str(self.call("submit_job", **description(request, self._folder, self._variables)))
         address = f"--address {shlex.quote(self._address)} " if self._address else ""
         return SubmittedJob(identifier, f"ray job logs {address}--follow {identifier}")

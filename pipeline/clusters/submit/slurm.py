@@ -144,7 +144,10 @@ class Slurm(Scheduler):
         return script(request, self._options, folder=self._folder, logs=self._logs)
 
     def submit(self, request: JobRequest) -> SubmittedJob:
-        """Give the script to sbatch. Creates the folders of logs and of the Hub's cache, which is mounted."""
+        """Give the script to sbatch, and return the job's identifier and the path of its log.
+
+        Creates the folders of logs and of the Hub's cache, which is mounted.
+        """
         if shutil.which("sbatch") is None or shutil.which("srun") is None:
             hint = "Submit from a login node; --dry-run prints the script anywhere."
             raise UserError("found no sbatch on PATH", hint=hint)

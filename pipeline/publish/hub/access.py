@@ -24,9 +24,10 @@ _SLUG: Final = re.compile(r"[^/\s]+/\S+-[0-9a-f]{24}")
 
 
 def preflight(client: HubClient, section: Hub | None) -> Repository | None:
-    """Return the repository, or None if it would be created.
+    """Check that a release can be published to the repository; return the repository, None if it would be created.
 
-    Raises `UserError` for the first obstacle to a release, and the client's errors.
+    Raises `UserError` for the first obstacle: rights of the account or token, visibility, a renamed repository, a
+    foreign model in it, a missing collection. Raises the client's errors too.
     """
     account = client.call("ask whose token it is", client.api.whoami)
     repository = look(client)
@@ -91,9 +92,10 @@ def _granted(scoped: Any, names: set[str]) -> Iterator[str]:
 
 
 def changes(repository: Repository | None, section: Hub | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the settings to change before the upload and after it; none without a recipe's ``section``.
+    """Return the settings to change before the upload, and those to change after it, as text.
 
-    Raises `UserError` when the recipe says ``private: true`` and the repository is public.
+    Both are empty without a recipe's ``section``. Raises `UserError` when the recipe says ``private: true`` and the
+    repository is public.
     """
     if section is None:
         return (), ()
@@ -110,7 +112,7 @@ def changes(repository: Repository | None, section: Hub | None) -> tuple[tuple[s
 
 
 def restrict(client: HubClient, repository: Repository, section: Hub | None) -> None:
-    """Gate the repository if the recipe says so."""
+    """Gate the repository if the recipe's ``section`` asks for it and it is not gated so."""
     before, _ = changes(repository, section)
     if section is not None and before:
         gated = section.gated
@@ -118,7 +120,10 @@ def restrict(client: HubClient, repository: Repository, section: Hub | None) -> 
 
 
 def settle(client: HubClient, repository: Repository, section: Hub | None) -> None:
-    """Make the repository public if the recipe says so, and add it to the recipe's collection."""
+    """Make the repository public if the recipe says so, and add it to the recipe's collection.
+
+    A collection that is named by a title is created if it does not exist. Without a ``section`` nothing is done.
+    """
     if section is None:
         return
     _, after = changes(repository, section)

@@ -50,7 +50,7 @@ class MissingError(RefusedError):
 
 @dataclass(frozen=True, slots=True)
 class HubClient:
-    """The client library for one repository; ``tries`` limits the attempts of a call."""
+    """The client library for one repository; a call is attempted up to ``tries`` times."""
 
     repo: str
     api: Any

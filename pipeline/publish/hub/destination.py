@@ -37,7 +37,10 @@ from quantmint.pipeline.store.files import Selection
 
 
 class HubDestination(Destination):
-    """A repository. ``section`` is the recipe's; None if a person named the repository: its settings stay then."""
+    """A repository of the Hub.
+
+    ``section`` is the recipe's section; None if a person typed the name, and then the settings are left alone.
+    """
 
     @classmethod
     def of(cls, destination: Hub, name: str, home: Path, *, typed: bool = False) -> HubDestination:
@@ -52,11 +55,15 @@ class HubDestination(Destination):
 
     @property
     def address(self) -> str:
-        """The repository's name, organisation/name."""
+        """Return the repository's name, organisation/name."""
         return self.repo
 
     def preflight(self, release: Release | None) -> None:
-        """Check token, rights and visibility, see `pipeline.publish.hub.access`, and the release's tag."""
+        """Raise if the release (None: any) could not be published.
+
+        Checks token, rights and visibility, see `pipeline.publish.hub.access`, and that the release's tag has no other
+        files.
+        """
         repository = access.preflight(self._client(), self.section)
         if release is not None and repository is not None:
             self._require_own(release, repository)
@@ -88,7 +95,11 @@ class HubDestination(Destination):
     def compare(
         self, release: Release, state: DestinationState, *, candidate: bool, progress: Progress | None
     ) -> Difference:
-        """Compare with the future commit's parent; no difference for a tagged release or one on a pull request."""
+        """Return the differences of the future commit's parent from the release.
+
+        There are none for a release that is tagged, or that an open pull request on top of `main` has. ``progress`` is
+        not used.
+        """
         repository: Repository | None = state.mark
         if repository is None:
             return Difference(sorted(release.files))
@@ -152,7 +163,7 @@ class HubDestination(Destination):
                 )
 
     def setup_operations(self, state: DestinationState) -> Sequence[Operation]:
-        """Return the creation, gating and opening of the repository that the recipe asks for."""
+        """Return the creation, gating and change of visibility of the repository that the recipe asks for."""
         before, after = access.changes(state.mark, self.section)
         kind = "private" if self.section is None or self.section.private else "public"
         created = () if state.mark is not None else (Operation("create", f"{kind} repository {self.repo}"),)
@@ -192,7 +203,7 @@ class HubDestination(Destination):
         access.settle(client, repository, self.section)
 
     def read(self, release: ListedRelease, name: str) -> bytes | None:
-        """Read a file at the release's commit through the Hub's cache, None when it is absent."""
+        """Return the bytes of a file at the release's commit, through the Hub's cache; None if it is absent."""
         client = self._client()
         with suppress(MissingError):
             download = partial(client.api.hf_hub_download, self.repo, name, revision=release.revision)
@@ -200,11 +211,15 @@ class HubDestination(Destination):
         return None
 
     def sizes(self, release: ListedRelease) -> dict[str, int]:
-        """Return the sizes in the Hub's list."""
+        """Return the size in bytes of every file at the release's commit, by name."""
         return {name: remote.size for name, remote in hub.tree(self._client(), release.revision).items()}
 
     def is_in_use(self, release: ListedRelease) -> bool:
-        """Return whether `main` has its manifest, or it is at ``candidate`` or the head of an open pull request."""
+        """Return whether readers get the release or it is a candidate.
+
+        That is: `main` has its manifest, or its commit is the head of the branch ``candidate`` or of an open pull
+        request.
+        """
         client = self._client()
         repository = self._require_repository(client)
         heads = {head for head, _ in repository.requests.values()} | {repository.branches.get(CANDIDATE)}
@@ -212,7 +227,7 @@ class HubDestination(Destination):
         return release.revision in heads or (current is not None and tagged is not None and current == tagged)
 
     def unhide(self, release: ListedRelease) -> None:
-        """Tag the release's commit."""
+        """Tag the release's commit; do nothing if it has the tag."""
         client = self._client()
         client.call(
             f"tag {release.tag}",
@@ -229,7 +244,11 @@ class HubDestination(Destination):
             client.call(f"delete the tag {release.tag}", lambda: client.api.delete_tag(self.repo, tag=release.tag))
 
     def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, select: Selection = None) -> Path:
-        """Download the files to ``into`` (with the client's `.cache/huggingface/`) or to the Hub's cache."""
+        """Download the release to ``into``, or to the Hub's cache, and return the folder.
+
+        The client adds `.cache/huggingface/` to ``into``. Raises `UserError` for an unknown tag, and `MissingError` if
+        there is no repository.
+        """
         with self.exclusive(progress):
             return hub.download(self._client(), self.revision_of(tag), into, select)
 
@@ -255,7 +274,7 @@ class HubDestination(Destination):
         return self._require_repository(client)
 
     def _require_repository(self, client: HubClient) -> Repository:
-        """Return the repository; raise `MissingError`, also for one that the token may not see."""
+        """Return a snapshot of the repository; `MissingError` if it does not exist or the token may not see it."""
         if (repository := hub.look(client)) is None:
             raise MissingError(
                 f"{self.repo}: there is no such repository, or this token may not see it",
@@ -264,7 +283,7 @@ class HubDestination(Destination):
         return repository
 
     def _require_own(self, release: Release, repository: Repository) -> bool:
-        """Return whether the release is tagged; raise when its tag has other files."""
+        """Return whether the release is tagged; raise `StageError` if its tag has other files."""
         tagged = repository.tags.get(release.tag)
         if tagged is None:
             return False

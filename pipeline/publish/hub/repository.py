@@ -42,7 +42,7 @@ sent each by itself; weights are, however small."""
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A file on the Hub: bytes, git's hash of its blob, and the SHA-256 where it is stored as a large file."""
+    """A file on the Hub: its size in bytes, git's blob hash, and its SHA-256 if it is stored as a large file."""
 
     size: int
     blob: str
@@ -50,7 +50,7 @@ class Remote:
 
     @property
     def content(self) -> str:
-        """The SHA-256 of a large file, else git's blob hash: equal for equal bytes."""
+        """Return the SHA-256 of a large file, else git's blob hash: equal for equal bytes."""
         return self.blob if self.sha256 is None else f"sha256:{self.sha256}"
 
 
@@ -59,9 +59,9 @@ Tree = Mapping[str, Remote]
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A snapshot of a repository; after a renaming ``name`` is the new one. Commits are 40 hex digits.
+    """A snapshot of a repository. ``name`` is its present one, also after a renaming; commits are 40 hex digits.
 
-    ``requests`` are head and title of the open pull requests by their numbers.
+    ``requests`` maps the number of an open pull request to its head and title.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Repository:
 
     @property
     def head(self) -> str:
-        """The commit at ``main``."""
+        """Return the commit at ``main``."""
         return self.branches[MAIN]
 
     def request_of(self, commit: str) -> int | None:
@@ -196,7 +196,7 @@ def require_release(client: HubClient, revision: str, release: Release, what: st
 
 
 def some(names: Sequence[str], shown: int = 3) -> str:
-    """Join the first names, with the number of the others."""
+    """Return the first ``shown`` names as text, with the number of the others."""
     hidden = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {hidden} more" if hidden > 0 else "")
 

@@ -29,7 +29,7 @@ from quantmint.pipeline.recipe.yaml_positions import parse
 
 
 def check_recipe(subject: ReleaseUnderTest) -> ReleaseCheck:
-    """Read the recipe like a run, and compare it with the manifest, the stage quantize and config.json."""
+    """Check that the recipe loads, and that it agrees with the manifest, the stage quantize and config.json."""
     document = parse(subject.text(RECIPE), RECIPE)
     faults = [
         f"{RECIPE}: {change.path[2:]} is {change.new!r}, quantmint.json says {change.old!r}"
@@ -50,7 +50,7 @@ def check_recipe(subject: ReleaseUnderTest) -> ReleaseCheck:
 
 
 def _other_settings(subject: ReleaseUnderTest) -> Iterator[str]:
-    """Yield settings of the recipe's section that differ from those of the stage quantize in the manifest."""
+    """Yield a sentence for each setting of the recipe that the stage quantize recorded with another value."""
     settings: Any = subject.manifest.stages["quantize"].payload["settings"]
     section: Any = subject.manifest.recipe["quantization"]
     if "scheme" not in settings:
@@ -61,7 +61,7 @@ def _other_settings(subject: ReleaseUnderTest) -> Iterator[str]:
 
 
 def _declared(subject: ReleaseUnderTest, section: Quantization) -> Iterator[str]:
-    """Yield declarations of the checkpoint's config.json that differ from the recipe."""
+    """Yield a sentence for each declaration in the checkpoint's config.json that differs from the recipe."""
     subject.object("config.json")
     checkpoint = open_checkpoint(subject.folder)
     layout = layout_of(checkpoint.config)
@@ -78,7 +78,7 @@ def _declared(subject: ReleaseUnderTest, section: Quantization) -> Iterator[str]
 
 
 def check_structure(subject: ReleaseUnderTest) -> ReleaseCheck:
-    """Inspect the checkpoint like `quantmint inspect`; the release's own code is never run."""
+    """Check the structure of the checkpoint as `quantmint inspect` does; the release's own code is never run."""
     subject.object("config.json")
     checkpoint = open_checkpoint(subject.folder)
     try:

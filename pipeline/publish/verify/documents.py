@@ -46,7 +46,10 @@ _ESCAPED = re.compile(r"\\(.)")
 
 
 def check_report(subject: ReleaseUnderTest) -> ReleaseCheck:
-    """Compare the report's data with the evidence, and its files with the same files rendered again."""
+    """Check the report's data against the evidence, and its files against a new rendering of that data.
+
+    The rendering is NOT CHECKED if other versions of quantmint or its libraries made it.
+    """
     measurements, gate, _ = subject.record
     data = subject.object(f"{EVIDENCE}/{DATA}", largest=_LARGEST)
     texts = {name: subject.text(f"{EVIDENCE}/{name}", largest=_LARGEST) for name in (PAGE, REPORT_CARD, JUNIT)}
@@ -71,7 +74,11 @@ def check_report(subject: ReleaseUnderTest) -> ReleaseCheck:
 
 
 def check_card(subject: ReleaseUnderTest, relaunch: Relaunch | None) -> ReleaseCheck:
-    """Compare the card's figures, metadata and scores with the evidence, and its text with a new rendering."""
+    """Check the card's figures, metadata and scores against the evidence, and its text against a new rendering.
+
+    The text is NOT CHECKED if other versions of quantmint or its libraries rendered it. ``relaunch`` plans the serving
+    commands anew (None: they are not checked).
+    """
     _, gate, _ = subject.record
     text = subject.text(CARD)
     faults = [*_tables(CARD, text, gate), *_metadata(subject), *_scores(subject, gate)]
@@ -144,7 +151,7 @@ def _text_of(subject: ReleaseUnderTest, name: str) -> str | None:
 def _contradictions(
     subject: ReleaseUnderTest, record: CardRecord, facts: CardFacts, relaunch: Relaunch | None
 ) -> Iterator[str]:
-    """Yield facts of the card that contradict the rest of the release."""
+    """Yield a sentence for each fact of the card that contradicts the rest of the release."""
     manifest = subject.manifest
     recipe = Recipe.model_validate(dict(manifest.recipe))
     if manifest.base.repo is not None and record.base != manifest.base.repo:
@@ -176,7 +183,7 @@ _ADDRESSES: Final = frozenset(("src", "srcset", "href", "xlink:href", "data", "a
 
 
 class _ActiveContent(HTMLParser):
-    """Collects the active content of a page: everything that could run or load something."""
+    """A parser that collects the active content of a page: everything that could run or load something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +209,7 @@ class _ActiveContent(HTMLParser):
 
 
 def _harmless(text: str) -> Iterator[str]:
-    """Yield active content of the page: people open it because they trust this check."""
+    """Yield a fault for each piece of active content of a page: people open it because they trust this check."""
     parser = _ActiveContent()
     parser.feed(text)
     parser.close()
@@ -212,7 +219,7 @@ def _harmless(text: str) -> Iterator[str]:
 
 
 def _figures(texts: Mapping[str, str], gate: GateReport) -> Iterator[str]:
-    """Yield figures of the gate that are absent from the report's files, for any version's rendering."""
+    """Yield a sentence for each figure of the gate that is absent from the report's files, in any version."""
     yield from _tables(f"{EVIDENCE}/{REPORT_CARD}", texts[REPORT_CARD], gate)
     for result in gate.accuracy:
         for value in (result.baseline, result.candidate):
@@ -234,7 +241,7 @@ def _figures(texts: Mapping[str, str], gate: GateReport) -> Iterator[str]:
 def _data(
     subject: ReleaseUnderTest, data: Mapping[str, Any], measurements: Measurements, gate: GateReport
 ) -> Iterator[str]:
-    """Yield differences of report.json from the evidence that it was made from."""
+    """Yield a sentence for each difference of report.json from the evidence that it was made from."""
     # Both sides pass the same parser, so that 0 and 0.0 are equal.
     yield from _data_differences("the gate's report", gate.to_json(), GateReport.from_json(data["gate"]).to_json())
     launches = [MeasuredLaunch.from_json(launch).to_json() for launch in data["launches"]]
@@ -255,7 +262,7 @@ def _data_differences(what: str, expected: object, actual: object) -> Iterator[s
 
 
 def _tables(name_of_file: str, text: str, gate: GateReport) -> Iterator[str]:
-    """Yield tasks whose scores are absent from a Markdown file, or different in any row of any table."""
+    """Yield a sentence for each task whose scores are absent from a Markdown file, or different in any row."""
     rows = [cells_of(line) for line in text.splitlines() if line.startswith("|")]
     if f"**{gate.verdict.value}**" not in text:
         yield f"{name_of_file} does not show the verdict {gate.verdict.value}"

@@ -40,7 +40,10 @@ from quantmint.pipeline.store.files import File
 
 
 def check_manifest(subject: ReleaseUnderTest) -> ReleaseCheck:
-    """Recompute every fingerprint from its payload, and follow the inputs back to the source."""
+    """Check the manifest: every fingerprint is recomputed, and inputs are followed back to the source.
+
+    The release's tag and name must be those that the reader expects.
+    """
     manifest = subject.manifest
     faults = [f"quantmint.json: {sentence}" for sentence in contradictions(manifest)]
     if subject.tag is not None and not subject.digests[MANIFEST].startswith(identity_in(subject.tag)):
@@ -90,7 +93,7 @@ def check_files(subject: ReleaseUnderTest) -> ReleaseCheck:
 
 
 def check_digests(subject: ReleaseUnderTest) -> ReleaseCheck:
-    """Compare sizes and digests with the manifest."""
+    """Check that the size and digest of every file agree with the manifest."""
     faults: list[str] = []
     for name, entry in subject.manifest.files.items():
         size = subject.listing.files.get(name)
@@ -115,7 +118,10 @@ _SAYS_SIGNED = re.compile(r"model_signing verify|quantmint (release )?verify \S+
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """The signer whom the reader trusts: a public key (PEM), or an identity with issuer; ``unsigned`` accepts none."""
+    """The signer whom the reader trusts: a public key (PEM), or an identity with its issuer.
+
+    ``unsigned`` accepts a release without a signature.
+    """
 
     key: Path | None = None
     identity: str | None = None
@@ -126,8 +132,8 @@ class Trust:
 def check_signature(subject: ReleaseUnderTest, trust: Trust) -> ReleaseCheck:
     """Verify the signature by the trusted key or identity, and compare its digests with every file.
 
-    ``unsigned`` accepts a release that never was signed. It accepts no release that lost its signature, and none with
-    the signature of a signer whom the reader does not name.
+    Without a trusted signer a signature is NOT CHECKED. ``unsigned`` accepts a release that never was signed. It
+    accepts no release that lost its signature, and none with the signature of a signer whom the reader does not name.
     """
     path, trusted = subject.folder / SIGNATURE, trust.key is not None or trust.identity is not None
     if SIGNATURE not in subject.listing.files:
@@ -177,7 +183,7 @@ def _differences(subject: ReleaseUnderTest, signed: SignedStatement) -> list[str
 
 
 def check_provenance(subject: ReleaseUnderTest) -> ReleaseCheck:
-    """Compare the provenance statement and the bill of materials with those that follow from the manifest."""
+    """Check that the provenance statement and the bill of materials are those that follow from the manifest."""
     manifest = subject.manifest
     recorded = subject.object(PROVENANCE)
     files = {name: File(subject.folder / name, file.size, file.sha256) for name, file in manifest.files.items()}

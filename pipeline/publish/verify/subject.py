@@ -200,7 +200,7 @@ class ReleaseUnderTest:
 
     @property
     def artefact(self) -> str:
-        """The digest of the checkpoint's files in this folder, for comparison with the gate's.
+        """Return the digest of the checkpoint's files in this folder, for comparison with the gate's.
 
         The checkpoint is all files at the top but card, manifest and signature, and the named chat templates.
         """
@@ -213,7 +213,7 @@ class ReleaseUnderTest:
 
     @cached_property
     def record(self) -> tuple[Measurements, GateReport, GateReport]:
-        """The gate's measurements, its recorded judgement, and a new judgement. Raises `UnreadableError`."""
+        """Return the gate's measurements, its recorded judgement, and a new judgement. Raises `UnreadableError`."""
         name = f"{EVIDENCE}/{gate_record.NAME}"
         self.object(name)  # no key twice
         try:

@@ -50,10 +50,10 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A release. ``place`` is what the target calls itself.
+    """The newest release at a destination. ``place`` is the destination's address.
 
-    ``shown`` is the tag that readers get there, None where they get none: another one after a rollback, and beside a
-    candidate. ``tags`` are all releases of the place.
+    ``shown`` is the tag of the release that readers get there: another one after a rollback or beside a candidate, None
+    if readers get none. ``tags`` are the tags of all releases at the destination.
     """
 
     place: str
@@ -64,21 +64,21 @@ class Released:
 
     @property
     def created(self) -> str:
-        """When its gate had judged: ISO 8601 in UTC."""
+        """Return the time of the gate's judgement in ISO 8601, UTC."""
         return self.manifest.created
 
     def to_json(self) -> dict[str, Json]:
-        """What it is and where, without what it was made from."""
+        """Return destination, tags and time as plain data, without the manifest."""
         return {"place": self.place, "tag": self.tag, "created": self.created, "shown": self.shown}
 
 
 class UnaskedError(QuantmintError):
-    """Nobody could be asked what a plan needs to know."""
+    """A model or data set that a plan needs did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A model's commit, and the folder with its config.json: all of it that a plan reads."""
+    """A model's commit, and a folder with its config.json, the only file that a plan reads."""
 
     commit: str
     folder: Path
@@ -86,10 +86,11 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePlaces:
-    """What the places of a recipe hold. ``newest`` is the release that it is held against, ``there`` one of each place.
+    """The releases at a recipe's destinations.
 
-    ``empty`` are the places that have none; ``unasked`` and ``damaged`` hold a sentence for each place that did not
-    answer, and for each whose release cannot be read.
+    ``there`` has the newest release of each destination, ``newest`` is the newest of them (None: there is none).
+    ``empty`` are addresses of destinations without a release; ``unasked`` and ``damaged`` hold a sentence for each
+    destination that did not answer, and for each whose release cannot be read.
     """
 
     newest: Released | None
@@ -101,27 +102,34 @@ class ReleasePlaces:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Values, or the exceptions that came instead, by what was asked. ``home`` is where folders are relative to."""
+    """The answers of all remote places, or the exceptions raised instead, by question.
+
+    Relative folders of recipes are resolved against ``home``.
+    """
 
     home: Path
     found: Mapping[Key, Any] = field(default_factory=dict)
 
     def base(self, repo: str, revision: str) -> Base:
-        """A model's commit and config. Raises `MissingError` where there is none, else `UnaskedError`."""
+        """Return a model's commit and config.json at a revision.
+
+        Raises `MissingError` if the model does not exist, and `UnaskedError` if another error came instead of an
+        answer.
+        """
         answer = self.found[("base", repo, revision)]
         if isinstance(answer, Base):
             return answer
         raise answer if isinstance(answer, MissingError) else UnaskedError(_told(repo, answer))
 
     def dataset(self, repo: str, revision: str) -> str:
-        """A data set's commit; raises `UnaskedError`."""
+        """Return a data set's commit at a revision. Raises `UnaskedError` if an error came instead of an answer."""
         answer = self.found[("dataset", repo, revision)]
         if isinstance(answer, str):
             return answer
         raise UnaskedError(_told(repo, answer))
 
     def releases(self, loaded: LoadedRecipe) -> ReleasePlaces:
-        """What was answered of a recipe's releases."""
+        """Return the releases at a recipe's destinations; errors become sentences."""
         there: list[Released] = []
         empty: list[str] = []
         unasked: list[str] = []
@@ -142,7 +150,10 @@ class Answers:
 
 
 def ask(recipes: Sequence[LoadedRecipe], home: Path) -> Answers:
-    """Ask everything that lies elsewhere."""
+    """Ask for the releases, models and data sets of all recipes at once, each of them once.
+
+    Errors are kept as answers and are not raised here. Relative folders of recipes are resolved against ``home``.
+    """
     questions: dict[Key, Callable[[], Any]] = {}
     for loaded in recipes:
         source = loaded.recipe.source
@@ -157,9 +168,10 @@ def ask(recipes: Sequence[LoadedRecipe], home: Path) -> Answers:
 
 
 def ask_all(questions: Mapping[K, Callable[[], V]], *, patience: float = PATIENCE_S) -> dict[K, V | Exception]:
-    """The value of each question, or the exception that came instead; `TimeoutError` where nothing came.
+    """Call all questions in threads; return by key the value of each, or the exception that it raised.
 
-    ``patience`` is in seconds since the last answer: places that all hang cost it once, and not once each.
+    The value is a `TimeoutError` for questions without an answer once ``patience`` seconds have passed since the last
+    one: destinations that all hang cost that time once, and not once each.
     """
     done, places_at_once = queue.SimpleQueue[tuple[K, V | Exception]](), threading.Semaphore(_AT_ONCE)
 
@@ -187,7 +199,10 @@ def _told(what: str, answer: object) -> str:
 
 
 def _data(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
-    """Data sets of the Hub that a recipe names by a branch; what cannot be read is told where it is planned."""
+    """Yield the (repository, revision) of each data set of the Hub that a recipe uses.
+
+    A calibration set or a suite that cannot be read is left out: planning the recipe reports it.
+    """
     recipe = loaded.recipe
     with suppress(CalibrationError):
         chosen = None if recipe.calibration is None else load_set(recipe.calibration.set)
@@ -204,7 +219,7 @@ def _base(repo: str, revision: str) -> Base:
 
 
 def _commit(info: str, repo: str, revision: str) -> str:
-    """The commit of a revision; ``info`` is the question's name in the Hub's client."""
+    """Return the commit of a repository's revision; ``info`` is the method of the Hub's client that resolves it."""
     if COMMIT.fullmatch(revision):
         return revision
     client = connect(repo, tries=1)
@@ -217,9 +232,10 @@ def _commit(info: str, repo: str, revision: str) -> str:
 
 
 def places(recipe: Recipe, home: Path) -> Mapping[str, Callable[[], Released | None]]:
-    """How each place of a recipe is asked for its release, by its name; None where nothing was ever published.
+    """Return a function for each destination of a recipe, by address, that returns the newest release there.
 
-    `DamagedError` and `ManifestError` are of a release that cannot be read.
+    It returns None if nothing was published there, and raises `DamagedError` or `ManifestError` for a release that
+    cannot be read.
     """
     return {
         place.address: partial(_newest_on_hub, place.repo)
@@ -230,7 +246,11 @@ def places(recipe: Recipe, home: Path) -> Mapping[str, Callable[[], Released | N
 
 
 def _newest(target: Destination) -> Released | None:
-    """What readers get is looked at too: a release whose manifest is damaged has lost its place in the order."""
+    """Return the newest release at a folder or bucket; None if there is none.
+
+    The release that readers get is read too: one with a damaged manifest has lost its place in the order. Raises
+    `DamagedError` or `ManifestError` if either cannot be read.
+    """
     listed = target.releases()
     if not listed:
         return None
@@ -247,10 +267,10 @@ def _manifest(target: Destination, release: ListedRelease) -> Manifest:
 
 
 def _newest_on_hub(repo: str) -> Released | None:
-    """The release of a repository; None where it is not there, or has none.
+    """Return the newest release of a repository; None if the repository does not exist or has no release.
 
     The day is in the tag, so of many releases only those of the last day are read: their manifests never change, and
-    the Hub's cache keeps them. A tag that only looks like a release's hides none. Raises `QuantmintError`.
+    the Hub's cache keeps them. A tag that only looks like a release's is skipped. Raises `QuantmintError`.
     """
     from huggingface_hub import get_token
 
@@ -287,7 +307,7 @@ def _raw(client: HubClient, commit: str) -> bytes | None:
 
 
 def hub_file(client: HubClient, commit: str, name: str) -> Path:
-    """A small file of a repository at a commit, from the Hub's cache where it is there. Raises `QuantmintError`."""
+    """Return the path of a small file of a repository at a commit, in the Hub's cache. Raises `QuantmintError`."""
     from huggingface_hub import hf_hub_download
 
     where = {"revision": commit, "endpoint": client.api.endpoint, "etag_timeout": TIMEOUT_S}

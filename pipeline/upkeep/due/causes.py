@@ -42,11 +42,11 @@ _PART: Final = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]|\[(?P<quoted>\"(?:
 
 @dataclass(frozen=True, slots=True)
 class DueChange:
-    """One place where a release and the plan of now differ.
+    """A difference between a release and the present plan.
 
-    ``stage`` is the key of the stage whose payload holds it, "recipe" where it is a line of the recipe itself;
-    ``path`` is `pipeline.base.canonical.JsonDifference`'s (``$.settings.commit``), or the recipe's key
-    (``gate.accuracy.margin``). A side that lacks the place is `pipeline.base.canonical.ABSENT`.
+    ``stage`` is the key of the stage whose payload holds it, "recipe" for a line of the recipe itself. ``path`` is as
+    in `pipeline.base.canonical.JsonDifference` (``$.settings.commit``), or the recipe's key (``gate.accuracy.margin``).
+    ``before`` or ``after`` is `pipeline.base.canonical.ABSENT` on a side without a value at the path.
     """
 
     cause: Cause
@@ -56,7 +56,7 @@ class DueChange:
     after: Any
 
     def to_json(self) -> dict[str, Json]:
-        """A plain mapping of the fields; a side that lacks the place has no key."""
+        """Return a mapping of the fields; ``before`` or ``after`` is left out if that side has no value."""
         sides = {"before": self.before, "after": self.after}
         return {
             "cause": self.cause,
@@ -74,10 +74,11 @@ def changes(
     written: Collection[YamlPath],
     quantmint: str,
 ) -> tuple[DueChange, ...]:
-    """Everything that a release was made from and that is another thing now.
+    """Return the differences between what a release was made from and the present plan.
 
-    ``payloads`` are those of a plan by the keys of its stages, ``recipe`` is `LoadedRecipe.text_proven` as a mapping,
-    ``written`` the places in the recipe that somebody wrote and did not leave to a default, ``quantmint`` this version.
+    ``payloads`` are the plan's by the keys of its stages, ``recipe`` is `LoadedRecipe.text_proven` as a mapping,
+    ``written`` are the paths that the recipe states instead of leaving them to a default, ``quantmint`` is this
+    version.
     """
     found: list[DueChange] = []
     for one in difference(released.recipe, recipe):
@@ -107,7 +108,7 @@ def changes(
 
 
 def keys(path: str) -> YamlPath:
-    """The parts of a path: ``$.tools["lm-eval"]`` is ("tools", "lm-eval"), ``a[0]`` is ("a", 0)."""
+    """Return the parts of a path: ``$.tools["lm-eval"]`` is ("tools", "lm-eval"), ``a[0]`` is ("a", 0)."""
     found = _PART.finditer(path if path.startswith("$") else f".{path}")
     return tuple(
         int(part["index"]) if part["index"] else part["key"] or str(json.loads(part["quoted"])) for part in found
@@ -115,7 +116,7 @@ def keys(path: str) -> YamlPath:
 
 
 def tool_of(change: DueChange) -> str | None:
-    """The tool whose version a change is; None for a change of another kind."""
+    """Return the name of the tool whose version changed; None for a change of another kind."""
     match keys(change.path):
         case ("tools", str(name)) if change.stage != RECIPE:
             return name
@@ -123,9 +124,10 @@ def tool_of(change: DueChange) -> str | None:
 
 
 def apart_from_unknown(found: Collection[DueChange]) -> tuple[frozenset[str], tuple[DueChange, ...]]:
-    """Tools that are not installed here, so that nobody can say whether they are others now; the remaining changes.
+    """Return the tools that are not installed here, and the changes without those that only their absence causes.
 
-    Of vLLM's its launch goes too, which follows from it.
+    A version that is absent here cannot be compared. Without vLLM, changes of the launch are left out too, because they
+    follow from its version.
     """
     tools = frozenset(tool for change in found if change.after == "absent" and (tool := tool_of(change)) is not None)
     launched = _VLLM in tools
@@ -137,7 +139,10 @@ def apart_from_unknown(found: Collection[DueChange]) -> tuple[frozenset[str], tu
 
 
 def _cause(stage: str, at: YamlPath, edited: Collection[YamlPath], moved: bool) -> Cause:
-    """``edited`` are the lines of the recipe that were, ``moved`` says whether the base was."""
+    """Return the cause of a difference at the path ``at`` in a stage's payload.
+
+    ``edited`` are the lines of the recipe that were changed, ``moved`` says whether the source model has a new commit.
+    """
     line: YamlPath | None = None  # which chooses the data whose content stands there
     match at:
         case ("tools", tool, *_):
@@ -171,9 +176,10 @@ def _by_name(payload: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def what_changed(changes: Sequence[DueChange]) -> tuple[str, ...]:
-    """One phrase for each thing that is another now, each once, what all else follows from first.
+    """Return a phrase for each change, without repetitions.
 
-    What follows from an edited line of the recipe, or from another version of vLLM, is not told beside that.
+    Changes that follow from an edited line of the recipe, from another version of vLLM or from a new source model are
+    left out beside it.
     """
     edited = any(change.stage == RECIPE and change.cause == "recipe" for change in changes)
     upgraded = any(keys(change.path) == ("tools", "vllm") for change in changes)
@@ -189,7 +195,7 @@ def what_changed(changes: Sequence[DueChange]) -> tuple[str, ...]:
 
 
 def phrase(change: DueChange) -> str:
-    """One change for people."""
+    """Return one change in words, such as ``base 3f2a1c0 -> 91be07a``."""
     subject, whole = _subject(change), not keys(change.path)
     if change.before is ABSENT:
         return f"{subject} is new" if whole else f"{subject} is new: {shown(change.after)}"
@@ -224,7 +230,7 @@ def _subject(change: DueChange) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in few characters: of a digest what tells it apart."""
+    """Return a value as short text; digests are cut to their first digits."""
     text = str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
     if _HEX.fullmatch(text):
         return text[:7]

@@ -38,15 +38,16 @@ State = Literal["current", "due", "held", "broken", "damaged", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What was found of a recipe. ``recipe`` is what the person gave, ``name`` its name (what was given, if broken).
+    """Whether a recipe is due, and why. ``recipe`` is its name or path as given, ``name`` its name.
 
-    State "held": these very inputs were judged, with ``verdict``, by a run of this store; running again would find the
-    same. "broken": it cannot be loaded or planned. "damaged": a place answers, its release cannot be read, and nothing
-    else is to do. "unknown": what was asked did not answer, and what is known says nothing is to do. ``reason`` is one
-    line for people. ``changes`` hold also what the recipe's triggers leave out. ``stages`` says of each stage's key
-    whether a run would find it ("cached") or make it ("rerun"). ``unknown`` are the sentences of what could not be
-    asked, whatever the state. ``loaded`` is None where the file cannot be loaded. ``inputs`` is a digest of everything
-    that a run would start from, "" where there is no plan.
+    ``state`` is "due", "current" or one of these. "held": this store's run judged these very inputs with ``verdict``;
+    running again would give the same. "broken": the recipe cannot be loaded or planned. "damaged": a destination has a
+    release that cannot be read, and the recipe is not due otherwise. "unknown": something did not answer, and the rest
+    says that the recipe is not due. ``reason`` is one line for people. ``changes`` include those that the recipe's
+    triggers leave out. ``stages`` says by a stage's key whether a run would find it ("cached") or make it ("rerun").
+    ``unknown`` has a sentence for each thing that did not answer, in any state. ``loaded`` is None if the file cannot
+    be loaded; then ``name`` is as given. ``inputs`` is a digest of everything that a run would start from, "" without a
+    plan.
     """
 
     name: str
@@ -63,11 +64,11 @@ class Due:
 
     @property
     def causes(self) -> tuple[Cause, ...]:
-        """The kinds of change, each once."""
+        """Return the causes of the changes, each once."""
         return tuple(dict.fromkeys(change.cause for change in self.changes))
 
     def to_json(self) -> dict[str, Json]:
-        """A plain mapping for programs."""
+        """Return the fields as plain data, without the loaded recipe."""
         return {
             "name": self.name,
             "recipe": self.recipe,
@@ -83,7 +84,10 @@ class Due:
 
 
 def all_recipes() -> tuple[str, ...]:
-    """The names of the recipes in ./recipes, sorted: shipped ones are no team's own. Raises `UserError` for none."""
+    """Return the sorted names of the recipes in ./recipes, without the shipped ones.
+
+    Raises `UserError` if there are none.
+    """
     found = here()
     if not found:
         raise UserError("no recipe is named, and ./recipes has none", hint="Name recipes or YAML files.")
@@ -91,9 +95,10 @@ def all_recipes() -> tuple[str, ...]:
 
 
 def look(recipes: Sequence[str], *, store: Store, vllm: str | None = None, device: str = "auto") -> tuple[Due, ...]:
-    """What is to do for each of some recipes, by name or path, in their order; no recipe makes it raise.
+    """Return for each recipe, given by name or path, whether it is due; the order is kept.
 
-    ``vllm`` and ``device`` are a run's. Nothing that the Hub answered is remembered for the next call.
+    ``vllm`` and ``device`` are options of `quantmint run`. A recipe at fault is "broken" and raises nothing. Answers of
+    the Hub are not kept for the next call.
     """
     found: dict[str, Due] = {}
     loaded: dict[str, LoadedRecipe] = {}
@@ -151,7 +156,10 @@ def _found(recipe: str, loaded: LoadedRecipe, answers: Answers, store: Store, vl
 
 
 def _at_fault(state: State, reason: str, said: ReleasePlaces) -> tuple[State, str]:
-    """A run that is due makes another release; what else is found of a damaged one is less than that it is."""
+    """Return "damaged" with its reason if a release cannot be read and the recipe is not due; else the arguments.
+
+    A run that is due replaces the damaged release, so it goes first.
+    """
     return ("damaged", said.damaged[0]) if said.damaged and state != "due" else (state, reason)
 
 
@@ -186,7 +194,7 @@ def _state(
 
 
 def _made_before(now: Now, said: ReleasePlaces) -> str:
-    """What is told where a run would find every stage made: its inputs were these before."""
+    """Return the reason for a recipe of which this store has made every stage, with the command that shows it."""
     ours = now.packaged()
     if ours is None or said.empty or any(ours not in one.tags for one in said.there):
         return f"this store has made it: `quantmint publish {now.setting.recipe.name}` publishes it"
@@ -204,10 +212,10 @@ def _readers_get(there: Released, ours: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """A recipe as it would be run now.
+    """The present plan of a recipe.
 
-    ``recipe`` is what of it shapes results; ``stages`` are those that a run would go through; ``judged`` is the verdict
-    that a run of this store came to on these very inputs, None for a PASS and where there was none.
+    ``recipe`` holds the recipe's settings that shape results, ``stages`` the stages that a run would go through.
+    ``judged`` is the verdict of this store's run on these very inputs, None for a PASS and without such a run.
     """
 
     setting: Setting
@@ -217,7 +225,7 @@ class Now:
     judged: Verdict | None
 
     def packaged(self) -> str | None:
-        """The tag of the release that this store has made from these very inputs; None where it has none."""
+        """Return the tag of the release that this store made from these very inputs; None if it has none."""
         package = next((planned for planned in self.plan if planned.key == "package"), None)
         entry = None if package is None else find_entry(package, self.setting)
         found = None if entry is None else entry.record.result.get("tag")
@@ -225,7 +233,11 @@ class Now:
 
 
 def plan_now(loaded: LoadedRecipe, answers: Answers, *, store: Store, vllm: str | None, device: str) -> Now:
-    """Plan a recipe as a run would, on any machine; `UnaskedError` where a model or a data set did not answer."""
+    """Plan a recipe as a run would, without its weights.
+
+    Raises `UnaskedError` if a model or a data set did not answer, and `QuantmintError` for faults of the recipe, which
+    go first.
+    """
     source = loaded.recipe.source
     try:
         if source.repo is None:

@@ -28,11 +28,11 @@ _TAIL: Final = 65536
 
 @dataclass(frozen=True, slots=True)
 class Attempted:
-    """How a child ended.
+    """The end of a child process.
 
-    ``exit_code`` is its own, 128 + N after signal N. ``answer`` is the JSON object that it printed, {} for none.
-    ``seconds`` are those in which it ran: none of a wait for room in a cluster. ``cut_short``: we ended it. ``error``
-    is one line, "" where there is none to tell.
+    ``exit_code`` is the child's, 128 + N after signal N. ``answer`` is the JSON object that it printed, {} without one.
+    ``seconds`` is its running time without a wait for room in a cluster. ``cut_short`` says that we ended it. ``error``
+    is one line, "" without an error.
     """
 
     exit_code: int
@@ -44,24 +44,24 @@ class Attempted:
 
     @property
     def verdict(self) -> str | None:
-        """The gate's word; None where it did not come to that."""
+        """Return the gate's verdict; None if the child did not print one."""
         found = self.answer.get("verdict")
         return found if isinstance(found, str) else None
 
     @property
     def judged(self) -> bool:
-        """Whether it came to its own end and told of it, whatever that was; an error is none."""
+        """Return whether the child ended by itself with a result, whatever its verdict, and not with an error."""
         return not self.cut_short and "verdict" in self.answer and self.exit_code in {0, 1, 3, 4}
 
     @property
     def failure(self) -> int:
-        """The exit code of one that was not judged; a child without words broke, whatever its code."""
+        """Return the exit code of a child that was not judged: its own of 1, 2 and 4 if it printed an error, else 5."""
         spoke = "error" in self.answer and not self.cut_short
         return self.exit_code if spoke and self.exit_code in {1, 2, 4} else 5
 
     @property
     def transient(self) -> bool:
-        """Whether it says that the same command may succeed in a while."""
+        """Return whether the child printed that the same command may succeed later."""
         return not self.cut_short and self.answer.get("transient") is True
 
 
@@ -76,10 +76,11 @@ def attempt(
     on_stage: Callable[[str], None],
     queues: bool = False,
 ) -> Attempted:
-    """Run a child to its end, or until ``stop`` is set, or for ``limit_s`` seconds.
+    """Run a child until it ends, until ``stop`` is set, or for ``limit_s`` seconds (None: no limit).
 
-    ``queues``: it asks a cluster for room first, and its time begins with its first stage. What it starts ends with it,
-    and with us. ``on_stage`` hears ``3/12 calibrate``. Raises `StoreError` where the log cannot be written.
+    With ``queues`` the child waits in a cluster's queue first, and its time begins with its first stage. A child that
+    we end gets ``grace_s`` seconds between SIGTERM and SIGKILL; its own children end with it. ``on_stage`` is called
+    with texts such as ``3/12 calibrate``. Raises `StoreError` if the log cannot be written.
     """
     began = None if queues else time.monotonic()
     printed = log.with_suffix(".out")
@@ -117,7 +118,7 @@ def attempt(
 
 
 def new_log(root: Path, name: str) -> Path:
-    """A fresh log of a recipe; of those before, the newest four stay. Raises `StoreError`."""
+    """Return the path of a new log of a recipe; of its earlier logs keep the newest four. Raises `StoreError`."""
     folder = folder_of(root) / "logs" / name
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,12 +129,12 @@ def new_log(root: Path, name: str) -> Path:
 
 
 def quotable(text: str, environment: Mapping[str, str]) -> str:
-    """A message as one paragraph without control characters and secrets."""
+    """Return a message as one shortened paragraph without control characters and without secrets of ``environment``."""
     return redact(" ".join(CONTROL.sub("", text).split()), environment)[:_LONGEST]
 
 
 def last_line(log: str, environment: Mapping[str, str]) -> str:
-    """The last line of a log that says something, fit to be quoted; "" for none."""
+    """Return the last line of a log that is not blank, as `quotable` returns it; "" without one."""
     lines = [line for line in map(str.strip, CONTROL.sub("", log.replace("\r", "\n")).splitlines()) if line]
     return quotable(lines[-1], environment) if lines else ""
 

@@ -17,19 +17,21 @@ from quantmint.pipeline.upkeep.fleet.events import folder_of
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What a fleet may use. ``variable`` is the one that the runtime reads, None on a machine without accelerators.
+    """The accelerators that a fleet may use.
 
-    ``values`` are what a child's variable calls them, by the machine's numbers.
+    ``variable`` is the environment variable that selects devices, None on a machine without accelerators. ``values``
+    maps a device's number on this machine to its name in that variable.
     """
 
     variable: str | None
     values: Mapping[int, str]
 
     def environment(self, ours: Mapping[str, str], taken: Iterable[int]) -> dict[str, str]:
-        """The variables of a child with these devices; without any, it sees none.
+        """Return the variables for a child that gets the devices ``taken``; without any it sees none.
 
-        Only one of the two variables is left: ROCm's libraries read both, and by what they find in each are of two
-        minds. ROCR_VISIBLE_DEVICES stays, for the numbers count what it leaves.
+        ``ours`` are this process's variables. Only one of the two selecting variables is left, because ROCm's libraries
+        read both and interpret them differently. ROCR_VISIBLE_DEVICES stays, because the numbers count the devices that
+        it leaves.
         """
         if self.variable is None:
             return dict(ours)
@@ -44,7 +46,7 @@ NONE: Final = Devices(None, {})
 
 
 def devices_of(machine: Host) -> Devices:
-    """The devices that a machine's variables leave."""
+    """Return the devices of a machine that its environment variables leave visible."""
     environ = machine.environ
     uuids = [gpu.uuid for gpu in amd_gpus(machine)]
     if uuids:
@@ -63,9 +65,10 @@ def devices_of(machine: Host) -> Devices:
 
 
 def free_of(root: Path, numbers: Iterable[int]) -> tuple[int, ...]:
-    """Those of these devices whose lock nobody seems to have; nothing is touched.
+    """Return those of these devices whose lock looks free, without taking it.
 
-    Where the store cannot be read for a moment, none is: what runs goes on, and what waits does so a little longer.
+    If the store cannot be read at the moment, no device is returned: running recipes go on, and waiting ones wait
+    longer.
     """
     try:
         return tuple(number for number in numbers if not is_held(_lock_path(root, number)))
@@ -74,7 +77,11 @@ def free_of(root: Path, numbers: Iterable[int]) -> tuple[int, ...]:
 
 
 def take(root: Path, numbers: Iterable[int]) -> ExitStack | None:
-    """What gives these devices back, whose locks are ours; None, and none is, where one is taken. `StoreError`."""
+    """Take the locks of these devices; return a stack that releases them when it is closed.
+
+    Returns None, with none taken, if another process holds one of them. Raises `OSError` or `StoreError` for faults of
+    the disk.
+    """
     with ExitStack() as held:
         for path in sorted(_lock_path(root, number) for number in numbers):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,9 +93,9 @@ def take(root: Path, numbers: Iterable[int]) -> ExitStack | None:
 
 
 def try_lock(lock: Lock) -> bool:
-    """Take a lock that is free, or that a dead process left; False where somebody lives who has it.
+    """Take a lock that is free or that a dead process left; return False if a live process holds it.
 
-    It takes a second look, a heartbeat later, to know that a holder on another machine is dead.
+    To know that a holder on another machine is dead, it waits for up to a heartbeat.
     """
     return lock.acquire(timeout=0) or (not is_held(lock.path) and lock.acquire(timeout=HEARTBEAT_S + 1))
 

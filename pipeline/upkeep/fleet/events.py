@@ -23,12 +23,12 @@ _STATE: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeState:
-    """How the last attempt at a recipe ended. Times are ISO 8601 in UTC.
+    """The record of a recipe's attempts between rounds. Times are ISO 8601 in UTC.
 
-    ``last_attempt`` is when the last attempt ended; ``last_success`` when one last ended in PASS, with the
-    release ``tag``, first seen at ``released``. ``last_exit`` is the code that a round counted, ``last_duration_s``
-    the seconds of the last attempt that came to its end. ``attempts_failed`` counts rounds that failed since one did
-    not.
+    ``last_attempt`` is when the last attempt ended, ``last_success`` when one last ended in PASS. ``tag`` is the newest
+    known release, first seen at ``released``. ``last_exit`` is the exit code that the round counted,
+    ``last_duration_s`` the seconds of the last attempt that came to its end. ``attempts_failed`` counts the rounds that
+    failed since the last one that did not.
     """
 
     name: str
@@ -44,17 +44,17 @@ class RecipeState:
 
 
 def folder_of(root: Path) -> Path:
-    """The folder of states, locks, logs and rounds in the store at ``root``."""
+    """Return the folder of states, locks, logs and rounds in the store at ``root``."""
     return root / REFRESH
 
 
 def state_path(root: Path, name: str) -> Path:
-    """The file of a recipe's state."""
+    """Return the path of a recipe's state in the store at ``root``."""
     return folder_of(root) / f"{name}.json"
 
 
 def read_state(root: Path, name: str, *, warn: Callable[[str], None]) -> RecipeState:
-    """The state of a recipe; an empty one where there is no file, and, with a warning, where it cannot be used."""
+    """Return the state of a recipe; an empty one without a file, and, with a warning, for a file that is invalid."""
     from pydantic import TypeAdapter
 
     path = state_path(root, name)
@@ -72,7 +72,7 @@ def read_state(root: Path, name: str, *, warn: Callable[[str], None]) -> RecipeS
 
 
 def write_state(root: Path, state: RecipeState) -> None:
-    """Write a state, whole or not at all; the caller holds the recipe's lock. Raises `StoreError`."""
+    """Write a state in one step; the caller holds the recipe's lock. Raises `StoreError`."""
     path = state_path(root, state.name)
     text = json.dumps({"schema": _STATE, **asdict(state)}, indent=1, ensure_ascii=False) + "\n"
     raw = text.encode(errors="backslashreplace")  # half a character of a file's name is JSON's own escape then
@@ -82,7 +82,7 @@ def write_state(root: Path, state: RecipeState) -> None:
 
 
 def all_states(root: Path, *, warn: Callable[[str], None]) -> dict[str, RecipeState]:
-    """Every recipe's state by its name, sorted."""
+    """Return every recipe's state by its name, sorted; ``warn`` is called for files that are invalid."""
     names = sorted(path.stem for path in folder_of(root).glob("*.json"))
     return {name: read_state(root, name, warn=warn) for name in names}
 
@@ -101,11 +101,11 @@ _WORST_FIRST: Final = (5, 2, 4, 1, 3, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened to the recipe with the name ``recipe`` at ``at`` (ISO 8601, UTC).
+    """An event of the recipe with the name ``recipe`` at the time ``at`` (ISO 8601, UTC).
 
-    ``queued`` and ``running`` count recipes right after it. ``attempt`` counts from 1. ``stage`` is ``3/12 calibrate``.
-    From ``state`` on everything belongs to ``finished`` and ``held`` (``exit_code``, ``reason`` and ``log`` to
-    ``retrying`` too) and is `Ended`'s.
+    ``queued`` and ``running`` count recipes right after it. ``attempt`` counts from 1. ``stage`` is as in ``3/12
+    calibrate``. The fields from ``state`` on are those of `Ended`, and are set for ``finished`` and ``held``;
+    ``retrying`` has ``exit_code``, ``reason`` and ``log`` of the attempt.
     """
 
     kind: Kind
@@ -132,9 +132,10 @@ class Event:
 class Ended:
     """How a recipe left a round.
 
-    ``exit_code`` is what it counts with, ``attempts`` 0 for one that was not run, ``duration_s`` of all of them.
-    ``tag`` is that of the release that was published to ``places``. ``causes`` are the kinds of change that made it
-    due, ``changes`` phrases for people of them. ``log`` is the last attempt's.
+    ``exit_code`` is the code that the round counts. ``attempts`` is 0 for a recipe that was not run, ``duration_s`` is
+    the time of all attempts. ``tag`` is the release that was published to ``places``. ``causes`` are the kinds of
+    change that made the recipe due, ``changes`` phrases on them for people. ``log`` is the path of the last attempt's
+    log.
     """
 
     recipe: str
@@ -154,9 +155,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSummary:
-    """A round: when it began and ended (ISO 8601, UTC), and how each recipe left it, the first first.
+    """A round: its start and end (ISO 8601, UTC), and how each recipe left it, in the order in which they left.
 
-    ``grown_bytes`` is None where nobody limited the disk; ``stopped_by`` the signal that ended the round.
+    ``grown_bytes`` is the growth of the store, None without a limit on the disk; ``stopped_by`` is the signal that
+    ended the round.
     """
 
     started: str
@@ -168,22 +170,22 @@ class RoundSummary:
 
     @property
     def exit_code(self) -> int:
-        """The worst of the recipes' codes, and 128 + N where signal N ended the round."""
+        """Return the worst of the recipes' exit codes, or 128 + N if signal N ended the round."""
         return worst(ended.exit_code for ended in self.ended) if self.stopped_by is None else 128 + self.stopped_by
 
     def to_json(self) -> dict[str, object]:
-        """Plain data for ``--json``."""
+        """Return the fields, the schema and the exit code as plain data, for ``--json``."""
         return {"schema": SCHEMA, **asdict(self), "exit_code": self.exit_code}
 
 
 def worst(codes: Iterable[int]) -> int:
-    """The exit code of several: 5 before 2, 4, 1, 3 and 0; 0 for none, and what is none of these counts as 5."""
+    """Return the worst exit code: 5 before 2, 4, 1, 3 and 0; 0 for none. Any other code counts as 5."""
     ranks = [_WORST_FIRST.index(code) if code in _WORST_FIRST else 0 for code in codes]
     return _WORST_FIRST[min(ranks)] if ranks else 0
 
 
 def line_of(event: Event) -> str:
-    """An event as a line of a log."""
+    """Return an event as one line of a log."""
     name = event.recipe
     match event.kind:
         case "queued":
@@ -207,5 +209,5 @@ def line_of(event: Event) -> str:
 
 
 def now_utc() -> str:
-    """The present moment in ISO 8601, UTC, to the second."""
+    """Return the present time in ISO 8601, UTC, to the second."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -36,7 +36,7 @@ _LONGEST_WAIT_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A recipe as somebody named it (a name or a file), and what made them: "asked", "schedule"."""
+    """A request to look at a recipe, given by name or file; ``trigger`` says who asked: "asked" or "schedule"."""
 
     recipe: str
     trigger: str = "asked"
@@ -44,12 +44,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a fleet works.
+    """The options of a fleet, mostly those of `quantmint requantize`.
 
-    Most are the options of `quantmint requantize`. ``max_disk`` is in bytes. ``everything`` also runs what is not due
-    or is held. ``on`` is what `quantmint submit --ray` takes. ``command`` is the start of a child's command line, and
-    ``submit_command`` of one with ``on``. ``grace_s`` is the time between SIGTERM and
-    SIGKILL, and ``first_wait_s`` the wait before the first repetition, which doubles from then on.
+    ``max_disk`` is in bytes. ``everything`` also runs recipes that are not due or are held. ``on`` is the value of
+    `quantmint submit --ray` (None: run on this machine). ``command`` is the start of a child's command line,
+    ``submit_command`` its start with ``on``. ``grace_s`` is the time between SIGTERM and SIGKILL, ``first_wait_s`` the
+    wait before the first repetition, which doubles from then on.
     """
 
     store: Path
@@ -70,15 +70,15 @@ class Options:
 
     @property
     def max_s(self) -> float | None:
-        """Seconds that all may take."""
+        """Return the time limit of the whole round in seconds; None without one."""
         return None if self.max_hours is None else self.max_hours * 3600
 
     def slots(self, devices: int) -> int:
-        """How many recipes run at a time at the most where this machine has ``devices``."""
+        """Return how many recipes run at the same time at most, on a machine with so many ``devices``."""
         return self.jobs or (sys.maxsize if self.on is not None else devices or 1)
 
     def command_line(self, recipe: str) -> list[str]:
-        """A child's command line."""
+        """Return the command line of a child that runs a recipe, or with ``on`` submits it."""
         vllm = [] if self.vllm is None else ["--vllm", self.vllm]
         remote = [] if self.remote is None else ["--remote-store", self.remote]
         told = ["--json", "--store", str(self.store)]
@@ -88,7 +88,7 @@ class Options:
         return [*self.submit_command, recipe, "--ray", self.on, "--attached", *told, "--", *what]
 
     def look(self) -> Look:
-        """`pipeline.upkeep.due.due.look` as these options want it."""
+        """Return `pipeline.upkeep.due.due.look` with these options' store, vLLM and device filled in."""
         from quantmint.pipeline.upkeep.due.due import look
 
         return partial(look, store=Store(self.store), vllm=self.vllm, device=self.device)
@@ -96,11 +96,12 @@ class Options:
 
 @dataclass
 class FleetJob:
-    """A due recipe. ``ready`` is when it may begin, in seconds of the fleet's monotonic clock.
+    """A due recipe in the queue or at work. ``ready`` is when it may begin, in seconds of `time.monotonic`.
 
-    ``needs`` is how many devices it takes: none are asked for on a machine without any, where a run says so itself.
-    ``failed`` counts attempts that ended by a fault that passes. ``lock`` is the recipe's while it is ours, ``held``
-    gives its ``devices`` back. ``thread`` has its child, and ``stop`` ends that, for the reason ``why``.
+    ``needs`` is the number of devices it takes: 0 on a machine without any, where the run itself reports that.
+    ``failed`` counts attempts that ended by a transient fault. ``lock`` is the recipe's lock while this fleet holds it;
+    closing ``held`` gives its ``devices`` back. ``thread`` waits for the child, and setting ``stop`` ends the child,
+    for the reason ``why``.
     """
 
     request: Request
@@ -122,28 +123,28 @@ class FleetJob:
 
     @property
     def name(self) -> str:
-        """The recipe's name."""
+        """Return the recipe's name."""
         return self.due.name
 
     @property
     def priority(self) -> int:
-        """The recipe's."""
+        """Return the recipe's ``refresh.priority``; higher ones begin first."""
         return 0 if self.due.loaded is None else self.due.loaded.recipe.refresh.priority
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds that an attempt may take."""
+        """Return the time limit of one attempt in seconds; None without one."""
         hours = None if self.due.loaded is None else self.due.loaded.recipe.refresh.max_hours
         return None if hours is None else hours * 3600
 
     @property
     def expected_s(self) -> float:
-        """How long it took the last time; 0 where nobody knows."""
+        """Return the seconds of the last complete attempt; 0 if none is known."""
         return self.state.last_duration_s or 0.0
 
 
 def devices_needed(due: Due) -> int:
-    """How many accelerators a recipe's target has; 0 for a CPU."""
+    """Return the number of accelerators of a recipe's target; 0 for a CPU, and for a recipe that cannot be loaded."""
     if due.loaded is None:
         return 0
     target = due.loaded.recipe.target
@@ -155,7 +156,11 @@ def devices_needed(due: Due) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What there is for another recipe: ``slots`` of it, ``free`` devices by number, what is left (None: no limit)."""
+    """The room for further recipes: how many may begin (``slots``), and the numbers of ``free`` devices.
+
+    ``left_s`` and ``left_bytes`` are what remains of the round's time and disk (None: no limit). ``now`` is in seconds
+    of `time.monotonic`.
+    """
 
     now: float
     slots: int
@@ -165,12 +170,15 @@ class Room:
 
 
 def ordered(waiting: Iterable[FleetJob]) -> list[FleetJob]:
-    """The queue, the next one first."""
+    """Return the queue sorted by priority, the highest first, then by name."""
     return sorted(waiting, key=lambda one: (-one.priority, one.name))
 
 
 def next_begin(waiting: Iterable[FleetJob], room: Room) -> tuple[FleetJob, tuple[int, ...]] | None:
-    """The recipe that begins now, and the numbers of its devices; None where none may."""
+    """Return the job that begins now, and the numbers of its devices; None if none may begin.
+
+    A ready job that needs more devices than are free keeps them from later jobs; jobs without devices still pass it.
+    """
     if room.slots < 1:
         return None
     free = sorted(room.free)
@@ -184,7 +192,7 @@ def next_begin(waiting: Iterable[FleetJob], room: Room) -> tuple[FleetJob, tuple
 
 
 def unaffordable(one: FleetJob, room: Room) -> str | None:
-    """Why a recipe is not begun any more in this round, now or later; None where it may be."""
+    """Return why a job must not begin any more in this round; None if it may begin now or later."""
     if room.left_bytes is not None and room.left_bytes <= 0:
         return "the round's disk is used up"
     if room.left_s is None:
@@ -203,7 +211,7 @@ def unaffordable(one: FleetJob, room: Room) -> str | None:
 
 
 def not_run(request: Request, due: Due, options: Options, devices: Devices) -> Ended | None:
-    """How a recipe leaves the round without an attempt; None where one is to be made."""
+    """Return how a recipe leaves the round without an attempt; None if it has to be attempted."""
     if due.state == "broken":
         return _left(request, due, "broken", 2, due.reason)
     if not options.everything:
@@ -222,7 +230,7 @@ def not_run(request: Request, due: Due, options: Options, devices: Devices) -> E
 def queued(
     request: Request, due: Due, options: Options, devices: Devices, warn: Callable[[str], None]
 ) -> FleetJob | Ended:
-    """A recipe that was looked at: a job for the queue, or how it leaves the round without an attempt."""
+    """Return a job for the queue, or how the recipe leaves the round without an attempt."""
     if (ended := not_run(request, due, options, devices)) is not None:
         return ended
     needs = 0 if devices.variable is None else devices_needed(due)
@@ -230,14 +238,14 @@ def queued(
 
 
 def unrun(job: FleetJob, state: State, code: int, reason: str) -> Ended:
-    """How a job leaves the round that was queued; what an attempt of it said stays."""
+    """Return how a queued job leaves the round without a result; the log and time of earlier attempts are kept."""
     ended = _left(job.request, job.due, state, code, reason)
     log = None if job.last is None else str(job.last.log)
     return replace(ended, attempts=job.attempts, duration_s=round(job.seconds, 1), log=log)
 
 
 def ran(job: FleetJob, attempted: Attempted, stopped_by: int | None) -> Ended:
-    """How a job leaves the round whose last attempt has ended."""
+    """Return how a job leaves the round after its last attempt; ``stopped_by`` is the signal that ended the round."""
     if attempted.cut_short and job.why == "signal":
         return unrun(job, "interrupted", 128 + (stopped_by or 0), "told to stop; it goes on from there next time")
     if attempted.cut_short and job.why == "time":
@@ -267,7 +275,7 @@ def _left(request: Request, due: Due, state: State, code: int, reason: str) -> E
 
 
 def state_after(job: FleetJob, ended: Ended) -> RecipeState:
-    """What is kept of a recipe after its last attempt of a round."""
+    """Return the recipe's state after its last attempt in a round."""
     now, before = now_utc(), job.state
     common = replace(before, last_attempt=now, reason=ended.reason)
     if ended.state in {"left", "interrupted"}:
@@ -285,10 +293,11 @@ def state_after(job: FleetJob, ended: Ended) -> RecipeState:
 
 
 def again_in_s(ended: Attempted, *, failed: int, retries: int, first: float) -> float | None:
-    """Seconds until a recipe is tried again in this round; None where it is not.
+    """Return the seconds until the next attempt in this round; None if there is none.
 
-    ``failed`` counts the attempts that ended by a fault that passes, this one included. Waits double, up to an hour; a
-    tenth of ``first`` by chance on top, as recipes that one outage stopped need not all come back in one moment.
+    ``failed`` counts the attempts that ended by a transient fault, this one included; ``retries`` of them are repeated.
+    The wait is ``first`` seconds, doubled each time up to an hour, plus a random tenth of ``first``, so that recipes
+    that one outage stopped do not all come back at the same moment.
     """
     if not ended.transient or failed > retries:
         return None
@@ -301,7 +310,7 @@ def again_in_s(ended: Attempted, *, failed: int, retries: int, first: float) -> 
 def foresee(
     recipes: Sequence[str], options: Options, warn: Callable[[str], None]
 ) -> tuple[tuple[FleetJob, ...], tuple[Ended, ...]]:
-    """What would run, in its order, and how the others would leave without an attempt."""
+    """Return the jobs that a round would run, in their order, and how the other recipes would leave it."""
     devices = NONE if options.on is not None else devices_of(Host())
     room = Room(0.0, 1, left_s=options.max_s, left_bytes=options.max_disk)
     left: list[Ended] = []

@@ -50,10 +50,11 @@ _T = TypeVar("_T")
 
 
 class Fleet:
-    """The engine. ``add``, ``close`` and ``stop`` are for any thread, and ``stop`` for signal handlers too.
+    """The engine of a round. ``add``, ``close`` and ``stop`` may be called from any thread.
 
-    ``on_event`` is called in the thread of ``run``, ``warn`` hears what went wrong and stopped nothing, ``look`` is
-    `pipeline.upkeep.due.due.look` where nothing else is given.
+    ``stop`` may also be called by a signal handler. ``on_event`` is called in the thread of ``run``. ``warn`` is called
+    with faults that stop nothing. ``look`` replaces `pipeline.upkeep.due.due.look` (None: that function, by the
+    options).
     """
 
     def __init__(
@@ -84,19 +85,22 @@ class Fleet:
         self._grown: int | None = None if options.max_disk is None else 0
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Ask for recipes. One that is queued or runs already is not queued twice."""
+        """Queue recipes that turn out to be due; a recipe that is queued or runs already is not queued twice."""
         self._inbox.put(partial(self._add, tuple(dict.fromkeys(requests))))
 
     def close(self) -> None:
-        """No more requests come: ``run`` returns when the last recipe has ended."""
+        """Announce that no more requests come: ``run`` returns when the last recipe has ended."""
         self._inbox.put(self._close)
 
     def stop(self, number: int) -> None:
-        """End the children, free the locks and let ``run`` return; ``number`` is the signal's that asked for it."""
+        """End the children, free the locks and let ``run`` return; ``number`` is the signal that asked for it."""
         self._inbox.put(partial(self._end_all, number))
 
     def run(self) -> RoundSummary:
-        """Work until all is done and `close` was called, or until `stop`. Raises what ``on_event`` raises."""
+        """Work until `close` was called and all recipes have ended, or until `stop`; return the summary.
+
+        Raises what ``on_event`` raises.
+        """
         try:
             while True:
                 self._advance()
@@ -120,7 +124,10 @@ class Fleet:
     # What comes out of the inbox.
 
     def _in_background(self, work: Callable[[], _T], then: Callable[[_T | None, str], None]) -> threading.Thread:
-        """Call ``then`` in the deciding thread with what ``work`` returned in another, or None and why it did not."""
+        """Call ``work`` in a thread, then ``then`` in the deciding thread; return the thread.
+
+        ``then`` gets the value of ``work`` and "", or None and the message of its exception.
+        """
 
         def errand() -> None:
             try:
@@ -174,7 +181,10 @@ class Fleet:
             self._tell("queued", job)
 
     def _confirm(self, job: FleetJob, found: tuple[Due, ...] | None, error: str) -> None:
-        """The recipe is ours, and was looked at again: attempt it if that is still to be done."""
+        """Attempt a recipe whose lock was taken if it is still due at the second look; else close its job.
+
+        ``found`` is that look's result, None if it failed with ``error``.
+        """
         if self._running.get(job.name) is not job:
             return  # it was told to stop
         if found is None:
@@ -277,7 +287,7 @@ class Fleet:
         return True
 
     def _begin(self, job: FleetJob, devices: tuple[int, ...]) -> None:
-        """Take the locks and begin; or put it back, where somebody else has one of them."""
+        """Take the locks of recipe and devices and begin; put the job back if another process holds one of them."""
         root, now = self._options.store, time.monotonic()
         with disk_errors(root):
             folder_of(root).mkdir(parents=True, exist_ok=True)
@@ -317,7 +327,7 @@ class Fleet:
         job.stop.set()
 
     def _close_job(self, job: FleetJob, ended: Ended, *, keep: bool = False) -> None:
-        """The end of a job; with ``keep``, its state is written while its lock is ours."""
+        """Remove a job and free its locks; with ``keep`` write its state first, while its lock is still held."""
         self._running.pop(job.name, None)
         self._waiting.pop(job.name, None)
         if keep and job.lock is not None:
@@ -345,7 +355,7 @@ class Fleet:
         job.devices = ()
 
     def _abandon(self) -> None:
-        """Leave nothing behind, however ``run`` ends: no child, no lock."""
+        """End every child and free every lock, however ``run`` ends."""
         left = [*self._running.values(), *self._waiting.values()]
         for job in left:
             job.stop.set()
@@ -390,7 +400,7 @@ class Fleet:
         return Room(time.monotonic(), slots, free, self._left_s(), bytes_left)
 
     def _wake_in(self) -> float | None:
-        """Seconds until something may have changed that nothing in the inbox tells; None where all is told."""
+        """Return the seconds after which to look again without a message in the inbox; None if only messages matter."""
         now, left = time.monotonic(), self._left_s()
         moments = [job.ready - now for job in self._waiting.values() if job.ready > now]
         if self._waiting:
@@ -401,7 +411,7 @@ class Fleet:
 
 
 def bytes_below(folder: Path) -> int:
-    """Bytes of the files below a folder. Each counts once, whatever its names; one that goes meanwhile does not."""
+    """Return the bytes of the files below a folder; a file with several names (hard links) counts once."""
     sizes: dict[tuple[int, int], int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:

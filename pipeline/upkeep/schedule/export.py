@@ -37,7 +37,7 @@ EXAMPLE: Final = "refresh: {schedule: 0 3 * * 6, timezone: Europe/Berlin}"
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A recipe with a schedule, and how it was named: by name, or by the path of its file."""
+    """A recipe with a schedule; ``given`` is the name or path by which it was named."""
 
     given: str
     recipe: Recipe
@@ -45,28 +45,28 @@ class Scheduled:
 
     @property
     def name(self) -> str:
-        """The recipe's name, which is that of its file."""
+        """Return the recipe's name, which is its file's name too."""
         return self.recipe.name
 
     @property
     def zone(self) -> str:
-        """The time zone of the expression."""
+        """Return the time zone of the cron expression."""
         return self.recipe.refresh.timezone
 
     @property
     def words(self) -> str:
-        """The schedule for people."""
+        """Return the schedule in words."""
         return words(self.expression, self.zone)
 
     def next_times(self, after: datetime, n: int) -> tuple[datetime, ...]:
-        """The `n` next times after a moment, in the schedule's zone."""
+        """Return the next `n` times of the schedule after a moment, in its own time zone."""
         return next_times(self.expression, self.zone, after, n)
 
 
 def scheduled(given: Sequence[str] = ()) -> tuple[Scheduled, ...]:
-    """The recipes that are named, each of which must have a schedule; without names, those of ./recipes that have one.
+    """Return the named recipes, each of which must have a schedule; without names, those of ./recipes with a schedule.
 
-    UserError for one that is unknown, wrong, or named and without a schedule.
+    Raises `UserError` for a name that is unknown or has no schedule, and for an invalid recipe.
     """
     found = []
     for name in given or here():
@@ -79,14 +79,14 @@ def scheduled(given: Sequence[str] = ()) -> tuple[Scheduled, ...]:
 
 
 def load_scheduled(given: str) -> Scheduled | None:
-    """A recipe with its schedule; None where it has none."""
+    """Return a recipe, given by name or path, with its schedule; None if it has none."""
     recipe = load_recipe(given).recipe
     schedule = recipe.refresh.schedule
     return None if schedule is None else Scheduled(given, recipe, schedule)
 
 
 def here() -> tuple[str, ...]:
-    """The names of the recipes in ./recipes."""
+    """Return the names of the recipes in ./recipes."""
     return tuple(name for name in recipe_names() if find(name).parent == Path("recipes"))
 
 
@@ -105,7 +105,10 @@ _POD_RETRIES: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """How the command is run: ``program`` word by word, ``variables`` nothing secret; ``made_by`` makes such files."""
+    """The parts of the exported command. ``program`` are its first words, ``variables`` are no secrets.
+
+    ``made_by`` is the command that makes the exported file, for its header. ``directory`` is where it starts.
+    """
 
     program: tuple[str, ...]
     made_by: str
@@ -116,19 +119,22 @@ class Export:
     environment_file: str | None = None
 
     def command(self, item: Scheduled, *more: str) -> tuple[str, ...]:
-        """The whole command, word by word."""
+        """Return the words of the command that requantizes a recipe if it is due; ``more`` are further options."""
         store = () if self.store is None else ("--store", self.store)
         on = () if self.on is None else ("--on", self.on)
         return (*self.program, "requantize", item.given, "--due", *store, *on, *more)
 
     def header(self, file: str, *lines: str) -> str:
-        """A comment that says what the file is and how it is made again."""
+        """Return a comment with the file's name, the command that made it, and further ``lines``."""
         made = f"{file}: made by `{self.made_by}`; make it again rather than edit it"
         return "".join(f"# {line}\n" for line in (made, *lines))
 
 
 def either_day(item: Scheduled, scheduler: str) -> str:
-    """The expression for one who takes day of month or day of week as enough wherever both are given; UserError."""
+    """Return the cron expression for a scheduler that runs if either the day of month or the day of week matches.
+
+    Raises `UserError` for a schedule that requires both; ``scheduler`` is the name in its message.
+    """
     sim = parsed(item.expression)
     if sim.day_and and len(sim.days) < 31 and len(weekdays(sim)) < 7:
         what = f"day of month and day of week both must hold, and one is enough for {scheduler}"
@@ -137,23 +143,23 @@ def either_day(item: Scheduled, scheduler: str) -> str:
 
 
 def refusal(item: Scheduled, what: str, hint: str) -> UserError:
-    """A recipe whose schedule the target cannot express."""
+    """Return the error for a recipe whose schedule the target cannot express; ``what`` is the reason."""
     return UserError(f"{item.name} ({item.expression}, {item.zone}): {what}", hint=hint)
 
 
 def needed_secrets(recipe: Recipe) -> tuple[str, ...]:
-    """The secrets that a recipe's run needs, by the names of their variables."""
+    """Return the names of the variables with secrets that a recipe's run needs."""
     hub = recipe.source.repo is not None or recipe.publish.hub is not None
     signs = recipe.publish.sign is not None and recipe.publish.sign.key is not None
     return (*(["HF_TOKEN"] if hub else []), *(["QUANTMINT_SIGNING_PASSPHRASE"] if signs else []))
 
 
 def cron_job(item: Scheduled, export: Export, pod: Pod, namespace: str | None = None) -> dict[str, str]:
-    """The text of ``quantmint-NAME.yaml``, a CronJob (batch/v1) of such pods.
+    """Return the text of a CronJob (batch/v1) that runs ``pod``, by its file name ``quantmint-NAME.yaml``.
 
-    A pod starts in the folder of its volume, where the store, what was published and ./recipes lie. Jobs do not
-    overlap. Since 1.27, which `timeZone` needs, the newest missed time is begun however many were missed. UserError for
-    what a CronJob cannot say.
+    A pod starts in the folder of its volume, where the store, the published releases and ./recipes lie. Jobs do not
+    overlap. Since Kubernetes 1.27, which `timeZone` needs, the newest missed time is begun however many were missed.
+    Raises `UserError` for what a CronJob cannot express.
     """
     target = item.recipe.target
     machine = hardware(target.hardware)
@@ -199,10 +205,11 @@ def cron_job(item: Scheduled, export: Export, pod: Pod, namespace: str | None = 
 
 
 def workflow(item: Scheduled, export: Export, *, runner: Sequence[str], secrets: Sequence[str] = ()) -> dict[str, str]:
-    """The text of ``quantmint-NAME.yml`` for .github/workflows, with no right but to read, and to sign without a key.
+    """Return the text of a workflow for .github/workflows, by its file name ``quantmint-NAME.yml``.
 
-    ``runner`` are the labels of the runner, ``secrets`` names of the repository's secrets that the command gets beside
-    those which the recipe needs. UserError for what GitHub cannot say.
+    Its token may only read, and sign if the recipe signs without a key. ``runner`` are the runner's labels, ``secrets``
+    names of repository secrets that the command gets besides those which the recipe needs. Raises `UserError` for what
+    GitHub cannot express.
     """
     if not runner:
         raise UserError("found no labels of a runner", hint="Name them: --runner self-hosted,mi300x")
@@ -253,9 +260,9 @@ _HARDENING: Final = "NoNewPrivileges=yes\nLockPersonality=yes\nRestrictRealtime=
 
 
 def on_calendar(expression: str, zone: str) -> tuple[str, ...]:
-    """The values of ``OnCalendar=`` that together give the times of a classic expression.
+    """Return the values of ``OnCalendar=`` that together give the times of a cron expression.
 
-    No steps: with summer time systemd 252 loses its way on some of them.
+    They have no steps: with summer time systemd 252 miscalculates some of them.
     """
     sim = parsed(expression)
     months, days = _set(sim.months, 12), _set(sim.days, 31)
@@ -266,7 +273,7 @@ def on_calendar(expression: str, zone: str) -> tuple[str, ...]:
 
 
 def units(item: Scheduled, export: Export) -> dict[str, str]:
-    """``quantmint-NAME.service`` and ``.timer`` for a user's manager."""
+    """Return the texts of ``quantmint-NAME.service`` and ``.timer`` for systemd's user manager, by file name."""
     service, timer = f"{PREFIX}{item.name}.service", f"{PREFIX}{item.name}.timer"
     return {
         service: export.header(service) + _service(item, export),
@@ -275,9 +282,9 @@ def units(item: Scheduled, export: Export) -> dict[str, str]:
 
 
 def crontab(items: Sequence[Scheduled], export: Export, *, machine_zone: str) -> dict[str, str]:
-    """One file for all: ``quantmint.crontab``, for `crontab FILE`.
+    """Return the text of one file for all recipes, ``quantmint.crontab``, by its name, for `crontab FILE`.
 
-    UserError for another time zone than the machine's, the only one that cron knows.
+    Raises `UserError` for a schedule in another time zone than the machine's, the only one that cron knows.
     """
     name = "quantmint.crontab"
     text = export.header(name, f"times are those of {machine_zone}, this machine's time zone when it was made")
@@ -291,7 +298,7 @@ def crontab(items: Sequence[Scheduled], export: Export, *, machine_zone: str) ->
 
 
 def zone_of_machine() -> str:
-    """This machine's time zone by its IANA name, which its cron goes by; UserError where the machine does not say."""
+    """Return the IANA name of this machine's time zone. Raises `UserError` if /etc/localtime does not name one."""
     local = Path("/etc/localtime")
     name = str(local.readlink()).partition("zoneinfo/")[2] if local.is_symlink() else ""
     if name not in available_timezones():
@@ -335,7 +342,7 @@ def _timer(item: Scheduled) -> str:
 
 
 def _cron_command(item: Scheduled, export: Export) -> str:
-    """One line for /bin/sh, quoted word by word; then cron's own reading: an unescaped ``%`` would end it."""
+    """Return the command as one shell line for a crontab, with each ``%``, which would end the line, escaped."""
     command = export.command(item, "--no-wait")
     if export.variables:
         command = ("env", *(f"{name}={value}" for name, value in export.variables.items()), *command)
@@ -352,7 +359,10 @@ def _set(numbers: Collection[int], every: int) -> str:
 
 
 def _word(word: str, *, command: bool = True) -> str:
-    """A word of ExecStart= or Environment=: ``%`` begins specifiers in both, ``$`` variables in a command only."""
+    """Return a word quoted for systemd: for ExecStart=, or without ``command`` for Environment=.
+
+    ``%`` begins specifiers in both, ``$`` variables in a command only.
+    """
     text = word.replace("%", "%%")
     if command:
         text = text.replace("$", "$$")
