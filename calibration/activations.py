@@ -32,38 +32,45 @@ _HIDDEN = "hidden"  # the name of the hidden states in a file; JSON lists are th
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """A batch between two layers: hidden states [batch, sequence, ..., hidden], and tensors that layers hand on
-    beside them, by name: the choice of a sparse indexer, keys and values that later layers use again."""
+    """States of a batch between two layers: hidden states [batch, sequence, ..., hidden] and carried tensors.
+
+    ``carried`` are, by name, the tensors that layers hand on beside the hidden states: the choice of a sparse indexer,
+    keys and values that later layers use again.
+    """
 
     hidden: torch.Tensor
     carried: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return int(self.hidden.nbytes + sum(tensor.nbytes for tensor in self.carried.values()))
 
     def to(self, device: str) -> States:
-        """Return the same on a device."""
+        """Return a copy whose tensors lie on ``device``."""
         return States(self.hidden.to(device), {name: tensor.to(device) for name, tensor in self.carried.items()})
 
     @classmethod
     def stacked(cls, parts: Sequence[States]) -> States:
-        """Return the states of several models on the same batch in one, each tensor with a dimension in front."""
+        """Stack the states of several models for one batch; each tensor gets a leading dimension [models].
+
+        All ``parts`` must carry the tensors of the first. Index the result to get one model's states back.
+        """
         names = parts[0].carried
         carried = {name: torch.stack([part.carried[name] for part in parts]) for name in names}
         return cls(torch.stack([part.hidden for part in parts]), carried)
 
     def __getitem__(self, number: int) -> States:
-        """Return those of one model that were `stacked`."""
+        """Return the states of model ``number`` from states made by `stacked`."""
         return States(self.hidden[number], {name: tensor[number] for name, tensor in self.carried.items()})
 
 
 class Activations:
-    """States by the number of their batch, layer after layer.
+    """Store of the states of all batches, by batch number, while layers are run one after the other.
 
-    ``budget`` are the bytes of states that may lie in memory; others are spilled to ``folder``, where states are
-    committed too. ``on_device``: those in memory stay on the device that computed them. Several threads may put.
+    States take at most ``budget`` bytes of memory; others are spilled to ``folder``, which also holds committed states.
+    With ``on_device`` the states in memory stay on the device that computed them; else they are moved to the CPU. `put`
+    and `set_aside` may be called from several threads.
     """
 
     def __init__(self, folder: Path, budget: int, *, on_device: bool = False) -> None:
@@ -78,9 +85,10 @@ class Activations:
         self._own = secrets.token_hex(4)
 
     def start(self, layer: int = 0, count: int = 0) -> None:
-        """Begin before the first layer is entered, or with the ``count`` states of a committed one.
+        """Start before the first layer (``layer`` 0), or at a committed ``layer`` with ``count`` states on the disk.
 
-        What earlier attempts spilled and did not commit is removed.
+        Spilled states that earlier attempts did not commit are removed. Raises `CalibrationError` where the disk
+        refuses.
         """
         self.layer = layer or -1
         with storing("the hidden states", self.folder):
@@ -89,13 +97,16 @@ class Activations:
         self._there = {number: _file(_committed(self.folder, layer), number) for number in range(count)}
 
     def get(self, number: int, device: str) -> States:
-        """Return the states of a batch that enter the layer at hand."""
+        """Return the states of batch ``number`` that enter the current layer, on ``device``."""
         if number in self._here:
             return self._here[number].to(device)
         return _read(self._there[number]).to(device)
 
     def put(self, number: int, states: States) -> None:
-        """Take the states of a batch that enter the next layer; those that it had are not needed any more."""
+        """Store the states of batch ``number`` that enter the next layer; those that enter the current layer are freed.
+
+        Raises `CalibrationError` where states must be spilled and cannot be written.
+        """
         with self._lock:
             former = self._here.pop(number, None)
             self._used -= 0 if former is None else former.nbytes
@@ -107,9 +118,9 @@ class Activations:
             self._next[number] = _write(_file(self._partial(self.layer + 1), number), states)
 
     def set_aside(self, number: int, states: States, *, spill: bool) -> bool:
-        """Keep other states of a batch until `take_aside`; where there is no room, on the disk if they may ``spill``.
+        """Store a second set of states of batch ``number`` until `take_aside`; return whether it was stored.
 
-        Return whether they are kept.
+        Where memory has no room left, the states are written to the disk if ``spill`` is set, and not stored otherwise.
         """
         with self._lock:
             fits = self._used + states.nbytes <= self._budget
@@ -121,11 +132,11 @@ class Activations:
         return fits or spill
 
     def has_aside(self, number: int) -> bool:
-        """Whether states of a batch are set aside."""
+        """Return whether states of batch ``number`` are set aside."""
         return number in self._aside
 
     def take_aside(self, number: int, device: str) -> States | None:
-        """Remove and return the states of a batch that were set aside; None where none are."""
+        """Remove and return, on ``device``, the states set aside for batch ``number``; None where there are none."""
         states = self._aside.pop(number, None)
         if isinstance(states, Path):
             file, states = states, _read(states)
@@ -136,11 +147,11 @@ class Activations:
         return None if states is None else states.to(device)
 
     def spare(self, device: str) -> int:
-        """Bytes of what a device makes that may lie beside the states, and stay where they are."""
+        """Return the bytes left in the budget for more tensors of ``device``; 0 where states lie on another device."""
         return self._budget - self._used if self._on_device or device.startswith("cpu") else 0
 
     def advance(self) -> None:
-        """Go on to the next layer."""
+        """Make the next layer the current one: the states that were put become those that enter it."""
         self._here = {number: value for number, value in self._next.items() if not isinstance(value, Path)}
         self._there = {number: value for number, value in self._next.items() if isinstance(value, Path)}
         self._next = {}
@@ -149,7 +160,11 @@ class Activations:
         self.layer += 1
 
     def commit(self, identity: str, known: Any) -> None:
-        """Make the states that enter the layer at hand a place to resume at, with what else is ``known`` there."""
+        """Commit the states that enter the current layer, with the plain value ``known``, as a point to resume at.
+
+        ``identity`` is the digest that a later run must have to resume there (`digest_of`). Commits of earlier layers
+        are removed. Raises `CalibrationError` where the disk refuses.
+        """
         partial, committed = self._partial(self.layer), _committed(self.folder, self.layer)
         if committed.exists():
             return
@@ -168,7 +183,7 @@ class Activations:
                     shutil.rmtree(_committed(self.folder, layer))
 
     def last_commit(self, identity: str) -> tuple[int, Any]:
-        """The layer to go on at, with what was known there; 0 where none was committed with that identity."""
+        """Return the last layer committed with this ``identity``, and the value stored with it; (0, None) for none."""
         for layer in committed_layers(self.folder):
             found, known = torch.load(_committed(self.folder, layer) / _STATE, weights_only=True)
             if found == identity:
@@ -180,7 +195,7 @@ class Activations:
 
 
 def committed_layers(folder: Path) -> list[int]:
-    """Layers at which a folder can be resumed, the last one first."""
+    """Return the numbers of the layers that are committed in a folder, the last one first."""
     found = [_COMMITTED.fullmatch(path.name) for path in folder.glob("layer-*")]
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
@@ -213,7 +228,10 @@ def _write(path: Path, states: States) -> Path:
 
 @contextmanager
 def storing(what: str, path: Path) -> Iterator[None]:
-    """Turn what a disk refuses in the block into `CalibrationError`."""
+    """Within the block, turn `OSError` and `SafetensorError` into `CalibrationError`.
+
+    The message says that ``what`` cannot be kept at ``path``.
+    """
     from safetensors import SafetensorError
 
     try:
@@ -223,7 +241,10 @@ def storing(what: str, path: Path) -> Iterator[None]:
 
 
 def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file that is there when it is whole, and on the disk for good. Raises `OSError`."""
+    """Write tensors and metadata as a safetensors file that appears only when it is complete and flushed to the disk.
+
+    Raises `OSError`.
+    """
     from safetensors.torch import save_file
 
     with whole(path) as partial:
@@ -231,7 +252,7 @@ def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappin
 
 
 def digest_of(facts: Any, batches: Sequence[torch.Tensor]) -> str:
-    """SHA-256, hex, of plain values and of batches: what must be equal for a run to be gone on with."""
+    """Return the SHA-256, in hex, of JSON-serialisable ``facts`` and of the batches, which a resumed run must share."""
     digest = hashlib.sha256(json.dumps(facts).encode())
     for batch in batches:
         digest.update(f"{list(batch.shape)}".encode())
@@ -240,13 +261,16 @@ def digest_of(facts: Any, batches: Sequence[torch.Tensor]) -> str:
 
 
 class Pace:
-    """Commits now and then: after ``least`` seconds of work, and in a tenth of the time at most."""
+    """Timer for commits: at the earliest after ``least`` seconds of work, and for at most a tenth of the time.
+
+    With ``least`` 0, every `step` commits.
+    """
 
     def __init__(self, least: float) -> None:
         self._least, self._since, self._took = least, time.monotonic(), 0.0
 
     def step(self, commit: Callable[[], None]) -> None:
-        """Call ``commit`` where it is time for it."""
+        """Call ``commit`` if enough time has passed since the last commit."""
         began = time.monotonic()
         if began - self._since >= (self._least and max(self._least, 9 * self._took)):
             commit()

@@ -25,9 +25,10 @@ Row = tuple[str, Mapping[str, Any]]
 
 
 def read_rows(chosen: CalibrationSet) -> Iterator[Row]:
-    """The rows of a set's file or dataset.
+    """Return an iterator over the rows of a set's file or dataset, each a place for messages and its columns.
 
-    Raises `CalibrationError` for a file, a line or a column that is not there, when it is reached.
+    Raises `CalibrationError` during iteration for a file or dataset that cannot be read, and for a line that is not
+    JSON.
     """
     if chosen.file is None:
         return _dataset(chosen)
@@ -112,9 +113,10 @@ def _dataset(chosen: CalibrationSet) -> Iterator[Row]:
 
 
 def read_texts(chosen: CalibrationSet, tokenizer: Any) -> Iterator[str]:
-    """The texts of a set in its own order, each read when it is asked for.
+    """Yield the texts of a set in the order of its rows; rows are read only when they are needed.
 
-    Raises `CalibrationError` for a set without a row, and for a file, a line or a column that is not there.
+    Conversations are rendered by the tokenizer's chat template, see `rendered`. Raises `CalibrationError` for a set
+    without rows, for a file or column that is not there, and for a conversation that cannot be rendered.
     """
     for place, said in _contents(chosen):
         yield _text(chosen, place, said, tokenizer)
@@ -130,9 +132,10 @@ def _contents(chosen: CalibrationSet) -> Iterator[tuple[str, Any]]:
 
 
 def require_texts(chosen: CalibrationSet, *, samples: int, packing: bool) -> None:
-    """Raise `CalibrationError` for a file that lacks rows or columns, before a model is there to read it.
+    """Raise `CalibrationError` where a set's file cannot be read, lacks a column, is empty, or has too few texts.
 
-    Nothing is asked of the Hub, and of a file no more is read than one row for each of the ``samples``.
+    Without ``packing`` there must be a text for each of the ``samples``. At most ``samples`` rows are read. Sets from
+    the Hub are not checked.
     """
     if chosen.file is None:
         return
@@ -142,12 +145,12 @@ def require_texts(chosen: CalibrationSet, *, samples: int, packing: bool) -> Non
 
 
 def rendered(chosen: CalibrationSet, tokenizer: Any) -> bool:
-    """Whether a chat template makes the texts, which then hold their special tokens already."""
+    """Return whether the tokenizer's chat template makes a set's texts, and so adds the special tokens itself."""
     return chosen.text is None and chosen.chat and tokenizer.chat_template is not None
 
 
 def _said(chosen: CalibrationSet, place: str, row: Mapping[str, Any]) -> Any:
-    """A row's text, or its messages."""
+    """Return a row's text, or its messages. Raises `CalibrationError` for a missing column or a text that is null."""
     try:
         if chosen.text is not None:
             if row[chosen.text] is None:
@@ -177,10 +180,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def at_commit(chosen: CalibrationSet, commit_of: Callable[[str, str], str] | None = None) -> CalibrationSet:
-    """The set with its revision as a commit; a file, or what is a commit already, as it is.
+    """Return the set with its revision resolved to a commit; a local set, or one at a commit already, is unchanged.
 
-    ``commit_of`` is asked for a repository and a revision (None: `dataset_commit`). Raises `CalibrationError` where the
-    Hub cannot be asked: rows of a branch that may have moved would be measured under a name that says nothing.
+    ``commit_of`` maps a repository and a revision to a commit (None: `dataset_commit`). Raises `CalibrationError` where
+    the Hub cannot be asked: a branch may have moved, so its name alone does not identify the rows.
     """
     if chosen.repo is None or chosen.revision is None or _COMMIT.fullmatch(chosen.revision):
         return chosen
@@ -189,7 +192,7 @@ def at_commit(chosen: CalibrationSet, commit_of: Callable[[str, str], str] | Non
 
 @cache
 def dataset_commit(repo: str, revision: str) -> str:
-    """The commit of a data set's revision: within one process a branch stays where it was first found.
+    """Return the commit of a dataset's revision, asked of the Hub once per process.
 
     Raises `CalibrationError` where the Hub cannot be asked.
     """
@@ -206,7 +209,7 @@ def dataset_commit(repo: str, revision: str) -> str:
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of the Hub's client: its own, those of the HTTP library below it, and files that cannot be."""
+    """Return the exception types that the Hub's client raises: its own, those of its HTTP library, and `OSError`."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     # The HTTP library is httpx, from huggingface_hub 2 on httpx2; the Hub's error derives from the root of its errors.
@@ -227,12 +230,13 @@ def samples_of(
     seed: int,
     special_tokens: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    """Samples of texts in a seeded order: as many int64 tensors of [n].
+    """Return ``samples`` token sequences, int64 [n] each, of texts that are tokenized in an order decided by ``seed``.
 
-    With ``packing`` the texts are joined, and the stream is cut into blocks of ``sequence_length``. Without, each is a
-    sample of at most that many tokens, which llm-compressor's examples calibrate on; texts without a token are passed
-    over. ``special_tokens`` is False for rendered conversations, whose template has written them already. Raises
-    `CalibrationError` where the texts are too few or too short.
+    With ``packing`` the texts are joined, each ended by the tokenizer's end token if it has one, and cut into blocks of
+    ``sequence_length``. Without, each text is one sample, truncated to ``sequence_length`` tokens, as in
+    llm-compressor's examples; texts without a token are skipped. ``special_tokens`` is False for rendered
+    conversations, whose template has written them already. Raises `CalibrationError` where the texts are too few or too
+    short.
     """
     tokenized = (tokenizer(text, add_special_tokens=special_tokens)["input_ids"] for text in _shuffled(texts, seed))
     if not packing:
@@ -261,7 +265,7 @@ def samples_of(
 
 
 def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:
-    """Yield the texts in an order that the seed decides, a window at a time."""
+    """Yield the texts in an order decided by ``seed``, shuffled within windows of `WINDOW` texts."""
     numbers = _random_numbers(seed)
     rest = iter(texts)
     while window := list(islice(rest, WINDOW)):
@@ -270,11 +274,11 @@ def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:
 
 
 def _permutation(count: int, numbers: Iterator[int]) -> list[int]:
-    """Return 0 to ``count`` - 1 in an order that follows from random ``numbers`` of 32 bits.
+    """Return the integers 0 to ``count`` - 1 in an order that follows from ``numbers``, random integers of 32 bits.
 
-    Fisher and Yates's shuffle, as NumPy 1.17 to 2.4 has it: a number is masked to the bits of the largest one that is
-    wanted, and drawn again where it is larger. NumPy promises the stream of numbers for all versions, and not what its
-    shuffle makes of it.
+    Fisher-Yates shuffle, as NumPy 1.17 to 2.4 does it: a number is masked to the bits of the largest index that is
+    wanted, and drawn again where it is larger. NumPy guarantees the stream of random numbers across versions, but not
+    its shuffle.
     """
     order = list(range(count))
     for last in range(count - 1, 0, -1):
@@ -286,7 +290,7 @@ def _permutation(count: int, numbers: Iterator[int]) -> list[int]:
 
 
 def _random_numbers(seed: int) -> Iterator[int]:
-    """Yield random integers of 32 bits: the halves of PCG64's, the lower one first."""
+    """Yield random integers of 32 bits without end: the halves of PCG64's 64-bit numbers, the lower half first."""
     import numpy
 
     generator = numpy.random.PCG64(seed)
@@ -297,9 +301,9 @@ def _random_numbers(seed: int) -> Iterator[int]:
 
 
 def batched(samples: Iterable[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
-    """Stack samples of equal length into batches of at most ``batch_size``: int64 [batch, length].
+    """Stack samples of equal length into batches of at most ``batch_size``; yield int64 [batch, length].
 
-    Samples keep their order within a length, and lengths come as they first appear.
+    Samples of one length keep their order; lengths come in the order in which they first appear.
     """
     by_length: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for sample in samples:
@@ -310,7 +314,7 @@ def batched(samples: Iterable[torch.Tensor], batch_size: int) -> Iterator[torch.
 
 
 def samples_digest(samples: Iterable[torch.Tensor]) -> str:
-    """SHA-256 over the length and the token ids of each sample, little-endian int64: what a report quotes."""
+    """Return the SHA-256, in hex, over the length and the token ids of each sample as little-endian int64."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(len(sample).to_bytes(8, "little"))

@@ -15,17 +15,18 @@ from quantmint.calibration.parts import language_model, trunk_of
 
 
 def empty_cache(model: Any) -> Any:
-    """Return an empty cache for one forward, with a layer for each of the model's as its configuration lays them out.
+    """Return an empty cache for one forward, laid out by the model's configuration.
 
-    It keeps no keys and values where it would only hand back what it is given.
+    Plain and sliding-window layers store nothing: their ``update`` returns the keys and values that it is given.
     """
     return _watched(model, lambda *_: None)
 
 
 def recording_cache(model: Any, measurement: Measurement) -> Any:
-    """Return an empty cache that adds the keys and values that it is given to a measurement.
+    """Return an empty cache that adds all keys and values that it is given to ``measurement``.
 
-    Its ``update`` raises `CalibrationError` outside of the attention modules that the measurement watches.
+    Its ``update`` raises `CalibrationError` where it is called outside the attention modules that the measurement
+    watches.
     """
 
     def record(keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
@@ -37,7 +38,7 @@ def recording_cache(model: Any, measurement: Measurement) -> Any:
 
 
 def _watched(model: Any, see: Callable[[torch.Tensor, torch.Tensor, int], None]) -> Any:
-    """Return an empty cache that shows keys and values, with the number of their layer, to ``see``."""
+    """Return an empty cache that first calls ``see(keys, values, layer number)`` at each update."""
     kind, configured = _cache_class(type(trunk_of(model)).__module__)
     empty = kind(config=language_model(model).config) if configured else kind()
     update = empty.update
@@ -54,8 +55,10 @@ def _watched(model: Any, see: Callable[[torch.Tensor, torch.Tensor, int], None])
 
 @cache
 def _cache_class(module: str) -> tuple[Any, bool]:
-    """Return the class of caches that a model's own Python module defines, or that of all others; and whether it takes
-    a configuration."""
+    """Return the cache class for a model of the Python module named, and whether the class takes a ``config``.
+
+    It is the subclass of `DynamicCache` that the module defines, else `DynamicCache` itself.
+    """
     from transformers import DynamicCache
 
     defined = (
@@ -68,7 +71,7 @@ def _cache_class(module: str) -> tuple[Any, bool]:
 
 
 def _hands_back(cache: Any, layer: int) -> bool:
-    """Whether a layer of an empty cache only returns what it is given; others may be read by their attention again."""
+    """Return whether a layer of an empty cache only returns what it is given; attention may read others again."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     kind = type(cache.layers[layer]) if layer < len(cache.layers) else cache.layer_class_to_replicate

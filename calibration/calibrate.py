@@ -47,18 +47,22 @@ class Watcher(Protocol):
     """The protocol by which calibration reports its progress."""
 
     def bar(self, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-        """A bar over ``total`` units; the value is called with each advance."""
+        """Show a progress bar of ``total`` units; the context's value is called with the units of each advance."""
 
     def say(self, message: str) -> None:
-        """One line about what goes on now."""
+        """Show one line about the current work."""
 
     def warn(self, message: str) -> None:
-        """One line that must not be missed."""
+        """Show one line that must not be missed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOutcome:
-    """Ranges, and how they were taken; ``warnings`` are sentences about experts that few tokens reached."""
+    """Measured ranges and the mode of the calibration.
+
+    ``warnings`` are sentences about experts that few tokens reached, or that only the router's tokens could be shown
+    to.
+    """
 
     ranges: Ranges
     decision: Decision
@@ -67,12 +71,12 @@ class CalibrationOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """Devices, folder, mode and memory of a calibration; none changes a bit of the ranges on devices of one kind.
+    """Devices, folder, mode and memory of a calibration; none of these changes the ranges on devices of one kind.
 
-    Each of the ``devices`` has a copy of the model, or of its layer, and the copies share the batches. With
-    ``elsewhere``, other machines measure, and the copies only show the model's structure. ``work`` is a folder for the
-    state that an interrupted run resumes from; it is removed at the end. The mode "auto" takes the mode that needs less
-    memory (`calibration.room.decide`). In layer mode ``activation_bytes`` of the host's memory hold hidden states
+    Each of the ``devices`` has a copy of the model, or of its current layer, and the copies share the batches. With
+    ``elsewhere``, other machines measure, and the copies here only show the model's structure. ``work`` is a folder for
+    the state that an interrupted run resumes from; it is removed at the end. The mode "auto" takes the mode that needs
+    less memory (`calibration.room.decide`). In layer mode ``activation_bytes`` of the host's memory hold hidden states
     (None: a quarter of the free memory), and the rest is spilled to ``work``.
     """
 
@@ -92,10 +96,10 @@ def calibrate(
     watcher: Watcher,
     trust_remote_code: bool = False,
 ) -> CalibrationOutcome:
-    """Measure the 16-bit model in ``folder`` on batches of tokens: int64 ids of [batch, sequence], no padding.
+    """Measure the 16-bit model in ``folder`` on batches of token ids, int64 [batch, sequence] without padding.
 
-    How batches are composed decides the last bit. Raises `CalibrationError`, which says why the model cannot be
-    measured, and what to do instead.
+    The same samples in other batches may change the last bit of a range. Raises `CalibrationError`, whose message says
+    why the model cannot be measured and what to do instead.
     """
     devices, work, elsewhere = execution.devices, execution.work, execution.elsewhere
     with measuring(folder):
@@ -139,7 +143,7 @@ def _here(
     host: int,
     watcher: Watcher,
 ) -> Measurement:
-    """Measure on the devices of this process, each its share of the batches."""
+    """Measure on the devices of this process; each replica takes an equal share of the batches."""
     samples, lock = sum(batch.shape[0] for batch in batches), threading.Lock()
     steps = 1 if mode == "resident" else len(replicas[0].walkable.layers)
 
@@ -187,9 +191,10 @@ _BATCHES = "batches.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class ShareOrder:
-    """The settings of all shares; ``folder`` of the model and ``work`` lie where every machine sees them.
+    """Settings common to all shares; every machine must see ``folder``, the model, and ``work`` under these paths.
 
-    ``threads`` are PyTorch's on a CPU, 0 where GPUs compute: how a product is cut among them may decide its last bit.
+    ``threads`` is PyTorch's number of threads on a CPU, 0 where GPUs compute: how a product is cut among threads may
+    decide its last bit.
     """
 
     folder: Path
@@ -203,7 +208,7 @@ class ShareOrder:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The numbers of the batches that are measured together, and how many samples they are."""
+    """One part of the batches, measured by one process: its number, its batches' numbers, and its samples' count."""
 
     number: int
     batches: tuple[int, ...]
@@ -211,30 +216,33 @@ class Share:
 
 
 class Places(Protocol):
-    """A place that measures shares, several at a time. ``device`` is PyTorch's name of what computes there."""
+    """Protocol of machines or GPUs that measure shares, several at a time; ``device`` is PyTorch's device type."""
 
     @property
     def device(self) -> Literal["cpu", "cuda"]: ...  # noqa: D102
 
     @property
     def free(self) -> Mapping[str, int]:
-        """Bytes that are free, by the name of each place: a GPU, or a machine that computes on its CPU."""
+        """Return the free bytes of memory by the name of each place: a GPU, or a machine that computes on its CPU."""
 
     def measure(self, order: ShareOrder, shares: Sequence[Share]) -> Iterator[Share]:
-        """Have each measured by `measure_share`, and give it when it is finished."""
+        """Have each share measured by `measure_share`; yield each share when it is finished."""
 
 
 def split(count: int, places: int, mode: Literal["resident", "layer"]) -> tuple[tuple[int, ...], ...]:
-    """Deal ``count`` batches out to shares; none is empty."""
+    """Deal the batch numbers 0 to ``count`` - 1 out to shares, none of them empty; return the numbers of each share.
+
+    In resident mode each of the ``places`` gets `SHARES_A_PLACE` shares, in layer mode one.
+    """
     shares = min(count, places * (SHARES_A_PLACE if mode == "resident" else 1))
     return tuple(tuple(range(turn, count, shares)) for turn in range(shares))
 
 
 def prepared(order: ShareOrder, batches: Sequence[torch.Tensor], places: int) -> tuple[Share, ...]:
-    """Write what the machines need. A split that an earlier run of this work began with is kept: so are its shares,
-    where they were computed as these are to be.
+    """Write the batches for all machines into the work folder, and return the shares that they are split into.
 
-    Raises `CalibrationError` where it cannot be written.
+    Where an earlier run began with the same model, observation, threads and batches, its split and finished shares are
+    kept; otherwise the folder is emptied first. Raises `CalibrationError` where the folder cannot be written.
     """
     from safetensors import safe_open
 
@@ -257,20 +265,20 @@ def prepared(order: ShareOrder, batches: Sequence[torch.Tensor], places: int) ->
 
 
 def is_finished(order: ShareOrder, share: Share) -> bool:
-    """Whether a share was measured, by this run or an earlier one.
+    """Return whether a share was measured, by this run or an earlier one.
 
-    The folder is listed: of a name that was asked for in vain, a network filesystem says for a while that there is
-    nothing. Raises `CalibrationError` where it cannot be.
+    The folder is listed rather than the file looked up: a network filesystem caches for a while that a name was
+    missing. Raises `CalibrationError` where the folder cannot be listed.
     """
     with storing("the shares", order.work):
         return _final(order, share) in order.work.iterdir()
 
 
 def measure_share(order: ShareOrder, share: Share, device: str) -> None:
-    """Measure a share on a device of this machine, and keep what was seen in the order's work folder.
+    """Measure a share on a device of this machine, and write the measurement into the order's work folder.
 
-    In resident mode the model stays loaded for the next share. Raises `CalibrationError` as
-    `calibration.calibrate.calibrate` does.
+    A share that is finished is left alone. In resident mode the model stays loaded for the next share. Raises
+    `CalibrationError` where the model cannot be measured or the folder cannot be written.
     """
     from safetensors import safe_open
 
@@ -296,9 +304,10 @@ def measured(
     host: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Measurement:
-    """Measure a model on one device, in resident mode a loaded one, going on with what lies in ``work``.
+    """Measure a model on one device, resuming from the state in ``work``; in resident mode ``copy`` must be loaded.
 
-    In layer mode hidden states lie there too, those that ``host`` bytes of memory do not hold.
+    In layer mode hidden states that do not fit in ``host`` bytes of memory are spilled to ``work``. ``advance`` is
+    called with numbers of samples.
     """
     if mode == "resident":
         return run_resident(copy, batches, observation, work, advance)
@@ -307,7 +316,7 @@ def measured(
 
 
 def joined(order: ShareOrder, shares: Sequence[Share]) -> Measurement:
-    """Return the sum of all shares. Raises `CalibrationError` where one of them cannot be seen or read."""
+    """Return the measurements of all shares added up. Raises `CalibrationError` where one cannot be read."""
     total = Measurement(order.observation)
     for share in shares:
         path = _final(order, share)

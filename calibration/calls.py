@@ -38,14 +38,14 @@ _TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The place of an element in the tuple that the layer before has returned."""
+    """Placeholder for an element of the tuple that the preceding layer returned, by its position."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
-    """The place of a mapping that layers may write into: its number among those of a forward, and its first items."""
+    """Placeholder for a mapping that layers may write into: its number in a forward, its class and its first items."""
 
     number: int
     kind: Callable[..., MutableMapping[Any, Any]]
@@ -54,10 +54,11 @@ class _Mapping:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one layer for one batch, with places for the hidden states, the cache and what is carried along.
+    """Recorded arguments of one layer for one batch, with placeholders for hidden states, cache and carried values.
 
     ``length`` is the length of the tuple that the layer returns, 0 for hidden states alone. ``results`` are the
-    positions of its elements that the next layer takes, ``mappings`` the numbers of mappings that a later layer takes.
+    positions of the tuple's elements that the next layer takes, ``mappings`` the numbers of the mappings that a later
+    layer takes.
     """
 
     args: tuple[Any, ...]
@@ -67,9 +68,9 @@ class Call:
     mappings: frozenset[int] = frozenset()
 
     def run(self, layer: Any, states: States, cache: Any) -> States:
-        """Call the layer and return the states behind it.
+        """Call the layer with ``states`` and ``cache`` in the placeholders, and return the states that leave it.
 
-        Raises `NotReplayableError` if it returns anything else, or hands anything but tensors to later layers, and
+        Raises `NotReplayableError` if the layer does not return hidden states, or hands on anything but tensors, and
         `CalibrationError` if transformers cannot run it.
         """
         filled: dict[int, MutableMapping[Any, Any]] = {}
@@ -112,11 +113,11 @@ class Call:
         return States(hidden, carried)
 
     def returned(self, hidden: torch.Tensor) -> Any:
-        """Return hidden states as the layer does, with None for all else."""
+        """Return ``hidden`` in the form in which the layer returns it, with None for other elements of its tuple."""
         return (hidden, *[None] * (self.length - 1)) if self.length else hidden
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-        """Return the call with other tensors."""
+        """Return a copy of the call with ``change`` applied to every recorded tensor."""
 
         def mapped(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -133,7 +134,7 @@ class Call:
 
     @property
     def writes(self) -> bool:
-        """Whether the layer may write into a mapping that a later layer reads."""
+        """Return whether the layer may write into a mapping that a later layer reads."""
         return bool(self.mappings)
 
 
@@ -142,14 +143,17 @@ def _name(*path: Any) -> str:
 
 
 def _flat(number: int, key: Any, value: Any) -> dict[str, torch.Tensor]:
-    """Return an item of a mapping, a tensor or a tuple of tensors, as tensors by name."""
+    """Return one item of mapping ``number``, a tensor or a tuple of tensors, as tensors by names that `_items` reads.
+
+    Raises `NotReplayableError` for any other value.
+    """
     if isinstance(key, int | str) and isinstance(value, tuple | list):
         return {_name("mapping", number, key, place): _tensor(each) for place, each in enumerate(value)}
     return {_name("mapping", number, key): _tensor(value)}
 
 
 def _items(carried: Mapping[str, torch.Tensor], number: int) -> dict[Any, Any]:
-    """Return the items of a mapping from tensors with the names that `_flat` gives."""
+    """Return the items of mapping ``number`` from ``carried`` tensors, which have the names that `_flat` gives."""
     found: dict[Any, Any] = {}
     for name, tensor in carried.items():
         kind, *path = json.loads(name)
@@ -166,10 +170,10 @@ def _tensor(value: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The calls of a model's ``layers``, by name.
+    """Names of a model's ``layers`` in order, and the form of their results.
 
-    ``length`` is the length of the tuples that they return, 0 for hidden states alone; ``width`` is the number of
-    values in the hidden states of a token.
+    ``length`` is the length of the tuple that a layer returns, 0 for hidden states alone; ``width`` is the number of
+    values in the hidden states of one token.
     """
 
     layers: tuple[str, ...]
@@ -193,7 +197,7 @@ def replay_obstacle(model: Any) -> str | None:
 def skipped_layers(model: Any) -> tuple[str, ...]:
     """Return the names of the layers that a model does not run on text alone; none if that cannot be told.
 
-    The same conditions hold as for `replay_obstacle`.
+    As for `replay_obstacle`, all tensors of the model must be on one device, which may be meta.
     """
     try:
         loop_of(model)
@@ -203,7 +207,10 @@ def skipped_layers(model: Any) -> tuple[str, ...]:
 
 
 def loop_of(model: Any) -> Loop:
-    """Return how a model runs its layers; raises `NotReplayableError` with the reason of `replay_obstacle`."""
+    """Return the names of a model's layers and the form of their results, found by runs of the embedding part.
+
+    Raises `NotReplayableError` where the layers cannot be run one at a time; the message is that of `replay_obstacle`.
+    """
     layers = layer_names(model)
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
     reasons: list[NotReplayableError] = []
@@ -222,9 +229,9 @@ def loop_of(model: Any) -> Loop:
 
 
 def _answering_no() -> Any:
-    """Return a mode in which tensors on the meta device, which hold no numbers, read as 0 or False.
+    """Return a dispatch mode in which tensors on the meta device, which hold no numbers, read as 0, False or empty.
 
-    Forwards ask for instance whether a position exceeds a length that was seen before.
+    Forwards ask, for instance, whether a position exceeds a length that was seen before.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -244,7 +251,7 @@ def _answering_no() -> Any:
 
 
 def record(replica: Replica, batches: Iterable[torch.Tensor]) -> Iterator[tuple[States, list[Call]]]:
-    """Yield, for each batch, the states that enter the first layer and the call of every layer.
+    """Yield, for each batch of token ids, the states that enter the first layer and the call of every layer.
 
     Raises `NotReplayableError` where the model does more between its layers than to hand on what they return.
     """
@@ -257,7 +264,7 @@ def record(replica: Replica, batches: Iterable[torch.Tensor]) -> Iterator[tuple[
 
 
 def answering(model: Any, layers: Iterable[str], answer: Any) -> AbstractContextManager[None]:
-    """Within the block, have layers return an answer and compute nothing."""
+    """Within the block, have the named layers return ``answer`` and compute nothing."""
     return substituted(model, dict.fromkeys(layers, lambda *_, **__: answer))
 
 
@@ -267,7 +274,11 @@ and of all batches are the same, and so are position embeddings."""
 
 
 class _LayerRun:
-    """One run of a model in whose layers' place recorders return hidden states, or tuples that begin with them."""
+    """One run of a model in which recorders replace its layers and return the hidden states that they get.
+
+    With ``length`` above 0 they return tuples of that length that begin with the hidden states. ``pool`` holds tensors
+    of earlier batches, so that equal ones are stored once.
+    """
 
     def __init__(self, model: Any, layers: Sequence[str], length: int, pool: _Pool) -> None:
         self._model, self._layers, self._length, self._pool = model, layers, length, pool
@@ -281,7 +292,10 @@ class _LayerRun:
         self._same: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def play(self, batch: torch.Tensor) -> tuple[States, list[Call]]:
-        """Run the model on a batch; return the states that enter the first layer, and the call of every layer."""
+        """Run the model on a batch; return the states that enter the first layer, and the call of every layer.
+
+        Raises `NotReplayableError` where the model skips layers on text alone.
+        """
         recorders = {name: self._recorder(number) for number, name in enumerate(self._layers)}
         with substituted(self._model, recorders):
             run_trunk(self._model, batch, self._cache)
@@ -295,7 +309,7 @@ class _LayerRun:
 
     @property
     def _position(self) -> int:
-        """Number of the layer that is next, where the model skips none."""
+        """Return the number of the layer that is expected next."""
         return len(self.calls) + len(self._skipped)
 
     def _recorder(self, number: int) -> Callable[..., Any]:
@@ -320,7 +334,10 @@ class _LayerRun:
         return forward
 
     def _place(self, value: Any) -> Any:
-        """Return an argument as a call keeps it, with places for what differs when the call is run."""
+        """Return an argument as a call stores it, with placeholders for what differs when the call is run.
+
+        Raises `NotReplayableError` for an object that layers may change.
+        """
         if value is self._cache:
             return _CACHE
         if isinstance(value, torch.Tensor):
@@ -343,7 +360,11 @@ class _LayerRun:
         return _Mapping(number, type(value), {key: self._place(item) for key, item in value.items()})
 
     def _pooled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an equal tensor that an earlier batch had in this place, or else the tensor, moved to the host."""
+        """Return the tensor that an earlier batch had in this place if it is equal, else ``tensor``, copied to the
+        host.
+
+        A tensor that is the first in its place stays where it is.
+        """
         if id(tensor) not in self._same:
             # The tensor itself is kept as well, so that no other tensor gets its id.
             key = len(self._same), tensor.dtype, tensor.shape
@@ -353,7 +374,7 @@ class _LayerRun:
         return self._same[id(tensor)][1]
 
     def _linked(self) -> list[Call]:
-        """Return the calls, each with what later ones take from it."""
+        """Return the recorded calls in order, each with the results and mappings that later layers take from it."""
         found: list[Call] = []
         results, mappings = frozenset[int](), frozenset[int]()
         for call in reversed(self.calls):

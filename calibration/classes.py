@@ -33,9 +33,9 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def build_model(config: Any, **options: Any) -> Any:
-    """Build the architecture that a configuration names, without weights, by `auto_class`.
+    """Build the architecture that a configuration names, by its `auto_class` or else by the architecture's name.
 
-    A class of transformers that no auto class leads to is taken by its name.
+    ``options`` are passed to ``from_config``; no weights are read.
     """
     import transformers
 
@@ -52,8 +52,8 @@ def build_model(config: Any, **options: Any) -> Any:
 def auto_class(config: Any) -> Any:
     """Return the auto class of transformers that builds the architecture named in a configuration.
 
-    Models of text alone are causal language models; those that also see or hear are built whole where their
-    config.json names the whole class, or where transformers knows no class for their text alone.
+    Text-only models are causal language models. Models that also see or hear are built whole where the configuration
+    names the whole class, or where transformers has no class for their text part alone.
     """
     import transformers
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 
 def control_groups(root: Path = Path("/")) -> list[Path]:
-    """The folders of this process's control group and of those above it, each of which may have a limit; innermost
-    first, empty where there are none.
+    """Return the folders of this process's control group (cgroup v2) and of its ancestors, innermost first.
+
+    Empty where ``proc/self/cgroup`` below ``root`` cannot be read.
     """
     try:
         group = (root / "proc/self/cgroup").read_text().strip().rpartition("::/")[2]
@@ -21,7 +22,7 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes of memory that the control groups let this process have, the least of all limits; None without any."""
+    """Return the least memory limit of this process's control groups, in bytes; None where none has a limit."""
     limits = []
     for folder in control_groups(root):
         with suppress(OSError, ValueError):
@@ -30,9 +31,9 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes that the control groups still leave, the least of all; None where none has a limit.
+    """Return the least memory, in bytes, that any control group of this process has left; None where none has a limit.
 
-    Page cache that a group may give back counts as free.
+    Page cache that a group may give back (``inactive_file``) counts as free.
     """
     left = []
     for folder in control_groups(root):

@@ -15,10 +15,10 @@ PARTIAL: Final = ".partial"
 
 @contextmanager
 def whole(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """Yield the name to write a file under; move it to ``path`` after the block, on the disk for good.
+    """Yield the name to write a file under; after the block, flush the file to the disk and move it to ``path``.
 
-    ``temporary`` is that name (None: a new one beside ``path`` that ends with ".partial"), on the same filesystem.
-    Whatever fails in the block or here, an interrupt as well, removes the file again. Raises `OSError`.
+    ``temporary`` is the name that is yielded (None: a new one beside ``path`` that ends with ".partial"); it must lie
+    on the same filesystem. Where the block fails or is interrupted, the temporary file is removed. Raises `OSError`.
     """
     partial = temporary or path.with_suffix(f".{secrets.token_hex(4)}{PARTIAL}")
     try:
@@ -32,13 +32,16 @@ def whole(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed processes left in `whole`; nobody else may write there meanwhile. Raises `OSError`."""
+    """Remove the partial files that killed processes left in a folder. Raises `OSError`.
+
+    No other process may write into the folder meanwhile.
+    """
     for path in folder.glob(f"*{PARTIAL}"):
         path.unlink()
 
 
 def fsync(path: Path) -> None:
-    """Force a file's bytes, or a folder's names, to the disk. Raises `OSError`."""
+    """Flush a file's content, or a folder's entries, to the disk. Raises `OSError`."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -16,7 +16,7 @@ from quantmint.calibration.lazy import torch
 class ElementType:
     """A floating-point element type: bits of exponent and of mantissa, and its largest finite value.
 
-    ``deciding`` are the mantissa bits that decide whether the scale of a microscaling group is rounded up.
+    ``deciding`` is the number of mantissa bits that decide whether a microscaling group's scale is rounded up (`e8m0`).
     """
 
     exponent_bits: int
@@ -26,17 +26,17 @@ class ElementType:
 
     @property
     def bits(self) -> int:
-        """Bits of an element, its sign included."""
+        """Return the bits of an element, sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def least_exponent(self) -> int:
-        """The exponent of the smallest normal number."""
+        """Return the binary exponent of the smallest normal number."""
         return 2 - (1 << (self.exponent_bits - 1))
 
     @property
     def max_exponent(self) -> int:
-        """The exponent of the largest finite value."""
+        """Return the binary exponent of the largest finite value."""
         return math.frexp(self.largest)[1] - 1
 
 
@@ -49,7 +49,12 @@ ELEMENT_TYPES = {"e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2, "e4m3": E4M3}
 
 
 def decode_elements(dtype: str, bits: int, stored: torch.Tensor) -> torch.Tensor:
-    """Return stored elements as float32 [O, I]; by a table of all bytes where a processor has no instruction."""
+    """Decode stored elements of type ``dtype`` ("e2m1", "e2m3", "e3m2", "e4m3") to float32 [O, I].
+
+    ``bits`` is the width of a stored element: 4 (two in a byte, [O, I/2]), 6 (four in three bytes, [O, I*3/4]) or 8.
+    Bytes are looked up in a table; tensors of any other dtype than uint8 and float8_e4m3fn are converted to float32 as
+    they are.
+    """
     if dtype in ELEMENT_TYPES and bits == 6:
         low, middle, high = stored.int().reshape(stored.shape[0], -1, 3).unbind(-1)
         word = low | (middle << 8) | (high << 16)
@@ -63,7 +68,7 @@ def decode_elements(dtype: str, bits: int, stored: torch.Tensor) -> torch.Tensor
 
 @cache
 def _values_of_bytes(dtype: str, device: torch.device) -> torch.Tensor:
-    """Return the values of each byte: float32 [256], or [256, 2] of two elements of 4 bits, the lowest bits first."""
+    """Return the decoded value of each byte: float32 [256], or [256, 2] for two 4-bit elements, the low bits first."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     if dtype == "e4m3":
         return codes.view(torch.float8_e4m3fn).float()
@@ -72,7 +77,7 @@ def _values_of_bytes(dtype: str, device: torch.device) -> torch.Tensor:
 
 @cache
 def minifloat_values(dtype: str, device: torch.device) -> torch.Tensor:
-    """Return every value of an element type in float32, in the order of its codes: sign, exponent, mantissa."""
+    """Return every value of an element type, float32 [2**bits], indexed by its code (sign, exponent, mantissa bits)."""
     element = ELEMENT_TYPES[dtype]
     steps = 2**element.mantissa_bits
     values = []
@@ -84,13 +89,13 @@ def minifloat_values(dtype: str, device: torch.device) -> torch.Tensor:
 
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
-    """Return integers, float32 [O, I], of 32-bit words of eight along I, 8 added to each (8 is added)."""
+    """Unpack int32 [O, I/8] of eight 4-bit integers along I, stored with 8 added; return float32 [O, I], -8 to 7."""
     nibbles = torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)], dim=-1)
     return (nibbles.flatten(1) - 8).float()
 
 
 def power(exponent: torch.Tensor) -> torch.Tensor:
-    """Return 2 ** (exponent - 127) in float32 of E8M0 bytes; NaN for 255."""
+    """Return 2 ** (exponent - 127) in float32 for E8M0 bytes (uint8); NaN for 255."""
     # By their bits: exp2 is not exact for every integer everywhere, and ldexp runs on the current GPU alone. Of
     # 2 ** -127 float32 has no normal number.
     powers = torch.where(exponent == 0, 1 << 22, exponent.int() << 23).view(torch.float32)

@@ -42,8 +42,11 @@ Stored = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One way to store a matrix [O, I]: ``elements`` of a row lie in one item of the stored row, and ``rows`` rows
-    share a row of scales. ``decode`` takes rows of elements and the scales that belong to them."""
+    """One way to store a matrix [O, I] in fewer than 16 bits.
+
+    One item of the stored tensor holds ``elements`` elements of a row, and ``rows`` rows share a row of scales.
+    ``decode`` takes rows of the stored tensor and their scales, and returns bfloat16 [rows, I].
+    """
 
     decode: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
     elements: int = 1
@@ -52,10 +55,10 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The encoding of one weight, a key of `ENCODINGS`, and its tensors of scales in the order of `Encoding.decode`.
+    """The encoding of one weight, a key of `ENCODINGS`, and the names of its scale tensors in `decode`'s order.
 
-    ``by_row``: the first of them has a row for each `Encoding.rows` of the weight's; else it is read whole, as all
-    others are.
+    With ``by_row`` the first scale tensor has one row for every `Encoding.rows` rows of the weight, and is read by
+    rows; other scale tensors are read whole.
     """
 
     encoding: str
@@ -64,17 +67,20 @@ class Encoded:
 
     @property
     def rule(self) -> Encoding:
-        """The encoding's rule."""
+        """Return the entry of `ENCODINGS` for this encoding."""
         return ENCODINGS[self.encoding]
 
 
 def plain_name(name: str) -> str:
-    """Return the name of the 16-bit weight that a tensor of elements stands for."""
+    """Return the name of the 16-bit weight that a stored tensor encodes: ``X.weight`` for ``X.weight_packed``."""
     return f"{name.removesuffix('weight_packed')}weight" if name.endswith(".weight_packed") else name
 
 
 def recognise(tensors: Mapping[str, Stored], name: str) -> Encoded | None:
-    """Return the encoding of a tensor of elements; None for a tensor that no rule knows, or whose scales lack."""
+    """Return the encoding of tensor ``name`` by the dtypes and shapes of it and its scales.
+
+    None for a tensor that no rule knows, or whose scales are missing. ``tensors`` maps names to dtype and shape.
+    """
     dtype, shape = tensors[name]
     if len(shape) != 2 or not name.endswith((".weight", ".weight_packed")):
         return None
@@ -108,7 +114,7 @@ def recognise(tensors: Mapping[str, Stored], name: str) -> Encoded | None:
 
 
 def is_block_fp8(declared: Mapping[str, Any]) -> bool:
-    """Whether a ``quantization_config`` declares FP8 weights in blocks of 128x128."""
+    """Return whether a ``quantization_config`` declares FP8 weights in blocks of 128x128."""
     block = declared.get("weight_block_size")
     return declared.get("quant_method") == "fp8" and isinstance(block, list) and block == [BLOCK, BLOCK]
 
@@ -120,9 +126,10 @@ MODELOPT = {"FP8": "fp8", "NVFP4": "fp4"}
 
 
 def obstacle(declared: Mapping[str, Any]) -> str | None:
-    """Return why a source with such a ``quantization_config`` cannot be decoded; None where its tensors decide.
+    """Return why a source with the ``quantization_config`` ``declared`` cannot be decoded, as a phrase; None if it may.
 
-    Tensors of other formats may look alike: INT4 with zero points in the words, INT8, rotated weights.
+    Where this is None, `recognise` decides by the tensors. It cannot tell formats whose tensors look alike: INT4 with
+    zero points in the words, INT8, rotated weights.
     """
     method = str(declared.get("quant_method"))
     if method == "fp8":
@@ -154,7 +161,7 @@ def obstacle(declared: Mapping[str, Any]) -> str | None:
 
 
 def decode_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply FP8 [O, I] with the scales of its blocks, [ceil(O/128), ceil(I/128)]; bfloat16 [O, I].
+    """Multiply FP8 [O, I] by the scales of its 128x128 blocks, [ceil(O/128), ceil(I/128)]; return bfloat16 [O, I].
 
     The product is computed in float32 and rounded once.
     """
@@ -168,13 +175,13 @@ def decode_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _decode_fp8(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Multiply FP8 [O, I] with the scale of each row, or of all."""
+    """Multiply FP8 [O, I] by one scale for each row, or one for all; return bfloat16 [O, I]."""
     numbers, factor = _widened(weight, scales[0])
     return numbers.mul_((scales[0].float() * factor).reshape(-1, 1)).to(torch.bfloat16)
 
 
 def _by_group(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply float32 [O, I] with the scales of groups, float32 [O, n]; bfloat16."""
+    """Multiply float32 [O, I] in place by the scales of n groups along I, float32 [O, n]; return bfloat16 [O, I]."""
     groups = numbers.view(*scale.shape, -1)
     return groups.mul_(scale.unsqueeze(-1)).to(torch.bfloat16).view(numbers.shape)
 
@@ -185,13 +192,16 @@ def _decode_mxfp8(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch
 
 @cache
 def _pairs(device: torch.device) -> torch.Tensor:
-    """Return the two elements of E2M1 that each byte holds, in bfloat16, as one int32 of [256]."""
+    """Return the two E2M1 elements of each byte as bfloat16, both in one int32: int32 [256]."""
     every_byte = torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(1)
     return decode_elements("e2m1", 4, every_byte).to(torch.bfloat16).view(torch.int32).flatten()
 
 
 def _decode_mxfp4(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Look bytes up two elements at a time; a power of two times an element is exact in bfloat16."""
+    """Decode MXFP4, uint8 [O, I/2] with E8M0 scales, to bfloat16 [O, I], by a table with two elements for each byte.
+
+    An element times a power of two is exact in bfloat16.
+    """
     rows, columns = weight.shape
     numbers = _pairs(weight.device).index_select(0, weight.reshape(-1).int()).view(torch.bfloat16)
     groups = numbers.view(rows, -1, 2 * columns // scales[0].shape[1])
@@ -229,12 +239,12 @@ _FP16_BIAS, _E4M3_BIAS, _E4M3_NAN = 15, 7, 0x7F
 
 
 def _widened(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return FP8 numbers in float32, and the power of two by which they are too small.
+    """Return FP8 numbers divided by a power of two, in float32, and that power of two.
 
     PyTorch 2.13 converts FP8 one number at a time on a CPU, which takes four fifths of decoding. Shifted into the
     fields of float16, the bits of an FP8 number are 2 ** (7 - 15) times that number, subnormal or not, and vector
-    instructions convert float16. NaN has no such place, and a huge scale leaves no room for the factor: PyTorch
-    converts those.
+    instructions convert float16. Where a number is NaN, or a ``scale`` so large that its product with the power
+    overflows, PyTorch converts, and the power is 1.
     """
     factor = 2.0 ** (_FP16_BIAS - _E4M3_BIAS)
     plain = weight.device.type != "cpu" or weight.dtype != torch.float8_e4m3fn or not weight.numel()

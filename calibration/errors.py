@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class CalibrationError(Exception):
-    """A calibration set cannot be read, or a model cannot be measured on it; the message says why."""
+    """Raised where a calibration set cannot be read, or a model cannot be measured; the message says why."""
 
 
 class NotReplayableError(CalibrationError):
-    """A model's layers cannot be run one at a time; the message is the reason, without a subject.
+    """Raised where a model's layers cannot be run one at a time; the message is the reason, without a subject.
 
     ``skipped`` are the names of layers that the model does not run on text alone.
     """

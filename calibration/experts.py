@@ -16,9 +16,9 @@ from quantmint.calibration.lazy import torch
 
 
 def stacks(model: Any, layer: str, roundings: Mapping[str, Rounding]) -> list[str]:
-    """Return the parameters below a layer that stack experts with a rounding, in the order of their products.
+    """Return the parameters below ``layer`` that stack experts with an entry in ``roundings``, in the model's order.
 
-    ``roundings`` are by the parameter's name with the expert's number behind.
+    ``roundings`` is keyed by ``{parameter}.{expert number}``.
     """
     rounded = {name.rpartition(".")[0] for name in roundings}
     names = (f"{layer}.{name}" for name, _ in model.get_submodule(layer).named_parameters())
@@ -29,10 +29,11 @@ def stacks(model: Any, layer: str, roundings: Mapping[str, Rounding]) -> list[st
 def rounding_experts(
     model: Any, names: Sequence[str], roundings: Mapping[str, Rounding], collector: ExpertCollector | None = None
 ) -> Iterator[None]:
-    """Within the block, round the inputs of the experts of some stacks, named in the order of their products.
+    """Within the block, round the inputs of stacked experts as they are served.
 
-    A ``collector`` adds up those that it wants. What it does not need is not computed: the results of the layer are
-    meaningless then.
+    ``names`` are the stacks in the order in which they multiply; ``roundings`` is keyed by ``{stack}.{expert number}``.
+    A ``collector`` adds up the rounded inputs of its stack; products that it does not need are then replaced by zeros,
+    so the layer's output is meaningless.
     """
     needless = frozenset() if collector is None else frozenset(names[names.index(collector.stack) :])
 
@@ -57,9 +58,9 @@ def rounding_experts(
 
 
 class ExpertCollector:
-    """Sum X^T X of each of some ``experts`` of a ``stack``, float32 [I, I] each.
+    """Sum of X^T X, float32 [I, I], of the inputs of each of some ``experts`` of a ``stack``.
 
-    ``pooled``: of all tokens of all experts too.
+    With ``pooled`` it also sums X^T X over the tokens of all experts of the stack.
     """
 
     def __init__(self, stack: str, experts: Collection[int], *, pooled: bool = True) -> None:
@@ -70,11 +71,11 @@ class ExpertCollector:
         self._all: torch.Tensor | None = None
 
     def reads(self, expert: int) -> bool:
-        """Whether what enters an expert is wanted."""
+        """Return whether the inputs of an expert are summed here."""
         return self._pooled or expert in self._experts
 
     def add(self, expert: int, rows: torch.Tensor) -> None:
-        """Add what enters an expert's product, [tokens, I]."""
+        """Add the inputs of an expert's product, [tokens, I]; rows that are all zero are left out."""
         # An expert that gets all rows gets zeros for those that the router sent elsewhere.
         rows = rows[(rows != 0).any(dim=-1)]
         if not len(rows):
@@ -88,7 +89,7 @@ class ExpertCollector:
             self._tokens[expert] = self._tokens.get(expert, 0) + len(rows)
 
     def join(self, addend: ExpertCollector, device: str) -> None:
-        """Add the sums over more tokens, on a ``device``."""
+        """Add the sums of another collector, moved to ``device``."""
         if addend._all is not None:
             there = addend._all.to(device)
             self._all = there if self._all is None else self._all.add_(there)
@@ -98,13 +99,17 @@ class ExpertCollector:
             self._tokens[expert] = self._tokens.get(expert, 0) + addend._tokens[expert]
 
     def of_all(self) -> torch.Tensor | None:
-        """Return the sum of all tokens of all experts; None where the router sent none. Nothing can be added then."""
+        """Return the pooled X^T X, float32 [I, I]; None where no token came in, or the collector is not ``pooled``.
+
+        Nothing may be added afterwards.
+        """
         return None if self._all is None else mirrored(self._all)
 
     def statistics(self, of_all: torch.Tensor | None) -> list[InputStatistics]:
-        """Return the sums by expert, without experts that the router sent no token to; nothing can be added then.
+        """Return the statistics of each expert that got a token, by expert number. Call it after the last `add`.
 
-        ``of_all`` is the sum of all experts' tokens, which stands for that of an expert that few reach.
+        ``of_all`` is the pooled sum; it replaces that of an expert with fewer tokens than inputs. Where it is None, the
+        list is empty.
         """
         if of_all is None:
             return []

@@ -24,13 +24,13 @@ Rounding = Callable[["torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class InputStatistics:
-    """Statistics of the input of some linear ``modules``: the ``hessian`` X^T X, float32 [I, I], of ``tokens`` rows.
+    """Statistics of the common input of linear ``modules``: ``hessian`` X^T X, float32 [I, I], over ``tokens`` rows.
 
-    With a reference model, whose inputs are Y, ``input_gap`` is X^T (Y - X), float32 [I, I]. A module of weight W that
-    adds to the hidden states has ``output_gap`` in its place, X^T (S + Y W^T - R - X W^T), float32 [I, O], where S are
-    the reference model's hidden states before the module adds to them, and R these. Its rows are divided by the size of
-    the hidden states after it, which the next norm divides by. ``pooled``: the hessian of an expert that few tokens
-    reach is that of all experts of its layer.
+    With a reference model, whose inputs are Y, ``input_gap`` is X^T (Y - X), float32 [I, I]. For a module of weight W
+    that adds to the hidden states ``output_gap`` takes its place: X^T (S + Y W^T - R - X W^T), float32 [I, O], where S
+    and R are the hidden states of the reference and of the served model before the module adds to them. The rows of
+    such a module, in ``hessian`` too, are divided by the size of the reference model's hidden states after it, as the
+    next norm does. ``pooled``: the Hessian is that of all experts of the layer, because few tokens reach this expert.
     """
 
     modules: tuple[str, ...]
@@ -42,13 +42,14 @@ class InputStatistics:
 
     @property
     def has_reference(self) -> bool:
-        """Whether a reference model was measured too."""
+        """Return whether the statistics compare with a reference model."""
         return self.input_gap is not None or self.output_gap is not None
 
     def cross_term(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return X^T (target - X W^T) of a weight W [O, I] of the modules, float32 [I, O].
+        """Return X^T (T - X W^T), float32 [I, O], for a ``weight`` W [O, I] of the modules.
 
-        The target is the reference model's product, with its hidden states where the module adds to them.
+        The target T is the reference model's product; where the module adds to the hidden states, the difference of
+        hidden states is included. Needs a reference model (`has_reference`).
         """
         if self.input_gap is not None:
             return self.input_gap @ weight.float().t()
@@ -56,13 +57,13 @@ class InputStatistics:
         return self.output_gap
 
     def to(self, device: str) -> InputStatistics:
-        """Return the same on a device."""
+        """Return a copy whose tensors lie on ``device``."""
         gaps = (None if gap is None else gap.to(device) for gap in (self.input_gap, self.output_gap))
         input_gap, output_gap = gaps
         return replace(self, hessian=self.hessian.to(device), input_gap=input_gap, output_gap=output_gap)
 
     def plus(self, addend: InputStatistics) -> InputStatistics:
-        """Return the sum with statistics of the same modules on more tokens; these tensors change in place."""
+        """Return the sum with statistics of the same modules on more tokens; tensors of ``self`` change in place."""
         pairs = (
             (self.hessian, addend.hessian),
             (self.input_gap, addend.input_gap),
@@ -78,9 +79,9 @@ class InputStatistics:
 class LayerTrace:
     """The order in which a forward runs the linear modules of a layer.
 
-    ``steps`` are modules in the order in which their inputs are made. The outputs of ``residual`` modules are added to
-    the hidden states. ``ends``: modules whose output is that of a whole sublayer, with the sublayer's name and the
-    number of None behind the output that it returns (None where it returns no tuple).
+    ``steps`` are groups of modules in the order in which their inputs are computed. The outputs of ``residual`` modules
+    are added to the hidden states. ``ends`` maps a module whose output is that of a whole sublayer to the sublayer's
+    name and the number of None values that follow the output in the tuple it returns (None where it returns no tuple).
     """
 
     steps: Sequence[Sequence[str]]
@@ -88,7 +89,7 @@ class LayerTrace:
     ends: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
 
     def renamed(self, old: str, new: str) -> LayerTrace:
-        """Return the trace of another layer of the kind, given the names of both."""
+        """Return the trace of layer ``new`` from that of layer ``old``, which has the same structure."""
 
         def rename(name: str) -> str:
             return new + name.removeprefix(old)
@@ -101,28 +102,32 @@ class LayerTrace:
 
 
 class TensorCache:
-    """Intermediate tensors of a layer by batch and model, kept for the next steps; at most ``room`` bytes in all."""
+    """Cache of intermediate tensors of a layer, by batch, model and module name, of at most ``room`` bytes in all."""
 
     def __init__(self, trace: LayerTrace, room: int) -> None:
         self._trace, self._room = trace, room
         self._tensors: dict[tuple[int, bool, str], Any] = {}
 
     def put(self, batch: int, reference: bool, name: str, tensor: torch.Tensor | States) -> None:
-        """Keep the input of a module that ends a sublayer, or the output of a sublayer, if there is room."""
+        """Store the input of a module that ends a sublayer, or a sublayer's output; do nothing if there is no room.
+
+        ``reference`` says which model the tensor is of.
+        """
         if tensor.nbytes <= self._room:
             self._room -= tensor.nbytes
             self._tensors[batch, reference, name] = tensor
 
     def pop(self, batch: int, reference: bool, name: str) -> Any:
-        """Remove and return a tensor; None where it was not kept."""
+        """Remove and return a tensor; None where it is not stored."""
         tensor = self._tensors.pop((batch, reference, name), None)
         self._room += 0 if tensor is None else tensor.nbytes
         return tensor
 
     def outputs(self, model: Any, batch: int, reference: bool) -> dict[str, torch.Tensor]:
-        """Return the outputs of sublayers that need not run again, by the module that ends each.
+        """Return the outputs of the sublayers that need not run again, keyed by the module that ends each sublayer.
 
-        An input of such a module that was kept becomes its output first, with the weight that the module has now.
+        Where the input of such a module is stored, its output is computed from it first, with the module's current
+        weight.
         """
         outputs: dict[str, torch.Tensor] = {}
         for name, (sublayer, _) in self._trace.ends.items():
@@ -135,7 +140,7 @@ class TensorCache:
 
 
 class StatisticsCollector:
-    """Sum the statistics of the modules of a step over batches; an input of several modules is counted once.
+    """Sum the input statistics of the modules of one step over batches; an input that several modules read counts once.
 
     Each batch runs through the reference model (`reference_run`), where there is one, then through the served model
     (`served_run`), and ends with `end_batch`.
@@ -152,9 +157,9 @@ class StatisticsCollector:
 
     @contextmanager
     def reference_run(self, model: Any, batch: int, hidden: torch.Tensor, *, complete: bool) -> Iterator[None]:
-        """Within the block, record the reference model's inputs of the modules, and its hidden states around them.
+        """Within the block, record the reference model's inputs of the step's modules, and hidden states around them.
 
-        The forward, and with it the block, ends at the last of them, unless it is to be ``complete``.
+        The forward, and with it the block, ends at the last of these modules, unless ``complete`` is set.
         """
         states = [hidden]
         outputs_too = self._modules & (self._trace.residual | self._trace.ends.keys())
@@ -196,9 +201,10 @@ class StatisticsCollector:
     def served_run(
         self, model: Any, batch: int, hidden: torch.Tensor, roundings: Mapping[str, Rounding]
     ) -> Iterator[None]:
-        """Within the block, round the inputs of modules as they are served, and add up those of the step.
+        """Within the block, round the inputs of the modules in ``roundings``, and add up those of the step's modules.
 
-        The forward, and with it the block, ends at the step's last module.
+        ``hidden`` are the hidden states that enter the layer. The forward, and with it the block, ends at the step's
+        last module; without modules the layer runs to its end.
         """
         self._hidden = hidden
         stop = EarlyStop(self._awaited())
@@ -227,7 +233,10 @@ class StatisticsCollector:
     def _cached_sublayers(
         self, model: Any, batch: int, reference: bool, added: Callable[[str, torch.Tensor], None]
     ) -> Iterator[None]:
-        """Within the block, sublayers whose output is cached return it; ``added`` gets the modules that end them."""
+        """Within the block, have sublayers whose output is cached return it.
+
+        ``added(module, output)`` is called for the module that ends such a sublayer.
+        """
 
         def answer(name: str, output: torch.Tensor, count: int | None, *_: Any, **__: Any) -> Any:
             added(name, output)
@@ -241,11 +250,11 @@ class StatisticsCollector:
             yield
 
     def _awaited(self) -> frozenset[str]:
-        """Return the modules that a forward goes on for: of those that read one input the first, once all are known."""
+        """Return the modules that a forward must reach: the first reader of each input, if known, else all."""
         return frozenset(self._first.values()) if len(self._first) == len(self._modules) else self._modules
 
     def _take(self, model: Any, name: str, tensor: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-        """Return a module's input, rounded; add it up where no other module has read it."""
+        """Return a module's rounded input; add it to the sums unless another module read the same input before."""
         if self._last is None or self._last[0] is not tensor or self._last[1] is not rounding:
             self._last = tensor, rounding, rounding(tensor), name
         rounded = self._last[2]
@@ -282,20 +291,20 @@ class StatisticsCollector:
         self._statistics[name] = replace(statistics, tokens=statistics.tokens + len(rows))
 
     def end_batch(self) -> None:
-        """Let go of the batch's tensors."""
+        """Free the tensors of the batch."""
         self._last = self._hidden = None
         self._reference_inputs.clear()
         self._reference_states.clear()
 
     def join(self, addend: StatisticsCollector, device: str) -> None:
-        """Add the sums over more batches, on a ``device``."""
+        """Add the sums of another collector, moved to ``device``."""
         for name, statistics in addend._statistics.items():
             there = statistics.to(device)
             self._statistics[name] = self._statistics[name].plus(there) if name in self._statistics else there
         self._first = addend._first | self._first
 
     def statistics(self) -> list[InputStatistics]:
-        """Return the sums in the order of the forward; nothing can be added afterwards."""
+        """Return the statistics in the order of the forward. Call it once, after the last batch."""
         for statistics in self._statistics.values():
             mirrored(statistics.hessian)
         return [
@@ -305,12 +314,15 @@ class StatisticsCollector:
 
 
 def add_square(square: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add X^T X of rows [tokens, I] to a float32 [I, I], above the diagonal alone: see `mirrored`."""
+    """Add X^T X of ``rows`` [tokens, I] to ``square``, float32 [I, I], in place.
+
+    Only the part on and above the diagonal is complete afterwards; `mirrored` fills the rest.
+    """
     _add_upper(square, rows.to(_product_dtype(rows.dtype, rows.device)))
 
 
 def mirrored(square: torch.Tensor) -> torch.Tensor:
-    """Copy what lies above the diagonal of a square below it, in place, and return the square."""
+    """Copy the part above the diagonal of a square matrix to the part below it, in place; return the matrix."""
     return square.triu_().add_(square.triu(1).t())
 
 
@@ -321,7 +333,7 @@ def _add_upper(square: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def _add_product(total: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-    """Add A^T B of [tokens, I] and [tokens, O], whose products are exact in float32, to a float32 [I, O]."""
+    """Add A^T B to ``total``, float32 [I, O], in place, for A [tokens, I] and B [tokens, O]; sums are in float32."""
     if first.dtype == torch.float32:
         total.addmm_(first.t(), second)
     else:
@@ -330,8 +342,11 @@ def _add_product(total: torch.Tensor, first: torch.Tensor, second: torch.Tensor)
 
 @cache
 def _product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype to multiply inputs in, for products in float32: their own 16 bits where the device sums those
-    in float32, as a GPU does (with ROCm since PyTorch 2.10)."""
+    """Return the dtype to multiply inputs of ``dtype`` in, so that products are summed in float32.
+
+    That is their own 16-bit dtype on a GPU that sums such products in float32 (with ROCm since PyTorch 2.10), else
+    float32.
+    """
     if device.type == "cpu" or dtype == torch.float32:
         return torch.float32
     matrix = torch.ones(16, 16, dtype=dtype, device=device)

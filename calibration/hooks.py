@@ -22,7 +22,7 @@ from quantmint.calibration.parts import hands_keys, trunk_of
 def watch_stacked(
     name: str, module: Any, parameters: dict[str, torch.nn.Parameter], measurement: Measurement
 ) -> Iterator[Any]:
-    """Put hooks on a module whose 3-D ``parameters`` stack experts; yields their handles."""
+    """Put hooks on a module whose 3-D ``parameters`` stack experts, to measure their inputs; yield the handles."""
     stack = _Stack(name, parameters, measurement)
 
     def measured(*arguments: Any) -> AbstractContextManager[Any]:
@@ -36,7 +36,7 @@ def watch_stacked(
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """Experts under ``name`` with the 3-D parameters [E, ., .] that stack them."""
+    """The experts of module ``name``, stacked in 3-D ``parameters`` [E, ., .]."""
 
     name: str
     parameters: dict[str, torch.nn.Parameter]
@@ -47,7 +47,7 @@ class _Stack:
         return next(iter(self.parameters.values())).shape[0]
 
     def see(self, entering: torch.Tensor, key: str, one: int | None) -> torch.Tensor:
-        """Take the input of a product with a part of the stack, see `within_products`."""
+        """Add the input of a product with a part of the stack to the measurement; return it (see `within_products`)."""
         for number, tokens in enumerate(entering) if one is None else ((one, entering),):
             expert = f"{self.name}.{number}"
             if one is None:  # an expert that gets all rows gets zeros for those that the router sent elsewhere
@@ -58,7 +58,11 @@ class _Stack:
         return entering
 
     def show_every_token(self, module: Any, arguments: tuple[Any, ...]) -> None:
-        """Run the experts that want it on every token of the layer."""
+        """Run the experts for which the measurement wants every token on all tokens of the layer.
+
+        Experts that are called in an unknown way are noted as ``routed_only``. ``arguments`` are those of the module's
+        call.
+        """
         tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
         hidden, indices = tensors[0], [value for value in tensors[1:] if not value.is_floating_point()]
         names = [f"{self.name}.{number}" for number in range(self.count)]
@@ -85,9 +89,10 @@ class _Stack:
                 self.measurement.routed_only.update(names)
 
     def _scattered(self, module: Any, hidden: torch.Tensor) -> None:
-        """Experts that are called with [E * tokens, H], each one's own rows scaled by its score and the rest zero.
+        """Show all rows to every expert of a module that is called with [E * tokens, H].
 
-        Every expert gets all rows that are anybody's, at most as many at a time as in the model's own call.
+        Such a module gets, for each expert, the expert's own rows scaled by their score and zeros for the rest. At most
+        as many rows run at a time as in the model's own call.
         """
         rows = hidden[(hidden != 0).any(dim=-1)]
         step = max(hidden.shape[0] // self.count, 1)
@@ -96,9 +101,9 @@ class _Stack:
 
 
 def stacked_part(parameters: Mapping[str, torch.nn.Parameter], weight: Any) -> tuple[str, int | None] | None:
-    """Return the 3-D parameter [E, ., .] that a tensor is a part of, and the expert, None for the whole parameter.
+    """Return the key of the 3-D parameter [E, ., .] that ``weight`` shares memory with, and the expert's number.
 
-    None for a tensor that is no part of any.
+    The number is None for a whole parameter; the result is None for a tensor that is no part of any parameter.
     """
     if not isinstance(weight, torch.Tensor):
         return None
@@ -113,10 +118,11 @@ def stacked_part(parameters: Mapping[str, torch.nn.Parameter], weight: Any) -> t
 def within_products(
     parameters: Mapping[str, torch.nn.Parameter], take: Callable[[torch.Tensor, str, int | None], torch.Tensor | None]
 ) -> AbstractContextManager[Any]:
-    """Have products with a part of some 3-D parameters [E, ., .] computed of what ``take`` makes of their input.
+    """Return a context in which ``take`` replaces the input of every product with a part of some 3-D ``parameters``.
 
-    It gets [tokens, I], or [E, tokens, I] for all experts, with what `stacked_part` says of the other operand. Where it
-    returns None, zeros stand for the product, which is not computed.
+    The parameters are [E, ., .]. ``take(input, key, expert)`` gets [tokens, I], or [E, tokens, I] with ``expert`` None
+    for all experts at once, and returns the input to multiply. Where it returns None, the product is not computed, and
+    zeros stand in its place.
     """
 
     def change(operands: dict[Any, Any], inputs: Any, weight: Any) -> bool:
@@ -131,7 +137,7 @@ def within_products(
 
 
 def widening_products(parameters: Mapping[str, torch.nn.Parameter]) -> AbstractContextManager[Any]:
-    """Have products with a part of some 3-D parameters [E, ., .] computed with that part in the dtype of its input."""
+    """Return a context in which products with a part of 3-D ``parameters`` convert that part to the input's dtype."""
 
     def change(operands: dict[Any, Any], inputs: Any, weight: Any) -> bool:
         if stacked_part(parameters, operands[weight]) is not None:
@@ -142,19 +148,20 @@ def widening_products(parameters: Mapping[str, torch.nn.Parameter]) -> AbstractC
 
 
 def _changing_products(change: Callable[[dict[Any, Any], Any, Any], bool]) -> AbstractContextManager[Any]:
-    """Within the block, have the operands of matrix products changed before they are multiplied.
+    """Return a context in which ``change`` may alter the operands of each matrix product before they are multiplied.
 
-    ``change`` gets a product's arguments by position or name, and the keys of its inputs and of its weight. It returns
-    whether the product is wanted; zeros stand for one that is not.
+    ``change(operands, inputs, weight)`` gets a product's arguments by position or name, and the keys of its inputs and
+    of its weight. It returns whether the product is wanted; zeros replace one that is not.
     """
     return _products()(change)
 
 
 @cache
 def _products() -> Callable[[Callable[[dict[Any, Any], Any, Any], bool]], AbstractContextManager[Any]]:
-    """Return the class of modes that change products, which is made once torch is there.
+    """Return the `TorchFunctionMode` class that changes products; it is defined at the first call, once torch is used.
 
-    A class of each use would hold on to the weights that its ``change`` knows until cycles are collected.
+    One class is shared: a class of each use would hold on to the weights that its ``change`` knows until cycles are
+    collected.
     """
     from torch.overrides import TorchFunctionMode
 
@@ -182,10 +189,10 @@ def _products() -> Callable[[Callable[[dict[Any, Any], Any, Any], bool]], Abstra
 
 
 def taking_inputs(module: Any, take: Callable[[str, int, torch.Tensor], torch.Tensor | None]) -> tuple[Any, Any]:
-    """Have the experts that a module stacks multiply what ``take`` makes of their inputs; the handles of its hooks.
+    """Have the experts that a module stacks multiply what ``take`` returns for their inputs; return the two handles.
 
-    It gets the parameter's own name, the expert's number and [tokens, I]. Where it returns None, the expert's product
-    is not computed if it can be left out: one of all experts at a time cannot.
+    ``take(key, expert, input)`` gets the parameter's name in the module, the expert's number and [tokens, I]. Where it
+    returns None, the expert's product is zeros; where all experts are multiplied at once, the input is used as it is.
     """
 
     def round_inputs(entering: torch.Tensor, key: str, expert: int | None) -> torch.Tensor | None:
@@ -203,7 +210,10 @@ def taking_inputs(module: Any, take: Callable[[str, int, torch.Tensor], torch.Te
 
 
 def while_called(module: Any, context: Callable[..., AbstractContextManager[Any]]) -> tuple[Any, Any]:
-    """Hooks that enter a context for each call of a module, which ``context`` makes of its arguments; their handles."""
+    """Put hooks on a module that enter a context for the time of each call; return the hooks' two handles.
+
+    ``context`` makes the context manager from the values of the call's arguments.
+    """
     entered: list[AbstractContextManager[Any]] = []
 
     def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -219,15 +229,19 @@ def while_called(module: Any, context: Callable[..., AbstractContextManager[Any]
 
 
 def watching(model: Any, part: str, measurement: Measurement) -> AbstractContextManager[None]:
-    """Measure the inputs of every linear module below ``part`` ("" for all) but the output head."""
+    """Return a context in which the inputs of all linear modules and experts below ``part`` ("" for all) are measured.
+
+    The output head is left out; attention modules are watched for their keys and values.
+    """
     return hooked(_hooks(model, part, measurement))
 
 
 @contextmanager
 def watching_around(model: Any, layers: Sequence[str], before: Measurement, behind: Measurement) -> Iterator[None]:
-    """Within the block, measure the inputs of linear modules outside of the layers, but for the output head.
+    """Within the block, measure the inputs of linear modules outside the ``layers``, except the output head.
 
-    Those that run before the first layer are added to ``before``, those behind the last one to ``behind``.
+    Inputs of modules that run before the first layer are added to ``before``, those behind the last layer to
+    ``behind``.
     """
     inside = tuple(f"{name}." for name in layers)
     places = {"before": before, "within": None, "behind": behind}
@@ -259,7 +273,7 @@ def watching_around(model: Any, layers: Sequence[str], before: Measurement, behi
 
 @contextmanager
 def hooked(handles: Iterable[Any]) -> Iterator[None]:
-    """Have hooks for a while, by the handles that PyTorch gives for them."""
+    """Within the block, keep the hooks with these handles; remove them at its end."""
     there = list(handles)
     try:
         yield
@@ -285,7 +299,7 @@ class EarlyStop:
         return self
 
     def reached(self, name: str) -> None:
-        """Count a module as called; the block is left where it was the last one awaited."""
+        """Count a module as called; leave the block if it was the last one awaited."""
         self._awaited.discard(name)
         if not self._awaited:
             raise _ForwardEnded
@@ -300,10 +314,9 @@ class _ForwardEnded(Exception):  # noqa: N818 - nothing is wrong, and `EarlyStop
 
 @contextmanager
 def substituted(model: Any, answers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Within the block, put modules in place of some parts of a model that answer a call in the part's stead.
+    """Within the block, replace parts of a model, by name, by modules that call ``answers[name]`` with their arguments.
 
-    An answer gets the arguments of the call. Attributes of such a part are still those of the original, its submodules
-    are found by their names, and its hooks are called.
+    Attributes, hooks and submodules of a replaced part are still found through its replacement.
     """
     originals = {name: model.get_submodule(name) for name in answers}
     for name, answer in answers.items():
@@ -321,7 +334,7 @@ _HOOKS = ("hooks", "hooks_with_kwargs", "hooks_always_called")
 
 @cache
 def _stand_in_class() -> Any:
-    """Return the class of modules that stand in for others, made when PyTorch is needed."""
+    """Return the class of modules that stand in for others; it is defined at the first call, when torch is imported."""
 
     class StandIn(torch.nn.Module):
         def __init__(self, original: Any, answer: Callable[..., Any]) -> None:
@@ -339,7 +352,7 @@ def _stand_in_class() -> Any:
 
 
 def following(model: Any, names: Iterable[str], see: Callable[..., None]) -> AbstractContextManager[None]:
-    """Have ``see`` called after each of some modules: with its name, its arguments, those by name, and its result."""
+    """Return a context in which ``see(name, args, kwargs, result)`` is called after each call of the named modules."""
     return hooked(
         model.get_submodule(name).register_forward_hook(
             lambda _, args, kwargs, made, name=name: see(name, args, kwargs, made), with_kwargs=True
@@ -349,9 +362,9 @@ def following(model: Any, names: Iterable[str], see: Callable[..., None]) -> Abs
 
 
 def preceding(model: Any, names: Iterable[str], see: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Have ``see`` called before each of some modules, with its name, its arguments, and those by name.
+    """Return a context in which ``see(name, args, kwargs)`` is called before each call of the named modules.
 
-    It may return others of both.
+    ``see`` may return other arguments as a pair (args, kwargs), or None.
     """
     return hooked(
         model.get_submodule(name).register_forward_pre_hook(
@@ -362,7 +375,7 @@ def preceding(model: Any, names: Iterable[str], see: Callable[..., Any]) -> Abst
 
 
 def entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the first argument of a module's call, positional or by name."""
+    """Return the first argument of a module's call, whether positional or by name."""
     return next(iter((*args, *kwargs.values())))
 
 
@@ -383,7 +396,7 @@ def _hooks(model: Any, part: str, measurement: Measurement) -> Iterator[Any]:
 
 
 def _watch_attention(name: str, module: Any, measurement: Measurement) -> Iterator[Any]:
-    """Put hooks on an attention module, and on what reads its latent where it has one; yield their handles."""
+    """Put hooks on an attention module, and on ``kv_b_proj``, which reads its latent, if any; yield the handles."""
     reader = getattr(module, "kv_b_proj", None)
     rotary = 0 if reader is None else int(module.qk_rope_head_dim)
     yield from while_called(module, lambda *_: measurement.attending(name, rotary))

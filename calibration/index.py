@@ -14,10 +14,10 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def weight_files(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
-    """Return the names of a folder's files of weights, sorted, and the file of each tensor where an index says it.
+    """Return the names of a folder's weight files, sorted, and the file of each tensor by the index (None without one).
 
-    Raises `CalibrationError` for an index that is none or that leaves the folder, for files that it names and that are
-    not there, and for weights that are not safetensors; a line after the first says what to do.
+    Raises `CalibrationError` for an index that is malformed or names files outside the folder, for files that are
+    missing, and for weights that are not safetensors; a second line of the message may say what to do.
     """
     if (folder / INDEX_NAME).is_file():
         return _indexed(folder)

@@ -36,10 +36,11 @@ def run_layers(
     activations: Activations,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Measurement:
-    """Measure a model layer by layer, going on at the last layer that an earlier attempt committed.
+    """Measure a model layer by layer, resuming at the last layer that an earlier attempt committed.
 
     ``replica`` is the model with nothing loaded, ``batches`` are int64 token ids of [batch, sequence]. ``advance`` is
-    told the number of samples after each batch of each layer, also of layers that were done before.
+    called with the number of samples after each batch of each layer, and once for the layers that were committed
+    before.
 
     Raises `CalibrationError` where weights are missing or the disk is full, and `NotReplayableError` where the layers
     cannot be run one at a time.
@@ -66,9 +67,9 @@ class LayerRunner:
                 ...                        # take all batches through it
                 runner.finish(layer)       # free its weights, commit now and then
 
-    It begins at the last layer that was committed with the same ``facts``, plain values, and batches; ``committed`` is
-    what was committed there. Where ``reads_ahead`` is set to False, a layer is read when the one before is freed. Of
-    several ``replicas`` each is on a device of its own, and batches are dealt out to them.
+    It begins at the last layer that was committed with the same batches and ``facts``, plain values; ``committed`` is
+    the value stored there. Where ``reads_ahead`` is set to False, a layer is read only when it is its turn. Several
+    ``replicas`` lie on a device each, and batches are dealt out to them. ``advance`` is called with numbers of samples.
     """
 
     def __init__(
@@ -97,9 +98,10 @@ class LayerRunner:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def record(self, around: Measurement | None = None) -> None:
-        """Record how the layers are called, and what enters the first layer to be run.
+        """Record how the layers are called, and the states that enter the first layer that is run.
 
-        ``around`` gets what enters linear modules before the first layer, unless an earlier attempt committed that.
+        The inputs of linear modules before the first layer are added to ``around``, unless an earlier attempt committed
+        them.
         """
         self.activations.start(self._start, len(self.batches) if self._start else 0)
         self._linear_behind = self._record(around, keep=not self._start)
@@ -113,9 +115,9 @@ class LayerRunner:
             yield layer
 
     def finish(self, layer: int, state: Callable[[], Any] = lambda: None) -> None:
-        """Free a layer's weights, and go on to the states that enter the next one.
+        """Free a layer's weights, and go on to the states that enter the next layer.
 
-        They are committed with ``state()`` now and then, which takes a tenth of the time at most.
+        These states are committed with the value of ``state()`` now and then, which takes at most a tenth of the time.
         """
         for replica in self.replicas:
             replica.weights.free(held(replica.model, self.layers[layer]))
@@ -124,7 +126,7 @@ class LayerRunner:
             self._pace.step(lambda: self.activations.commit(self._identity, state()))
 
     def _record(self, around: Measurement | None, *, keep: bool) -> bool:
-        """Learn how the layers are called, and ``keep`` what enters the first one.
+        """Record the calls of all layers; with ``keep``, store the states that enter the first layer.
 
         Return whether linear modules run behind the last layer.
         """
@@ -143,7 +145,7 @@ class LayerRunner:
         return bool(behind.summaries)
 
     def measure_behind(self, measurement: Measurement) -> None:
-        """Measure what enters linear modules behind the last layer, if there are any, from its hidden states."""
+        """Measure the inputs of linear modules behind the last layer, if any, from the hidden states that leave it."""
         if not self._linear_behind:
             return
         replica, layers = self.replica, self.layers
@@ -160,16 +162,19 @@ class LayerRunner:
 
     @property
     def parts(self) -> list[range]:
-        """The numbers of the batches of each part, however many replicas there are; each part is one replica's."""
+        """Return the batch numbers of each part; one replica takes a part.
+
+        The parts do not depend on the number of replicas.
+        """
         return [range(first, len(self.batches), PARTS) for first in range(min(PARTS, len(self.batches)))]
 
     @property
     def dealt(self) -> list[list[int]]:
-        """The numbers of the batches of each replica: those of every n-th part."""
+        """Return the sorted batch numbers of each replica: those of every n-th part, for n replicas."""
         return [sorted(chain(*self.parts[turn :: len(self.replicas)])) for turn in range(len(self.replicas))]
 
     def measured(self, layer: int, observation: Observation) -> Measurement:
-        """Take all batches through a layer; return what was measured there."""
+        """Take all batches through a layer, and return the measurement of its inputs, keys and values."""
         replica, measurement = self.replica, Measurement(observation)
         module = replica.model.get_submodule(self.layers[layer])
         with watching(replica.model, self.layers[layer], measurement), torch.inference_mode():

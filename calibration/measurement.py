@@ -27,11 +27,11 @@ _PLAIN = ("expert_of", "tokens", "routed_only", "batches")
 
 
 class Measurement:
-    """Summaries by kind and name, and how many tokens each expert got.
+    """Summaries of what a running model computes, by kind and name, and the number of tokens that each expert got.
 
-    An expert's name is that of the module that holds its layer's experts, with its number behind. ``routed_only`` are
+    An expert's name is that of the module that holds its layer's experts, followed by its number. ``routed_only`` are
     experts that cannot be given tokens other than the router's, because it is not known how they are called;
-    ``batches`` is how many were seen to their end.
+    ``batches`` is the number of batches that were completed.
     """
 
     def __init__(self, observation: Observation) -> None:
@@ -49,7 +49,7 @@ class Measurement:
         self._last: tuple[Any, Summary] | None = None
 
     def input(self, name: str, tensor: torch.Tensor, *, expert: str | None = None) -> None:
-        """Add what enters a linear module; ``expert`` names the one that the module is a part of."""
+        """Add the input of linear module ``name``; ``expert`` names the expert that the module belongs to, if any."""
         if tensor.numel() == 0:  # no token was sent to this expert
             return
         key: Key = ("input", name)
@@ -64,7 +64,7 @@ class Measurement:
 
     @contextmanager
     def attending(self, name: str, rotary: int = 0) -> Iterator[None]:
-        """Within the block, attribute cached keys and values to an attention module.
+        """Within the block, attribute cached keys and values to the attention module ``name``.
 
         ``rotary`` is the width of the rotated part of the keys of latent attention, 0 for other attention.
         """
@@ -76,11 +76,11 @@ class Measurement:
 
     @property
     def attention(self) -> str | None:
-        """Name of the attention module that runs now."""
+        """Return the name of the attention module that runs now; None outside of attention."""
         return self._attention[-1][0] if self._attention else None
 
     def cached(self, name: str, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Add what an attention module caches: K after the rotary embedding and V, [batch, H_kv, sequence, D]."""
+        """Add what attention module ``name`` caches: K after the rotary embedding, V, [batch, H_kv, sequence, D]."""
         self._add(("routed", ("k", name)), self._cache.summarise(keys, per_head=True))
         self._add(("routed", ("v", name)), self._cache.summarise(values, per_head=True))
         if self._attention and self._attention[-1][1]:
@@ -88,7 +88,7 @@ class Measurement:
             self._add(("routed", ("rotary", name)), self._largest.summarise(rotated))
 
     def latent(self, name: str, tensor: torch.Tensor) -> None:
-        """Add the latent that latent attention makes keys and values from, [..., kv_lora_rank]."""
+        """Add the latent, [..., kv_lora_rank], from which latent attention module ``name`` makes keys and values."""
         self._add(("routed", ("latent", name)), self._largest.summarise(tensor))
 
     def _add(self, key: tuple[Tokens, Key], summary: Summary) -> None:
@@ -101,14 +101,15 @@ class Measurement:
         return self._inputs if key[0] == "input" else self._cache
 
     def routed(self, expert: str, tokens: int) -> None:
-        """Count the tokens that the router sent to an expert."""
+        """Add ``tokens`` to the number of tokens that the router sent to an expert."""
         self.tokens[expert] = self.tokens.get(expert, 0) + tokens
 
     def wants_every_token(self, expert: str) -> bool:
-        """Whether an expert's inputs are to be made of every token, in the batch at hand.
+        """Return whether an expert is to be run on every token of the current batch, not only on those of the router.
 
-        With "routed", until it has got enough: an expert that never does has then had every token of every batch,
-        whatever their order, and one that does needs none of it.
+        With ``experts`` "all" that is so; with "routed", only until the expert got ``min_expert_tokens``: an expert
+        that never does has then seen every token of every batch, whatever their order. Experts in ``routed_only`` are
+        not.
         """
         if expert in self.routed_only:
             return False
@@ -118,7 +119,7 @@ class Measurement:
 
     @contextmanager
     def every_token(self) -> Iterator[None]:
-        """Within the block, experts are given every token, beyond those that the model computes with."""
+        """Within the block, count inputs of experts as of every token, apart from those of the model's own forward."""
         self._running = "every"
         try:
             yield
@@ -127,16 +128,16 @@ class Measurement:
 
     @property
     def is_routed(self) -> bool:
-        """Whether what runs is the model's own forward."""
+        """Return whether the model's own forward is running, as opposed to an `every_token` block."""
         return self._running == "routed"
 
     def end_batch(self) -> None:
-        """Let go of the last tensor."""
+        """Count a batch as completed, and free its last tensor."""
         self._last = None
         self.batches += 1
 
     def starved(self) -> dict[str, int]:
-        """Experts that got fewer tokens than the floor, with how many."""
+        """Return the experts that the router sent fewer than ``min_expert_tokens`` tokens, with their token counts."""
         floor = self.observation.min_expert_tokens
         return {expert: tokens for expert, tokens in self.tokens.items() if tokens < floor}
 
@@ -156,7 +157,7 @@ class Measurement:
         return tuple(sentences)
 
     def finish(self) -> dict[Key, torch.Tensor]:
-        """Return the magnitudes, float32 [] or [H_kv], in the order of the forward."""
+        """Return the magnitudes by kind and name, float32 [] or [H_kv], in the order of the forward."""
         magnitudes: dict[Key, torch.Tensor] = {}
         for key in dict.fromkeys(key for _, key in self.summaries):
             floor, expert = self.observation.kv_floor, self.expert_of.get(key)
@@ -168,7 +169,7 @@ class Measurement:
         return magnitudes
 
     def add(self, part: Measurement) -> None:
-        """Take what was seen of other batches, or of another part of the model."""
+        """Add a measurement of other batches, or of another part of the model; ``batches`` stays as it is."""
         for key, summary in part.summaries.items():
             self._add(key, summary)
         self.expert_of.update(part.expert_of)
@@ -177,13 +178,13 @@ class Measurement:
             self.routed(expert, tokens)
 
     def state(self) -> dict[str, Any]:
-        """All of it as what `torch.save` keeps; histograms, which are mostly zeros, are sparse."""
+        """Return everything as values that `torch.save` writes; histograms, mostly zeros, are sparse tensors."""
         summaries = {key: (summary.total.cpu().to_sparse(), summary.dtype) for key, summary in self.summaries.items()}
         return {"summaries": summaries, **{name: getattr(self, name) for name in _PLAIN}}
 
     @classmethod
     def of(cls, observation: Observation, state: Mapping[str, Any]) -> Measurement:
-        """Return the measurement of a `state`."""
+        """Return the measurement whose `state` is given."""
         measurement = cls(observation)
         measurement.summaries = {
             key: Summary(total.to_dense(), kind) for key, (total, kind) in state["summaries"].items()
@@ -193,7 +194,7 @@ class Measurement:
         return measurement
 
     def save(self, path: Path) -> None:
-        """Keep it in a file, for good. Raises `CalibrationError` where it cannot be kept."""
+        """Write the measurement to a file, flushed to the disk. Raises `CalibrationError` where that fails."""
         with storing("the measurement", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole(path) as partial:
@@ -201,7 +202,7 @@ class Measurement:
 
     @classmethod
     def load(cls, observation: Observation, path: Path) -> Measurement:
-        """Return the kept measurement. Raises `CalibrationError` where it cannot be read."""
+        """Return the measurement that `save` wrote. Raises `CalibrationError` where the file cannot be read."""
         with storing("the measurement", path):
             return cls.of(observation, torch.load(path, weights_only=True))
 
@@ -209,9 +210,9 @@ class Measurement:
 def rotary_part(keys: torch.Tensor, values: torch.Tensor, width: int) -> torch.Tensor:
     """Return the rotated part of latent attention's keys, [batch, H, sequence, ``width``], from what a module caches.
 
-    A module caches, for one head, the latent as keys and the rotated part as values; or the keys and values of all
-    heads, where the last or first columns of the keys are the rotated part, and the same in every head. If neither are
-    the same, return all keys, whose largest magnitude bounds that of the part.
+    Some modules cache one head, with the latent as keys and the rotated part as values. Others cache the keys and
+    values of all heads; the rotated part is then the last or the first ``width`` columns of the keys, whichever are the
+    same in every head. If neither are, return all keys, whose largest magnitude bounds that of the rotated part.
     """
     if keys.shape[1] == values.shape[1] == 1 and values.shape[-1] == width:
         return values

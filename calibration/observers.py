@@ -26,8 +26,8 @@ _STEPS = 100  # of the largest magnitude, from 1 down to a half
 def count(tensor: torch.Tensor, *, per_head: bool = False) -> torch.Tensor:
     """Count magnitudes by their bit pattern: int64 [32768], or [heads, 32768] with ``per_head``.
 
-    Of bfloat16 or float16 in any shape, or in [batch, heads, sequence, head_dim] by head. float32 is rounded to
-    bfloat16, to within 2^-9, a sixteenth of half a step of FP8.
+    ``tensor`` is bfloat16 or float16 of any shape; with ``per_head`` it is [batch, heads, sequence, head_dim]. Other
+    dtypes are rounded to bfloat16, to within 2^-9, a sixteenth of half a step of FP8.
     """
     if per_head:
         return torch.stack([count(head) for head in tensor.unbind(1)])
@@ -40,7 +40,10 @@ def count(tensor: torch.Tensor, *, per_head: bool = False) -> torch.Tensor:
 
 
 def magnitudes(dtype: torch.dtype) -> torch.Tensor:
-    """The value of each bin, float64 [32768]; infinite or NaN in the last ones."""
+    """Return the magnitude that each bin of `count` stands for, float64 [32768]; the last bins are infinite or NaN.
+
+    ``dtype`` is that of the counted tensor; any but float16 counts as bfloat16.
+    """
     kind = torch.float16 if dtype == torch.float16 else torch.bfloat16
     return torch.arange(BINS, dtype=torch.int16).view(kind).double()
 
@@ -61,13 +64,13 @@ def percentile(counts: torch.Tensor, dtype: torch.dtype, share: float) -> torch.
 
 
 def least_squares(counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The largest magnitude to scale FP8 by that loses the least: argmin over a of sum n (x - q(x; a))^2.
+    """Return the magnitude a to scale FP8 by that has the least squared error, argmin over a of sum n (x - q(x; a))^2.
 
-    ``q(x; a)`` is what x becomes through float8 e4m3fn with the scale a / 448: clipped at a, rounded, multiplied back.
-    The candidates are 51, from the largest magnitude seen down to half of it: halving a scale moves the same grid by a
-    binade, and changes but the clipping and the smallest numbers. Of equals the largest is taken.
-
-    Of counts of ``dtype``, int64 [..., 32768], float32 [...]; NaN where something was not finite.
+    ``counts``, int64 [..., 32768], says how often each magnitude x of a 16-bit ``dtype`` occurred (n), by its bits
+    without the sign. ``q(x; a)`` is x after float8 e4m3fn with the scale a / 448: clipped at a, rounded, multiplied
+    back. The 51 candidates go from the largest magnitude down to half of it: halving a scale moves the same grid by a
+    binade, and changes only the clipping and the smallest numbers. Among equal errors the largest a is taken. The
+    result is float32 [...]; NaN where something was not finite.
     """
     flat, values = counts.cpu().reshape(-1, BINS), magnitudes(dtype)
     best = torch.zeros(flat.shape[0], dtype=torch.float64)
@@ -96,11 +99,12 @@ ExpertTokens = Literal["all", "routed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The settings of a measurement; all of them shape the ranges.
+    """The settings of a measurement; each of them affects the ranges.
 
-    ``inputs`` and ``cache`` name the observers of linear inputs, and of K and V; ``percentile`` is that of the observer
-    of this name. ``kv_floor`` is the least magnitude of K and V, so that no scale is smaller. ``experts`` says which
-    tokens count for an expert's inputs; with "routed", one that gets fewer than ``min_expert_tokens`` counts all.
+    ``inputs`` and ``cache`` name the observers of linear inputs, and of K and V; ``percentile`` is the share, in
+    percent, of the observer of that name. ``kv_floor`` is the least magnitude of K and V, so that no scale is smaller.
+    ``experts`` says which tokens count for an expert's inputs; with "routed", an expert that gets fewer than
+    ``min_expert_tokens`` is measured on all tokens.
     """
 
     inputs: ObserverName = "amax"
@@ -113,7 +117,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A summary of many numbers: their largest magnitude or a histogram, and their dtype."""
+    """A summary of many numbers: ``total`` is their largest magnitude or a histogram, ``dtype`` is theirs."""
 
     total: torch.Tensor
     dtype: torch.dtype
@@ -121,32 +125,32 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """A magnitude that follows by a ``rule`` from how often each one was seen; the largest one where there is none.
+    """Reduces tensors to one magnitude: by ``rule`` from a histogram of magnitudes, or without a rule to the largest.
 
-    The largest is what llm-compressor calls static_minmax, for a symmetric scheme.
+    The largest magnitude is what llm-compressor calls static_minmax, for a symmetric scheme.
     """
 
     rule: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None
 
     def summarise(self, tensor: torch.Tensor, *, per_head: bool = False) -> Summary:
-        """Summarise a tensor of any shape, or of [batch, heads, sequence, head_dim], then by head."""
+        """Summarise a tensor of any shape; with ``per_head``, each head of [batch, heads, sequence, head_dim] apart."""
         if self.rule is not None:
             return Summary(count(tensor, per_head=per_head), tensor.dtype)
         magnitude = tensor.detach().abs()
         return Summary((magnitude.amax(dim=(0, 2, 3)) if per_head else magnitude.amax()).float(), tensor.dtype)
 
     def combine(self, one: Summary, other: Summary) -> Summary:
-        """The summary of both parts; on the device of the first."""
+        """Return the summary of both parts, on the device of the first."""
         how = torch.maximum if self.rule is None else torch.add
         return Summary(how(one.total, other.total.to(one.total.device)), one.dtype)
 
     def finish(self, whole: Summary) -> torch.Tensor:
-        """The magnitude, float32 [] or [heads] on the CPU; NaN or infinite where something that was seen is."""
+        """Return the magnitude, float32 [] or [heads] on the CPU; NaN or infinite where a summarised number is."""
         return whole.total.cpu() if self.rule is None else self.rule(whole.total, whole.dtype)
 
 
 def observer(name: ObserverName, *, share: float = 99.99) -> Observer:
-    """The observer of that name; ``share`` is the percentile's."""
+    """Return the observer of that name; ``share`` is the percentage of "percentile"."""
     if name == "amax":
         return Observer()
     return Observer(least_squares if name == "mse" else lambda counts, dtype: percentile(counts, dtype, share))

@@ -19,10 +19,10 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_pa
 
 
 def language_model(model: Any) -> Any:
-    """Return the part of a model that answers text.
+    """Return the part of a model that processes text.
 
     That is the first child of a model without a forward of its own (the thinker of an Omni model), and the decoder of a
-    model that cannot be called without an image (BLIP-2).
+    model that cannot be called without an image (BLIP-2); else the model itself.
     """
     while type(model).forward is torch.nn.Module.forward:
         model = next(model.children())
@@ -30,7 +30,7 @@ def language_model(model: Any) -> Any:
 
 
 def trunk_of(model: Any) -> Any:
-    """Return the model without its output head, whose logits, the largest tensor of a forward, are not needed."""
+    """Return the model without its output head: the logits, the largest tensor of a forward, are not needed."""
     model = language_model(model)
     base = model.base_model
     # Llama 4's text has the base's name of the model that also sees.
@@ -45,9 +45,9 @@ def _requires_more_than_tokens(forward: Callable[..., Any]) -> bool:
 
 
 def run_trunk(model: Any, batch: torch.Tensor, cache: Any) -> None:
-    """Run a model without its output head on tokens, int64 [batch, sequence], with a cache.
+    """Run a model without its output head on token ids, int64 [batch, sequence], with ``cache``.
 
-    Raises `CalibrationError` where that is not possible.
+    Raises `CalibrationError` where transformers cannot run it on text alone.
     """
     trunk = trunk_of(model)
     parameters = inspect.signature(trunk.forward).parameters
@@ -58,7 +58,10 @@ def run_trunk(model: Any, batch: torch.Tensor, cache: Any) -> None:
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
-    """Raise `CalibrationError` for what a forward of transformers raises in the block, except for a lack of memory."""
+    """Within the block, turn errors of a forward of transformers into `CalibrationError`, except a lack of memory.
+
+    ``what`` names the part that runs, for the message.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -71,8 +74,9 @@ def running(what: str) -> Iterator[None]:
 def layer_names(model: Any) -> list[str]:
     """Return the names of the decoder's layers, in order.
 
-    Layers are the elements of the outermost `ModuleList` with a module that takes a cache. Raises `NotReplayableError`
-    if there is not exactly one such list, or if layers share weights, or write nothing into the cache.
+    Layers are the elements of the outermost `ModuleList` that contains a module that takes a cache. Raises
+    `NotReplayableError` if there is not exactly one such list, if layers share weights, or if nothing is written into
+    the cache.
     """
     if (reason := text_obstacle(model)) is not None:
         raise NotReplayableError(reason)
@@ -110,15 +114,15 @@ def _require_own_weights(model: Any, layers: list[str]) -> None:
 
 
 def attention_modules(model: Any) -> tuple[str, ...]:
-    """Return the names of the modules of a model's language part that hand keys and values to a cache."""
+    """Return the names of the modules of the language part that hand keys and values to a cache (`hands_keys`)."""
     return tuple(name for name, module in _language_modules(model) if hands_keys(module))
 
 
 def shared_attention(model: Any) -> dict[str, str]:
-    """Return the attention modules that use another module's keys and values, with that module's name.
+    """Map each attention module that uses another module's keys and values to that other module.
 
-    These are in the last ``num_kv_shared_layers`` layers of the configuration; each uses the keys and values of the
-    last layer of its type before those.
+    The mapped modules are in the last ``num_kv_shared_layers`` layers of the configuration; each uses the keys and
+    values of the last earlier layer of its type.
     """
     config = model.config.get_text_config(decoder=True)
     count, kinds = getattr(config, "num_kv_shared_layers", None) or 0, getattr(config, "layer_types", None) or ()
@@ -138,7 +142,7 @@ def _language_modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def hands_keys(module: Any) -> bool:
-    """Whether a module's forward takes a cache and calls its ``update``."""
+    """Return whether a module's forward takes a cache and calls its ``update``."""
     return _hands_keys(type(module).forward)
 
 
@@ -149,7 +153,7 @@ def _hands_keys(forward: Callable[..., Any]) -> bool:
 
 @cache
 def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the globals and attributes that a forward uses."""
+    """Return the names of the globals and attributes that a forward uses; () where its code cannot be found."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return code.co_names if code is not None else ()
 

@@ -22,11 +22,11 @@ from quantmint.calibration.replica import Replica, on_disk, sources
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Largest magnitudes, float32.
+    """Largest magnitudes, float32, by the checkpoint's names of modules.
 
-    ``inputs``: by linear module, shape []. ``keys`` and ``values``: by attention module, one value a KV head, [H_kv];
-    keys are taken after the rotary embedding, which is what a server caches. ``latents``: by latent attention module,
-    [2]: the latent and the rotated part of the keys, which is what a server caches there. These are always the largest
+    ``inputs`` of linear modules, shape []. ``keys`` and ``values`` of attention modules, one for each KV head, [H_kv];
+    keys are taken after the rotary embedding, as a server caches them. ``latents`` of latent attention modules, [2]:
+    the latent and the rotated part of the keys, which a server caches there. ``latents`` are always the largest
     magnitudes, whatever the observer of the others.
     """
 
@@ -49,7 +49,7 @@ _TABLES = {"input": "inputs", "k": "keys", "v": "values", "latent": "latents"}
 
 
 def load_ranges(path: Path) -> Ranges:
-    """Read what `Ranges.save` wrote; raise `CalibrationError` for a file that holds anything else."""
+    """Read a file that `Ranges.save` wrote. Raises `CalibrationError` for a tensor that is not named as a range."""
     from safetensors.torch import load_file
 
     tables: dict[str, dict[str, torch.Tensor]] = {table: {} for table in _TABLES.values()}
@@ -66,10 +66,10 @@ _KINDS = {"input": "input", "k": "K", "v": "V", "latent": "latent", "rotary": "r
 
 
 def require_sound(replica: Replica, magnitudes: Mapping[Key, torch.Tensor], part: str = "") -> None:
-    """Raise `CalibrationError` if a magnitude is not finite, or attention below ``part`` has cached nothing.
+    """Raise `CalibrationError` if a magnitude is not finite, or if attention below ``part`` has cached nothing.
 
-    The message names the first such module of a forward: later ones may have inherited from it. Attention that no text
-    reaches, such as attention to images, need not cache anything.
+    The message names the first module of the forward whose magnitude is not finite: later ones may have inherited it.
+    Attention that text does not reach, such as attention to images, need not cache anything.
     """
     broken = next((key for key, amax in magnitudes.items() if not bool(amax.isfinite().all())), None)
     if broken is not None:
@@ -87,9 +87,9 @@ def require_sound(replica: Replica, magnitudes: Mapping[Key, torch.Tensor], part
 
 
 def ranges_of(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Ranges:
-    """Return magnitudes by the checkpoint's names of modules.
+    """Return the magnitudes as ranges, by the checkpoint's names of modules.
 
-    A module on disk may be a part of one of the model, or stand for several that have its weight.
+    A module on disk may be a part of one of the model's modules, or stand for several that share its weight.
     """
     named = sources(replica.model, replica.owned)
     caches = on_disk(replica.attention, replica.owned)
@@ -114,10 +114,10 @@ def ranges_of(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Range
 
 
 def _by_weight(replica: Replica, magnitudes: Mapping[Key, torch.Tensor]) -> Callable[[str], torch.Tensor | None]:
-    """Return a function from a module to the largest input of all modules that have its weight, which is stored once.
+    """Return a function that maps a module of the model to the largest input of all modules that share its weight.
 
-    An expert that no token has reached gets the largest input of the experts that are stacked with it: tokens that
-    reach it later come from the same hidden states.
+    An expert that no token has reached gets the largest input of the experts stacked with it: tokens that reach it
+    later come from the same hidden states. The function returns None for a module without a measured input.
     """
     stacked = {name for name, parameter in replica.model.named_parameters() if parameter.ndim == 3}
     inputs = {name: amax for (kind, name), amax in magnitudes.items() if kind == "input"}
@@ -147,9 +147,9 @@ def run_resident(
     work: Path | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Measurement:
-    """Measure a loaded model, going on with what an earlier attempt kept in ``work`` (None: there is nothing to keep).
+    """Measure a loaded model, resuming from what an earlier attempt saved in ``work`` (None: nothing is saved).
 
-    ``advance`` is told the number of samples after each batch, first of those that were seen before.
+    ``advance`` is called with the number of samples after each batch, first with those that were measured before.
     """
     measurement, pace = Measurement(observation), Pace(RESIDENT_SECONDS)
     facts = [asdict(observation), sorted(replica.owned.items())]

@@ -17,11 +17,11 @@ from quantmint.calibration.weights import Shards, Weights, build, held, nbytes, 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A model with its weights on disk, none or some of which are on ``device``.
+    """A model with its weights on disk, none or some of which are loaded on ``device``.
 
-    ``owned`` maps names on disk to the model's own. ``attention`` are the attention modules; ``shared`` maps those that
-    use another module's keys and values to it. ``loop`` tells how the layers are run one at a time, or why they cannot
-    be.
+    ``owned`` maps tensor names on disk to the model's parameter names. ``attention`` names the attention modules;
+    ``shared`` maps those that use another module's keys and values to that module. ``loop`` says how the layers are run
+    one at a time, or is the error that says why they cannot be.
     """
 
     model: Any
@@ -34,26 +34,26 @@ class Replica:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the layers cannot be run one at a time, as part of a sentence; None if they can."""
+        """Return why the layers cannot be run one at a time, as part of a sentence; None if they can."""
         return str(self.loop) if isinstance(self.loop, NotReplayableError) else None
 
     @property
     def walkable(self) -> Loop:
-        """Return the calls that run the layers one at a time. Raises `NotReplayableError` if there are none."""
+        """Return the layers that can be run one at a time. Raises `NotReplayableError` where they cannot."""
         if isinstance(self.loop, NotReplayableError):
             raise self.loop
         return self.loop
 
     def run(self, batch: torch.Tensor, cache: Any) -> None:
-        """Run the model without its output head on tokens, int64 [batch, sequence], with a cache.
+        """Run the model without its output head on token ids, int64 [batch, sequence], with ``cache``.
 
-        Raises `CalibrationError` if transformers cannot.
+        Raises `CalibrationError` where transformers cannot run it.
         """
         run_trunk(self.model, batch.to(self.device), cache)
 
     @property
     def tied(self) -> dict[str, list[str]]:
-        """Modules that have another module's weight, by that module: the blocks that several layers of Zamba run."""
+        """Map each module to the other modules that share its weight, such as the blocks that Zamba runs repeatedly."""
         sharers: dict[str, list[str]] = {}
         for target, source in dict(getattr(self.model, "all_tied_weights_keys", None) or {}).items():
             if target.endswith(".weight") and source.endswith(".weight"):
@@ -62,17 +62,17 @@ class Replica:
 
     @property
     def body(self) -> list[str]:
-        """Parameters and persistent buffers of the model without its output head."""
+        """Return the names of the parameters and persistent buffers of the model without its output head."""
         trunk = trunk_of(self.model)
         return held(self.model, next(name for name, module in self.model.named_modules() if module is trunk))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `body` on a device."""
+        """Return the bytes that `body` takes on a device."""
         return nbytes(self.model, self.body)
 
     def fuse_attention(self) -> None:
-        """Have attention computed in one piece, whose scores lie nowhere, where that is what the model computes."""
+        """Switch to fused attention (SDPA), which stores no scores, if the model supports it and caps no logits."""
         capped = getattr(self.model.config.get_text_config(), "attn_logit_softcapping", None)
         if self.model._supports_sdpa and capped is None:
             with suppress(ValueError):  # a tower that cannot be, which no text runs through
@@ -80,7 +80,7 @@ class Replica:
 
     @contextmanager
     def around(self, layers: Iterable[str], *more: str) -> Iterator[None]:
-        """Have the weights of `body`, and ``more``, that lie outside of the layers, for a while."""
+        """Within the block, have the weights of `body` and ``more`` loaded that lie outside the ``layers``."""
         inside = tuple(f"{name}." for name in layers)
         outside = [name for name in (*self.body, *more) if not name.startswith(inside)]
         self.weights.load(outside)
@@ -91,9 +91,9 @@ class Replica:
 
 
 def replica(folder: Path, device: str, *, trust_remote_code: bool = False) -> Replica:
-    """Build a model on the meta device and find its weights; nothing is read yet.
+    """Build a model on the meta device and find its tensors on disk; no weight is read yet.
 
-    Raises `CalibrationError` for a folder that holds no model that transformers knows, in safetensors.
+    Raises `CalibrationError` for a folder without safetensors, or whose model transformers does not know.
     """
     shards = Shards(folder)
     model = build(folder, stored=shards.dtype, trust_remote_code=trust_remote_code)
@@ -110,7 +110,7 @@ def replica(folder: Path, device: str, *, trust_remote_code: bool = False) -> Re
 
 
 def _narrow_norms(model: Any) -> None:
-    """Have norms whose weights stay in float32 return the dtype that they get, as a server does.
+    """Have norms whose weights stay in float32 return the dtype of their input, as a server does.
 
     In transformers such a norm (of DeepSeek V4) returns float32, which 16-bit weights cannot be multiplied with.
     """
@@ -125,7 +125,10 @@ def _narrow_norms(model: Any) -> None:
 
 
 def load_resident(folder: Path, device: str, *, trust_remote_code: bool = False) -> Replica:
-    """A model with all that calibration needs of it on one device."""
+    """Return a model with all weights but those of its output head loaded on one device.
+
+    Raises `CalibrationError` where it cannot be built or loaded.
+    """
     resident = replica(folder, device, trust_remote_code=trust_remote_code)
     resident.weights.load(resident.body)
     return resident
@@ -141,7 +144,7 @@ without a word, and older versions know no others.
 
 
 class Renaming:
-    """The rules that transformers loads this model's checkpoints with: a name on disk becomes a parameter's."""
+    """The rules by which transformers loads this model's checkpoints: they map names on disk to parameter names."""
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -155,14 +158,14 @@ class Renaming:
         self._own = model.state_dict()
 
     def __call__(self, name: str) -> tuple[str, tuple[Any, ...]]:
-        """The parameter that a tensor becomes (a part of), and the operations of transformers that make it so."""
+        """Return the parameter that a tensor on disk becomes (a part of), and transformers' operations that make it."""
         from transformers.core_model_loading import rename_source_key
 
         parameter, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._own)
         return parameter, () if pattern is None else tuple(self._by_pattern[pattern].operations)
 
     def targets(self, name: str) -> tuple[str, ...]:
-        """Return all parameters that a tensor, alone or with others, becomes: several where transformers splits it."""
+        """Return all parameters that a tensor on disk contributes to: several where transformers splits it."""
         from transformers.core_model_loading import rename_source_key
 
         parameter, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._own)
@@ -171,7 +174,7 @@ class Renaming:
 
 
 def owners(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """The parameter or buffer of the model that each tensor on disk becomes (a part of); without those of no use."""
+    """Map each tensor on disk to the parameter or buffer that it becomes (a part of); leave out tensors without one."""
     rename, state = Renaming(model), model.state_dict()
     owned: dict[str, str] = {}
     for name in names:
@@ -184,10 +187,10 @@ def owners(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def sources(model: Any, owned: Mapping[str, str]) -> dict[str, str]:
-    """For each linear module on disk, the name under which its input was measured.
+    """Map each linear module on disk to the name under which its input is measured.
 
-    That is the model's own module, or parameter and number for one of several stacked experts. A stack on disk counts
-    as the single experts that servers know: ``experts.3.gate_proj`` for a part of ``experts.gate_up_proj``.
+    That is the model's module, or ``{parameter}.{expert number}`` for stacked experts. A stack on disk counts as the
+    single experts that servers know: ``experts.3.gate_proj`` for a part of ``experts.gate_up_proj``.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     by_module: dict[str, str] = {}
@@ -214,9 +217,10 @@ def sources(model: Any, owned: Mapping[str, str]) -> dict[str, str]:
 
 
 def on_disk(modules: Collection[str], owned: Mapping[str, str]) -> dict[str, str]:
-    """Map modules of the model to their names on disk; to their own names if no tensor tells.
+    """Map modules of the model to their names on disk, or to their own names where no tensor in ``owned`` tells.
 
-    A module's name on disk is the name of its first tensor in ``owned``, without the end that is also its parameter's.
+    A module's name on disk is that of its first tensor in ``owned``, without the ending that the parameter's name has
+    too.
     """
     names = dict.fromkeys(modules, "")
     for name, parameter in owned.items():

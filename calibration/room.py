@@ -28,8 +28,11 @@ ROUNDED_AT_A_TIME = 1 << 28  # numbers of a weight that a GPU rounds at a time: 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes: all weights, those of the largest layer, what a forward of one batch takes beside them, and the hidden
-    states of all batches between two layers."""
+    """Bytes that a copy of a model needs: all ``weights``, those of the largest ``layer``, ``forward`` and ``states``.
+
+    ``forward`` is what a forward of one batch takes beside the weights, ``states`` the hidden states of all batches
+    between two layers.
+    """
 
     weights: int
     layer: int
@@ -39,19 +42,19 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The mode that was taken, and why, as part of a sentence."""
+    """The mode of a calibration, and why it was chosen, as part of a sentence."""
 
     mode: Literal["resident", "layer"]
     reason: str
 
 
 def forward_bytes(config: Any, batch: int, length: int, *, is_fused: bool = False) -> int:
-    """Return bytes beside the weights for a forward of [batch, length] tokens, from above.
+    """Return an upper bound on the bytes beside the weights for a forward of [``batch``, ``length``] tokens.
 
-    Scores: 10 bytes a head and pair of positions (16-bit scores, float32 softmax, 16-bit probabilities, and the mask);
-    none where attention ``is_fused``.
-    Tokens: ten vectors of the hidden size and three of the inner one, in 16 bit. State spaces: as transformers computes
-    them without kernels, float32 for each token, head and number of the state, with every token of its chunk.
+    Scores: 10 bytes for each head and pair of positions (16-bit scores, float32 softmax, 16-bit probabilities, and the
+    mask); none where attention ``is_fused``. Tokens: ten vectors of the hidden size and three of the inner one, in 16
+    bit. State spaces: as transformers computes them without kernels, float32 for each token, head and number of the
+    state, with every token of its chunk.
     """
     hidden, heads = config.hidden_size, _first_number(config, "num_attention_heads")
     inner = max(_first_number(config, "intermediate_size"), 4 * hidden)
@@ -66,17 +69,18 @@ def forward_bytes(config: Any, batch: int, length: int, *, is_fused: bool = Fals
 
 
 def _first_number(config: Any, *names: str) -> int:
-    """Return the first field that a configuration has, the largest number of one that differs by layer; 0 for none."""
+    """Return the first of the named fields that a configuration has, of a list the largest entry; 0 for none."""
     number = next((value for name in names if (value := getattr(config, name, None))), 0)
     return int(max(number) if isinstance(number, list | tuple) else number)
 
 
 def rounding_bytes(shapes: Iterable[tuple[int, int]]) -> int:
-    """Return what GPTQ takes for the largest of some weights [O, I] beside layers and a forward, from above.
+    """Return an upper bound on the bytes that GPTQ takes for the largest of some weights [O, I].
 
-    In float32: rounding takes two squares of [I, I], the Hessian and its factor, and fourteen times the rows that are
-    rounded at a time (13.6 were measured on a GPU, with three scales to choose from), beside the weight and its target
-    in 16 bit. Before it, the Hessian is decomposed in four squares, beside five times the weight where it compensates.
+    What layers and a forward take is not counted. In float32: rounding takes two squares of [I, I], the Hessian and its
+    factor, and fourteen times the rows that are rounded at a time (13.6 were measured on a GPU, with three scales to
+    choose from), beside the weight and its target in 16 bit. Before it, the Hessian is decomposed in four squares,
+    beside five times the weight where it compensates.
     """
 
     def of(rows: int, columns: int) -> int:
@@ -87,9 +91,9 @@ def rounding_bytes(shapes: Iterable[tuple[int, int]]) -> int:
 
 
 def require_rounding_room(need: Need, rounding: int, room: int, device: str) -> bool:
-    """Raise `CalibrationError` where GPTQ's ``rounding`` bytes do not fit in a device's ``room`` beside a layer.
+    """Raise `CalibrationError` where a layer, a forward and GPTQ's ``rounding`` bytes exceed 85 % of ``room`` bytes.
 
-    Return whether the next layer's weights, which are read meanwhile, fit too.
+    Return whether the next layer's weights, which are read meanwhile, fit too. ``device`` is its name for the message.
     """
     takes, usable = need.layer + need.forward + rounding, int(room * _SHARE)
     if takes > usable:
@@ -103,11 +107,13 @@ def require_rounding_room(need: Need, rounding: int, room: int, device: str) -> 
 def decide(
     mode: Mode, need: Need, devices: Sequence[str], free: Mapping[str, int], not_replayable: str | None
 ) -> Decision:
-    """Take the mode that was asked for, or of those that fit the one that takes less memory.
+    """Return the mode of a calibration: the one asked for, or with "auto" the one that fits and takes less memory.
 
-    Both compute the same, and layer by layer the next weights are read meanwhile. ``devices`` has an entry a copy, so
-    that one may be named twice; ``free`` are bytes by device. ``not_replayable`` says why the layers cannot be run one
-    at a time, None where they can. Raises `CalibrationError` where the mode is not possible, or none is.
+    Both modes compute the same; layer mode holds two layers, as the next one's weights are read meanwhile. ``devices``
+    has an entry for each copy, so a device may be named twice; ``free`` are bytes by device. ``not_replayable`` says
+    why the layers cannot be run one at a time, None where they can. "resident" is taken without checking that it fits.
+    Raises `CalibrationError` where layer mode is not possible or does not fit, and where "auto" finds no mode that
+    fits.
     """
     usable = {device: int(free[device] * _SHARE) // devices.count(device) for device in devices}
     tightest = min(usable, key=lambda device: usable[device])
@@ -140,9 +146,9 @@ def decide(
 
 
 def free_bytes(device: str) -> int:
-    """Return the bytes of memory that can be had on a device, on a CPU as far as the control groups let it.
+    """Return the bytes of memory that can still be allocated on a device; on a CPU within the control groups' limits.
 
-    What PyTorch keeps of a GPU's memory for later can be had.
+    Memory that PyTorch's allocator holds unused on a GPU counts as free.
     """
     if torch.device(device).type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -158,7 +164,7 @@ def _gb(count: int) -> str:
 
 
 def need_of(first: Replica, batches: Sequence[torch.Tensor]) -> Need:
-    """Return what a copy takes; nothing for layers and hidden states where the layers cannot be run one at a time."""
+    """Return the bytes that one copy needs; 0 for ``layer`` and ``states`` where layers cannot be run one at a time."""
     batch, length = (max(sizes) for sizes in zip(*(batch.shape for batch in batches), strict=True))
     config, largest, states = first.model.config.get_text_config(), 0, 0
     if first.obstacle is None:
@@ -170,13 +176,16 @@ def need_of(first: Replica, batches: Sequence[torch.Tensor]) -> Need:
 
 
 def host_bytes(asked: int | None) -> int:
-    """Bytes of host memory that hidden states may take: those that were ``asked`` for, or a quarter of what is free."""
+    """Return the bytes of host memory for hidden states: ``asked``, or if None a quarter of the free memory."""
     return free_bytes("cpu") // _STATES if asked is None else asked
 
 
 def activations_for(devices: Sequence[str], need: Need, host: int, folder: Path) -> Activations:
-    """Return where the hidden states of layer mode are kept: on GPUs that have ample room, or in ``host`` bytes of the
-    host's memory, the rest of which is spilled to ``folder``."""
+    """Return the store of hidden states for layer mode.
+
+    They stay on the GPUs where half of what two layers and a forward leave free holds all of them. Else they take
+    ``host`` bytes of the host's memory, and the rest is spilled to ``folder``.
+    """
     # Beside two layers and a forward, and half of the rest is left free.
     free = 0 if devices[0].startswith("cpu") else min(map(free_bytes, devices))
     room = len(devices) * ((free - 2 * need.layer - need.forward) // 2)
@@ -185,7 +194,7 @@ def activations_for(devices: Sequence[str], need: Need, host: int, folder: Path)
 
 @contextmanager
 def measuring(folder: Path) -> Iterator[None]:
-    """Word what a model or a device refuses in the block as `CalibrationError`, with what to do instead."""
+    """Within the block, turn `NotReplayableError` and a lack of memory into `CalibrationError` that says what to do."""
     try:
         yield
     except NotReplayableError as error:

@@ -34,7 +34,7 @@ from quantmint.calibration.weights import held
 
 @dataclass(frozen=True, slots=True)
 class ModuleChange:
-    """Another form of some ``modules``, by the model's own names, which they have in the context that it makes."""
+    """A named alternative form of some ``modules``, by the model's names; it holds in the context ``changed()``."""
 
     name: str
     modules: tuple[str, ...]
@@ -56,15 +56,16 @@ def measure(
     *,
     advance: Callable[[int], None] = lambda _: None,
 ) -> dict[str, float]:
-    """Return the cost of every change, nats a token, going on at the last layer that an earlier attempt was done with.
+    """Return the cost of every change, in nats per token, resuming at the last layer that an earlier attempt finished.
 
-    A change of modules that no gradient reaches is not among the costs.
+    Changes of modules that no gradient reaches are left out.
 
     ``replica`` has nothing loaded; ``samples`` are int64 token ids of [sequence]. ``work`` is a folder for what enters
-    the layers, as large as the hidden states of all layers; ``facts`` are plain values that must be the same for an
-    attempt to be gone on with. ``advance`` is told samples after each layer, on the way through and on the way back.
+    the layers, as large as the hidden states of all layers; ``facts`` are plain values that must be equal for an
+    attempt to be resumed. ``advance`` is called with a number of samples after each layer, on the way forward and on
+    the way back.
 
-    Raises `CalibrationError` where what was seen is not finite, weights are missing or the disk is full, and
+    Raises `CalibrationError` where a measured number is not finite, weights are missing or the disk is full, and
     `NotReplayableError` where the layers cannot be run one at a time.
     """
     layers = replica.walkable.layers
@@ -100,13 +101,16 @@ def measure(
 
 
 class _Sweep:
-    """A model's layers, one loaded at a time, for the same samples of so many ``tokens``."""
+    """Runs a model's layers forward and backward, one loaded at a time, over samples of ``tokens`` tokens in all."""
 
     def __init__(self, replica: Replica, layers: Sequence[str], calls: Sequence[Sequence[Call]], tokens: int) -> None:
         self._replica, self._layers, self._calls, self._tokens = replica, layers, calls, tokens
 
     def through(self, number: int, states: Sequence[States]) -> tuple[list[States], dict[str, float]]:
-        """A layer's output, and the largest magnitude of each linear module's inputs."""
+        """Run layer ``number`` on all samples; return the states behind it, and its modules' largest input magnitudes.
+
+        The magnitudes are keyed by the linear module's name on disk. Raises `CalibrationError` where one is not finite.
+        """
         replica, name = self._replica, self._layers[number]
         measurement = Measurement(Observation(experts="routed"))
         with self._loaded(number) as module, watching(replica.model, name, measurement), torch.no_grad():
@@ -127,7 +131,11 @@ class _Sweep:
         changes: Changes,
         largest: Mapping[str, torch.Tensor],
     ) -> tuple[list[States], dict[str, float]]:
-        """Return the gradient before a layer from the one behind it, and the costs of the changes within the layer."""
+        """Return the gradients at the input of layer ``number`` from those at its output, and the costs of its changes.
+
+        Costs are nats per token, by the change's name; ``largest`` are the input magnitudes of the layer's linear
+        modules.
+        """
         entering_slopes: list[States] = []
         with self._loaded(number) as module:
             layer_changes = changes(self._layers[number], largest, partial(self._hessians, number, states))
@@ -186,7 +194,11 @@ class _Sweep:
         return list(dict.fromkeys(map(site, modules)))
 
     def _cost(self, changed: Sequence[tuple[_Call, torch.Tensor, str]]) -> float:
-        """The sum of (g d)^2 over the tokens, of modules that see the same ones."""
+        """Return the sum of (g d)^2 over all tokens, where the modules of ``changed`` count together.
+
+        ``changed`` has, for each module, its call, the gradient g at its output, and its name; d is the change of its
+        output.
+        """
         moved = [
             ((_first(self._replica.model.get_submodule(name)(*args, **kwargs)) - out) * slope).flatten(0, -2)
             for (args, kwargs, out), slope, name in changed
@@ -228,7 +240,10 @@ _Call = tuple[tuple[Any, ...], Mapping[str, Any], "torch.Tensor"]
 
 @contextmanager
 def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
-    """Collect the calls of modules by name, each called once; of a tuple that one returns, the first element counts."""
+    """Within the block, collect the calls of the named modules, each called once: arguments without gradients, output.
+
+    Of a tuple that a module returns, the first element is its output.
+    """
     calls: dict[str, _Call] = {}
 
     def plain(value: Any) -> Any:
@@ -242,7 +257,7 @@ def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
 
 
 def _leaves(states: States) -> dict[str, torch.Tensor]:
-    """Let gradients flow to states; return the tensors that they can flow to, the hidden states first."""
+    """Require gradients of the floating-point tensors of ``states``; return them by name, the hidden states first."""
     tensors = {_HIDDEN: states.hidden, **states.carried}
     return {name: tensor.requires_grad_() for name, tensor in tensors.items() if tensor.is_floating_point()}
 
@@ -250,9 +265,9 @@ def _leaves(states: States) -> dict[str, torch.Tensor]:
 def _slopes(
     leaving: States, gradient: States, leaves: Mapping[str, torch.Tensor], within: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the gradients at what enters a layer and at tensors ``within``, from those at what leaves it.
+    """Return the gradients at a layer's inputs ``leaves`` and at the tensors ``within``, from those at its outputs.
 
-    There is none at what is carried on and not used.
+    Carried inputs that the layer does not use are left out of the former; unused tensors within get zeros.
     """
     outputs = [leaving.hidden, *(leaving.carried[name] for name in gradient.carried)]
     inputs = [*leaves.values(), *within.values()]
@@ -274,7 +289,11 @@ def _of_predictions(
     batches: Sequence[torch.Tensor],
     states: Sequence[torch.Tensor],
 ) -> list[States]:
-    """The gradient of the log-likelihood of drawn tokens, behind the last layer; float32 as the hidden states."""
+    """Return, for each batch, the gradient of the log-loss of drawn tokens at the last layer's output, in float32.
+
+    The tokens are drawn from the model's own predictions, with a fixed seed. ``states`` are the hidden states that
+    leave the last layer, ``last`` is its recorded call.
+    """
     from torch.nn.functional import cross_entropy
 
     draw = torch.Generator(replica.device).manual_seed(0)
@@ -289,9 +308,9 @@ def _of_predictions(
 
 
 def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leaving: Any) -> torch.Tensor:
-    """Return the logits, [1, sequence, vocabulary], that the model makes of what its last layer returned.
+    """Return the logits, [1, sequence, vocabulary], that the model computes from the last layer's output ``leaving``.
 
-    ``leaving`` is returned in the place of the ``layers``, which are not run; ``batch`` are the tokens.
+    The ``layers`` are not run: they return ``leaving``. ``batch`` are the token ids.
     """
     with answering(replica.model, layers, leaving), running("this model on text alone"):
         logits: torch.Tensor = language_model(replica.model)(input_ids=batch, use_cache=False).logits
@@ -299,7 +318,7 @@ def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leavin
 
 
 def _wide(calls: list[list[Call]]) -> list[list[Call]]:
-    """Recorded calls with their tensors in float32, each once, and such that gradients may pass them."""
+    """Return recorded calls with their floating-point tensors in float32, usable where gradients are computed."""
     converted: dict[int, torch.Tensor] = {}
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -311,7 +330,10 @@ def _wide(calls: list[list[Call]]) -> list[list[Call]]:
 
 
 class _KeptStates:
-    """Tensors of all samples between two layers, with a few facts, in a file each that is there when it is whole."""
+    """Files of the states of all samples between two layers, with a few facts; a file appears only when it is complete.
+
+    Files in ``folder`` of another ``identity`` are removed.
+    """
 
     def __init__(self, folder: Path, identity: str) -> None:
         self._folder, self._suffix = folder, f".{identity[:16]}.pt"
@@ -334,7 +356,7 @@ class _KeptStates:
             torch.save((rows, facts), partial)
 
     def read(self, kind: str, number: int) -> tuple[list[States], dict[str, float]]:
-        """States, of which nothing is in memory until it is used, and facts."""
+        """Return the states, whose tensors are mapped from the file, and the facts stored with them."""
         path = self._path(kind, number)
         with storing("the hidden states", path):
             rows, facts = torch.load(path, mmap=True, weights_only=True)

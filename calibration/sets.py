@@ -22,20 +22,23 @@ from quantmint.calibration.errors import CalibrationError
 
 @dataclass(frozen=True, slots=True)
 class SetFile:
-    """Plain values, with the line of each key: top-level keys by ``(key,)``, those one deeper by ``(key, inner)``."""
+    """Plain values of a set's file, with each key's line: ``(key,)`` at the top level, ``(key, inner)`` one deeper."""
 
     path: Path
     values: Mapping[str, Any]
     lines: Mapping[tuple[str, ...], int]
 
     def fault(self, message: str, *key: str) -> CalibrationError:
-        """Return the error about a key, at its line; about the whole file where no key is named."""
+        """Return an error with ``message`` about a key, at its line; about the whole file where no key is given."""
         if not key:
             return CalibrationError(f"{self.path}: {message}")
         return CalibrationError(f"{self.path}:{self.lines.get(key, 1)}: {'.'.join(key)}: {message}")
 
     def require_known(self, valid: Iterable[str], *parent: str) -> None:
-        """Raise `CalibrationError` for the first key of a mapping that is none of ``valid``, with the nearest one."""
+        """Raise `CalibrationError` for the first key that is not in ``valid``; the message suggests the nearest one.
+
+        The keys are those of the file, or of the mapping under the key ``parent``.
+        """
         names = list(valid)
         found = self.values[parent[0]] if parent else self.values
         for key in found:
@@ -47,7 +50,7 @@ class SetFile:
 
 
 def _read(path: Path) -> SetFile:
-    """Read a set's file; raise `CalibrationError` where it is no mapping."""
+    """Read a set's file. Raises `CalibrationError` where it cannot be read, is not YAML or is not a mapping."""
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
@@ -112,7 +115,7 @@ class CalibrationSet:
 
     @property
     def defaults(self) -> dict[str, int | bool]:
-        """The defaults of a recipe's calibration section."""
+        """Return the fields that are defaults of a recipe's calibration section, without those that are None."""
         given = {name: getattr(self, name) for name in DEFAULTS}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -122,12 +125,12 @@ DEFAULTS = ("samples", "sequence_length", "packing", "seed")
 
 
 def names(folder: Path = FOLDER) -> tuple[str, ...]:
-    """Names of the sets in a folder, sorted."""
+    """Return the names of the sets in a folder, sorted."""
     return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
 
 
 def load_set(name: str, folder: Path = FOLDER) -> CalibrationSet:
-    """Load a set by its name, or by the path of a YAML file.
+    """Load a set by its name in ``folder``, or by the path of a YAML file.
 
     Raises `CalibrationError` with the nearest existing name, or with the file and line of what is wrong in it.
     """
@@ -141,7 +144,10 @@ def load_set(name: str, folder: Path = FOLDER) -> CalibrationSet:
 
 
 def parse(path: Path) -> CalibrationSet:
-    """Load a set from any file."""
+    """Load a set from a YAML file, whose stem must be the set's name.
+
+    Raises `CalibrationError` with the file and line of what is wrong in it.
+    """
     document = _read(path)
     document.require_known(field.name for field in fields(CalibrationSet))
     values = dict(document.values)
@@ -185,7 +191,10 @@ def _check_types(document: SetFile, values: Mapping[str, Any], turns: Mapping[st
 
 
 def _local(document: SetFile, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a set whose texts are a file beside it."""
+    """Check the values of a set whose texts are a local file; return them with the file's absolute path.
+
+    Raises `CalibrationError` for keys or values that a local file cannot have.
+    """
     for key in _HUB:
         if key in values:
             raise document.fault("found it beside a file, expected it with a repo only", key)

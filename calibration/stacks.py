@@ -19,23 +19,26 @@ _READERS = 4  # threads, each of which holds one expert's tensor
 
 @dataclass(frozen=True, slots=True)
 class StackPlaces:
-    """The place of each tensor in a parameter [experts, projections * rows, columns]: its expert and its projection."""
+    """The places of the single experts' tensors in a stacked parameter [experts, projections * rows, columns].
+
+    ``by_name`` maps each tensor's name to its expert and projection.
+    """
 
     by_name: Mapping[str, tuple[int, int]]
     experts: int
     projections: int
 
     def rows(self, projection: int, shape: torch.Size) -> slice:
-        """Return the rows of a projection within an expert of a parameter of that shape."""
+        """Return the rows of ``projection`` within one expert, for a stacked parameter of ``shape``."""
         count = shape[1] // self.projections
         return slice(projection * count, (projection + 1) * count)
 
 
 def stack_places(owners: Iterable[str], rules: Iterable[Any]) -> StackPlaces | None:
-    """Return the places of the tensors of one parameter by transformers' rules of a model.
+    """Return the places in one stacked parameter of the tensors ``owners`` on disk, by transformers' loading ``rules``.
 
-    None where they are not one tensor for each expert and projection, stacked over the experts and then concatenated by
-    rows; transformers puts those in place.
+    None unless there is one tensor for each expert and projection, stacked over the experts and then concatenated by
+    rows; transformers loads other parameters itself.
     """
     owners = list(owners)
     for rule in rules:
@@ -57,7 +60,7 @@ def stack_places(owners: Iterable[str], rules: Iterable[Any]) -> StackPlaces | N
 
 
 def _stacking(rule: Any) -> list[Any]:
-    """Return the operations of a rule; none where one of them has no dimension, or there are several targets."""
+    """Return the operations of a loading rule; none if one has no dimension, or if the rule has several targets."""
     operations = list(getattr(rule, "operations", None) or [])
     if len(rule.target_patterns) != 1 or not all(hasattr(operation, "dim") for operation in operations):
         return []
@@ -67,9 +70,9 @@ def _stacking(rule: Any) -> list[Any]:
 def read_stack(
     places: StackPlaces, read: Callable[[str], torch.Tensor], shape: torch.Size, dtype: torch.dtype, device: str
 ) -> torch.Tensor:
-    """Return a parameter of ``shape`` on a device, with what ``read`` returns of each tensor cast to its place.
+    """Return a stacked parameter of ``shape`` on a device, read tensor by tensor with ``read`` and cast to ``dtype``.
 
-    Raises `ValueError` for a tensor, or a number of experts, that does not have the size of its place.
+    Raises `ValueError` where a tensor, or the number of experts, does not fit ``shape``.
     """
     if len(shape) != 3 or shape[0] != places.experts or shape[1] % places.projections:
         raise ValueError(f"found {places.experts} experts, expected {list(shape)} from config.json")

@@ -28,9 +28,9 @@ _PIECE = 16 << 20  # bytes: what a thread reads for a GPU at a time
 def build(folder: Path, *, stored: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
     """Build the model of a folder on the meta device, in the dtype that its configuration names.
 
-    ``stored`` is the dtype of a model whose configuration names none. Attention and experts are computed step by step
-    ("eager"), which is what llm-compressor calibrates with; fused attention differs in the last bit of bfloat16 from
-    the second layer on. Raises `CalibrationError` for what transformers cannot build.
+    ``stored`` is the dtype where the configuration names none (None: bfloat16). Attention and experts are computed step
+    by step ("eager"), which is what llm-compressor calibrates with; fused attention differs in the last bit of bfloat16
+    from the second layer on. Raises `CalibrationError` for a model that transformers cannot build.
     """
     try:
         config = read_config(folder, trust_remote_code=trust_remote_code)
@@ -53,7 +53,7 @@ def build(folder: Path, *, stored: torch.dtype | None = None, trust_remote_code:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor on disk that is read when it is indexed, which is when transformers wants it."""
+    """A tensor on disk that is read when it is indexed, as transformers does when it needs the tensor."""
 
     read: Callable[[], torch.Tensor]
 
@@ -64,9 +64,9 @@ class _Tensor:
 class Shards:
     """The tensors of a model folder, safetensors only.
 
-    ``only`` names the ones that are wanted, as they are stored: those of a quantized checkpoint that stay in 16 bit.
+    ``only`` limits them to these names, as they are stored: those of a quantized checkpoint that stay in 16 bit.
 
-    Weights that are not in 16 bit are decoded, see `encodings`, and have the names of 16-bit weights. Raises
+    Otherwise weights that are not in 16 bit are decoded (see `encodings`), and have the names of 16-bit weights. Raises
     `CalibrationError` for a folder without safetensors, and, without ``only``, for weights that cannot be decoded.
     """
 
@@ -87,13 +87,13 @@ class Shards:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the weights, without the scales that some are decoded with."""
+        """Return the names of the weights, without the scales that some are decoded with."""
         scales = {scale for _, encoded in self._encoded.values() for scale in encoded.scales}
         decoded = {elements: name for name, (elements, _) in self._encoded.items()}
         return tuple(decoded.get(name, name) for name in self._place if name not in scales)
 
     def _recognise(self) -> dict[str, tuple[str, Encoded]]:
-        """Return the tensor of elements of each encoded weight and its encoding, by the weight's plain name."""
+        """Map the plain name of each encoded weight to the name of its stored tensor and its encoding."""
         stored: dict[str, Stored] = {}
         for name, file in self._place.items():
             part = self._mapped(file).get_slice(name)
@@ -104,17 +104,21 @@ class Shards:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the first tensor that is no integer and not encoded; None where there is none."""
+        """Return the dtype of the first tensor stored as BF16, F16 or F32, scales included; None if there is none."""
         dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
         kinds = (self._mapped(file).get_slice(name).get_dtype() for name, file in self._place.items())
         return next((dtypes[kind] for kind in kinds if kind in dtypes), None)
 
     def unmap(self) -> None:
-        """Let go of the files; those that a tensor lies in stay mapped until that is gone."""
+        """Close the mapped files; a file stays mapped while a tensor that was read from it exists."""
         self._open = {}
 
     def read(self, name: str, device: str) -> torch.Tensor:
-        """A tensor on a device; on a CPU a part of the mapped file, of which nothing is in memory until it is used."""
+        """Return a tensor on ``device``, decoded if it is encoded.
+
+        On a CPU a tensor that is not encoded is a view of the mapped file, of which nothing is in memory until it is
+        used. Raises `OSError` or `SafetensorError` where it cannot be read.
+        """
         read = self._view if device.startswith("cpu") else partial(self._uploaded, device=device)
         if name not in self._encoded:
             return read(name)
@@ -132,7 +136,7 @@ class Shards:
         return self._mapped(self._place[name]).get_tensor(name)
 
     def _uploaded(self, name: str, device: str) -> torch.Tensor:
-        """Read in pieces into pinned memory, and copied from there beside what the GPU computes.
+        """Read a tensor in pieces into pinned memory, and copy each to the GPU on a stream of its own.
 
         Through a map a page fault would be taken every few pages, and unpinned memory is copied twice.
         """
@@ -153,7 +157,7 @@ class Shards:
         return tensor
 
     def _start(self, name: str) -> int:
-        """Return a tensor's first byte in its file, whose header safetensors accepted."""
+        """Return the offset of a tensor's first byte in its file."""
         file = self._place[name]
         if file not in self._starts:
             with (self.folder / file).open("rb") as stream:
@@ -166,7 +170,10 @@ class Shards:
 
 @cache
 def _upload_stream(device: str) -> Any:
-    """One for all weights: the allocator keeps what was freed for the stream that it was taken for."""
+    """Return the CUDA stream on which all weights are uploaded to a device.
+
+    It is one for all: the allocator keeps freed memory for the stream that it was allocated on.
+    """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -179,7 +186,7 @@ def _fill(file: Any, into: memoryview) -> None:
 
 
 def _require_readable(config: Mapping[str, Any], folder: Path) -> bool:
-    """Whether the weights are encoded; raises `CalibrationError` for a source that cannot be decoded."""
+    """Return whether the configuration declares encoded weights. Raises `CalibrationError` for undecodable ones."""
     text = config.get("text_config")
     declared = config.get("quantization_config") or (text if isinstance(text, dict) else {}).get("quantization_config")
     if declared is None or (reason := obstacle(declared)) is None:
@@ -190,7 +197,10 @@ def _require_readable(config: Mapping[str, Any], folder: Path) -> bool:
 
 
 class Weights:
-    """The weights of one model that was built on the meta device, put on one device part by part."""
+    """Loads and frees the weights of one model that was built on the meta device, part by part, on one device.
+
+    ``owned`` maps tensor names on disk to parameter names.
+    """
 
     def __init__(self, model: Any, shards: Shards, owned: Mapping[str, str], device: str) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -213,14 +223,14 @@ class Weights:
         }
 
     def is_mapped(self, parameter: str) -> bool:
-        """Whether a parameter may lie in a mapped file, which is not to be written to."""
+        """Return whether a parameter may lie in a mapped file, which must not be written to."""
         return self._device.startswith("cpu") and parameter not in self._stacks
 
     def load(self, parameters: Iterable[str]) -> None:
-        """Put parameters and persistent buffers of the model, by their own names, onto the device.
+        """Load parameters and persistent buffers, given by the model's names, onto the device.
 
-        A weight on a CPU that is used as it is stored lies in the mapped file, and is read when it is used. Raises
-        `CalibrationError` for one that is not in the checkpoint, or has another shape there.
+        On a CPU a weight that is used as it is stored is mapped from the file, and read when it is used. Raises
+        `CalibrationError` for a parameter that is not in the checkpoint, cannot be read, or has another shape there.
         """
         parameters = list(parameters)
         present = {parameter for parameter in parameters if parameter in self._by_owner}
@@ -242,7 +252,7 @@ class Weights:
             raise CalibrationError(f"{self._shards.folder}: {absent[0]} is not in the checkpoint")
 
     def _parts(self, parameters: Iterable[str]) -> Iterator[list[str]]:
-        """Cut names into parts of about a gigabyte: transformers reads ahead of what it stacks and casts."""
+        """Yield the parameter names in parts of about a gigabyte: transformers reads ahead of what it stacks."""
         state = self._model.state_dict()
         part: list[str] = []
         size = 0
@@ -293,15 +303,15 @@ class Weights:
             raise CalibrationError(f"{self._shards.folder}: {name} cannot be loaded: {reason}")
 
     def free(self, names: Iterable[str]) -> None:
-        """Let go of parameters and persistent buffers; the model keeps their shapes."""
+        """Free parameters and persistent buffers: they move to the meta device, where they keep their shapes."""
         for name in names:
             _assign(self._model, name, _get(self._model, name).to("meta"))
 
 
 def settle_buffers(model: Any, device: str) -> None:
-    """Put what no checkpoint holds (rotary frequencies, scales of embeddings) onto a device, and compute it there.
+    """Compute the buffers that no checkpoint holds (rotary frequencies, scales of embeddings) on a device.
 
-    As transformers does it after loading: a module initialises the buffers that nothing was loaded into.
+    As transformers does after loading: a module initialises the buffers that nothing was loaded into.
     """
     for name, buffer in model.named_non_persistent_buffers():
         _assign(model, name, torch.empty_like(buffer, device=device))
@@ -311,12 +321,12 @@ def settle_buffers(model: Any, device: str) -> None:
 
 
 def held(model: Any, prefix: str = "") -> list[str]:
-    """Names of the parameters and persistent buffers below a module."""
+    """Return the names of the parameters and persistent buffers below module ``prefix`` ("" for the whole model)."""
     return [name for name in model.state_dict() if not prefix or name.startswith(f"{prefix}.")]
 
 
 def nbytes(model: Any, names: Iterable[str]) -> int:
-    """Bytes that parameters take on a device, by their shapes."""
+    """Return the bytes that the named parameters and buffers take, by their shapes and dtypes."""
     state = model.state_dict()
     return sum(state[name].numel() * state[name].element_size() for name in names)
 

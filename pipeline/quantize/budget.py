@@ -35,9 +35,9 @@ _EXPERTS = ".experts."
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A scheme for a group: what it is predicted to cost, nats of KL, and the bits that are stored for all of it.
+    """A scheme for a group: its predicted ``cost`` in nats of KL, and the ``bits`` stored for all the group's weights.
 
-    ``time`` is its estimated share of what all groups take in 16 bit; None where bits are what is spent.
+    ``time`` is its estimated share of the time that all groups take in 16 bit; None where the budget is in bits.
     """
 
     scheme: str
@@ -47,13 +47,13 @@ class Option:
 
     @property
     def price(self) -> float:
-        """Return its price in the budget: bits, or time where the budget is a speedup."""
+        """Return what the option takes of the budget: its bits, or its time where the budget is a speedup."""
         return self.bits if self.time is None else self.time
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Modules that get one scheme, by name on disk; ``weights`` counts their weights."""
+    """Modules, by name on disk, that get one scheme; ``weights`` counts their weights, ``options`` are the schemes."""
 
     name: str
     modules: tuple[str, ...]
@@ -62,7 +62,7 @@ class Group:
 
     @property
     def useful(self) -> tuple[Option, ...]:
-        """The options that nothing cheaper is as good as, from the lowest price to the least cost."""
+        """Return the options that cost less than every cheaper one, from the lowest price to the least cost."""
         efficient: list[Option] = []
         for option in sorted(self.options, key=lambda option: (option.price, option.cost, option.scheme)):
             if not efficient or option.cost < efficient[-1].cost:
@@ -71,7 +71,7 @@ class Group:
 
     @property
     def hull(self) -> tuple[Option, ...]:
-        """Those of them that are worth their price: each saves less for it than the one before."""
+        """Return the useful options on the lower convex hull of (price, cost), from the lowest price on."""
         hull: list[Option] = []
         for option in self.useful:
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], option):
@@ -81,15 +81,15 @@ class Group:
 
 
 def _slope(cheaper: Option, dearer: Option) -> float:
-    """Return the cost that a bit more saves between two options."""
+    """Return the cost saved per unit of price between two options."""
     return (cheaper.cost - dearer.cost) / (dearer.price - cheaper.price)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A choice: mean ``bits`` of a weight, predicted ``cost`` in nats of KL, and the scheme of each group by name.
+    """A choice of schemes: mean ``bits`` per weight, predicted ``cost`` in nats of KL, each group's scheme by its name.
 
-    ``speedup`` is the estimated one over 16 bit, of the groups alone; None where bits are what is spent.
+    ``speedup`` is the estimated speedup of the groups alone over 16 bit; None where the budget is in bits.
     """
 
     bits: float
@@ -99,17 +99,17 @@ class Point:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Groups by scheme, the most frequent first."""
+        """Return the number of groups by scheme, the most frequent scheme first."""
         return dict(Counter(self.schemes.values()).most_common())
 
     @property
     def spent(self) -> str:
-        """Word the budget that was spent."""
+        """Return the budget that was spent, in words."""
         estimated = "" if self.speedup is None else f", estimated {self.speedup:.2f} x 16 bit until it was served"
         return f"{self.bits:.2f} bits{estimated}"
 
     def to_json(self) -> dict[str, Any]:
-        """Bits of a weight, predicted cost in nats, and groups by scheme."""
+        """Return bits per weight, predicted cost in nats, the number of groups by scheme and, if any, the speedup."""
         estimated = {} if self.speedup is None else {"estimated_speedup": round(self.speedup, 4)}
         return {"bits": round(self.bits, 4), "cost": self.cost, "groups": self.counts, **estimated}
 
@@ -122,7 +122,7 @@ class _BudgetStep:
 
     @property
     def key(self) -> tuple[float, str, float]:
-        """The steepest first; of equals by name, so that the same figures give the same choice."""
+        """Return the sort key: the steepest step first; equal ones by the group's name, to be reproducible."""
         return -_slope(self.before, self.after), self.group, self.after.price
 
 
@@ -146,7 +146,7 @@ def _point(groups: Sequence[Group], chosen: Mapping[str, Option]) -> Point:
 
 
 def frontier(groups: Sequence[Group]) -> tuple[Point, ...]:
-    """Every choice that is the best for its bits or its time, from the fewest on; each has one group more in more."""
+    """Return the Pareto-optimal choices by increasing price; each gives one group its next option on the hull."""
     chosen = {group.name: group.hull[0] for group in groups}
     points = [_point(groups, chosen)]
     for step in _steps(groups):
@@ -156,9 +156,9 @@ def frontier(groups: Sequence[Group]) -> tuple[Point, ...]:
 
 
 def spend(groups: Sequence[Group], budget: float) -> Point:
-    """The choice that costs the least with at most so many bits a weight, or of timed groups at such a speedup.
+    """Return the choice of least cost with at most ``budget`` bits per weight, or for timed groups at that speedup.
 
-    Raises `UserError` where none has so few, or is so fast.
+    Raises `UserError` where no choice has so few bits, or is so fast.
     """
     import numpy as np
 
@@ -204,12 +204,12 @@ RESOLUTION: Final = 0.25
 def next_try(
     groups: Sequence[Group], budget: float, count: int, failed: Sequence[Point], passed: Sequence[Point]
 ) -> Point | None:
-    """Return the choice that a search of ``count`` tries makes next; None where it is over.
+    """Return the choice that a search of at most ``count`` tries measures next; None where the search is over.
 
-    It begins with the budget. While nothing has passed it goes half of the way to the least cost of all, in bits and in
-    the logarithm of the predicted cost; the least cost is its last try. After a PASS it goes down again, half of the
-    way in bits to the largest choice that failed, until that is `RESOLUTION` away. Raises `UserError` where the budget
-    is too small.
+    ``failed`` and ``passed`` are the choices tried so far. The first try spends the budget; if it passes, the search
+    ends. While nothing has passed, it goes half of the way to the least cost of all, in bits and in the logarithm of
+    the predicted cost; the least cost is its last try. After a PASS it goes down again, half of the way in bits to the
+    largest choice that failed, until that is `RESOLUTION` away. Raises `UserError` where the budget is too small.
     """
     if not failed and not passed:
         return spend(groups, budget)
@@ -234,7 +234,7 @@ def next_try(
 
 
 def costliest(groups: Sequence[Group], schemes: Mapping[str, str], most: int = 3) -> list[tuple[str, str, float]]:
-    """The groups that cost the most as they were chosen: name, scheme and share of the predicted cost."""
+    """Return the ``most`` groups of highest predicted cost in the chosen ``schemes``: name, scheme, share of cost."""
     costs = [
         (group.name, o.scheme, o.cost) for group in groups for o in group.options if o.scheme == schemes[group.name]
     ]
@@ -246,7 +246,10 @@ _LAYER = re.compile(r"(.*?\.)(\d+)\.(.+)")
 
 
 def overrides(groups: Sequence[Group], schemes: Mapping[str, str]) -> tuple[str, list[dict[str, Any]]]:
-    """The scheme of the most modules, and overrides for the others: groups alike in several layers are one pattern."""
+    """Return the scheme of the most modules, and a recipe's overrides {"modules": patterns, "scheme": name} for others.
+
+    Groups of the same name in several layers become one pattern.
+    """
     count: Counter[str] = Counter()
     layers: defaultdict[str, defaultdict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
     for group in groups:
@@ -270,7 +273,11 @@ def overrides(groups: Sequence[Group], schemes: Mapping[str, str]) -> tuple[str,
 
 
 def _pattern(before: str, after: str, numbers: Sequence[str]) -> str:
-    """``re:`` of groups that are called alike in these layers: mlp.down_proj, self_attn.{q_proj, k_proj}, experts.*"""
+    """Return one ``re:`` pattern for groups of the same name in the layers ``numbers``.
+
+    ``before`` and ``after`` are what stands around the layer's number; ``after`` may be like mlp.down_proj,
+    self_attn.{q_proj, k_proj} or experts.*.
+    """
     which = numbers[0] if len(numbers) == 1 else f"({'|'.join(numbers)})"
     if after.endswith(".*"):
         return f"re:{re.escape(before)}{which}\\.{re.escape(after.removesuffix('*'))}"
@@ -280,7 +287,7 @@ def _pattern(before: str, after: str, numbers: Sequence[str]) -> str:
 
 
 def fastest(hardware: Hardware, names: Sequence[str]) -> float:
-    """Return the most that the schemes can gain over 16 bit, by reading or by multiplying."""
+    """Return the largest speedup over 16 bit that the named schemes can give, by reading or by multiplying."""
     reading = 16 / min(scheme(name).bits_per_weight for name in names)
     return max(reading, *(hardware.flops(_dtype(name)) / hardware.flops("bf16") for name in names))
 
@@ -291,7 +298,7 @@ def _dtype(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Return the time of linear layers on an accelerator by its data sheet: an estimate until a checkpoint was served.
+    """Estimate of the time of linear layers on an accelerator by its data sheet, used until a checkpoint was served.
 
     A product takes the longer of reading its weights and multiplying: each request of a cell reads them once for its
     prompt, and for each token of its answer shares them with all that are in flight. Cells count alike, each against
@@ -305,7 +312,7 @@ class Roofline:
     routed: float = 1.0
 
     def timed(self, groups: Sequence[Group]) -> tuple[Group, ...]:
-        """The groups with each option's estimated time, as a share of what all of them take in 16 bit."""
+        """Return the groups with each option's estimated time, as a share of what all groups take in 16 bit."""
         plain = [self._times(group, 16.0 * group.weights, "bf16") for group in groups]
         totals = [sum(times) for times in zip(*plain, strict=True)]
 
@@ -322,7 +329,7 @@ class Roofline:
         )
 
     def _times(self, group: Group, bits: float, dtype: str) -> list[float]:
-        """Seconds that a request takes in each cell."""
+        """Return the estimated seconds of a group's products for a request of each cell; ``bits`` are stored in all."""
         routed = self.routed if _EXPERTS in group.modules[0] else 1.0
 
         def product(rows: int) -> float:

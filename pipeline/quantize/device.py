@@ -20,11 +20,11 @@ _Result = TypeVar("_Result")
 
 
 def resolve_device(name: str) -> str:
-    """PyTorch's name of a device: "auto" takes a GPU (ROCm's too is called cuda) where there is one.
+    """Return PyTorch's name of a device; "auto" is "cuda" where there is a GPU (also with ROCm), else "cpu".
 
-    It becomes this thread's current one: CUDA graphs, and an operation that forgets to ask, run there.
+    A GPU that is named becomes this thread's current device: CUDA graphs, and operations without a device, run there.
 
-    Raises `UserError` for one that PyTorch does not see.
+    Raises `UserError` for a device that PyTorch cannot use.
     """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,10 +37,10 @@ def resolve_device(name: str) -> str:
 
 
 def resolve_devices(names: str) -> tuple[str, ...]:
-    """The devices that work is spread over: "auto" takes every GPU, else the CPU; a list has commas. The first becomes
-    the current one.
+    """Return PyTorch's names of the devices to spread work over; "auto" takes every GPU, or else the CPU.
 
-    Raises `UserError` for one that PyTorch does not see.
+    ``names`` is a list separated by commas; the first GPU that it names becomes this thread's current device. Raises
+    `UserError` for a device that PyTorch cannot use.
     """
     if names == "auto" and torch.cuda.is_available():
         return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
@@ -48,7 +48,7 @@ def resolve_devices(names: str) -> tuple[str, ...]:
 
 
 def device_memory(device: str) -> int:
-    """Bytes of memory that a device has in all; a CPU's are the machine's, as far as the container's limits let us."""
+    """Return the bytes of memory of a device in all; for a CPU the machine's, or the container's limit if less."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     installed, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit()
@@ -56,7 +56,7 @@ def device_memory(device: str) -> int:
 
 
 def device_title(devices: Iterable[str]) -> str:
-    """Return the title of devices: ``8 x AMD Instinct MI300X``, or the model of the CPU."""
+    """Return the title of some devices, such as ``8 x AMD Instinct MI300X``, or the model of the CPU."""
     counts = Counter(
         torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name(Host())
         for device in devices
@@ -65,10 +65,10 @@ def device_title(devices: Iterable[str]) -> str:
 
 
 def give_back_memory() -> None:
-    """Return to the driver what PyTorch keeps of a GPU's memory for later.
+    """Return the memory that PyTorch holds unused on the GPUs to the driver.
 
-    A server that starts beside us counts on all of it: what calibration left in the allocator of this process is a
-    model's size.
+    A server that starts on the same GPU needs it: what calibration left in this process's allocator is as large as a
+    model.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -77,9 +77,10 @@ def give_back_memory() -> None:
 
 
 def map_devices(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """Return the results of work on items that lie on a device each, all at a time, in inference mode.
+    """Call ``work`` on all items at a time, in inference mode; return the results in the order of the items.
 
-    What fails first, in the order of the items, is raised when all have ended.
+    Each item lies on a device and has a thread of its own; a single item runs in this thread. An exception of the first
+    item that failed is raised when all threads have ended.
     """
     if len(items) == 1:  # in this thread, whose memory the C library gives back
         with torch.inference_mode():

@@ -28,18 +28,20 @@ _SESSION = ("truncation", "padding")  # how tokenizer.json was last used, and no
 
 
 def template_digest(folder: Path, override: str | None = None) -> str | None:
-    """SHA-256 of the chat template, hex; None for a folder without one.
+    """Return the SHA-256 of a folder's chat template, hex; None for a folder without one.
 
-    ``override`` is what a server was told to take in its place: a file, or the template itself.
+    ``override`` is the template that a server is told to use instead: a file, or the template itself. Raises
+    `UserError` where that file, or a configuration, cannot be read.
     """
     template = _template(folder) if override is None else _overriding(override)
     return None if template is None else hashlib.sha256(template.encode()).hexdigest()
 
 
 def tokenizer_digest(folder: Path) -> str | None:
-    """SHA-256 of what splits text into tokens, hex; None for a folder without a tokenizer.
+    """Return the SHA-256 of a folder's tokenizer files, hex; None for a folder without a tokenizer.
 
-    Of ``tokenizer.json`` the content counts and not its layout, which libraries change when they save it again.
+    Of ``tokenizer.json`` the content counts and not the layout, which libraries change when they save it again. Raises
+    `UserError` where that is not a JSON object.
     """
     if (folder / _FAST).is_file():
         content = {key: value for key, value in read_json(folder / _FAST).items() if key not in _SESSION}
@@ -54,7 +56,7 @@ def tokenizer_digest(folder: Path) -> str | None:
 
 
 def _template(folder: Path) -> str | None:
-    """The templates of a folder as one text; a file of its own comes before an entry of the configuration."""
+    """Return a folder's chat templates as one text; files come before the entry in the tokenizer's configuration."""
     files = [folder / _TEMPLATE, *sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))]
     texts = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
     if texts:
@@ -85,14 +87,15 @@ _DESCRIPTIONS = frozenset({"config.json", INDEX_NAME, "adapter_config.json"})
 
 
 def model_files(folder: Path) -> tuple[Path, ...]:
-    """The files of a model folder that belong to the model, sorted by name."""
+    """Return the paths of the files in a folder that belong to a model, sorted."""
     return tuple(sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}))
 
 
 def companions(source: Path, destination: Path, *, with_code: bool) -> dict[Path, Path]:
-    """Tokenizer, chat template, licence: the source's own, by where each belongs, in folders that are there.
+    """Map where each tokenizer, chat template and licence file of ``source`` belongs in ``destination`` to that file.
 
-    Code is among them only for a recipe that trusts it; what the weights are described by is not.
+    Subfolders of ``destination`` are created. Python files are included only ``with_code``; config.json, the index of
+    weights and an adapter's configuration never are.
     """
     patterns = (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES
     sources: dict[Path, Path] = {}
@@ -107,9 +110,10 @@ def companions(source: Path, destination: Path, *, with_code: bool) -> dict[Path
 def file_digests(
     folder: Path, memory: Path, *, advance: Callable[[int], None] = lambda _: None
 ) -> dict[str, tuple[int, str]]:
-    """Size in bytes and SHA-256 of each file of a model folder, by name.
+    """Return the size in bytes and the SHA-256, hex, of each file of a model folder, by its path below the folder.
 
-    ``memory`` is the store's root. Raises `UserError` for a folder that is not there or holds no model.
+    Digests of unchanged files are remembered below ``memory``, the store's root. ``advance`` gets the bytes of each
+    file. Raises `UserError` for a folder that is not there or holds no model.
     """
     files = model_files(folder) if folder.is_dir() else ()
     if not files:
@@ -131,7 +135,7 @@ def file_digests(
 
 
 def folder_digest(digests: dict[str, tuple[int, str]]) -> str:
-    """One SHA-256 for a folder: over the names, sizes and digests of its files."""
+    """Return one SHA-256, hex, over the names, sizes and digests of a folder's files (`file_digests`)."""
     return fingerprint([[name, size, digest] for name, (size, digest) in sorted(digests.items())])
 
 
@@ -144,7 +148,7 @@ def _remembered(store: Path) -> dict[str, str]:
 
 
 def _remember(store: Path, digests: dict[str, str]) -> None:
-    """Write the memory where that is possible; a store that refuses is told of by what must be written to it."""
+    """Write the digests to the file ``store``; an error is ignored, as the next required write reports it."""
     with suppress(OSError):
         store.parent.mkdir(parents=True, exist_ok=True)
         partial = store.with_name(f"{_MEMORY}.{os.getpid()}.partial")

@@ -24,9 +24,10 @@ _LEAST = 1e-10  # of a row of zeros, so that nothing divides by it
 def round_activations(
     x: torch.Tensor, activations: ActivationFormat, input_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The inputs of a linear layer, [..., I], as its scheme leaves them, a static one by ``input_scale``.
+    """Return the inputs of a linear layer, [..., I], rounded to the format of ``activations``, in float32.
 
-    In float32, but for a microscaling format: see `round_mx`.
+    Microscaling formats keep bfloat16, see `round_mx`. ``input_scale`` is the scale of a static format, for NVFP4 the
+    global one; other formats take their scales from ``x``.
     """
     if activations.group == MX_GROUP and x.numel():
         assert activations.dtype is not None  # noqa: S101 - a dynamic format has a type
@@ -41,13 +42,13 @@ def round_activations(
 
 
 def round_fp8(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """Through FP8 e4m3fn with a scale that is given: x / scale, saturated at 448, rounded to even; in x's dtype."""
+    """Round to FP8 e4m3fn by a given scale: x / scale, saturated at 448, to even, times scale; in x's dtype."""
     stored = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return stored.float().mul(scale).to(x.dtype)
 
 
 def round_nvfp4(x: torch.Tensor, overall: torch.Tensor) -> torch.Tensor:
-    """Through NVFP4 along the last dimension, float32, which 16 divides, below the global scale ``overall``, [].
+    """Round float32 to NVFP4 along the last dimension, a multiple of 16, with the global scale ``overall``, [].
 
     A group's scale is a sixth of its largest magnitude times the global one, in E4M3. Groups that round to a scale of
     zero become zero.
@@ -62,11 +63,14 @@ def round_nvfp4(x: torch.Tensor, overall: torch.Tensor) -> torch.Tensor:
 
 
 def kv_cache(config: Any, scales: Scales, round_: Callable[..., torch.Tensor] = round_fp8) -> Any:
-    """An empty cache of transformers; with ``scales`` it rounds K and V, [batch, heads, tokens, head_dim]."""
+    """Return an empty cache of transformers that rounds K and V, [batch, heads, tokens, head_dim], by ``scales``.
+
+    ``round_(tensor, scale)`` rounds them. Without scales the cache rounds nothing.
+    """
     from transformers import DynamicCache
 
     class RoundingCache(DynamicCache):  # type: ignore[misc]  # transformers has no types that mypy could follow
-        """Rounds what it is given, then keeps it."""
+        """A cache that rounds keys and values before it stores them."""
 
         def update(self, key: Any, value: Any, layer_idx: int, *rest: Any, **named: Any) -> Any:
             of_key, of_value = scales[layer_idx]
@@ -76,10 +80,11 @@ def kv_cache(config: Any, scales: Scales, round_: Callable[..., torch.Tensor] = 
 
 
 def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Through an OCP microscaling format along the last dimension, which 32 divides.
+    """Round to an OCP microscaling format with elements of ``dtype`` along the last dimension, a multiple of 32.
 
-    In bfloat16 for such x, which holds all results, else in float32. The scale is 2 ** (floor(log2 amax) - emax), one
-    exponent more where amax would round up to the next power of two; 2 ** -126 is the least. x is below 2 ** 100.
+    The result is bfloat16 for bfloat16, which holds all results, else float32. The scale is 2 ** (floor(log2 amax) -
+    emax), one exponent more where amax would round up to the next power of two; 2 ** -126 is the least. x must be below
+    2 ** 100.
     """
     element = ELEMENT_TYPES[dtype]
     mantissa_bits, largest = element.mantissa_bits, element.largest
@@ -104,7 +109,7 @@ def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _by_row(x: torch.Tensor, dtype: str | None, group: int | None) -> torch.Tensor:
-    """With a scale for each row, or for each group of a row, from its largest magnitude."""
+    """Round to int8 or FP8 with a scale for each row, or for each ``group`` of a row, from its largest magnitude."""
     from torch.nn.functional import pad
 
     width = x.shape[-1]

@@ -29,10 +29,10 @@ _ALTERS: tuple[Alters, ...] = ("nothing", "rounding", "channels", "everything")
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """An engine's support of an algorithm.
+    """An engine's support of an algorithm: the ``schemes`` that it can make.
 
-    ``record`` is the name that the library writes into what it made; ``package`` a distribution that the library needs
-    beside itself, None where it needs nothing.
+    ``record`` is the name of the algorithm that the library writes into a checkpoint; ``package`` a distribution that
+    the library needs in addition, None where it needs none.
     """
 
     schemes: tuple[str, ...]
@@ -42,7 +42,11 @@ class Support:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One row of the table."""
+    """One row of the table of algorithms.
+
+    ``alters`` says how the model differs from its source beside rounding, ``calibrated`` whether samples are needed,
+    ``engines`` maps engines to their support, and ``harms`` names schemes that the algorithm may make worse.
+    """
 
     name: str
     description: str
@@ -52,7 +56,10 @@ class Algorithm:
     harms: tuple[str, ...] = ()
 
     def refusal(self, engine: str, scheme_name: str) -> str | None:
-        """Why an engine does not run it for a scheme, in one clause with those that do; None when it does."""
+        """Return why an engine cannot run the algorithm for a scheme, in one clause that names the engines that can.
+
+        None where the engine can run it.
+        """
         if self.name == "none" or (engine in self.engines and scheme_name in self.engines[engine].schemes):
             return None
         able = [name for name, support in self.engines.items() if scheme_name in support.schemes]
@@ -60,7 +67,7 @@ class Algorithm:
         return f"engine {engine} has no {self.name} for {scheme_name}: {others}"
 
     def caution(self, schemes: Collection[str]) -> str | None:
-        """Return a caution about schemes made by it; None where nothing is known against it."""
+        """Return a caution if any of ``schemes`` may get worse by the algorithm; None otherwise."""
         harmed = [name for name in self.harms if name in schemes]
         if not harmed:
             return None
@@ -72,12 +79,12 @@ class Algorithm:
 
 @cache
 def table() -> Mapping[str, Algorithm]:
-    """Every algorithm by name, in the order of the file."""
+    """Return all algorithms by name, in the order of the file."""
     return rows(Algorithm, load_table(__file__, "algorithms.yaml"))
 
 
 def algorithm(name: str) -> Algorithm:
-    """The algorithm of that name; `KeyError` where there is none."""
+    """Return the algorithm of that name. Raises `KeyError` where there is none."""
     return table()[name]
 
 
@@ -87,16 +94,21 @@ _PLAIN = frozenset({"QuantizationModifier"})  # rounds to the nearest
 
 
 def record(names: Sequence[str], checkpoint_format: str) -> tuple[list[str], str | None]:
-    """A library's record of algorithms in its layout: their names, and the `RECIPE` that holds them, None for Quark."""
+    """Return how a library records the named algorithms in a layout: their names there, and the text of `RECIPE`.
+
+    The text is None for Quark, which has no such file. Raises `KeyError` for an algorithm that the library does not
+    have.
+    """
     records = [table()[name].engines[_ENGINES[checkpoint_format]].record for name in names]
     text = yaml.safe_dump({"default_stage": {"default_modifiers": {name: {} for name in records}}}, sort_keys=False)
     return records, None if checkpoint_format == "quark" else text
 
 
 def recorded_algorithms(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Names of the table of algorithms, in the order of the record; a library's own name where no row has it.
+    """Return the algorithms that a checkpoint records, in the order of its record; () where its format is unknown.
 
-    Raises `UserError` for a ``recipe.yaml`` that cannot be read.
+    Names are those of the table, or the library's own where no row has it. Raises `UserError` for a ``recipe.yaml``
+    that cannot be read.
     """
     declared: Mapping[str, Any] = checkpoint.config.get("quantization_config") or {}
     method = str(declared.get("quant_method"))
@@ -109,7 +121,10 @@ def recorded_algorithms(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def recorded_alterations(checkpoint: Checkpoint) -> Alters:
-    """Return how a checkpoint differs from its source beside rounding; in everything where a record is in no row."""
+    """Return how a checkpoint differs from its source beside rounding; "everything" if it records an unknown algorithm.
+
+    Of several algorithms the farthest-reaching counts. Raises `UserError` for a ``recipe.yaml`` that cannot be read.
+    """
     names = recorded_algorithms(checkpoint)
     alterations = [table()[name].alters if name in table() else "everything" for name in names]
     return max(alterations, key=_ALTERS.index, default="nothing")

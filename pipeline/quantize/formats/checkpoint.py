@@ -36,7 +36,7 @@ SIXTEEN_BIT = frozenset({"BF16", "F16"})
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file: its safetensors dtype, its shape, and its place in the file, in bytes from the start."""
+    """One tensor of a file: its safetensors dtype, its shape, and its bytes [start, end) in the file."""
 
     name: str
     dtype: str
@@ -46,25 +46,25 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Size on disk, bytes."""
+        """Return the size on disk in bytes."""
         return self.end - self.start
 
     @property
     def parameters(self) -> int:
-        """Number of stored elements."""
+        """Return the number of elements by the stored shape."""
         return prod(self.shape)
 
 
 def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes that a tensor of a safetensors dtype takes."""
+    """Return the bytes that a tensor of a safetensors dtype and shape takes."""
     return (prod(shape) * ITEM_BITS[dtype] + 7) // 8
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read a file's header, which the library has proven to describe exactly the bytes that are there.
+    """Read the header of a safetensors file, which the safetensors library has checked; return its tensors by name.
 
-    Returns the tensors by name, in file order. Raises `UserError` for a file that is not safetensors, is cut short,
-    has holes or overlaps, or whose shapes and sizes disagree.
+    The tensors are in file order. Raises `UserError` for a file that is not safetensors, is cut short, has holes or
+    overlaps, or whose shapes and sizes disagree.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -87,10 +87,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """Encode a header for tensors (name, dtype, shape) that follow each other in this order.
+    """Return the safetensors header for tensors (name, dtype, shape) that follow each other in this order.
 
-    The JSON is padded with spaces to a multiple of 8 bytes, as the reference implementation does, so that the data
-    starts aligned.
+    It includes its length in front. The JSON is padded with spaces to a multiple of 8 bytes, as the reference
+    implementation does, so that the data starts aligned.
     """
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -105,7 +105,7 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder in the Hugging Face layout; ``tensors`` maps each name to its shard's file name and place."""
+    """A model folder in the Hugging Face layout; ``tensors`` maps each name to its file's name and its place there."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -114,17 +114,17 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(info.nbytes for _, info in self.tensors.values())
 
     def in_shard(self, shard: str) -> tuple[TensorInfo, ...]:
-        """The tensors of one shard, in file order."""
+        """Return the tensors of one file, in file order."""
         infos = [info for name, info in self.tensors.values() if name == shard]
         return tuple(sorted(infos, key=lambda info: info.start))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raise `UserError` with the line and column of a fault."""
+    """Read a JSON object from a file. Raises `UserError`, for a syntax error with its line and column."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -141,10 +141,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open a folder and prove that configuration, index and shards agree.
+    """Open a model folder, and check that configuration, index and files agree.
 
-    Raises `UserError` for a missing ``config.json``, weights that are not safetensors, shards that the index names
-    but the folder lacks, tensors that the index places elsewhere than they are, and names that leave the folder.
+    Raises `UserError` for a missing ``config.json``, weights that are not safetensors, files that the index names but
+    the folder lacks, tensors that are in several files or not where the index places them, and names that leave the
+    folder.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.", hint="A model folder holds config.json and *.safetensors.")
@@ -186,7 +187,7 @@ _AHEAD = 64 << 20  # bytes that the kernel is asked to fetch before they are nee
 
 
 class Files:
-    """The files of a folder, opened when they are first read, for reads from any thread into buffers of one's own.
+    """Files of a folder, opened when they are first read; any thread may read into its own buffer.
 
     Nothing is mapped: pages of a map count as this process's memory, and are given to it 4 KiB at a time.
     """
@@ -197,15 +198,15 @@ class Files:
         self._lock = Lock()
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all files."""
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
 
     def read(self, shard: str, name: str, offset: int, into: memoryview, *, ahead: bool = True) -> None:
-        """Fill a buffer from one place. Raises `StageError` naming file and tensor.
+        """Fill the buffer ``into`` from file ``shard`` at ``offset``. Raises `StageError` naming the file and ``name``.
 
-        ``ahead`` asks the kernel for what follows, which is of use to those who read on.
+        With ``ahead`` the kernel is asked to fetch the bytes that follow, for a caller that reads on.
         """
         try:
             descriptor = self._open.get(shard) or self._opened(shard)
@@ -231,7 +232,7 @@ class Files:
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """PyTorch's dtype of a safetensors dtype of whole bytes."""
+    """Return PyTorch's dtype for a safetensors dtype. Raises `AttributeError` for types of less than a byte."""
     names = {"BOOL": "bool", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
              "F8_E8M0": "float8_e8m0fnu"}  # fmt: skip
     kinds = {"U": "uint", "I": "int", "F": "float"}
@@ -240,7 +241,7 @@ def torch_dtype(dtype: str) -> torch.dtype:
 
 
 class Reader:
-    """Reads tensors of a checkpoint, or rows of them, from any thread and onto any device."""
+    """Reads tensors of a checkpoint, or rows of them, onto one device; any thread may use it."""
 
     def __init__(self, checkpoint: Checkpoint, device: str = "cpu") -> None:
         self._checkpoint, self._files, self._device = checkpoint, Files(checkpoint.folder), device
@@ -255,26 +256,26 @@ class Reader:
         return name in self._checkpoint.tensors
 
     def info(self, name: str) -> TensorInfo:
-        """Return a tensor's entry in its file's header."""
+        """Return a tensor's entry in its file's header. Raises `KeyError` for a name that is not there."""
         return self._checkpoint.tensors[name][1]
 
     def __call__(self, name: str) -> torch.Tensor:
-        """The tensor of that name, as it is stored."""
+        """Return the whole tensor of that name, as it is stored. Raises `StageError` where it cannot be read."""
         shape = self.info(name).shape
         return self.rows(name, 0, shape[0] if shape else 1).view(shape)
 
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) of a tensor, as they are stored; a single number is one row."""
+        """Return rows [first, last) of a tensor, as they are stored; a scalar counts as one row."""
         shape = self.info(name).shape
         return self._flat(name, first, last, prod(shape[1:])).view(last - first, *shape[1:])
 
     def matrix_rows(self, name: str, index: int, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) of one matrix of a stack [E, R, C], as they are stored: [last - first, C]."""
+        """Return rows [first, last) of matrix ``index`` of a stack [E, R, C], as they are stored: [last - first, C]."""
         _, height, columns = self.info(name).shape
         return self._flat(name, index * height + first, index * height + last, columns)
 
     def _flat(self, name: str, first: int, last: int, columns: int) -> torch.Tensor:
-        """Rows [first, last) of a tensor seen as one matrix of ``columns``."""
+        """Return rows [first, last) of a tensor viewed as a matrix with ``columns`` columns."""
         shard, info = self._checkpoint.tensors[name]
         width = columns * ITEM_BITS[info.dtype] // 8
         size = (last - first) * width
@@ -284,7 +285,7 @@ class Reader:
         return raw.to(self._device).view(torch_dtype(info.dtype)).view(last - first, columns)
 
     def _buffer(self, size: int) -> torch.Tensor:
-        """This thread's memory that a GPU reads at the full speed of its bus, the same again each time."""
+        """Return ``size`` bytes of this thread's pinned memory, uint8; the same memory is returned again each time."""
         buffer: torch.Tensor | None = getattr(self._pinned, "buffer", None)
         if buffer is None or buffer.numel() < size:
             buffer = self._pinned.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)

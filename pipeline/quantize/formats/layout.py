@@ -23,13 +23,13 @@ from quantmint.pipeline.quantize.formats.checkpoint import tensor_bytes
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The choice for a model: schemes by module, exceptions, cache.
+    """What is quantized in a model: schemes by module, modules that stay in 16 bit, and the KV cache.
 
-    ``schemes`` maps each quantized linear module to its scheme; ``kept`` are the modules with a two-dimensional
-    weight that stay in 16 bit, routers included, because vLLM must be told about each of them; ``kv_cache`` is
-    whether static FP8 scales are stored for the attention modules, ``kv_per_head`` whether there is one a KV head;
-    ``prefixes`` are what the names of a multi-token predictor's modules begin with, ``aliases`` the names by which vLLM
-    asks for modules, where they are not their own.
+    ``schemes`` maps each quantized linear module to its scheme; ``kept`` are the modules with a two-dimensional weight
+    that stay in 16 bit, routers included, because vLLM must be told about each of them; ``kv_cache`` is whether static
+    FP8 scales are stored for the attention modules, ``kv_per_head`` whether there is one for each KV head; ``prefixes``
+    are what the names of a multi-token predictor's modules begin with, ``aliases`` the names by which vLLM asks for
+    modules, where they are not their own.
     """
 
     schemes: Mapping[str, str]
@@ -40,12 +40,12 @@ class Choice:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def named(self, modules: Iterable[str]) -> list[str]:
-        """Modules with the other names by which vLLM asks for them, sorted."""
+        """Return the names of ``modules`` and all aliases by which vLLM asks for them, sorted."""
         return sorted({name for module in modules for name in (module, *self.aliases.get(module, ()))})
 
     @property
     def ignored(self) -> list[str]:
-        """Names, and expressions after ``re:``, of what servers must not look for scales of.
+        """Return the names, and patterns after ``re:``, of the modules for which servers must not look for scales.
 
         Servers build the modules of a multi-token predictor under names of their own, which begin like those on disk.
         """
@@ -53,21 +53,22 @@ class Choice:
 
     @property
     def default(self) -> str:
-        """The scheme of the most modules."""
+        """Return the scheme of the most modules."""
         return most_frequent(self.schemes.values())
 
 
 def most_frequent(names: Iterable[str]) -> str:
-    """Return the most frequent value; the first by name among equals."""
+    """Return the most frequent of ``names``; among equals the first in alphabetical order."""
     names = list(names)
     return max(sorted(set(names)), key=names.count)
 
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """The scheme of each module by a ``quantization_config``; None for 16 bit, and for an unknown scheme.
+    """What a ``quantization_config`` says of each module: its scheme, or None for 16 bit and for unknown settings.
 
-    ``unknown`` holds descriptions of settings that are not in the table of schemes, by module.
+    ``unknown`` describes the settings of modules that match no scheme in the table; ``kv_cache`` is whether an FP8 KV
+    cache is declared.
     """
 
     schemes: Mapping[str, str | None]
@@ -77,7 +78,7 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that belongs in a checkpoint; ``role`` is its name's last part in the format's table."""
+    """A tensor that belongs in a checkpoint; ``role`` is the last part of its name in the format's table, or "copy"."""
 
     name: str
     role: str
@@ -86,7 +87,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size on disk, bytes."""
+        """Return the size on disk in bytes."""
         return tensor_bytes(self.dtype, self.shape)
 
 
@@ -97,7 +98,7 @@ def _table(name: str) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
 
 @cache
 def _declared(checkpoint_format: str, scheme: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """All settings of a scheme's weights and inputs; None: not quantized."""
+    """Return all settings that a format declares for a scheme's weights and inputs; None for inputs not quantized."""
     table = _table("layouts.yaml")[checkpoint_format]
     row = table["schemes"][scheme]
     inputs = row["inputs"]
@@ -105,16 +106,17 @@ def _declared(checkpoint_format: str, scheme: str) -> tuple[dict[str, Any], dict
 
 
 def stores(checkpoint_format: str, scheme: str) -> bool:
-    """Whether the format has a layout for the scheme."""
+    """Return whether a checkpoint format can store a scheme."""
     return scheme in _table("tensors.yaml").get(checkpoint_format, {})
 
 
 def weight_tensors(
     checkpoint_format: str, scheme: str, module: str, shape: tuple[int, int], scale_dtype: str
 ) -> tuple[StoredTensor, ...]:
-    """Return the tensors stored for a linear module whose 16-bit weight is ``shape`` = [O, I].
+    """Return the tensors stored for a linear module whose 16-bit weight has ``shape`` [O, I].
 
-    Raises `UserError` where the format has no layout for the scheme.
+    Scales that take the weight's dtype get ``scale_dtype``, a safetensors dtype. Raises `UserError` where the format
+    has no layout for the scheme.
     """
     if not stores(checkpoint_format, scheme):
         stored_schemes = ", ".join(sorted(_table("tensors.yaml").get(checkpoint_format, {})))
@@ -140,7 +142,7 @@ def _dimension(token: str | int, shape: tuple[int, int]) -> int:
 
 
 class Layout(ABC):
-    """A checkpoint format."""
+    """A checkpoint format: it writes a ``quantization_config``, reads one back, and names the stored scales."""
 
     name: ClassVar[str]
     _keys: ClassVar[tuple[str, str]]
@@ -149,21 +151,21 @@ class Layout(ABC):
 
     @abstractmethod
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
-        """The value of ``quantization_config`` in ``config.json``."""
+        """Return the value of ``quantization_config`` in ``config.json`` for a choice."""
 
     def kv_scale_names(self, attention: str) -> tuple[str, str]:
-        """The names of the K and the V scale of an attention module."""
+        """Return the names of the K and the V scale of an attention module."""
         return f"{attention}.{self._kv_scales[0]}", f"{attention}.{self._kv_scales[1]}"
 
     @abstractmethod
     def kv_scale_shape(self, heads: int | None = None) -> tuple[int, ...]:
-        """The shape of a KV scale: one for a layer, or one for each of its ``heads``.
+        """Return the shape of a KV scale: of one for a layer (None), or of one for each of its ``heads``.
 
         Raises `UserError` where the format has no scales by head.
         """
 
     def claims(self, config: Mapping[str, Any], modules: Collection[str]) -> Claims:
-        """Return what a ``quantization_config`` claims of these linear modules."""
+        """Return what a ``quantization_config`` says of the given modules and of the KV cache."""
         schemes: dict[str, str | None] = {}
         unknown: dict[str, str] = {}
         settings_of = self._settings(config)
@@ -186,11 +188,11 @@ class Layout(ABC):
 
     @abstractmethod
     def _settings(self, config: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
-        """Return a function from a module to the settings that hold for it; nothing where it stays in 16 bit."""
+        """Return a function that maps a module to the settings that hold for it; None where it stays in 16 bit."""
 
     @abstractmethod
     def _same(self, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
-        """Whether settings of weights or inputs are those of a scheme, all of them; None: not quantized."""
+        """Return whether ``found`` settings of weights or inputs are those of a scheme; None means not quantized."""
 
     @abstractmethod
     def _has_kv_cache(self, config: Mapping[str, Any]) -> bool: ...
@@ -203,14 +205,14 @@ class Layout(ABC):
 
 
 class CompressedTensors(Layout):
-    """compressed-tensors: one config group a scheme, exact names in ``ignore``, KV scales beside the attention."""
+    """compressed-tensors: one config group for each scheme, exact names in ``ignore``, KV scales beside attention."""
 
     name = "compressed-tensors"
     _keys, _kv_scales = ("weights", "input_activations"), ("k_scale", "v_scale")
     _decisive = ("num_bits", "type", "strategy", "dynamic", "symmetric", "group_size", "block_structure")
 
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
-        """Return the value for config.json: one scheme targets the class ``Linear``, several have exact names."""
+        """Return the value for config.json: one scheme targets the class ``Linear``, several target exact names."""
         groups: dict[str, Any] = {}
         default = choice.default
         schemes = sorted(set(choice.schemes.values()), key=lambda scheme: (scheme != default, scheme))
@@ -241,7 +243,7 @@ class CompressedTensors(Layout):
         }
 
     def kv_scale_shape(self, heads: int | None = None) -> tuple[int, ...]:
-        """Return the shape of a KV scale: one for the layer, or one for each of its ``heads``."""
+        """Return the shape of a KV scale: (1,) for the layer, or (heads, 1, 1) for one for each of its ``heads``."""
         return (1,) if heads is None else (heads, 1, 1)
 
     def _settings(self, config: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
@@ -273,17 +275,17 @@ _KV_GROUP = ("*k_proj", "*v_proj")
 
 
 class Quark(Layout):
-    """Quark: a global spec, per-layer specs, exact names in ``exclude``, KV scales as outputs of k_proj and v_proj."""
+    """Quark: global and per-layer specs, exact names in ``exclude``, KV scales as outputs of k_proj and v_proj."""
 
     name = "quark"
     _keys, _kv_scales = ("weight", "input_tensors"), ("k_proj.output_scale", "v_proj.output_scale")
     _decisive = ("dtype", "qscheme", "is_dynamic", "group_size")
 
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
-        """Return the value for config.json. Modules of another scheme than the most frequent have exact names.
+        """Return the value for config.json; modules of another scheme than the most frequent are listed by exact names.
 
-        The KV entries use Quark's own two patterns, or exact names where a k_proj or v_proj has a scheme of its own:
-        a name then matches one key only, and the order of keys, which is sorted on disk, cannot change the meaning.
+        The KV entries use Quark's own two patterns, or exact names where a k_proj or v_proj has a scheme of its own: a
+        name then matches one key only, and the order of keys, which is sorted on disk, cannot change the meaning.
         """
         default = choice.default
         layers: dict[str, Any] = {
@@ -321,7 +323,7 @@ class Quark(Layout):
         }
 
     def kv_scale_shape(self, heads: int | None = None) -> tuple[int, ...]:
-        """Return the shape of a KV scale: one for the whole layer, as there are no scales by head."""
+        """Return the shape of a KV scale, (), one for the whole layer. Raises `UserError` where ``heads`` are given."""
         if heads is not None:
             raise UserError("the format quark has no KV scales by head; it has one for K and one for V of a layer.")
         return ()
@@ -366,10 +368,10 @@ class Quark(Layout):
 
 
 class _Patterns:
-    """Names and patterns in the order in which a configuration lists them.
+    """Names and patterns, in the order in which a configuration lists them.
 
     Exact names are looked up in a table: DeepSeek R1 has 45,000 modules, each of which may have settings of its own.
-    ``matches`` decides on the others, which are "re:...", "Linear" or hold a wildcard.
+    ``matches(module, pattern)`` decides on the others, which are "re:...", "Linear" or contain a wildcard.
     """
 
     def __init__(self, patterns: Collection[str], matches: Callable[[str, str], bool]) -> None:
@@ -382,7 +384,7 @@ class _Patterns:
         self._places = {pattern: place for place, pattern in enumerate(patterns)}
 
     def first(self, module: str) -> str | None:
-        """Return the first name or pattern that matches; None where none does."""
+        """Return the first name or pattern that matches a module; None where none does."""
         place = self._places.get(module)
         for number, pattern in self._wild:
             if place is not None and place < number:
@@ -403,14 +405,14 @@ _LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (CompressedT
 
 
 def layout(name: str) -> Layout:
-    """The layout of that name; raise `UserError` for one that is not there."""
+    """Return the checkpoint format of that name. Raises `UserError` for an unknown one."""
     if name not in _LAYOUTS:
         raise UserError(f"unknown checkpoint format {name!r}; known: {', '.join(_LAYOUTS)}.")
     return _LAYOUTS[name]
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
-    """The layout that a model's ``config.json`` declares."""
+    """Return the format that a ``config.json`` declares. Raises `UserError` where it is missing or unknown."""
     declared = config.get("quantization_config")
     if not isinstance(declared, Mapping):
         raise UserError("config.json has no quantization_config: this is not a quantized checkpoint.")

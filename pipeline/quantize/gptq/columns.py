@@ -31,11 +31,12 @@ def round_columns(
     scales: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round columns, float32 [I, O], to a grid with ``scales`` [1, O], or with scales of its choice where that is None.
+    """Round a weight's columns, float32 [I, O], to a grid with ``scales`` [1, O], or with the grid's choice for None.
 
-    ``reach`` [I, I] and ``price`` [I] are those of a `solver.Factor`, in the order of the columns. Returns elements
-    [I, O] in float32, each times its scale the column, and the scales, float32 [I/group, O], which ``dtype`` holds
-    exactly where the grid's scales are not powers of two. Of several weights each has one more dimension in front.
+    ``reach`` [I, I] and ``price`` [I] are those of a `solver.Factor`, in the order of the columns. Return the elements,
+    float32 [I, O], divided by their scale, and the scales of each group, or of 32 columns where groups are smaller,
+    float32 [n, O]; scales that are no powers of two are exact in ``dtype``. For several weights each tensor has one
+    more leading dimension.
     """
     round_group = _round_group if columns.device.type == "cpu" else _replay_group
     elements, errors = torch.empty_like(columns), torch.empty_like(columns)
@@ -63,7 +64,7 @@ def round_columns(
 
 
 def _add_product(due: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return ``due`` plus the product of two matrices, or of as many as ``due`` stacks."""
+    """Return ``due`` + ``first`` @ ``second``, for matrices or for stacks of matrices."""
     return (torch.addmm if due.ndim == 2 else torch.baddbmm)(due, first, second)
 
 
@@ -76,7 +77,10 @@ def _replay_group(
     grid: Grid,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `_round_group` as a CUDA graph: a GPU runs some hundred small kernels faster than a CPU launches them."""
+    """Run `_round_group` as a CUDA graph: a GPU runs some hundred small kernels faster than a CPU launches them.
+
+    The results are overwritten by the next call with the same shapes.
+    """
     tensors = (columns, target, reach, price) if scales is None else (columns, target, reach, price, scales)
     graph, inputs, outputs = _recorded(tuple(tuple(tensor.shape) for tensor in tensors), grid, dtype, columns.device)
     for buffer, tensor in zip(inputs, tensors, strict=True):
@@ -88,7 +92,10 @@ def _replay_group(
 
 @lru_cache(maxsize=32)  # a few shapes on each of some devices
 def _recorded(shapes: tuple[tuple[int, ...], ...], grid: Grid, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a CUDA graph of `_round_group` with the tensors that it reads and those that it writes."""
+    """Return a CUDA graph of `_round_group`, the list of tensors that it reads, and the pair that it writes.
+
+    ``shapes`` are those of the tensors it reads.
+    """
     with _RECORDING, torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
         inputs = [torch.ones(shape, device=device) for shape in shapes]
         columns, target, reach, price, *fixed = inputs
@@ -112,10 +119,10 @@ def _round_group(
     grid: Grid,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a few columns [n, O] with ``scales`` [1, O], or with each candidate of the grid where that is None.
+    """Round a few columns [n, O] with ``scales`` [1, O], or for None with the best of the grid's candidates.
 
-    Returns the elements [n, O] of the best scale, and the scale [1, O]. ``target`` is the columns after the errors of
-    the columns before. Of several weights each has one more dimension in front.
+    Return the elements [n, O], divided by their scale, and the scale [1, O]. ``target`` [n, O] is ``columns`` after
+    compensating the errors of earlier columns. For several weights each tensor has one more leading dimension.
     """
     if scales is None:
         assert grid.candidates is not None  # noqa: S101 - a grid of groups has them

@@ -16,9 +16,9 @@ _RIDGE = 0.5
 
 
 def compensate(group: InputGroup, strength: float) -> InputGroup:
-    """Return a group whose targets compensate a share of the error that its statistics have against the reference.
+    """Return the group with targets that compensate a share ``strength`` of its error against the reference model.
 
-    Its scales are those of the targets. A group without a reference, as experts are, is returned as it is.
+    Scales are made from the targets then. A group without a reference model, as of experts, is returned unchanged.
     """
     if not group.statistics.has_reference:
         return group
@@ -30,11 +30,11 @@ def compensate(group: InputGroup, strength: float) -> InputGroup:
 
 
 def compensated(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, strength: float) -> torch.Tensor:
-    """Return a weight that compensates a share of the error of its products, float32 [O, I].
+    """Return a weight, float32 [O, I], that compensates a share ``strength`` of the error of its products.
 
-    With inputs X, the ``hessian`` X^T X, and the ``cross`` term X^T E, float32 [I, O], of the error E, it is W +
-    ``strength`` D, where D has the least |X D^T - E|^2 + r |D|^2. r is half of the mean diagonal, and all of D would
-    be too much: other texts lose otherwise. The weight itself is returned where the sum cannot be decomposed.
+    With inputs X, ``hessian`` is X^T X, and ``cross`` X^T E, float32 [I, O], of the error E. The result is W +
+    ``strength`` D, where D minimises |X D^T - E|^2 + r |D|^2. r is half of the mean diagonal, and all of D would be too
+    much: other texts lose otherwise. The weight itself is returned where the regularised Hessian cannot be decomposed.
     """
     source = weight.float()
     matrix = hessian.clone()

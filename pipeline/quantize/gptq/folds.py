@@ -32,24 +32,24 @@ _SHARE = 0.9  # of the tokens: some may be sent to another expert by a last bit
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight [..., O, I], or [..., I, O] where ``transposed``, by its name below a layer."""
+    """A weight [..., O, I], or [..., I, O] where ``transposed``; ``weight`` is the parameter's name below a layer."""
 
     weight: str
     transposed: bool = False
 
     @property
     def module(self) -> str:
-        """The module that has the weight; the parameter's own name in a stack of experts."""
+        """Return the name of the module that has the weight; for a stack of experts, the parameter's own name."""
         return self.weight.removesuffix(".weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Channels that ``weight`` makes, with ``bias``, and ``readers`` take in; by names below a layer.
+    """Channels that ``weight`` and ``bias`` produce and that ``readers`` take in; names are below a layer.
 
     ``weight`` is a norm's [C], to which ``offset`` is added before it multiplies, or a projection's [C, I]. ``place``
-    is the module that puts the channels out, or the only one that they enter where they are multiplied first; then
-    what follows is added to the residual stream.
+    is the module that puts out the channels; with ``entering`` it is the only module that they enter, after being
+    multiplied by others, and its output is added to the residual stream.
     """
 
     weight: str
@@ -61,11 +61,14 @@ class Fold:
 
     @property
     def names(self) -> set[str]:
-        """Parameters that it changes."""
+        """Return the names of the parameters that the fold changes, below a layer."""
         return {self.weight, *((self.bias,) if self.bias else ()), *(reader.weight for reader in self.readers)}
 
     def scale(self, root: Any, factors: torch.Tensor) -> None:
-        """Divide the channels of a layer by ``factors``, float32 [C], and multiply them into what reads them."""
+        """Divide the channels in the layer ``root`` by ``factors``, float32 [C]; multiply what reads them by the same.
+
+        The layer then computes what it did before.
+        """
         _change(root, self.weight, lambda w: (w + self.offset) / factors.view(-1, *[1] * (w.ndim - 1)) - self.offset)
         if self.bias is not None:
             _change(root, self.bias, lambda b: b / factors)
@@ -74,7 +77,7 @@ class Fold:
 
 
 def _change(root: Any, name: str, how: Callable[..., torch.Tensor]) -> None:
-    """Replace a parameter by ``how`` of it in float32; of a stack expert by expert, as all would take gigabytes."""
+    """Replace a parameter by ``how`` of its float32 value; a stack expert by expert, as all would take gigabytes."""
     path, _, last = name.rpartition(".")
     old = root.get_parameter(name).detach()
     new = torch.empty_like(old)
@@ -84,10 +87,10 @@ def _change(root: Any, name: str, how: Callable[..., torch.Tensor]) -> None:
 
 
 def study(replica: Replica, tokens: torch.Tensor) -> tuple[dict[str, tuple[Fold, ...]], list[str]]:
-    """Return the folds of each layer, and the names of what makes channels that cannot be scaled.
+    """Return the folds of each layer by the layer's name, and the names of modules whose channels cannot be scaled.
 
-    ``tokens`` is int64 [batch, sequence], of which a few are run, some of them again where they are fewer. Weights are
-    loaded and let go of, a layer at a time.
+    Of ``tokens``, int64 [batch, sequence], the start of the first sequence is run, repeated where it is short. Weights
+    are loaded and freed one layer at a time.
     """
     layers = replica.walkable.layers
     few = tokens[:1].repeat(1, -(-_TOKENS // tokens.shape[1]))[:, :_TOKENS]
@@ -134,7 +137,7 @@ def _stacks(layer: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def _widened_copy(layer: Any) -> Any:
-    """Return a copy of a layer in float32 that shares the layer's stacks of experts, in their own dtype."""
+    """Return a copy of a layer in float32 that shares the layer's stacks of experts, which keep their dtype."""
     shared = {id(stack): stack for stack in _stacks(layer).values()}
     copied = copy.deepcopy(layer, dict(shared))
     for module in copied.modules():
@@ -147,10 +150,10 @@ def _widened_copy(layer: Any) -> Any:
 
 
 class _Trial:
-    """One layer in float32 and what it makes of random hidden states; other norms and biases than its own.
+    """One layer in float32, with disturbed norms and biases, and its output for random hidden states.
 
-    The hidden states have the shape of ``states``, and the layer gets what is carried along there. Stacks of experts
-    stay in their dtype and are widened where they are multiplied: a layer of DeepSeek R1 takes 45 GB in float32.
+    The hidden states have the shape of those in ``states``, and the layer gets the tensors carried there. Stacks of
+    experts keep their dtype and are widened where they are multiplied: a layer of DeepSeek R1 takes 45 GB in float32.
     """
 
     def __init__(self, replica: Replica, layer: Any, call: Call, states: States) -> None:
@@ -173,7 +176,10 @@ class _Trial:
             return self._call.run(layer, self._states, empty_cache(self._replica.model))
 
     def folds(self) -> tuple[tuple[Fold, ...], list[str]]:
-        """Return the folds that hold, and the names of what makes the channels of the others."""
+        """Return the folds that leave the layer's output unchanged, and the names of the weights of the others.
+
+        The names are without ".weight".
+        """
         tried = [*self._of_norms(), *self._inner()]
         good = tuple(fold for fold in tried if self._holds(fold))
         return good, [fold.weight.removesuffix(".weight") for fold in tried if fold not in good]
@@ -236,9 +242,10 @@ class _Trial:
                     yield Fold(f"{name}.weight", None, offset, tuple(matrices), name, entering=False)
 
     def _offset(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-        """Return what a norm adds to its weight before it multiplies by it; None where that is not what it does.
+        """Return what a norm adds to its weight before it multiplies by it, 0 or 1; None where it does neither.
 
-        The norm is called with random numbers, or as it was where it takes more than one tensor, a gate say.
+        The norm is called with random numbers, or with its recorded arguments where it takes more than one, such as a
+        gate.
         """
         module = copy.deepcopy(self._layer.get_submodule(name))
         if len(args) == 1 and not kwargs:

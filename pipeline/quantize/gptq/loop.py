@@ -39,10 +39,10 @@ Bar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 
 def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambda _: None)) -> GptqResult:
-    """Make the weights of a model's linear modules, going on at the last layer that an earlier attempt committed.
+    """Quantize a model's linear modules by GPTQ, resuming at the last layer that an earlier attempt committed.
 
-    Raises `CalibrationError` where the model cannot be run layer by layer, `StageError` for weights that are not
-    finite.
+    Return the plans with the files of the new weights. Raises `CalibrationError` where the model cannot be run layer by
+    layer or memory does not suffice, and `StageError` for weights that are not finite.
     """
     settings, devices = request.settings, request.devices[: min(len(request.batches), PARTS)]
     with measuring(request.folder):
@@ -94,7 +94,7 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
 def _scale(
     runner: GptqRunner, layer: int, scaling: ChannelScaling, inputs: ServedInputs, weights: ModelWeights
 ) -> None:
-    """Scale the channels of a layer before anything of it is measured, and round its inputs by their new ranges."""
+    """Scale the channels of a layer before its statistics are collected, and update the roundings of its inputs."""
     name = runner.layers[layer]
     samples = runner.sample(layer, *scaling.places(name), every_batch=inputs.is_ranged)
     scaling.scale(name, samples)
@@ -106,7 +106,7 @@ def _scale(
 
 
 def _replicas(request: GptqRequest, devices: Sequence[str]) -> list[Replica]:
-    """Return the model on each device, with nothing loaded."""
+    """Return a replica of the model on each device, with nothing loaded and attention fused."""
     replicas = [replica(request.folder, device, trust_remote_code=request.trust_remote_code) for device in devices]
     for copy in replicas:
         copy.fuse_attention()
@@ -114,10 +114,10 @@ def _replicas(request: GptqRequest, devices: Sequence[str]) -> list[Replica]:
 
 
 def _need(request: GptqRequest, model: Replica, devices: Sequence[str]) -> tuple[Need, bool]:
-    """Return what the layers take, with the rounding of weights counted to a forward.
+    """Return the memory need, with the rounding of weights added to a forward, and whether layers are read ahead.
 
-    And whether all devices have room to read a layer while the one before is rounded. Raises `CalibrationError` where
-    one has no room to round weights.
+    Layers are read ahead where all devices have room for the next layer while one is rounded. Raises `CalibrationError`
+    where a device has no room to round weights.
     """
     need = need_of(model, request.batches)
     if request.settings.compensation:
@@ -132,7 +132,7 @@ def _need(request: GptqRequest, model: Replica, devices: Sequence[str]) -> tuple
 
 
 def _facts(request: GptqRequest, weights: ModelWeights) -> list[object]:
-    """Return plain values that must be the same for an interrupted run to be gone on with."""
+    """Return plain values that must be equal for an interrupted run to be resumed: kernels by module, and settings."""
     kernels = {step.name: step.kernel for plan in request.plans for step in plan.steps}
     modules = [[name, request.choice.schemes[name], kernels[name]] for name in weights.names]
     return [*modules, asdict(request.settings)]

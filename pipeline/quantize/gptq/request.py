@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GptqSettings:
-    """The parameters of GPTQ, as a recipe has them.
+    """The parameters of GPTQ in a recipe.
 
-    ``dampening`` is a share of the mean diagonal of a Hessian. ``activation_order`` rounds columns with large inputs
-    first. ``compensation`` is the share of the error against the 16-bit reference model that weights compensate; at 0
-    no reference model runs. ``scaling`` scales channels first.
+    ``dampening`` is the share of a Hessian's mean diagonal that is added to it. ``activation_order`` rounds columns
+    with large inputs first. ``compensation`` is the share of the error against the 16-bit reference model that weights
+    compensate; at 0 no reference model runs. ``scaling`` scales channels before rounding.
     """
 
     dampening: float = 0.01
@@ -31,7 +31,10 @@ class GptqSettings:
 
     @classmethod
     def of(cls, parameters: Mapping[str, float | int | bool]) -> GptqSettings:
-        """Return the settings of a recipe's parameters; others, which only libraries read, are left out."""
+        """Return the settings in a recipe's parameters; parameters that only libraries read are ignored.
+
+        Raises `KeyError` where dampening, activation_order or compensation is missing.
+        """
         return cls(
             float(parameters["dampening"]),
             bool(parameters["activation_order"]),
@@ -42,12 +45,12 @@ class GptqSettings:
 
 @dataclass(frozen=True, slots=True)
 class GptqRequest:
-    """A model to quantize, with the texts to do it on and the devices to do it with.
+    """A model to quantize by GPTQ, with the texts and devices to do it with.
 
-    ``plans`` are those of the checkpoint's files, ``folder`` is the source model. ``batches`` are int64 token ids of
-    [batch, sequence], which the ``devices`` share. ``ranges`` are those behind static scales of inputs, by their
-    tensors' names. ``work`` keeps what an interrupted run goes on with. Hidden states take ``activation_bytes`` of host
-    memory at most (None: a quarter of what is free).
+    ``plans`` lay out the checkpoint's files, ``folder`` is the source model. ``batches`` are int64 token ids of [batch,
+    sequence], which the ``devices`` share. ``ranges`` are largest magnitudes behind static scales of inputs, by the
+    scales' tensor names. ``work`` holds what an interrupted run resumes from. Hidden states take at most
+    ``activation_bytes`` of host memory (None: a quarter of the free memory).
     """
 
     plans: tuple[ShardPlan, ...]
@@ -65,10 +68,10 @@ class GptqRequest:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The gain of GPTQ on one module: tr((W-Q) H (W-Q)^T) by RTN and as it is stored, and how many tokens entered it.
+    """The gain of GPTQ on one module: tr((W-Q) H (W-Q)^T) ``before``, by round-to-nearest, and ``after``, as stored.
 
-    ``fault`` says why it was rounded to the nearest. ``pooled``: H is of all experts of its layer, for its own tokens
-    were fewer than its inputs.
+    ``tokens`` entered the module. ``fault`` says why it was rounded to the nearest, None where it was not. ``pooled``:
+    H is that of all experts of its layer, because its own tokens were fewer than its inputs.
     """
 
     before: float
@@ -80,10 +83,10 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class GptqResult:
-    """Plans whose steps name the files that hold their tensors, and the gain by module.
+    """The plans, whose steps name the files that hold their tensors, and the gain of each module.
 
-    ``untouched`` are modules that are left to round-to-nearest. ``ranges`` are those of inputs that scaling changed, by
-    the names of their scales. ``unscaled`` names modules whose channels cannot be scaled.
+    ``untouched`` are modules that are left to round-to-nearest. ``ranges`` are the ranges of inputs that scaling
+    changed, by the names of their scales. ``unscaled`` names modules whose channels cannot be scaled.
     """
 
     plans: tuple[ShardPlan, ...]

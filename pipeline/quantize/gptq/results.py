@@ -27,7 +27,7 @@ from quantmint.pipeline.quantize.schemes.scheme import Parts
 
 @dataclass(slots=True)
 class LayerResult:
-    """The results of a layer until they are on the disk: tensors by step and role, errors and gains by step."""
+    """Results of a layer until they are written: tensors by "{step}.{role}", errors and gains by step."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     errors: dict[str, Error] = field(default_factory=dict)
@@ -40,8 +40,11 @@ class LayerResult:
             self.gains[solution.member.step.name] = solution.gain
 
     def add_scaled(self, weights: ModelWeights, layer: str, touched: set[str]) -> None:
-        """Add all else of a layer that scaling may have ``touched``: norms, biases, 16-bit weights, experts that no
-        token reached."""
+        """Add the layer's other tensors among the parameters ``touched`` by scaling, which no solution holds.
+
+        These are norms, biases, 16-bit weights, and quantized weights such as those of experts that no token reached,
+        which are rounded to the nearest. Raises `StageError` for a weight that is not finite.
+        """
         members = [
             member
             for member in weights.members
@@ -63,7 +66,10 @@ class LayerResult:
         }
 
     def save(self, folder: Path, layer: int, ranges: Mapping[str, float]) -> None:
-        """Write the file of a layer, with ``ranges`` of inputs that scaling changed there. Raises `OSError`."""
+        """Write the file of layer number ``layer``, with the ``ranges`` of inputs that scaling changed.
+
+        Raises `OSError`.
+        """
         metadata = {
             "gains": json.dumps({name: astuple(gain) for name, gain in self.gains.items()}),
             ERRORS: json.dumps({name: astuple(error) for name, error in self.errors.items()}),
@@ -77,7 +83,7 @@ class LayerResult:
 
 
 def layers_folder(work: Path) -> Path:
-    """Return the folder of the layers' files, without what a killed run left there half written."""
+    """Return the folder of the layers' files below ``work``; create it, and remove half-written files from it."""
     folder = work / "made"
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
@@ -85,7 +91,10 @@ def layers_folder(work: Path) -> Path:
 
 
 def read_result(request: GptqRequest, folder: Path, unscaled: Sequence[str]) -> GptqResult:
-    """Return the result of all layers from their files, those of earlier attempts included."""
+    """Return the result of all layers from their files in ``folder``, those of earlier attempts included.
+
+    ``unscaled`` names modules whose channels cannot be scaled.
+    """
     from safetensors import safe_open
 
     files: dict[str, Path] = {}

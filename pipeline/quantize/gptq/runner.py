@@ -45,11 +45,11 @@ _STACK = 1 << 30  # bytes in float32 of the Hessians, or of the weights, that a 
 
 @dataclass(frozen=True, slots=True)
 class InputRoundings:
-    """Roundings of the inputs of the modules that get new weights, as they are served, by the model's own names.
+    """Roundings, as served, of the inputs of the modules that get new weights, by the model's names.
 
-    ``linear`` are those of linear modules: modules with the same input and the very same function have one Hessian.
-    ``experts`` are those of stacked experts, by the stack's parameter with the expert's number behind;
-    ``expert_columns`` the inputs of an expert of each stack.
+    ``linear`` are those of linear modules: modules with the same input and the same function object share one Hessian.
+    ``experts`` are those of stacked experts, keyed by ``{stack}.{expert number}``; ``expert_columns`` is the number of
+    inputs of an expert of each stack.
     """
 
     linear: dict[str, Rounding]
@@ -59,7 +59,10 @@ class InputRoundings:
 
 @dataclass(frozen=True, slots=True)
 class LinearStep:
-    """Linear ``modules`` of a layer whose inputs no other of them changes; ``is_last`` of the layer's linear steps."""
+    """Linear ``modules`` of a layer that get weights together: none of them changes the inputs of another.
+
+    ``is_last`` marks the last linear step of the layer.
+    """
 
     layer: int
     modules: Sequence[str]
@@ -68,7 +71,7 @@ class LinearStep:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStep:
-    """Some ``experts`` of a ``stack``, a parameter [E, ., .]; ``is_last`` of the steps of that stack."""
+    """Some ``experts`` of a ``stack``, a parameter [E, ., .]; ``is_last`` marks the last step of that stack."""
 
     layer: int
     stack: str
@@ -81,7 +84,7 @@ RunnerStep = LinearStep | ExpertStep
 
 @dataclass(frozen=True, slots=True)
 class NewWeight:
-    """A ``weight`` to put in place of a ``parameter`` of the model, or into the part of it that ``view`` returns."""
+    """A ``weight`` to replace a model's ``parameter``, or the part of the parameter that ``view`` returns."""
 
     parameter: str
     weight: torch.Tensor
@@ -90,8 +93,10 @@ class NewWeight:
 
 @dataclass(frozen=True, slots=True)
 class InputSample:
-    """A sample of a module's inputs: some ``rows``, [n, I] in the model's dtype, and the ``largest`` magnitude of each
-    channel over all tokens that were run, float32 [I]."""
+    """A sample of a module's inputs or outputs: some ``rows``, [n, I] in the model's dtype.
+
+    ``largest`` is the largest magnitude of each channel over all tokens that were run, float32 [I].
+    """
 
     rows: torch.Tensor
     largest: torch.Tensor
@@ -99,7 +104,7 @@ class InputSample:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceShare:
-    """The batches of a device, by number, with what belongs to the layer at hand there.
+    """A device's replica and the numbers of its batches, with the state of the current layer there.
 
     ``source_weights`` are the reference model's; ``cache`` holds intermediate tensors of the batches.
     """
@@ -112,9 +117,9 @@ class _DeviceShare:
 
 @dataclass(frozen=True, slots=True)
 class _LayerState:
-    """The layer at hand: the roundings of its linear modules, its stacks of experts, its trace, a share by device.
+    """State of the current layer: roundings of its linear modules, stacks of experts, trace, and device shares.
 
-    ``pooled`` is X^T X of all tokens of all experts, by the stack, once its first step has summed it.
+    ``pooled`` is X^T X over all tokens of all experts, by the stack, once the stack's first step has summed it.
     """
 
     name: str
@@ -126,7 +131,7 @@ class _LayerState:
 
 
 class GptqRunner(LayerRunner):
-    """Iterate over the layers of a model that get new weights, going on at the last layer that was committed.
+    """Iterate over a model's layers while they get new weights, resuming at the last layer that was committed.
 
     ::
 
@@ -138,11 +143,11 @@ class GptqRunner(LayerRunner):
                     runner.apply(step, solve(statistics))
                 runner.finish(layer)
 
-    ``replicas``, one a device and no more than batches, have nothing loaded; the first is the one whose weights are
-    read and changed between the calls. ``batches`` are int64 token ids of [batch, sequence]. ``facts`` are plain values
-    that must be the same for a run to be gone on with. ``reference`` has the 16-bit model run along: then hidden states
-    take twice the room. ``advance`` is told samples, each once a layer. What was made of a layer must be on the disk
-    for good before it is finished: it is not come back to.
+    ``replicas``, one for each device and no more than batches, have nothing loaded; the caller reads and changes the
+    weights of the first. ``batches`` are int64 token ids of [batch, sequence]. ``facts`` are plain values that must be
+    equal for a run to be resumed. With ``reference`` the 16-bit model runs along, and hidden states take twice the
+    room. ``advance`` is called with numbers of samples, each sample once for every layer. A layer's results must be
+    flushed to the disk before `finish`, since a resumed run does not repeat that layer.
 
     Raises `CalibrationError` where weights are missing or the disk is full, and `NotReplayableError` where the layers
     cannot be run one at a time.
@@ -169,8 +174,9 @@ class GptqRunner(LayerRunner):
     def steps(self, layer: int) -> Iterator[RunnerStep]:
         """Yield the steps in which a layer gets its weights: linear modules, then its stacks of experts.
 
-        As many experts at a time as their sums, of a part of the batches and of all, fit in half of the free memory, in
-        whole stacks of those that are rounded side by side: so the bytes do not depend on the memory.
+        A step takes as many experts as their Hessians, of a part of the batches and of all, fit in half of the free
+        memory, rounded down to whole stacks of those that a GPU rounds side by side: so the bytes do not depend on the
+        memory.
         """
         self._state = state = self._begin(layer)
         model = self.replica.model
@@ -191,7 +197,7 @@ class GptqRunner(LayerRunner):
     def collect(self, step: RunnerStep) -> list[InputStatistics]:
         """Return the statistics of a step's inputs over all batches, on the first device.
 
-        Each device sums a part of the batches at a time; so one result more than the total is held on a device.
+        Each device sums one part of the batches at a time; the first device holds one such sum beside the total.
         """
         if isinstance(step, LinearStep):
             return self._sum_parts(partial(self._collect_linear, step)).statistics()
@@ -202,10 +208,9 @@ class GptqRunner(LayerRunner):
         return total.statistics(pooled[step.stack])
 
     def apply(self, step: RunnerStep, weights: Iterable[NewWeight]) -> None:
-        """Put a step's new weights in place, on all devices.
+        """Put a step's new weights into the model, on all devices.
 
-        Those of experts reach the other devices with the last step of their stack: no input of the stack depends on
-        them.
+        Experts reach the other devices with the last step of their stack: no input of the stack depends on them.
         """
         model = self.replica.model
         parameters = []
@@ -220,13 +225,16 @@ class GptqRunner(LayerRunner):
         self.share(parameters)
 
     def share(self, parameters: Iterable[str]) -> None:
-        """Copy parameters of the first device's model to the other devices."""
+        """Copy the named parameters of the first device's model to the other devices."""
         for name in parameters:
             for replica in self.replicas[1:]:
                 _set(replica.model, name, self.replica.model.get_parameter(name).detach().to(replica.device))
 
     def finish(self, layer: int, state: Callable[[], Any] = lambda: None) -> None:
-        """Take all batches through a layer with its new weights, and go on to the next one."""
+        """Take all batches through a layer with its new weights, free it, and go on to the next layer.
+
+        The states are committed with the value of ``state()`` now and then.
+        """
         map_devices(partial(self._leave, layer), self._state.shares)
         del self._state
         super().finish(layer, state)
@@ -234,10 +242,11 @@ class GptqRunner(LayerRunner):
     def sample(
         self, layer: int, inputs: Sequence[str], outputs: Sequence[str], *, every_batch: bool
     ) -> dict[str, InputSample]:
-        """Return samples of what enters some modules of a layer, and of what leaves others, by module.
+        """Return samples of the inputs of modules ``inputs`` and the outputs of modules ``outputs``, by module.
 
-        ``every_batch``: all batches are run for it; a few are enough for rows. Modules that no token reaches, or with
-        other rows than the hidden states have, have none.
+        The modules are in layer number ``layer``. With ``every_batch`` all batches are run; otherwise a few, which are
+        enough for rows. Modules that no token reaches have no sample, nor do inputs or the layer itself whose rows are
+        not those of the hidden states.
         """
         rows: dict[str, dict[int, torch.Tensor]] = {name: {} for name in (*inputs, *outputs)}
         few = -(-_SEQUENCES // self.batches[0].shape[0])
@@ -312,7 +321,10 @@ class GptqRunner(LayerRunner):
         return trace.renamed(first, name)
 
     def _sum_parts(self, collect: Callable[[_DeviceShare, Sequence[int]], _Collector]) -> _Collector:
-        """Return the sums over all parts on the first device, added in the order of the parts."""
+        """Return the sum of ``collect(share, batch numbers)`` over all parts, on the first device.
+
+        The sums of the parts are added in a fixed order.
+        """
         shares, total = self._state.shares, None
         for first in range(0, len(self.parts), len(shares)):
             parts = self.parts[first : first + len(shares)]
@@ -327,7 +339,10 @@ class GptqRunner(LayerRunner):
         return total
 
     def _collect_linear(self, step: LinearStep, share: _DeviceShare, batches: Sequence[int]) -> StatisticsCollector:
-        """Sum the inputs of a step's modules; the reference model runs the layer as a whole in its last step."""
+        """Return the summed statistics of a linear step over ``batches``, on the device of ``share``.
+
+        In the layer's last linear step the reference model runs the whole layer, and its states are set aside.
+        """
         collector, model = StatisticsCollector(self._state.trace, step.modules, share.cache), share.replica.model
         for batch in batches:
             source, served = self._states(step.layer, batch, share.replica)
@@ -358,7 +373,7 @@ class GptqRunner(LayerRunner):
         return collector
 
     def _set_reference_aside(self, layer: int, share: _DeviceShare) -> None:
-        """Set the reference model's states behind a layer aside, of the batches of which that was not done yet."""
+        """Compute and set aside the reference model's states behind a layer, for batches that have none yet."""
         for batch in share.batches:
             if not self.activations.has_aside(batch):
                 source, _ = self._states(layer, batch, share.replica)
@@ -367,7 +382,7 @@ class GptqRunner(LayerRunner):
                 self.activations.set_aside(batch, output, spill=True)
 
     def _leave(self, layer: int, share: _DeviceShare) -> None:
-        """Take the batches of a device through a layer with its new weights."""
+        """Take the batches of a device through a layer with its new weights, and store the states behind it."""
         model, state = share.replica.model, self._state
         for batch in share.batches:
             source, served = self._states(layer, batch, share.replica)
@@ -388,12 +403,12 @@ class GptqRunner(LayerRunner):
                 self.advance(self.batches[batch].shape[0])
 
     def _states(self, layer: int, batch: int, replica: Replica) -> tuple[States, States]:
-        """Return the states that enter the layer: the reference model's and those of the served model."""
+        """Return the states of ``batch`` that enter a layer: those of the reference and those of the served model."""
         states = self.activations.get(batch, replica.device)
         return (states[0], states[1]) if self._reference and layer else (states, states)
 
     def _run(self, layer: int, batch: int, states: States, replica: Replica) -> States:
-        """Return the states behind a layer."""
+        """Run a layer on the states of ``batch``, and return the states behind it."""
         module = replica.model.get_submodule(self.layers[layer])
         return self.calls[batch][layer].run(module, states, empty_cache(replica.model))
 
@@ -404,7 +419,10 @@ def stack_size(rows: int, columns: int) -> int:
 
 
 def expert_count(room: int, rows: int, columns: int, *, on_gpu: bool) -> int:
-    """Return how many experts [rows, columns] have their Hessians summed at a time in ``room`` bytes of a device."""
+    """Return the number of experts [rows, columns] whose Hessians are summed at a time in ``room`` bytes.
+
+    They take at most `EXPERT_SUMS` bytes, on a GPU four times as many; there, whole stacks of `stack_size` are taken.
+    """
     square, together = 4 * columns**2, stack_size(rows, columns) if on_gpu else 1
     count = max(1, min(room, EXPERT_SUMS * (4 if on_gpu else 1)) // square)
     return count // together * together or count
@@ -412,7 +430,7 @@ def expert_count(room: int, rows: int, columns: int, *, on_gpu: bool) -> int:
 
 @contextmanager
 def _weights(model: Any, weights: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block, have parameters of the model be others."""
+    """Within the block, replace parameters of the model, by name, by ``weights``."""
     current = {name: model.get_parameter(name) for name in weights}
     for name, weight in weights.items():
         _set(model, name, weight)

@@ -26,9 +26,10 @@ _STEPS = 10  # and the halves beside the best of them
 
 @dataclass(frozen=True, slots=True)
 class ChannelReader:
-    """A weight, float32 [O, I], with the rounding of its inputs and its own.
+    """A weight, float32 [O, I], that reads scaled channels, with the roundings of its inputs and of itself.
 
-    ``served`` takes rows [n, I] with the largest magnitude in each channel [I], ``stored`` a weight.
+    ``served(rows, largest)`` rounds inputs [n, I], given the largest magnitude of each channel [I]; ``stored`` rounds a
+    weight.
     """
 
     weight: torch.Tensor
@@ -37,9 +38,9 @@ class ChannelReader:
 
 
 class ChannelScaling:
-    """Scale the channels of a model's layers, one layer after the other.
+    """Scales the channels of a model's layers, one layer at a time.
 
-    ``touched`` are all parameters that scaling may change, ``unscaled`` the names of what makes channels that cannot be
+    ``touched`` are all parameters that scaling may change, ``unscaled`` names the modules whose channels cannot be
     scaled.
     """
 
@@ -63,16 +64,16 @@ class ChannelScaling:
             self.touched |= set[str]().union(*(changed[fold] for fold in self._folds[layer]))
 
     def places(self, layer: str) -> tuple[list[str], list[str]]:
-        """Return the modules of a layer whose inputs are to be sampled, and those whose outputs are."""
+        """Return the modules of a layer whose inputs `scale` needs samples of, and those whose outputs it needs."""
         inputs = [f"{layer}.{fold.place}" for fold in self._folds[layer] if fold.entering]
         outputs = [f"{layer}.{fold.place}" for fold in self._folds[layer] if not fold.entering]
         return inputs, [layer, *outputs]
 
     def scale(self, layer: str, samples: Mapping[str, InputSample]) -> None:
-        """Scale the channels of a layer, given samples of its `places`; measured ranges of inputs become others.
+        """Scale the channels of a layer, given the samples of its `places`, and update the measured ranges of inputs.
 
-        All tokens count the same where the layer itself has no sample, as hidden states of several streams have none:
-        it is unknown what the next norm divides by.
+        Errors of what is added to the residual stream are divided by the size of the layer's output for the token;
+        without a sample of that output, as for hidden states of several streams, all tokens count the same.
         """
         sizes: torch.Tensor | float = 1.0
         if layer in samples:
@@ -115,9 +116,9 @@ class ChannelScaling:
 def best_factors(
     sample: InputSample, readers: Sequence[ChannelReader], weights: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
-    """Return the factors, float32 [C], with the least error of the products: ones where none helps.
+    """Return the factors, float32 [C], with the least error of the readers' products; ones where no others are better.
 
-    ``weights`` of the rows, float32 [n, 1], are what their errors are multiplied with.
+    Factors are powers of the channels' root mean square. ``weights``, float32 [n, 1], multiply the errors of the rows.
     """
     rows = sample.rows.float()
     products = [rows @ reader.weight.t() for reader in readers]

@@ -26,10 +26,11 @@ from quantmint.pipeline.recipe.modules import fused_with, scale_group
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Weights of one group that are rounded as one matrix, [O, I], by a kernel whose scales are of a row at most.
+    """Weights of one group that are rounded as one matrix [O, I] by one kernel.
 
-    Or one weight whose scale is its own, or that of a group with this ``largest`` magnitude. ``targets`` are stored in
-    the place of the weights; None where the weights themselves are.
+    That is several weights where a scale covers a row at most; otherwise a single weight. ``largest`` is then the
+    largest magnitude of all weights that share its scale, None where it shares none. ``targets`` are stored in the
+    place of the weights; None where the weights themselves are.
     """
 
     group: InputGroup
@@ -40,26 +41,29 @@ class Problem:
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel of all members."""
+        """Return the kernel, which all members have in common."""
         return self.members[0].kernel
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the matrix."""
+        """Return the rows and columns of the matrix."""
         return sum(map(len, self.weights)), self.weights[0].shape[1]
 
     def matrix(self, device: str) -> torch.Tensor:
-        """Return the weights one below the other on a device, [O, I]."""
+        """Return the weights stacked by rows, [O, I], on ``device``."""
         return torch.cat(self.weights).to(device)
 
     def target(self, device: str) -> torch.Tensor | None:
-        """Return the targets one below the other on a device, [O, I]; None where there are none."""
+        """Return the targets stacked by rows, [O, I], on ``device``; None where there are none."""
         return None if self.targets is None else torch.cat(self.targets).to(device)
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A member's quantized weight, with the weight that it had before."""
+    """The quantized weight of a member, with the ``weight`` that it had before.
+
+    ``tokens`` and ``pooled`` are those of its statistics.
+    """
 
     member: Member
     weight: torch.Tensor
@@ -69,20 +73,19 @@ class Solution:
 
     @property
     def gain(self) -> Gain:
-        """The gain over round-to-nearest."""
+        """Return the gain over round-to-nearest."""
         return Gain(self.rounded.before, self.rounded.after, self.tokens, self.rounded.fault, self.pooled)
 
     def served(self) -> NewWeight:
-        """Return the weight that the served model computes with, for the model's parameter."""
+        """Return the decoded weight, which the served model computes with, as a new weight of the model's parameter."""
         weight = self.member.kernel.decode(self.rounded.parts).to(self.weight.dtype)
         return NewWeight(self.member.parameter, weight, self.member.view)
 
 
 def solve(groups: Sequence[InputGroup], settings: GptqSettings, devices: Sequence[str]) -> list[Solution]:
-    """Return the solution of each member of some groups, which lie on the first of the ``devices``.
+    """Return the solution of each member of ``groups``, whose tensors lie on the first of the ``devices``.
 
-    As many batches of problems as there are devices are solved at a time; see `solver.attempt` for why they are
-    finished together.
+    Each device solves one batch of problems at a time; see `solver.attempt` for why they are finished together.
     """
     problems = _problems(groups)
     batches = _batches(problems, devices[0])
@@ -100,7 +103,7 @@ def solve(groups: Sequence[InputGroup], settings: GptqSettings, devices: Sequenc
 
 
 def _problems(groups: Sequence[InputGroup]) -> list[Problem]:
-    """Return the problems of groups: the members of a kernel together, apart where a scale is of a whole weight."""
+    """Return the problems of groups: members of one kernel together, or alone where a scale covers a whole weight."""
     stored = {
         member.step: target
         for group in groups
@@ -123,10 +126,10 @@ def _problems(groups: Sequence[InputGroup]) -> list[Problem]:
 
 
 def _batches(problems: Sequence[Problem], device: str) -> list[list[Problem]]:
-    """Return the problems that a device solves at a time.
+    """Return the problems in batches that a device solves at a time.
 
-    On a GPU experts of one shape are solved side by side, where columns take as long; else those of one group that
-    share the kernel, and with it the factor.
+    On a GPU, experts of one shape are solved side by side, where columns take as long as those of one; else the
+    problems of one group that share the kernel, and with it the factor.
     """
     batches: dict[tuple[object, ...], list[Problem]] = {}
     for problem in problems:
@@ -145,7 +148,7 @@ def _batches(problems: Sequence[Problem], device: str) -> list[list[Problem]]:
 
 
 def _is_stack(batch: Sequence[Problem]) -> bool:
-    """Whether problems have a Hessian each."""
+    """Return whether the problems are of different groups, and so have a Hessian each."""
     return any(problem.group is not batch[0].group for problem in batch)
 
 
@@ -189,7 +192,7 @@ def _solutions(problem: Problem, matrix: RoundedWeight) -> list[Solution]:
 
 
 def gptq_bytes(structure: Structure, modules: Collection[str], *, on_gpu: bool) -> int:
-    """Return the bytes that GPTQ takes beside layers and a forward for some modules, from above.
+    """Return an upper bound on the bytes that GPTQ takes for ``modules``, beside layers and a forward.
 
     Modules that a layer or an expert fuses are one matrix, and the largest counts. Experts have a Hessian each, summed
     for some of them over a part of the batches and over all, and a GPU rounds some side by side.
@@ -209,7 +212,7 @@ def gptq_bytes(structure: Structure, modules: Collection[str], *, on_gpu: bool) 
 
 
 def _expert_bytes(shapes: Sequence[tuple[int, int]], *, on_gpu: bool) -> int:
-    """Return the bytes beside a layer for its experts, whose matrices [O, I] are given."""
+    """Return an upper bound on the bytes for a layer's experts, whose matrices have ``shapes`` [O, I]."""
     peak = 0
     for (rows, columns), count in Counter(shapes).items():
         side_by_side = min(count, stack_size(rows, columns)) if on_gpu else 1

@@ -44,9 +44,10 @@ SUPPORTED = frozenset(name for name, kernel in KERNELS.items() if kernel.grid is
 class Factor:
     """A decomposed Hessian, on its device.
 
-    ``order`` int64 [I]: the columns in the order in which they are rounded. ``reach`` float32 [I, I]: row j is what
-    the errors of the columns before j do to it. ``price`` float32 [I]: what an error costs there. ``fault`` says why
-    there is none of these. Of several weights each tensor has one more dimension in front.
+    ``order`` int64 [I]: the columns in the order in which they are rounded. ``reach`` float32 [I, I]: row j holds the
+    weights with which errors of the columns before j are added to column j. ``price`` float32 [I]: the cost of a
+    squared error of each column. ``fault`` says why the Hessian was not decomposed; the three are empty then. For
+    several weights each tensor has one more leading dimension.
     """
 
     hessian: torch.Tensor
@@ -57,7 +58,7 @@ class Factor:
 
     @classmethod
     def stacked(cls, factors: Sequence[Factor]) -> Factor:
-        """Return the factors of several weights as one, each tensor with a dimension in front."""
+        """Return the factors of several weights as one, each tensor with a leading dimension; none may have a fault."""
         return cls(
             hessian=torch.stack([factor.hessian for factor in factors]),
             order=torch.stack([factor.order for factor in factors]),
@@ -72,7 +73,7 @@ class RoundedWeight:
 
     ``parts`` are the tensors that the kernel would return, by role. ``nearest_costs`` and ``costs``, float32 [O], are
     (w-q) H (w-q)^T of each row of the weight rounded to the nearest and of ``parts``; NaN where the Hessian is not
-    finite. ``fault``: why all of it was rounded to the nearest.
+    finite. ``fault`` says why all rows were rounded to the nearest, None where they were not.
     """
 
     parts: Parts
@@ -82,21 +83,21 @@ class RoundedWeight:
 
     @property
     def before(self) -> float:
-        """tr((W-Q) H (W-Q)^T) of the weight rounded to the nearest."""
+        """Return tr((W-Q) H (W-Q)^T) of the weight rounded to the nearest."""
         return float(self.nearest_costs.sum())
 
     @property
     def after(self) -> float:
-        """tr((W-Q) H (W-Q)^T) of ``parts``."""
+        """Return tr((W-Q) H (W-Q)^T) of ``parts``."""
         return float(self.costs.sum())
 
     def to(self, device: str) -> RoundedWeight:
-        """Return the same on a device."""
+        """Return a copy whose tensors lie on ``device``."""
         parts = {role: part.to(device) for role, part in self.parts.items()}
         return RoundedWeight(parts, self.nearest_costs.to(device), self.costs.to(device), self.fault)
 
     def split(self, rows: Sequence[int]) -> list[RoundedWeight]:
-        """Split the result of weights stacked by rows into one result a weight, given the number of rows of each."""
+        """Split the result of weights stacked by rows into one for each weight, given the number of rows of each."""
         if len(rows) == 1:  # a scale of the whole weight has no rows
             return [self]
         columns = [torch.split(tensor, list(rows)) for tensor in (*self.parts.values(), self.nearest_costs, self.costs)]
@@ -107,7 +108,7 @@ class RoundedWeight:
 
     @classmethod
     def joined(cls, chunks: Sequence[RoundedWeight]) -> RoundedWeight:
-        """Return the result of a weight from those of its rows, in order."""
+        """Return the result of a weight from the results of its chunks of rows, in order."""
         if len(chunks) == 1:
             return chunks[0]
         parts = {
@@ -121,9 +122,10 @@ class RoundedWeight:
 def factorize(hessian: torch.Tensor, kernel: Kernel, *, dampening: float = 0.01, ordered: bool = True) -> Factor:
     """Decompose a Hessian X^T X, float32 [I, I], for a kernel's grid.
 
-    ``dampening`` is a share of the mean diagonal that is added to it, ten and a hundred times as much where the sum
-    cannot be decomposed. Inputs that are always zero cost the damping alone. Not ``ordered``, columns keep their
-    places. Raises `KeyError` for a kernel without a grid.
+    ``dampening`` is the share of the mean diagonal that is added to the diagonal, ten and a hundred times as much where
+    the sum cannot be decomposed. Inputs that are always zero cost the damping alone. With ``ordered``, columns with
+    large inputs come first, whole groups at a time. A Hessian that is zero, not finite or never decomposed gives a
+    factor with a ``fault``. Raises `KeyError` for a kernel without a grid.
     """
     group = _grid(kernel).group
     diagonal = hessian.diagonal()
@@ -157,21 +159,22 @@ def round_weight(
     largest: torch.Tensor | None = None,
     target: torch.Tensor | None = None,
 ) -> RoundedWeight:
-    """Quantize a weight of [O, I] of 16 or 32 bits, on the factor's device, whose rows are independent.
+    """Quantize a weight [O, I] of 16 or 32 bits on the factor's device, by GPTQ or to the nearest, whichever is better.
 
-    ``largest`` is the kernel's: the largest magnitude of all weights that share the scale of a tensor, None where that
-    is ``weight``. ``target``, of the weight's type, is stored in its place where it is given, and costs are of it.
-    All is computed in float32; the same input gives the same bytes on the same device. Some rows at a time: on a CPU as
-    many as a thread takes, however many threads there are, on a GPU as many as the memory is planned for.
+    ``largest`` is the largest magnitude of all weights that share the scale of a tensor, None where that is ``weight``.
+    ``target``, of the weight's dtype, is stored in the weight's place where it is given, and costs are measured against
+    it. The choice is made for each row by the Hessian. Rounding is computed in float32, costs on a GPU in TF32; the
+    same input gives the same bytes on the same device. Rows are taken in chunks whose size does not depend on the
+    number of threads.
     """
     return finish(attempt([weight], [factor], kernel, largest, target))[0]
 
 
 def round_stack(weights: Sequence[torch.Tensor], factors: Sequence[Factor], kernel: Kernel) -> list[RoundedWeight]:
-    """Quantize weights of one shape [O, I], each with a factor of its own, as `round_weight` does one after the other.
+    """Quantize weights of one shape [O, I] on one device, each with its own factor, as `round_weight` does one by one.
 
-    All lie on one device. One weight, a weight whose factor has a fault, and each where the kernel has one scale for a
-    whole weight, is quantized alone. Sums of several run in another order than those of one, so last bits may differ.
+    They are quantized side by side, except a single weight, a weight whose factor has a fault, and each weight where
+    the kernel has one scale for a whole weight. Side by side, sums run in another order, so last bits may differ.
     """
     return finish(attempt(weights, factors, kernel))
 
@@ -180,8 +183,9 @@ def round_stack(weights: Sequence[torch.Tensor], factors: Sequence[Factor], kern
 class _Try:
     """A weight [O, I], some of its rows, or several weights [E, O, I] with as many factors, rounded in both ways.
 
-    ``target`` is what is stored, ``nearest`` the parts of it rounded to the nearest, ``parts`` those of GPTQ, None
-    where the factor has a fault. ``weight_nearest`` are the parts of the weight itself, None where it is the target.
+    ``target`` is the tensor to be stored, ``nearest`` its parts rounded to the nearest, ``parts`` those of GPTQ, None
+    where the factor has a fault. ``weight_nearest`` are the parts of the weight itself, None where the weight is the
+    target.
     """
 
     target: torch.Tensor
@@ -193,9 +197,10 @@ class _Try:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Weights rounded by GPTQ and to the nearest, before the better is chosen by row: see `finish`.
+    """Weights rounded by GPTQ and to the nearest, before `finish` chooses the better for each row.
 
-    ``alone`` has the tries of a weight's rows, by the weight's number; ``stack`` is the try of those in ``stacked``.
+    ``alone`` holds the tries of chunks of rows, by the weight's number; ``stack`` is the try of the weights whose
+    numbers are in ``stacked``, None where there are none.
     """
 
     kernel: Kernel
@@ -211,10 +216,10 @@ def attempt(
     largest: torch.Tensor | None = None,
     target: torch.Tensor | None = None,
 ) -> Attempt:
-    """Round weights as `round_stack` does, or one weight as `round_weight` does, and choose nothing yet.
+    """Round weights by GPTQ and to the nearest, as `round_stack` or `round_weight` does, without choosing.
 
-    No product here may be computed in TF32, which is a switch of the whole process: devices that work at a time all
-    attempt first, and `finish` then.
+    No product here may be computed in TF32, which `finish` switches on for the whole process: devices that work at the
+    same time must all attempt first, and finish then.
     """
     single = len(weights) == 1 or kernel.whole
     alone = [number for number, factor in enumerate(factors) if single or factor.fault is not None]
@@ -228,7 +233,7 @@ def attempt(
 
 
 def finish(attempted: Attempt) -> list[RoundedWeight]:
-    """Return each weight with the rows of GPTQ that are better by the Hessian, and the others to the nearest."""
+    """Return each weight with the better of both roundings for each row, by the Hessian, in the weights' order."""
     kernel = attempted.kernel
     results: dict[int, RoundedWeight] = {}
     with in_tf32():  # what is compared differs by more
@@ -246,7 +251,7 @@ def finish(attempted: Attempt) -> list[RoundedWeight]:
 def _try_rows(
     weight: torch.Tensor, target: torch.Tensor | None, factor: Factor, kernel: Kernel, largest: torch.Tensor | None
 ) -> list[_Try]:
-    """Try some rows of a weight at a time, whose scales do not depend on other rows."""
+    """Round a weight in chunks of rows; a scale of the whole weight is taken from all rows."""
     on_cpu = weight.device.type == "cpu"
     count = _ROWS if on_cpu else max(1, ROUNDED_AT_A_TIME // weight.shape[1])
     if not on_cpu and len(weight) <= count:
@@ -261,7 +266,7 @@ def _try_rows(
 
 
 def _map_rows(work: Callable[[_Item], _Result], chunks: Sequence[_Item], device: torch.device) -> list[_Result]:
-    """Return the results of chunks of rows; on a CPU its cores take a chunk each."""
+    """Return ``work`` of each chunk of rows, in order; on a CPU, PyTorch's number of threads take a chunk each."""
     if device.type != "cpu":
         return [work(chunk) for chunk in chunks]
     with many_small_workers(), ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -271,7 +276,7 @@ def _map_rows(work: Callable[[_Item], _Result], chunks: Sequence[_Item], device:
 def _try(
     weight: torch.Tensor, target: torch.Tensor | None, factor: Factor, kernel: Kernel, largest: torch.Tensor | None
 ) -> _Try:
-    """Round a weight [O, I], or several with as many factors [E, O, I], on whatever device they lie."""
+    """Round a weight [O, I], or several with as many factors [E, O, I], by GPTQ and to the nearest, on their device."""
     stored = weight if target is None else target
     nearest = _nearest(stored, kernel, largest)
     if factor.fault is not None:
@@ -297,7 +302,7 @@ def _try(
 
 
 def _choose(tried: _Try, *, kernel: Kernel) -> RoundedWeight:
-    """Return the better of both ways, by row."""
+    """Return the better of both roundings for each row, by the Hessian."""
     source, factor = tried.target.float(), tried.factor
     nearest_costs = _costs(source, tried.nearest, factor, kernel)
     if tried.parts is None:
@@ -317,14 +322,14 @@ def _choose(tried: _Try, *, kernel: Kernel) -> RoundedWeight:
 
 
 def _grid(kernel: Kernel) -> Grid:
-    """Return a kernel's grid; raise `KeyError` where GPTQ cannot round to it."""
+    """Return a kernel's grid. Raises `KeyError` where GPTQ cannot round to it."""
     if kernel.grid is None:
         raise KeyError(kernel.name)
     return kernel.grid
 
 
 def _nearest(weight: torch.Tensor, kernel: Kernel, largest: torch.Tensor | None) -> Parts:
-    """Round to the nearest: [..., O, I], whose rows the kernel takes one below the other."""
+    """Return the parts of a weight [..., O, I] rounded to the nearest, with the leading dimensions of the weight."""
     parts = kernel.compute(weight.flatten(0, -2), largest)
     return {
         role: part.view(*weight.shape[:-2], -1, *part.shape[1:]) if part.ndim else part for role, part in parts.items()
@@ -332,18 +337,18 @@ def _nearest(weight: torch.Tensor, kernel: Kernel, largest: torch.Tensor | None)
 
 
 def _rows_in(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a matrix [..., I, O] in an order [..., I]."""
+    """Return the rows of a matrix [..., I, O] in the order [..., I]."""
     return matrix[order] if matrix.ndim == 2 else matrix.take_along_dim(order.unsqueeze(-1), dim=-2)
 
 
 def _restored(ordered: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return rows in an order, [..., I, O], as columns in their own places, [..., O, I]."""
+    """Return rows [..., I, O] that were put into an order [..., I] as columns in their own places, [..., O, I]."""
     # Of one group alone the transposed tensor passes for contiguous, and its bytes could not be viewed.
     return _rows_in(ordered, order.argsort(dim=-1)).mT.clone(memory_format=torch.contiguous_format)
 
 
 def _costs(source: torch.Tensor, parts: Parts, factor: Factor, kernel: Kernel) -> torch.Tensor:
-    """Return (w-q) H (w-q)^T of each row as it is read back, float32 [O]."""
+    """Return (w-q) H (w-q)^T of each row of ``source``, where q is decoded from ``parts``: float32 [..., O]."""
     last = source.ndim - 2
     rows = {role: part.flatten(0, last) if part.ndim else part for role, part in parts.items()}
     error = source - kernel.decode(rows).view_as(source)
@@ -352,7 +357,10 @@ def _costs(source: torch.Tensor, parts: Parts, factor: Factor, kernel: Kernel) -
 
 @contextmanager
 def in_tf32() -> Iterator[None]:
-    """Let a GPU that can multiply float32 with 11 bits of mantissa, which takes an eighth of the time."""
+    """Within the block, let GPUs multiply float32 in TF32, with 11 bits of mantissa and in an eighth of the time.
+
+    The switch holds for the whole process.
+    """
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:

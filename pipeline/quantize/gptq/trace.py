@@ -19,9 +19,9 @@ _ALIKE = 0.02  # share of what a layer adds that may be lost to the rounding of 
 def trace_layer(model: Any, layer: str, linear: Collection[str], call: Call, states: States) -> LayerTrace:
     """Run a layer on the states of a batch, and return the trace of its ``linear`` modules.
 
-    Modules that read the same input share a step, and so do experts' modules of the same name. Modules that add to the
-    hidden states are known by the layer's output, if it is the input and what these modules return and no more. A
-    sublayer whose output is that of such a module can be skipped later, unless the layer writes for later layers.
+    Modules that read the same input share a step, as do experts' modules of the same name. Modules count as adding to
+    the hidden states if the layer's output is its input plus the outputs of these modules, up to rounding. A sublayer
+    whose output is that of such a module can be skipped later, unless the layer writes for later layers.
     """
     forward = _ForwardRecord(layer, frozenset(linear), states.hidden)
     below = [f"{layer}.{name}" for name, _ in model.get_submodule(layer).named_modules() if name]
@@ -38,10 +38,10 @@ def trace_layer(model: Any, layer: str, linear: Collection[str], call: Call, sta
 
 
 class _ForwardRecord:
-    """Record what a hook behind each module of a layer sees.
+    """Record of the calls of all modules of a layer during one forward.
 
-    ``steps`` are the numbers of steps by kind of module, ``outputs`` those of linear modules with the shape of the
-    hidden states, and ``ends`` the sublayers that return one of them.
+    ``steps`` maps a kind of linear module to the number of its step, ``outputs`` a linear module to its output if that
+    has the shape of the hidden states, and ``ends`` such a module to the sublayer that returns this output.
     """
 
     def __init__(self, layer: str, linear: frozenset[str], hidden: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class _ForwardRecord:
         self.ends: dict[str, tuple[str, int | None]] = {}
 
     def see(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Take the arguments and the result of a module's call."""
+        """Record a call of module ``name`` with its arguments and its output."""
         if name not in self._linear:
             first, extra = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
             if extra is None or all(value is None for value in extra):
@@ -71,5 +71,5 @@ class _ForwardRecord:
 
 
 def _kind(name: str) -> str:
-    """Return a module's name without the number of its expert."""
+    """Return a module's name with # for the number of its expert, or for any number inside the name."""
     return re.sub(r"\.\d+\.", ".#.", name)

@@ -31,8 +31,8 @@ from quantmint.pipeline.quantize.schemes.scheme import Kernel
 class Member:
     """A step of a plan, and the model's ``parameter`` that holds its tensor.
 
-    ``view`` takes the tensor out of the parameter, None where it is the parameter. ``expert`` is the number of one of
-    several that the parameter stacks.
+    ``view`` takes the tensor out of the parameter, None where it is the whole parameter. ``expert`` is the expert's
+    number where the parameter stacks several.
     """
 
     step: Step
@@ -42,15 +42,15 @@ class Member:
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel of a step that has one."""
+        """Return the kernel of the step. Raises `KeyError` for a step without one."""
         return KERNELS[str(self.step.kernel)]
 
 
 @dataclass(frozen=True, slots=True)
 class InputGroup:
-    """Weights [O, I] that read one input, with its statistics.
+    """Weights [O, I] that read the same input, with the statistics of that input.
 
-    ``targets`` are stored in the place of the weights, of the same dtype; None where the weights themselves are.
+    ``targets`` are stored in the place of the weights, in the same dtype; None where the weights themselves are.
     """
 
     statistics: InputStatistics
@@ -60,10 +60,10 @@ class InputGroup:
 
 
 class ModelWeights:
-    """The parameters of a model by the steps of the plan that they answer.
+    """Finds the model's parameter behind each step of the plan.
 
-    ``linear`` has the member of each linear module that GPTQ rounds, by the model's own name; ``experts`` those of each
-    product of a stack, by the stack's parameter with the expert's number behind. ``members`` are all steps whose tensor
+    ``linear`` maps each linear module that GPTQ rounds, by the model's name, to its member; ``experts`` maps
+    ``{stack}.{expert number}`` to the members of that expert's product. ``members`` are those of all steps whose tensor
     the model has.
     """
 
@@ -80,12 +80,15 @@ class ModelWeights:
 
     @property
     def names(self) -> list[str]:
-        """The modules that GPTQ rounds, by their names on the disk."""
+        """Return the modules that GPTQ rounds, by their names on disk, sorted."""
         members = (*self.linear.values(), *(member for product in self.experts.values() for member in product))
         return sorted(member.step.name for member in members)
 
     def groups(self, statistics: Iterable[InputStatistics]) -> list[InputGroup]:
-        """Return the weights of the modules that statistics are of. Raises `StageError` for what is not finite."""
+        """Return the group of weights of the modules of each of the statistics.
+
+        Raises `StageError` for a weight that is not finite.
+        """
         groups = []
         for inputs in statistics:
             members = tuple(
@@ -95,12 +98,12 @@ class ModelWeights:
         return groups
 
     def weight(self, member: Member) -> torch.Tensor:
-        """Return a member's tensor as the model has it; of a part of a parameter a copy."""
+        """Return a member's tensor from the model; a copy where it is a part of a parameter."""
         parameter: torch.Tensor = self._replica.model.get_parameter(member.parameter).detach()
         return parameter if member.view is None else member.view(parameter).contiguous().clone()
 
     def finite(self, member: Member) -> torch.Tensor:
-        """Return a member's tensor; raise `StageError` where it is not finite."""
+        """Return a member's tensor from the model. Raises `StageError` where it is not finite."""
         weight = self.weight(member)
         if not bool(amax(weight).isfinite()):
             raise StageError(f"{member.step.name}: its weight holds numbers that are not finite.")
@@ -108,9 +111,9 @@ class ModelWeights:
 
 
 def largest_by_group(weights: Mapping[Step, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the largest magnitude behind each scale that several weights share, by the steps' names.
+    """Return the largest magnitude behind each scale that several weights share, by the name of each sharing step.
 
-    Steps whose group is not all among the weights are left out.
+    Steps of a group of which not all weights are given are left out.
     """
     origins = {step.origin: amax(weight) for step, weight in weights.items() if step.group}
     return {
@@ -121,7 +124,10 @@ def largest_by_group(weights: Mapping[Step, torch.Tensor]) -> dict[str, torch.Te
 
 
 class ServedInputs:
-    """Roundings of inputs as they are served; ``changed`` are ranges that are others than those that were measured."""
+    """Roundings of inputs as they are served, by measured ``ranges``.
+
+    ``changed`` holds, by name, the ranges that scaling replaced.
+    """
 
     def __init__(self, choice: Choice, ranges: Mapping[str, torch.Tensor]) -> None:
         self._choice, self._ranges = choice, dict(ranges)
@@ -129,13 +135,13 @@ class ServedInputs:
         self.is_ranged = any(name.endswith(".input_scale") for name in ranges)
 
     def rounding(self, step: Step, largest: torch.Tensor | None = None) -> Rounding:
-        """Return the rounding of a step's input by its range, or by another ``largest`` magnitude where it has one."""
+        """Return the rounding of a step's input by its range; ``largest`` magnitudes replace the range, if any."""
         limit = self._ranges.get(f"{step.name}.input_scale")
         limit = limit if limit is None or largest is None else largest.amax()
         return _rounding(scheme(self._choice.schemes[step.name]).activations, None if limit is None else float(limit))
 
     def roundings(self, weights: ModelWeights, layer: str | None = None) -> InputRoundings:
-        """Return the roundings of the modules that GPTQ rounds, of all or of those in a layer."""
+        """Return the roundings of the inputs of all modules that GPTQ rounds, or of those in ``layer``."""
         inside = "" if layer is None else f"{layer}."
         linear = {name: member for name, member in weights.linear.items() if name.startswith(inside)}
         experts = {name: members for name, members in weights.experts.items() if name.startswith(inside)}
@@ -146,7 +152,7 @@ class ServedInputs:
         )
 
     def set_range(self, step: Step, largest: torch.Tensor) -> None:
-        """Give a step's input another range, if it has one: the ``largest`` magnitude of each channel, [I]."""
+        """Replace the range of a step's input, if it has one, by the largest of its channels' magnitudes [I]."""
         if (name := f"{step.name}.input_scale") in self._ranges:
             self._ranges[name] = largest.amax().reshape(1).cpu()
             self.changed[name] = float(self._ranges[name])
@@ -154,7 +160,7 @@ class ServedInputs:
 
 @cache
 def _rounding(activations: ActivationFormat, largest: float | None) -> Rounding:
-    """Return the rounding of inputs as served; equal ranges, which are of the same input, share one function."""
+    """Return the function that rounds inputs as served; equal formats and ranges give the same function object."""
     if activations.kind == "none":
         return lambda inputs: inputs
     scale = None if largest is None else fp8_scale(torch.tensor(largest))
@@ -167,7 +173,7 @@ def _rounding(activations: ActivationFormat, largest: float | None) -> Rounding:
 
 
 def _own_modules(replica: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
-    """Return the model's own linear module behind each quantized one that is all of it, within a layer."""
+    """Map each quantized module within a layer to the model's linear module that holds its weight and no other."""
     inside = tuple(f"{name}." for name in replica.walkable.layers)
     named = sources(replica.model, replica.owned)
     modules = dict(replica.model.named_modules())
@@ -183,7 +189,7 @@ def _own_modules(replica: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
 
 
 def _members(replica: Replica, structure: Structure, steps: Iterable[Step]) -> Iterator[Member]:
-    """Yield the steps whose tensor the model has."""
+    """Yield the members of the steps whose tensor the model has."""
     modules, parameters = dict(replica.model.named_modules()), replica.model.state_dict()
     stacks = {source.tensor: module for module, source in structure.weights.items() if source.expert is not None}
     for step in steps:

@@ -19,7 +19,7 @@ INSPECTION = "inspection.json"
 
 @dataclass(frozen=True, slots=True)
 class InspectionFinding:
-    """A contradiction; ``rule`` is its short name, ``where`` a tensor, a module or a file."""
+    """A contradiction found by an inspection; ``rule`` is its short name, ``where`` a tensor, a module or a file."""
 
     rule: str
     where: str
@@ -40,7 +40,11 @@ class LayerError:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Everything that was looked at. ``bytes_by_part`` splits the weights' bytes by what they are."""
+    """The result of an inspection: findings, errors of quantized weights, sizes and KV scales.
+
+    ``bytes_by_part`` are the bytes of "quantized weights", "scales" and "16 bit"; ``kv_scales`` the scales that are one
+    number, by tensor name.
+    """
 
     checkpoint_format: str
     findings: tuple[InspectionFinding, ...]
@@ -52,16 +56,16 @@ class Inspection:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing contradicts anything."""
+        """Return whether there is no finding."""
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
-        """A plain, stable form; JSON has no NaN or infinity, so those are null."""
+        """Return the inspection and its verdict as plain JSON values; NaN and infinity become null."""
         plain: dict[str, Any] = _finite({"verdict": "PASS" if self.passed else "FAIL", **asdict(self)})
         return plain
 
     def summary(self, limit: int = 5) -> str:
-        """A few lines for a person: the first findings of each rule."""
+        """Return a text for a person: one line if it passed, else at most ``limit`` findings of each rule."""
         if self.passed:
             worst = min(self.layers, key=lambda layer: layer.sqnr_db, default=None)
             exact = sum(math.isinf(layer.sqnr_db) for layer in self.layers)
@@ -95,7 +99,10 @@ _QUANTIZED_ONLY = ("_scale", "_zero_point", _PACKED, "weight_shape", "weight_g_i
 def expected_tensors(
     checkpoint: Checkpoint, structure: Structure, claims: Claims
 ) -> dict[str, tuple[StoredTensor, ...]]:
-    """Return the promised tensors by module; a scale may have any of the dtypes that the libraries give it."""
+    """Return the tensors that the claims promise for each quantized module, with scale dtypes as in the checkpoint.
+
+    A scale that is not stored, or has none of the dtypes that libraries give it, is expected in BF16.
+    """
     form = layout_of(checkpoint.config)
     expected: dict[str, tuple[StoredTensor, ...]] = {}
     for module, shape in structure.linear.items():
@@ -112,7 +119,10 @@ def expected_tensors(
 
 
 def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims) -> Iterator[InspectionFinding]:
-    """Hold the promise against the headers, both ways."""
+    """Yield the contradictions between the claims of the configuration and the headers of the files.
+
+    These are tensors that are missing, have the wrong dtype or shape, or are not declared.
+    """
     form = layout_of(checkpoint.config)
     expected = expected_tensors(checkpoint, structure, claims)
     yield from (InspectionFinding(*fault) for fault in structure.faults)
@@ -157,7 +167,10 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
 
 
 def _check_fusion(structure: Structure, claims: Claims, view: LoaderView | None) -> Iterator[InspectionFinding]:
-    """Yield a finding for each group of modules that vLLM loads as one and that have more than one scheme."""
+    """Yield a finding for each group of modules that vLLM loads as one and that have more than one scheme.
+
+    ``view`` is how vLLM loads the model; without one, modules' names decide.
+    """
     groups: defaultdict[str, dict[str | None, str]] = defaultdict(dict)
     for module in (*structure.linear, *structure.kept):
         for group in fusion_names(module, view) if module not in claims.unknown else ():

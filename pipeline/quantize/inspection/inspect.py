@@ -32,12 +32,12 @@ from quantmint.pipeline.quantize.model.structure import Structure
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """Facts that are known of a checkpoint before it is inspected.
+    """Facts known of a checkpoint before it is inspected.
 
-    ``scales`` are static scales, of inputs and of the KV cache, by tensor name; a tuple where there is one a head.
-    ``nbytes`` is the size of all tensors that was predicted. ``sqnr_db`` is that of each module, of a checkpoint that
-    was measured while its files were written, and whose files were read back then. It is not measured again: of each
-    tensor the first rows and all scales are read, to prove that they lie where the headers say.
+    ``scales`` are static scales, of inputs and of the KV cache, by tensor name; a tuple where there is one for each
+    head. ``nbytes`` is the predicted size of all tensors. ``sqnr_db`` is the signal-to-noise ratio of each module of a
+    checkpoint that was measured while its files were written, and whose files were read back then. It is not measured
+    again: of each tensor the first rows and all scales are read, to prove that they lie where the headers say.
     """
 
     scales: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)
@@ -56,21 +56,22 @@ def inspect_checkpoint(
     device: str = "cpu",
     advance: Callable[[int], None] = lambda _: None,
 ) -> Inspection:
-    """Prove or disprove a quantized checkpoint, some rows at a time, on all cores or a GPU.
+    """Check that a quantized checkpoint is what its configuration says, some rows at a time, and return the findings.
 
     What an algorithm that the checkpoint records did to the weights is taken into account: smoothed or rotated weights
-    cannot be compared with their source, and are only proven to be numbers in the right places.
+    cannot be compared with their source, and are only proven to be numbers in the right places. Raises `UserError`
+    where config.json declares no quantization in a known format.
 
     Args:
-        checkpoint: the folder to look at.
-        structure: of the same model.
-        source: the model that it was made from; with it the error of every layer is measured and untouched tensors
-            are compared, both with what the source decodes to.
-        source_structure: of the source; without it ``structure`` must be the source's.
-        expected: facts that are known of the checkpoint.
+        checkpoint: the quantized checkpoint.
+        structure: the structure of the checkpoint's model.
+        source: the model that the checkpoint was made from; with it the error of every layer is measured, and
+            untouched tensors are compared, both with the decoded source.
+        source_structure: the structure of the source; without it ``structure`` must be the source's.
+        expected: facts known of the checkpoint beforehand.
         allow_unit_kv_scales: accept KV scales of exactly 1.0, for a checkpoint that asks for them.
-        device: where numbers are compared; all cores read for it.
-        advance: told the bytes that were checked.
+        device: the device that compares numbers; all CPU cores read for it.
+        advance: called with the bytes of tensors that were checked.
     """
     expected = expected or Expectations()
     form = layout_of(checkpoint.config)
@@ -120,9 +121,9 @@ def _structure_findings(checkpoint: Checkpoint, structure: Structure, claims: Cl
 def _source_weights(
     source: Checkpoint | None, structure: Structure, modules: Mapping[str, tuple[StoredTensor, ...]]
 ) -> dict[str, WeightSource]:
-    """Return where the source holds each tensor that is carried over, and each weight of the quantized ``modules``.
+    """Return where the source holds each carried tensor, and each weight of the quantized ``modules``, by tensor name.
 
-    ``structure`` is the source's. Without a source nothing is carried over.
+    ``structure`` is the source's. Without a source nothing is carried.
     """
     weights = {} if source is None else carried(source, structure, modules)
     return weights | {
@@ -131,7 +132,7 @@ def _source_weights(
 
 
 def _size_findings(checkpoint: Checkpoint, predicted: int | None) -> list[InspectionFinding]:
-    """Compare the bytes of all tensors with the predicted ones; None: there is no prediction."""
+    """Return a finding where the bytes of all tensors differ from ``predicted``; none where that is None."""
     if predicted is None or checkpoint.nbytes == predicted:
         return []
     message = f"{checkpoint.nbytes:,} bytes of tensors, predicted {predicted:,}"
@@ -140,9 +141,9 @@ def _size_findings(checkpoint: Checkpoint, predicted: int | None) -> list[Inspec
 
 @dataclass(frozen=True, slots=True)
 class _Inspector:
-    """The checks of a checkpoint's parts: its quantized modules, its cache's scales, and what was carried over.
+    """The checks of a checkpoint's parts: quantized modules, KV scales, and tensors carried over from the source.
 
-    `module` and `copy` are units of work for any thread.
+    Any thread may call `module` and `copy`.
     """
 
     checkpoint: Checkpoint
@@ -159,7 +160,7 @@ class _Inspector:
     def modules(
         self, pool: Executor, advance: Callable[[int], None]
     ) -> tuple[list[LayerError], list[InspectionFinding]]:
-        """Check every quantized module; return their errors and findings."""
+        """Check every quantized module in the threads of ``pool``; return the modules' errors and findings."""
         layers: list[LayerError] = []
         findings: list[InspectionFinding] = []
         for name, results in zip(self.expected, pool.map(self.module, self.expected), strict=True):
@@ -169,7 +170,10 @@ class _Inspector:
         return layers, findings
 
     def kv_scales(self, names: Sequence[str], *, allow_one: bool) -> tuple[dict[str, float], list[InspectionFinding]]:
-        """Return the cache's scales that are one number, and what is wrong with any."""
+        """Return the KV scales that are one number, and the findings about any of the named scales.
+
+        ``allow_one`` accepts scales of exactly 1.0.
+        """
         scales: dict[str, float] = {}
         findings: list[InspectionFinding] = []
         for name in (name for name in names if name not in self.unsound):
@@ -185,13 +189,13 @@ class _Inspector:
         return scales, findings
 
     def quantized(self, cached: Sequence[str]) -> set[str]:
-        """Return the tensors of quantized modules, and of the cache."""
+        """Return the names of the tensors of quantized modules, and of the KV scales ``cached``."""
         return {stored.name for tensors in self.expected.values() for stored in tensors} | set(cached)
 
     def copies(
         self, pool: Executor, structure: Structure, cached: Sequence[str], advance: Callable[[int], None]
     ) -> list[InspectionFinding]:
-        """Check what was carried over from the source, and that nothing else is there."""
+        """Check the tensors carried over from the source, and that no other tensor is there; return the findings."""
         untouched, tensors = _untouched(structure, self.alters), self.checkpoint.tensors
         names = [name for name in self.weights if not _quantized(name, self.expected)]
         copies = pool.map(lambda name: self.copy(name, exact=untouched(name, self.shape(name))), names)
@@ -230,7 +234,7 @@ class _Inspector:
         return list(check_copy(name, self.read, self.original, self.weights[name], exact=exact, proven=proven))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a source's tensor that is carried over, as it is to be written; () without a source."""
+        """Return the shape in which a tensor of the source is carried over; () without a source."""
         return () if self.original is None else self.original.shape(self.weights[name])
 
 
@@ -240,7 +244,10 @@ def _quantized(name: str, expected: Collection[str]) -> bool:
 
 
 def _untouched(structure: Structure, alters: Alters) -> Callable[[str, tuple[int, ...]], bool]:
-    """Whether a tensor that is carried over is the source's bit for bit, whatever an algorithm did to others."""
+    """Return a function of a carried tensor's name and shape that says whether it must equal the source bit for bit.
+
+    ``alters`` is what an algorithm changed in the model.
+    """
     multiplied = {*structure.linear, *structure.kept}
 
     def untouched(name: str, shape: tuple[int, ...]) -> bool:
@@ -267,7 +274,7 @@ _PARTS = ("linear weights", "scales", "embeddings and head", "norms and biases",
 
 
 def sizes(source: Checkpoint, checkpoint: Checkpoint) -> Size:
-    """Bytes of both sides by part. What is in both with equal dtype and shape has not been quantized."""
+    """Return the bytes of source and checkpoint by part; tensors of equal name, dtype and shape are unquantized."""
     before = {name: info for name, (_, info) in source.tensors.items()}
     after = {name: info for name, (_, info) in checkpoint.tensors.items()}
     kept = {
@@ -300,9 +307,10 @@ def _part(info: TensorInfo, kept: bool) -> str:
 
 
 def layer_errors(layers: Iterable[Mapping[str, Any]]) -> list[ReportedError]:
-    """Error of every quantized linear that was compared with its source, experts of a layer as one, by their worst.
+    """Return the errors of quantized linears by layer and kind; of several, such as experts, the worst counts.
 
-    A linear is called by the end of its path that no other kind of linear has: `q_proj`, `experts.down_proj`.
+    ``layers`` are entries of an inspection's JSON; those without an error are left out. A kind is named by the end of
+    its path that no other kind has: `q_proj`, `experts.down_proj`.
     """
     found: dict[tuple[int | None, str], list[float]] = defaultdict(list)
     for layer in layers:
@@ -318,13 +326,13 @@ def layer_errors(layers: Iterable[Mapping[str, Any]]) -> list[ReportedError]:
 
 
 def _place(path: str) -> tuple[bool, int, str]:
-    """Return a linear module's place in the order in which a layer computes, experts last."""
+    """Return a sort key that puts linear modules in the order in which a layer computes them, experts last."""
     name = path.rpartition(".")[2].removesuffix("_proj")
     return "expert" in path, _ORDER.index(name) if name in _ORDER else len(_ORDER), path
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """The shortest end of each dotted path that is no other path's end."""
+    """Map each dotted path to its shortest end that is no other path's end."""
     split = {path: path.split(".") for path in paths}
     names: dict[str, str] = {}
     for path, words in split.items():
@@ -338,7 +346,10 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def kv_scales(checkpoint: Checkpoint, single: Mapping[str, float]) -> list[KvScale]:
-    """Scales of the KV cache by layer: ``single`` is one a layer, by tensor; those by head are read from the files."""
+    """Return the KV scales by layer, with the least and the largest of each.
+
+    ``single`` are the scales that are one number, by tensor name; scales by head are read from the checkpoint's files.
+    """
     values = {name: (scale, scale) for name, scale in single.items() if scale is not None}
     many = [
         name

@@ -24,7 +24,7 @@ from quantmint.pipeline.quantize.schemes.scales import BLOCK
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Sums over the compared elements: squares of the weight and of its error, and how many they are."""
+    """Sums over compared elements: ``signal`` of w^2, ``noise`` of (w - q)^2, and the ``count`` of elements."""
 
     signal: float = 0.0
     noise: float = 0.0
@@ -35,7 +35,10 @@ class Error:
 
     @property
     def sqnr_db(self) -> float:
-        """10 log10(sum w^2 / sum (w - q)^2), dB; infinite for an exact copy, NaN where a weight is."""
+        """Return 10 log10(sum w^2 / sum (w - q)^2), dB; infinite for an exact copy, NaN where the noise is NaN.
+
+        It is -infinity where all weights are zero and the copies are not.
+        """
         if math.isnan(self.noise):
             return math.nan
         if self.noise == 0:
@@ -44,7 +47,7 @@ class Error:
 
 
 def compare(source: torch.Tensor, restored: torch.Tensor) -> Error:
-    """The error of some rows, summed in float32 over a row and in float64 over rows."""
+    """Return the error of ``restored`` rows, summed in float32 along a row and in float64 over rows."""
     expected = source.float()
     sums = [numbers.square().sum(dim=-1).double().sum() for numbers in (expected, expected - restored)]
     return Error(float(sums[0]), float(sums[1]), source.numel())
@@ -66,11 +69,11 @@ def check_module(
 ) -> Iterator[InspectionFinding | LayerError]:
     """Check one quantized module's stored numbers, against its 16-bit weight where that is known.
 
-    ``original`` returns rows [first, last) of the weight in the source, decoded.
-
-    ``alters`` is what an algorithm did to the weights beside rounding them to the nearest. ``proven`` is the SQNR in dB
-    that was measured while files were written that are known to be unharmed: then only the first rows are read again,
-    to prove that they lie where the header says.
+    Yield findings, and a `LayerError` where the weight is compared or proven. ``original(first, last)`` returns rows
+    [first, last) of the weight in the source, decoded; None where it is unknown. ``alters`` is what an algorithm did to
+    the weights beside rounding them to the nearest. ``proven`` is the SQNR in dB that was measured while files were
+    written that are known to be unharmed: then only the first rows are read again, to prove that they lie where the
+    header says.
     """
     weight = next(stored for stored in tensors if stored.role in ("weight", "weight_packed"))
     parts = {stored.role: read(stored.name) for stored in tensors if stored is not weight}
@@ -116,7 +119,10 @@ def check_module(
 
 
 def _pieces(scheme: str, weight: StoredTensor, size: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of a stored weight, of about ``size`` elements; all of them where it is stored transposed."""
+    """Yield ranges [first, last) of rows of a stored weight, of about ``size`` elements each.
+
+    A weight that is stored transposed is one range.
+    """
     rows, row = weight.shape[0], row_of(scheme).weight
     transposed = row.dtype == "int4" and weight.role == "weight"
     least = BLOCK if row.granularity == "block" else 1
@@ -125,7 +131,7 @@ def _pieces(scheme: str, weight: StoredTensor, size: int) -> Iterator[tuple[int,
 
 
 def _rows(part: torch.Tensor, scheme: str, weight: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Return the parts of rows with their scales by channel, group or block; whole-tensor scales as they are."""
+    """Return the part of a scale tensor for rows [first, last) of a weight; whole-tensor scales as they are."""
     if part.ndim == 0 or last - first == weight.shape[0]:
         return part
     if row_of(scheme).weight.granularity == "block":
@@ -134,7 +140,7 @@ def _rows(part: torch.Tensor, scheme: str, weight: StoredTensor, first: int, las
 
 
 def check_scale(name: str, scale: torch.Tensor, *, signed: bool = False) -> Iterator[InspectionFinding]:
-    """A scale multiplies: NaN, Inf and zero are wrong, and negative ones where it is not ``signed``."""
+    """Yield a finding for NaN or infinity, for zeros, and unless ``signed`` for negative values in a scale tensor."""
     values = scale.float().reshape(-1)
     negative = (values < 0) & (not signed)
     for what, wrong in (("NaN or Inf", ~values.isfinite()), ("zero", values == 0), ("negative", negative)):
@@ -144,7 +150,10 @@ def check_scale(name: str, scale: torch.Tensor, *, signed: bool = False) -> Iter
 
 
 def check_kv_scale(name: str, value: float, expected: float | None, *, allow_one: bool) -> Iterator[InspectionFinding]:
-    """A static KV scale is finite, positive, not the default of 1.0, and what calibration measured."""
+    """Yield a finding if a KV scale is not finite and positive, is 1.0 without ``allow_one``, or is not ``expected``.
+
+    Exactly 1.0 is the default of a cache that was never calibrated; ``expected`` None means that it is not known.
+    """
     if not math.isfinite(value) or value <= 0:
         yield InspectionFinding("bad scale", name, f"a KV scale of {value:g}: expected a finite number above zero")
     elif value == 1.0 and not allow_one:
@@ -162,10 +171,10 @@ def check_copy(
     exact: bool = True,
     proven: bool = False,
 ) -> Iterator[InspectionFinding]:
-    """Check that a tensor that stays in 16 bit is the source's: bit for bit, or in dtype and shape where not ``exact``.
+    """Yield a finding if a tensor that stays in 16 bit is not the source's, bit for bit, or is not finite.
 
-    ``weight`` says where the source has it. What was ``proven`` while it was carried over is read no further than its
-    first rows.
+    Without ``exact`` only dtype and shape must be the source's. ``weight`` says where the source has the tensor. With
+    ``proven``, because it was checked while it was carried over, only the first rows are read.
     """
     info = read.info(name)
     if (info.dtype, info.shape) != (source.dtype(weight), source.shape(weight)):

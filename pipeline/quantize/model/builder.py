@@ -21,7 +21,8 @@ def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """Build the language model of a folder on the meta device.
 
     A checkpoint that was saved with more than the language model, a vision tower say, is built as the class that its
-    config.json names, so that every tensor has its module. Raises `UserError` where transformers cannot build it.
+    config.json names, so that every tensor has its module. Raises `UserError` where transformers cannot build it, or
+    where a linear module's weight is no matrix.
     """
     with light_imports():
         import torch
@@ -61,9 +62,9 @@ def _require_matrices(folder: Path, model: Any) -> None:
 
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """Import without `_HEAVY` and without garbage collection, which imports do not need and which takes a sixth.
+    """Within the block, imports skip the packages `_HEAVY` and run without garbage collection, which saves a sixth.
 
-    Both are put back, whatever ends the block: afterwards these packages can be imported as before.
+    Both are restored at the end of the block: afterwards these packages can be imported as before.
     """
     absent = [name for name in _HEAVY if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # Python's own sign for "cannot be imported"
@@ -81,9 +82,9 @@ def light_imports() -> Iterator[None]:
 
 
 def decoder_prefix(model: Any) -> str:
-    """Return the name of the module that holds the layers of the language model; "" where the model is that module.
+    """Return the name of the module that holds the language model's layers; "" where that is the model itself.
 
-    Where transformers knows no part of a model as its decoder, it is the module that holds the embedding of tokens.
+    Where transformers knows no decoder in a model, it is the module ``model`` beside the output head.
     """
     names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
     decoder = names.get(id(model.get_decoder()), "")
@@ -97,9 +98,10 @@ def decoder_prefix(model: Any) -> str:
 
 
 def towers(model: Any, decoder: str, attention: Collection[str]) -> tuple[str, ...]:
-    """Names of the parts of a decoder that see or hear: those with layers of their own, none of them in ``attention``.
+    """Return the prefixes, with a final dot, of a decoder's parts that see or hear.
 
-    Phi-4 has its encoders of images and sounds in the embedding.
+    These have layers of their own, and no module of ``attention`` in them; Phi-4 has its encoders of images and sounds
+    in the embedding. ``decoder`` is the decoder's name.
     """
     import torch
 
@@ -115,9 +117,10 @@ def towers(model: Any, decoder: str, attention: Collection[str]) -> tuple[str, .
 
 
 def stored_tensors(model: Any) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-    """Name on disk, dtype and shape of each tensor that transformers would save in bfloat16, tied ones once.
+    """Map the name on disk of each tensor that transformers would save to its dtype and shape, tied tensors once.
 
-    Tensors that a model class insists on having in float32, such as the correction of DeepSeek's router, are F32.
+    The dtype is BF16; for tensors that a model class insists on having in float32, such as the correction of DeepSeek's
+    router, it is F32.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -23,8 +23,8 @@ _INTEGERS = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")
 class SourceEncoding:
     """The encodings of a source's weights.
 
-    ``weights`` maps each tensor of elements to its encoding. ``obstacle`` is why the source cannot be decoded, as part
-    of a sentence.
+    ``weights`` maps the name of each stored tensor of elements to its encoding. ``obstacle`` is why the source cannot
+    be decoded, as part of a sentence; None where it can.
     """
 
     weights: Mapping[str, Encoded] = field(default_factory=dict)
@@ -32,9 +32,10 @@ class SourceEncoding:
 
 
 def quantized_by(config: Mapping[str, Any]) -> str | None:
-    """Return the ``quant_method`` of a checkpoint that declares one; None for 16 bit and for FP8 in blocks of 128x128.
+    """Return the quantization that a ``config.json`` declares, in words; None for 16 bit and for FP8 in 128x128 blocks.
 
-    Those two are what transformers and calibration run without asking how they were quantized.
+    It is the ``quant_method``, and for fp8 also the granularity. Transformers and calibration run the other two without
+    asking how they were quantized.
     """
     declared = declared_quantization(config)
     if declared is None or is_block_fp8(declared):
@@ -68,9 +69,9 @@ def input_rounding(config: Mapping[str, Any]) -> str | None:
 
 
 def source_encoding(config: Mapping[str, Any], tensors: Mapping[str, tuple[str, TensorInfo]]) -> SourceEncoding:
-    """Return how the weights of a source are encoded, by its configuration and tensors.
+    """Return how the weights of a source are encoded, by its configuration and its tensors' dtypes and shapes.
 
-    Raises `UserError` for FP8 in blocks whose scales are missing or have another shape.
+    Raises `UserError` for FP8 in blocks whose scales are missing, or have another dtype or shape.
     """
     declared = declared_quantization(config)
     if declared is None:

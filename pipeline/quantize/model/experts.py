@@ -43,7 +43,7 @@ class WeightSource:
 
 
 class UnknownLayoutError(Exception):
-    """A stack of experts that no rule takes apart; the message is the reason, as part of a sentence."""
+    """Raised for a stack of experts that no rule takes apart; the message is the reason, as part of a sentence."""
 
 
 # Parameter of a module that stacks experts: the projections that it holds.
@@ -65,19 +65,22 @@ _STACKS: Mapping[str, tuple[str, ...]] = {**{name: (f"{{}}.{name}",) for name in
 
 
 def stacks_experts(module: Any) -> bool:
-    """Whether a module holds the projections of several experts in 3-D parameters."""
+    """Return whether a module holds the projections of several experts in 3-D parameters."""
     return any(name in _PARTS and p.ndim == 3 for name, p in module.named_parameters(recurse=False))
 
 
 def holds_experts(module: Any) -> bool:
-    """Whether a module is a list of experts, each a module of its own."""
+    """Return whether a module is a `ModuleList` of two or more modules that each contain a linear module.
+
+    A list of experts is one, but so are a decoder's layers.
+    """
     if not isinstance(module, torch.nn.ModuleList) or len(module) < 2:
         return False
     return all(any(isinstance(part, torch.nn.Linear) for part in expert.modules()) for expert in module)
 
 
 def stacked_names(module_name: str) -> Iterator[str]:
-    """Yield the names on disk of the stacks that a single expert's projection may be a part of."""
+    """Yield the names on disk of the stacks that may contain the projection of a single expert's module."""
     if single := _SINGLE.fullmatch(module_name):
         prefix, _, last = single.groups()
         part = _MIXTRAL.get(last, last)
@@ -90,15 +93,18 @@ def stacked_names(module_name: str) -> Iterator[str]:
 
 
 def part_of(module_name: str) -> tuple[int, str] | None:
-    """Number and projection of a single expert's module, under whatever names; None for any other name."""
+    """Return number and projection ("gate_proj", "up_proj", "down_proj") of a single expert's module by its name.
+
+    None for a name that does not end with a number and a projection.
+    """
     single = _SINGLE.fullmatch(module_name)
     return (int(single[2]), _MIXTRAL.get(single[3], single[3])) if single else None
 
 
 def missing_experts(stored: Sequence[str], stack_name: str, experts: int) -> list[str]:
-    """Projections of single experts that are not among the ``stored`` names of the stack ``stack_name``.
+    """Return the names of single experts' tensors of stack ``stack_name`` that are not among the ``stored`` names.
 
-    Nothing where none of the names is that of a single expert.
+    ``experts`` is the number of experts. Empty where none of the stored names is that of a single expert.
     """
     last_names: dict[tuple[str, int, str], str] = {}
     for name in stored:
@@ -116,8 +122,10 @@ def missing_experts(stored: Sequence[str], stack_name: str, experts: int) -> lis
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlice:
-    """The part of a stack that is one projection of one expert: ``parameter``[expert], transposed to [O, I] where it
-    is stored as [I, O], and of that the rows [first, last)."""
+    """The part of a stack of experts that is one projection of one expert.
+
+    It is ``parameter``[expert], transposed to [O, I] where it is stored as [I, O], and of that the rows [first, last).
+    """
 
     parameter: str
     expert: int
@@ -125,15 +133,16 @@ class ExpertSlice:
     transposed: bool
 
     def of(self, stack: torch.Tensor) -> torch.Tensor:
-        """Return the projection, [O, I], as a view of its stack."""
+        """Return the projection, [O, I], as a view of the parameter ``stack``."""
         part = stack[self.expert]
         return (part.t() if self.transposed else part)[slice(*self.rows)]
 
 
 def expert_slice(experts: Any, name: str, expert: int, projection: str) -> ExpertSlice:
-    """Return the slice of a stack of experts, called ``name`` in the model, that holds one expert's projection.
+    """Return the slice of a stack that holds one projection of one expert.
 
-    Raises `UserError` for a layout that no rule takes apart.
+    ``experts`` is the module that stacks experts, called ``name`` in the model. Raises `UserError` for a layout that no
+    rule takes apart.
     """
     stacks = dict(experts.named_parameters(recurse=False))
     key = next(key for key, parts in _PARTS.items() if projection in parts and key in stacks)
@@ -147,7 +156,10 @@ def expert_slice(experts: Any, name: str, expert: int, projection: str) -> Exper
 
 
 def expert_shape(experts: Any, stack_name: str, parameter: torch.Tensor) -> tuple[int, int]:
-    """[out_features, in_features] of one projection of one expert, from the parameter that stacks it."""
+    """Return [out_features, in_features] of one projection of one expert, from the ``parameter`` that stacks it.
+
+    Raises `UnknownLayoutError` where the layout of the module ``experts`` is unknown.
+    """
     rows, columns = _matrix(experts, parameter)
     return rows // len(_PARTS[stack_name.rpartition(".")[2]]), columns
 
@@ -160,11 +172,11 @@ def split(
     shape: Sequence[int],
     operations: Sequence[Any],
 ) -> Iterator[tuple[str, str, WeightSource]]:
-    """Take a stack on disk apart: module as it is written, module as calibration knows it, and the source.
+    """Take a stack on disk apart: yield each projection's module name on disk, its name in the model, and its source.
 
-    ``name`` with ``shape`` is the tensor on disk, ``stack_name`` the parameter, [E, O, I] or [E, I, O], that it
-    becomes by transformers' ``operations``. Raises `UnknownLayoutError` where it cannot be taken apart without a guess,
-    and `UserError` for a shape that contradicts config.json.
+    ``name`` with ``shape`` is the tensor on disk, ``stack_name`` the parameter, [E, O, I] or [E, I, O], that it becomes
+    by transformers' ``operations``. Raises `UnknownLayoutError` where it cannot be taken apart without a guess, and
+    `UserError` for a shape that contradicts config.json.
     """
     plain = name.removesuffix(".weight")
     prefix, _, last = plain.rpartition(".")
@@ -189,7 +201,10 @@ def _matrix(experts: Any, parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def _is_transposed(experts: Any) -> bool:
-    """Whether the module multiplies inputs with [I, O], as transformers marks it or the class is known to."""
+    """Return whether the module multiplies inputs with [I, O], as transformers marks it or the class is known to.
+
+    Raises `UnknownLayoutError` where neither tells, where gate and up are interleaved, or where experts have biases.
+    """
     kind = type(experts).__name__
     if not getattr(experts, "is_concatenated", True):
         raise UnknownLayoutError(f"{kind} interleaves the columns of gate and up")
@@ -202,7 +217,10 @@ def _is_transposed(experts: Any) -> bool:
 
 
 def _is_turned(name: str, shape: Sequence[int], parameter: torch.Tensor, operations: Sequence[Any]) -> bool:
-    """Whether the tensor on disk is the transpose of the parameter."""
+    """Return whether the tensor on disk is the transpose of the parameter.
+
+    Raises `UnknownLayoutError` where that cannot be told, and `UserError` for a shape that fits neither.
+    """
     from transformers.core_model_loading import Transpose
 
     straight = tuple(parameter.shape)

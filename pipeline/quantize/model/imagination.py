@@ -19,7 +19,7 @@ _LAYER = re.compile(r"^(.*\blayers\.)(\d+)\.")
 def imagined_tensors(
     stored: Mapping[str, tuple[str, tuple[int, ...]]], model: Any, config: Mapping[str, Any], linear: Collection[str]
 ) -> dict[str, tuple[str, TensorInfo]]:
-    """Lay out the tensors of a release in one file.
+    """Lay out the tensors of a release in one file; return the file and entry of each by name.
 
     ``stored`` are dtype and shape of what transformers would save of ``model``. The layers of a multi-token predictor
     that ``config`` counts are added as DeepSeek stores them; weights of the ``linear`` modules are stored as ``config``
@@ -39,7 +39,10 @@ def imagined_tensors(
 
 
 def _predictor(stored: Mapping[str, tuple[str, tuple[int, ...]]], model: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The layers of a predictor: each is a layer like the last one, with a projection, norms, embedding and head."""
+    """Return the tensors of a multi-token predictor's layers, with dtype and shape.
+
+    Each is a layer like the last one, with a projection, norms, embedding and head.
+    """
     text = model.config.get_text_config()
     layers, extra = getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", None) or 0
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}

@@ -31,18 +31,21 @@ _EXPERT = re.compile(r"(.+)\.(\d+\.([^.]+))")
 
 @dataclass(frozen=True, slots=True)
 class LoaderView:
-    """A model as vLLM's classes see it; where versions differ, the most restrictive answer holds."""
+    """How the classes of several vLLM versions see a model; where they differ, the most restrictive answer holds.
+
+    ``experts`` and ``layers`` are the numbers of experts and layers by the configuration.
+    """
 
     versions: tuple[_Version, ...]
     experts: int = 0
     layers: int = 0
 
     def _owners(self, module: str) -> Iterator[_Version]:
-        """Yield each version's row for a module: the drafter's in layers for multi-token prediction."""
+        """Yield the row of each version that loads a module: the drafter's for layers of multi-token prediction."""
         return (version.owner(module, self.layers) for version in self.versions)
 
     def vllm_name(self, module: str) -> str:
-        """Return the name of a module in the newest vLLM: the fused module or the experts' container that takes it in.
+        """Return the name in the newest vLLM of the module that loads ``module``, fused or a container of experts.
 
         A module that vLLM does not have keeps its name, renamed as far as vLLM's rules go.
         """
@@ -52,8 +55,8 @@ class LoaderView:
     def listed_names(self, module: str) -> tuple[str, ...]:
         """Return the names by which a quantization's lists must call a module so that every vLLM knows it.
 
-        Nearly always the module's own name. Some classes ask under another, which no rename leads to; where a class
-        asks under a name without the layer's number, or under none, no name helps: ().
+        This is nearly always the module's own name. Some classes ask under another, which no rename leads to; where a
+        class asks under a name without the layer's number, or under none, no name helps, and the result is ().
         """
         names = [version.listed_name(module) for version in self._owners(module)]
         return tuple(dict.fromkeys(name for name in names if name is not None)) if None not in names else ()
@@ -67,7 +70,7 @@ class LoaderView:
         return False if False in answers else None if None in answers else True
 
     def fusion_group(self, module: str) -> tuple[str, ...]:
-        """Return the modules on disk that vLLM loads as one with this module, itself included.
+        """Return the modules on disk that vLLM loads as one with ``module``, itself included.
 
         They must have one scheme, or stay in 16 bit together. All experts of a layer are one group.
         """
@@ -75,18 +78,21 @@ class LoaderView:
         return max(reversed(groups), key=len)
 
     def precedes(self, module: str) -> tuple[str, ...]:
-        """Return the modules whose rows vLLM puts behind this one's in one matrix; () for the last, and for experts."""
+        """Return the modules whose rows vLLM puts behind those of ``module`` in one matrix.
+
+        The result is () for the last module of a matrix, and for experts.
+        """
         groups = [version.row_group(module) for version in self._owners(module)]
         group = max(reversed(groups), key=len)
         return group[group.index(module) + 1 :]
 
     def absorbs(self, module: str) -> bool:
-        """Return whether latent attention multiplies this projection into its neighbours, in 16 bit."""
+        """Return whether some vLLM's latent attention multiplies this projection into its neighbours, in 16 bit."""
         return any(version.absorbs(module) for version in self._owners(module))
 
     @property
     def has_absorbed(self) -> bool:
-        """Whether some vLLM absorbs projections of this model, see `absorbs`."""
+        """Return whether some vLLM absorbs projections of this model, see `absorbs`."""
         return any(version.absorbed for version in self.versions)
 
 
@@ -110,7 +116,10 @@ class _Version:
     generic: bool
 
     def owner(self, module: str, layers: int) -> _Version:
-        """Return the drafter for a module in a layer for multi-token prediction, else this row."""
+        """Return the drafter's row for a module in a layer for multi-token prediction, else this row.
+
+        ``layers`` is the model's number of layers; layers behind the last one are the drafter's.
+        """
         if self.drafter is None:
             return self
         if self.drafter.place == "model":  # its layers follow the last one
@@ -124,7 +133,7 @@ class _Version:
         return None if name is None else _replaced(name.removesuffix(".weight"), self.moves)
 
     def locate(self, module: str) -> str | None:
-        """Return vLLM's module that takes in this one; None where there is none."""
+        """Return the name of the vLLM module that loads ``module``; None where there is none."""
         name = None if _pattern(module) in self.skipped else self.rename(module)
         if name is None or self._has(name):
             return name
@@ -145,7 +154,10 @@ class _Version:
         return pattern in self.quantized or pattern in self.unquantized
 
     def listed_name(self, module: str) -> str | None:
-        """Return the name by which this version's lists must call a module; None where the class has no such module."""
+        """Return the name by which this version's lists must call a module; None where no name reaches it.
+
+        A module that the class does not have, or does not quantize, keeps its own name.
+        """
         name = self.locate(module)
         if name is None or _pattern(name) in self.unquantized:
             return module
@@ -180,7 +192,7 @@ class _Version:
         return self.row_group(module)
 
     def row_group(self, module: str) -> tuple[str, ...]:
-        """Return the modules whose rows vLLM puts into one matrix with this one's, in their order there."""
+        """Return the modules whose rows vLLM puts into one matrix with those of ``module``, in their order there."""
         pattern = _pattern(self.locate(module) or module)
         parts = self.fused.get(pattern) or self.fused.get(pattern.rpartition(".")[2], ())
         group = tuple(_beside(module, part) if "." not in part else _numbered(part, module) for part in parts)
@@ -211,7 +223,7 @@ def fusion_names(module: str, view: LoaderView | None) -> tuple[str, ...]:
 
 
 def load_view(config: Mapping[str, Any], version: str | None = None) -> LoaderView | None:
-    """Return the view of the class that a ``config.json`` names, None for a class that no table has.
+    """Return how vLLM loads the class that a ``config.json`` names; None for a class that no table has.
 
     ``version`` names one version of vLLM ("0.32", "0.32.0"); without it all tables count.
     """
@@ -226,7 +238,7 @@ def load_view(config: Mapping[str, Any], version: str | None = None) -> LoaderVi
 
 
 def architectures(version: str | None = None) -> Iterator[str]:
-    """Yield the names of the classes in a version's table, or in any."""
+    """Yield the sorted names of the classes in the table of ``version`` ("0.32"), or in any table for None."""
     numbers = [number for number in _versions() if version in (None, number)]
     yield from sorted({name for number in numbers for name in _sections(number)})
 
@@ -240,7 +252,7 @@ def _versions() -> tuple[str, ...]:
 
 @cache
 def _sections(version: str) -> Mapping[str, str]:
-    """Return the text of each class's row: a table is long, and a model needs two rows of it."""
+    """Return the YAML text of each class's row: a table is long, and a model needs two rows of it."""
     text = (_TABLES / f"vllm-{version}.yaml").read_text(encoding="utf-8")
     _, _, text = text.partition("\narchitectures:\n")
     text, _, _ = text.partition("\nfailures:")
@@ -286,19 +298,19 @@ def _pattern(name: str) -> str:
 
 
 def _beside(module: str, last: str) -> str:
-    """Return the name with another last part."""
+    """Return a module's name with ``last`` as its last part."""
     parent = module.rpartition(".")[0]
     return f"{parent}.{last}" if parent else last
 
 
 def _numbered(pattern: str, module: str) -> str:
-    """Return a pattern with the numbers of a module's name, in their order; a `*` without a number stays."""
+    """Return a pattern with each * replaced by the next number in a module's name; a * without a number stays."""
     numbers = iter(_NUMBER.findall(module))
     return re.sub(r"\*", lambda _: next(numbers, "*"), pattern)
 
 
 def _replaced(name: str, beginnings: Mapping[str, str]) -> str:
-    """Return a name whose longest beginning among the given ones is replaced."""
+    """Return a name with its longest beginning that is a key of ``beginnings`` replaced by the value."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         beginning = ".".join(parts[:count])
@@ -308,7 +320,7 @@ def _replaced(name: str, beginnings: Mapping[str, str]) -> str:
 
 
 def _renamed(name: str, rules: tuple[tuple[str | None, ...], ...]) -> str | None:
-    """Return a name after vLLM's renames, None where one drops it (vLLM 0.32 models/utils.py, WeightsMapper)."""
+    """Return a name after vLLM's renames; None where a rule drops it (vLLM 0.32 models/utils.py, WeightsMapper)."""
     for kind, source, target, *within in rules:
         opening = re.match(re.escape(f"{within[0]}.").replace(r"\*", r"\d+"), name) if within else None
         if within and not opening:

@@ -14,10 +14,10 @@ from quantmint.pipeline.quantize.model.experts import holds_experts, stacks_expe
 
 
 def routers(modules: Mapping[str, Any], layers: str) -> frozenset[str]:
-    """Names of the modules that choose experts or weigh them, of a model's ``modules`` below the decoder ``layers``.
+    """Return the names of the modules that choose or weigh experts, of a model's ``modules`` below prefix ``layers``.
 
     These are the modules beside the experts that have a matrix of their own (router, gate of the shared expert), and
-    those below a module beside them whose matrix has a row for each expert.
+    modules further inside those whose matrix has a row for each expert.
     """
     return frozenset(_routers(modules, layers))
 
@@ -62,10 +62,12 @@ class Predictor:
         self._ignored = [re.compile(pattern) for pattern in ignored]
 
     def root(self, name: str) -> str | None:
-        """Return the prefix of the predictor's tensors, behind the prefix of the language model ("mtp.", "layers.61.");
-        None for a tensor of no predictor."""
+        """Return the prefix of a predictor's tensors in ``name``, such as "mtp." or "layers.61."; None if it has none.
+
+        The prefix of the language model in front of it is left out.
+        """
         return next((match[1] for root in self._roots if (match := root.search(name))), None)
 
     def is_ignored(self, name: str) -> bool:
-        """Whether transformers is told to ignore a tensor of this name, or computes it itself."""
+        """Return whether transformers is told to ignore a tensor of this name, or computes it itself."""
         return name.endswith("rotary_emb.inv_freq") or any(pattern.search(name) for pattern in self._ignored)

@@ -21,7 +21,7 @@ ABSORBED_BITS = 8
 
 
 def select(structure: Structure, quantization: Quantization) -> Choice:
-    """Assign a scheme, or 16 bit, to every linear module.
+    """Assign a scheme, or 16 bit, to every linear module of a model by a recipe's ``quantization``.
 
     An FP8 cache of latent attention has no scales to store. A module that vLLM multiplies into its neighbours in 16 bit
     (kv_b_proj of latent attention) stays there where the scheme is narrower than 8 bits. Raises `UserError` where a
@@ -35,7 +35,7 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Identity:
-    """A structure as a key that is equal to no other object: comparing two would take as long as choosing."""
+    """A structure as a cache key that equals only the same object: comparing contents would be slow."""
 
     structure: Structure
 
@@ -48,7 +48,10 @@ class _Identity:
 
 @lru_cache(maxsize=2)
 def _select(identity: _Identity, section: str) -> Choice:
-    """Choose once for a structure and a section, which plan, forecast, engine and report all ask for."""
+    """Return the choice for a structure and a recipe's quantization in JSON; plan, forecast and others share it.
+
+    Raises `UserError` as `select` does.
+    """
     structure, quantization = identity.structure, Quantization.model_validate_json(section)
     if structure.undecodable is not None:
         raise UserError(
@@ -92,7 +95,7 @@ def _select(identity: _Identity, section: str) -> Choice:
 
 
 def kept_because(structure: Structure, choice: Choice, quantization: Quantization) -> dict[str, int]:
-    """Count the modules that a choice leaves in 16 bit by reason, the most frequent first."""
+    """Return how many modules a choice leaves in 16 bit for each reason, the most frequent reason first."""
     absorbed = frozenset(structure.absorbed)
 
     def reason(module: str) -> str:
@@ -161,12 +164,15 @@ def _require_share(structure: Structure, quantization: Quantization) -> None:
 
 
 def _modules_of(names: Collection[str]) -> Iterator[str]:
-    """The modules that tensors belong to: what servers know them by."""
+    """Yield the modules that tensors belong to, under the names by which servers know them."""
     return (name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in names)
 
 
 def _stays(module: str, scheme: str, quantization: Quantization) -> bool:
-    """Whether a module that vLLM absorbs stays in 16 bit; raises `UserError` where an override asks for less."""
+    """Return whether a module that vLLM absorbs stays in 16 bit, because ``scheme`` has fewer than 8 bits.
+
+    Raises `UserError` where an override asks for such a scheme.
+    """
     if scheme_row(scheme).weight.bits >= ABSORBED_BITS:
         return False
     if override_of(quantization, module) is not None:
@@ -207,7 +213,7 @@ def _require_widths(structure: Structure, schemes: dict[str, str], quantization:
 
 
 def _require_blocks(structure: Structure, schemes: Mapping[str, str], quantization: Quantization) -> None:
-    """Raise `UserError` for a module whose rows end within a block, where vLLM puts those of another behind them.
+    """Raise `UserError` for a module whose last block is not full, if vLLM puts another module's rows behind it.
 
     vLLM refuses to load it (vLLM 0.32 layers/quantization/utils/fp8_utils.py, validate_fp8_block_shape).
     """
@@ -228,7 +234,7 @@ def _require_blocks(structure: Structure, schemes: Mapping[str, str], quantizati
 
 
 def _require_names(structure: Structure, schemes: Mapping[str, str]) -> None:
-    """Raise `UserError` for a module that must be told apart from others and that vLLM asks for under no name."""
+    """Raise `UserError` for a module that vLLM asks for under no name, unless it has the default scheme."""
     default = most_frequent(schemes.values())
     for module, names in structure.aliases.items():
         scheme = schemes.get(module)
@@ -241,7 +247,7 @@ def _require_names(structure: Structure, schemes: Mapping[str, str]) -> None:
 
 
 def _require_reached(structure: Structure, schemes: Mapping[str, str], quantization: Quantization) -> None:
-    """Raise `UserError` for a module whose range is needed and which no calibration text reaches, before any is run."""
+    """Raise `UserError` for a module whose range is needed and which no calibration text reaches."""
     if quantization.engine != "stream":  # a library measures in its own way
         return
     unreached = frozenset(structure.unreached)

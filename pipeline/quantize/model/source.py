@@ -14,7 +14,7 @@ from quantmint.pipeline.quantize.model.structure import Structure
 
 
 def divided(structure: Structure, quantized: Collection[str]) -> Mapping[str, Sequence[str]]:
-    """Map each tensor of the source that ``quantized`` modules' weights lie in to all modules whose weights do.
+    """Map each tensor of the source that holds a quantized module's weight to all modules whose weights it holds.
 
     These tensors are taken apart; every other tensor but scales is carried over whole, see `whole_tensor`.
     """
@@ -25,14 +25,14 @@ def divided(structure: Structure, quantized: Collection[str]) -> Mapping[str, Se
 
 
 def whole_tensor(structure: Structure, name: str) -> WeightSource:
-    """Return a whole tensor of the source as a weight, which is decoded where it is not in 16 bit."""
+    """Return the source of a whole tensor, which is decoded where it is not in 16 bit."""
     return WeightSource(name, encoded=structure.encoded.get(name))
 
 
 def carried(source: Checkpoint, structure: Structure, quantized: Collection[str]) -> dict[str, WeightSource]:
     """Map each tensor that a checkpoint holds beside its ``quantized`` modules to where the source has it.
 
-    A stack of experts of which some are quantized is written as single experts, in 16 bit those that are not.
+    A stack of experts of which some are quantized is written as single experts; those that are not stay in 16 bit.
     """
     modules_of, scales = divided(structure, quantized), structure.decoded_away
     tensors: dict[str, WeightSource] = {}
@@ -48,7 +48,7 @@ def carried(source: Checkpoint, structure: Structure, quantized: Collection[str]
 
 
 class SourceReader:
-    """Reads weights of a source by their `WeightSource`, from any thread and onto any device."""
+    """Reads weights of a source by their `WeightSource`, decoded, onto one device; any thread may use it."""
 
     def __init__(self, checkpoint: Checkpoint, device: str = "cpu") -> None:
         self._checkpoint, self._read = checkpoint, Reader(checkpoint, device)
@@ -58,11 +58,11 @@ class SourceReader:
         return weight.tensor in self._checkpoint.tensors
 
     def dtype(self, weight: WeightSource) -> str:
-        """The safetensors dtype that it is carried over in: what is not in 16 bit is decoded to bfloat16."""
+        """Return the safetensors dtype in which a weight is carried over: BF16 for encoded weights, else as stored."""
         return "BF16" if weight.encoded is not None else self._read.info(weight.tensor).dtype
 
     def shape(self, weight: WeightSource) -> tuple[int, ...]:
-        """Its shape, [O, I] for the part of a stack."""
+        """Return the decoded shape of a weight; [O, I] for the part of a stack."""
         shape = self._read.info(weight.tensor).shape
         if weight.encoded is not None:
             return shape[0], shape[1] * weight.encoded.rule.elements
@@ -73,7 +73,10 @@ class SourceReader:
         return last - first, inputs
 
     def rows(self, weight: WeightSource, first: int, last: int) -> torch.Tensor:
-        """Return rows [first, last) in 16 bit (or as the source has it); a single number is one row."""
+        """Return rows [first, last) of a weight, decoded to 16 bit or else in its stored dtype; a scalar is one row.
+
+        Raises `StageError` where they cannot be read.
+        """
         if weight.expert is None:
             return self._decoded(weight, first, last)
         start = weight.rows[0] if weight.rows else 0
@@ -96,7 +99,7 @@ class SourceReader:
         return self._read.rows(name, 0, shape[0] if shape else 1)
 
     def _turned(self, weight: WeightSource) -> torch.Tensor:
-        """The whole matrix of an expert that is stored as [I, O], as [O, I]; the same again while it is asked for."""
+        """Return the matrix of an expert stored as [I, O] as [O, I]; a thread's last one is kept for its next call."""
         assert weight.expert is not None  # noqa: S101
         key, matrix = getattr(self._last, "value", (None, None))
         if matrix is None or key != (weight.tensor, weight.expert):

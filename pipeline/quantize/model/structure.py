@@ -108,11 +108,11 @@ class Structure:
 
     @property
     def decoded_away(self) -> frozenset[str]:
-        """Tensors of the source that a 16-bit or quantized checkpoint does not have: scales, and what lies beside."""
+        """Return the tensors of the source that decoding or quantizing drops: scales, and what belongs to them."""
         return frozenset(self.dropped).union(*(encoded.scales for encoded in self.encoded.values()))
 
     def require_whole(self, where: object) -> None:
-        """Raise `UserError` where the tensors of ``where`` are not those that its configuration implies."""
+        """Raise `UserError`, naming ``where``, if the tensors are not those that the configuration implies."""
         if self.faults:
             (_, name, message), more = self.faults[0], len(self.faults) - 1
             others = f"; {more} more tensor{'s contradict' if more > 1 else ' contradicts'} it" if more else ""
@@ -120,9 +120,10 @@ class Structure:
 
 
 def read_structure(folder: Path, tensors: Tensors, *, trust_remote_code: bool = False) -> Structure:
-    """Read a model's structure from its ``config.json``, for the ``tensors`` that are on disk.
+    """Read a model's structure from the folder's ``config.json`` and from the ``tensors`` that are on disk.
 
-    Raises `UserError` where transformers does not know the architecture, and for tensors that cannot be decoded.
+    Without ``trust_remote_code`` the result is cached on disk. Raises `UserError` where transformers cannot build the
+    model, and for encoded tensors without their scales.
     """
     config = read_json(folder / "config.json")
     place = None if trust_remote_code else _cache_file(config, tensors)
@@ -139,7 +140,7 @@ def read_structure(folder: Path, tensors: Tensors, *, trust_remote_code: bool = 
 
 
 def _cache_file(config: Mapping[str, Any], tensors: Tensors) -> Path:
-    """Return the file that caches a model's structure: reading it anew takes the import of transformers, seconds.
+    """Return the path of a model's cached structure: reading one anew takes seconds, to import transformers.
 
     The name follows from everything that decides the answer: the configuration, the tensors on disk, the versions of
     the libraries, and the code that asks them. A model's own Python code could answer otherwise tomorrow, so its
@@ -152,7 +153,7 @@ def _cache_file(config: Mapping[str, Any], tensors: Tensors) -> Path:
 
 @cache
 def _code() -> list[str]:
-    """Digests of the modules and tables that a structure follows from."""
+    """Return the SHA-256 of each module and table that a structure depends on."""
     root = Path(__file__).parents[3]
     files = [*Path(__file__).parent.rglob("*.py"), *Path(__file__).parent.rglob("*.yaml")]
     names = ("replica", "elements", "encodings", "classes", "calls", "parts")
@@ -162,9 +163,9 @@ def _code() -> list[str]:
 
 
 def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoint, Structure]:
-    """The checkpoint that a model's ``config.json`` stands for, in one file, and its structure.
+    """Return the checkpoint, in one file, that a model's ``config.json`` stands for, and its structure.
 
-    For planning where the weights are not here: names, dtypes and sizes are those of the release.
+    It is for planning where the weights are not here: names, dtypes and sizes are those of the release.
     """
     model = meta_model(folder, trust_remote_code=trust_remote_code)
     config = read_json(folder / "config.json")
@@ -206,12 +207,12 @@ _CONVOLUTION = "convolution"
 
 @cache
 def _carried_matrices() -> tuple[tuple[re.Pattern[str], str], ...]:
-    """Patterns over names of parameters that are matrices and stay as they are, with the reason."""
+    """Return patterns of names of parameters that are matrices and stay as they are, each with the reason."""
     return tuple((re.compile(pattern), reason) for pattern, reason in load_table(__file__, "carried.yaml").items())
 
 
 class _Reading:
-    """One pass over the tensors on disk, sorting each by the parameter of the model that it becomes (a part of)."""
+    """One pass over the tensors on disk that sorts each by the model's parameter that it becomes (a part of)."""
 
     def __init__(self, model: Any, config: Mapping[str, Any], tensors: Tensors) -> None:
         self._model, self._config, self._tensors = model, config, tensors
@@ -320,7 +321,7 @@ class _Reading:
             self._faults.append(("wrong shape", name, message))
 
     def _missing_tensors(self) -> Iterator[tuple[str, str, str]]:
-        """Yield what transformers would save and nobody stored, by whatever name and in whatever pieces."""
+        """Yield a fault for each tensor that transformers would save and that is not stored, under any name."""
         implied = stored_tensors(self._model)
         stored_names = {name for names in self._stored.values() for name in names}
         stacks: set[str] = set()
@@ -340,7 +341,7 @@ class _Reading:
                 yield "missing", name, f"config.json implies it, {list(implied[name][1])}; it is not stored"
 
     def _unexpected_tensors(self) -> Iterator[tuple[str, str, str]]:
-        """Yield tensors without an owning module, minus those that the family is known to carry along."""
+        """Yield a fault for each tensor without an owning module, minus the family's known extras."""
         for parameter_name, names in self._stored.items():
             for name in names if parameter_name not in self._state else ():
                 known = self._predictor.root(name) is not None or self._predictor.is_ignored(name)
@@ -348,7 +349,7 @@ class _Reading:
                     yield "undeclared", name, "it is stored, and no module of config.json has it"
 
     def _locate(self, name: str) -> tuple[str, tuple[Any, ...]]:
-        """The parameter that a tensor belongs to, and how transformers rearranges it."""
+        """Return the parameter that a tensor belongs to, and the operations by which transformers rearranges it."""
         plain = plain_name(name)
         inner, operations = self._rename(plain)
         if inner not in self._parameters and plain.endswith(".weight"):
@@ -441,6 +442,7 @@ class _Reading:
         """Return a single expert's name inside the model; ``parameter_name`` is the first stack that may hold it.
 
         Experts of one list may be split among stacks, in their order (ERNIE's for text and then those for images).
+        Raises `UnknownLayoutError` where the stacks hold fewer experts.
         """
         for stack in (parameter_name, *self._rename.targets(name)[1:]):
             parameter = self._parameters.get(stack)
@@ -450,7 +452,7 @@ class _Reading:
         raise UnknownLayoutError("it holds fewer experts than are stored")
 
     def _single_shape(self, name: str, info: TensorInfo, shape: tuple[int, int]) -> tuple[int, int]:
-        """[out_features, in_features] of a single expert, ``shape`` unless the tensor says otherwise.
+        """Return [out_features, in_features] of a single expert: ``shape``, unless its stored tensor says otherwise.
 
         Experts of one list may have different widths (ERNIE's for text and for images).
         """
@@ -469,14 +471,20 @@ class _Reading:
             self._add(module, inside, shape, self._source(module))
 
     def _is_quantizable(self, module: str) -> bool | None:
-        """Whether vLLM asks for a quantization of a module; of those that differ in numbers alone the first counts."""
+        """Return whether vLLM asks for a quantization of a module; None where that is unknown.
+
+        Of modules whose names differ in numbers alone, the first decides.
+        """
         kind = kind_of(module)
         if kind not in self._quantizable:
             self._quantizable[kind] = None if self._view is None else self._view.is_quantizable(module)
         return self._quantizable[kind]
 
     def _aliases(self) -> dict[str, tuple[str, ...]]:
-        """The names by which vLLM asks for modules under others than their own; of each kind one is asked first."""
+        """Return the names by which vLLM asks for modules, for those that it asks for under another name or under none.
+
+        A kind of module, by its name without numbers, is left out once one of its modules has its own name.
+        """
         view, aliases = self._view, dict[str, tuple[str, ...]]()
         plain: set[str] = set()  # kinds whose modules have no other names
         for module in (*self._linear, *self._kept) if view is not None else ():
@@ -491,7 +499,10 @@ class _Reading:
         return aliases
 
     def _joined(self) -> dict[str, tuple[str, ...]]:
-        """Return the kinds of modules behind which vLLM puts others; of each kind the first module counts."""
+        """Return the kinds of modules behind whose rows vLLM puts others, with the last names of all in the matrix.
+
+        Of each kind the first module decides.
+        """
         view, joined, kinds = self._view, dict[str, tuple[str, ...]](), set[str]()
         for module in self._linear if view is not None else ():
             kind = kind_of(module)

@@ -16,10 +16,10 @@ _NIBBLES_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ's order puts the outputs 0 
 
 
 def to_nearest(numbers: torch.Tensor, mantissa: int, least: int, *, out: torch.Tensor) -> torch.Tensor:
-    """Round float32 to ``mantissa`` bits, ties to even, at most as finely as 2 ** ``least`` is; fills ``out``.
+    """Round float32 to ``mantissa`` bits, ties to even, with steps no finer than those at 2 ** ``least``; fill ``out``.
 
     A number is rounded to a multiple of a power of two by adding 1.5 * 2 ** 23 times that, which leaves a float32 no
-    smaller digit, and taking it away.
+    smaller digit, and taking it away. Return ``out``.
     """
     power = (numbers.view(torch.int32) & 0x7F800000).clamp_(min=(least + 127) << 23).view(torch.float32)
     shift = 1.5 * 2.0 ** (23 - mantissa)
@@ -29,8 +29,8 @@ def to_nearest(numbers: torch.Tensor, mantissa: int, least: int, *, out: torch.T
 def encode_minifloat(scaled: torch.Tensor, element: ElementType, *, signed_zero: bool) -> torch.Tensor:
     """Round float32 to the nearest value of an element type, ties to even, and return its codes: uint8, same shape.
 
-    Numbers beyond the largest value become it. Negative numbers that round to zero keep their sign where
-    ``signed_zero`` is set.
+    Numbers beyond the largest value become the largest. With ``signed_zero``, negative numbers that round to zero keep
+    their sign.
     """
     magnitude = scaled.abs().clamp_(max=element.largest)
     rounded = to_nearest(magnitude, element.mantissa_bits, element.least_exponent, out=torch.empty_like(magnitude))
@@ -50,7 +50,10 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_e2m1(scaled: torch.Tensor, *, signed_zero: bool) -> torch.Tensor:
-    """Round numbers divided by their scale, float32 [O, I], to E2M1, two in a byte: uint8 [O, I/2]."""
+    """Round scaled numbers, float32 [O, I], to E2M1, and pack two codes in a byte: uint8 [O, I/2].
+
+    With ``signed_zero``, negative numbers that round to zero keep their sign.
+    """
     return pack_nibbles(encode_minifloat(scaled, E2M1, signed_zero=signed_zero))
 
 
@@ -62,12 +65,15 @@ def pack_six_bits(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
-    """Whole numbers from -8 to 7 of any dtype, [O, I]: 8 added, eight in an int32, the first in its lowest bits."""
+    """Pack whole numbers from -8 to 7 of any dtype, [O, I], with 8 added, eight in an int32: int32 [O, I/8].
+
+    The first number lies in the lowest bits.
+    """
     pairs = (numbers + 8).to(torch.uint8).view(numbers.shape[0], -1, 2)
     return (pairs[..., 0] + 16 * pairs[..., 1]).view(torch.int32)
 
 
 def unpack_int4_transposed(packed: torch.Tensor) -> torch.Tensor:
-    """Return integers, float32 [O, I], of [I, O/8] words in AWQ's order of nibbles, each in two's complement."""
+    """Unpack int32 words [I, O/8] of eight 4-bit integers, two's complement in AWQ's order, to float32 [O, I]."""
     nibbles = torch.stack([(packed >> (4 * place)) & 15 for place in _NIBBLES_AWQ], dim=-1).flatten(1)
     return ((nibbles ^ 8) - 8).float().t()

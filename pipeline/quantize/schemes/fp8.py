@@ -16,10 +16,10 @@ from quantmint.pipeline.quantize.schemes.scheme import Grid, Kernel, Parts, Weig
 
 
 def ptpc_fp8(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
-    """FP8 e4m3fn with one scale an output channel; activations get theirs per token when the model runs.
+    """Encode as FP8 e4m3fn with one scale for each output channel; activations are scaled per token at run time.
 
     The quotient is rounded to the dtype of ``weight``, [O, I] of 16 or 32 bits, then to FP8: two roundings, which is
-    what both reference libraries do. Returns ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [O].
+    what both reference libraries do. Return ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [O].
     """
     largest = amax(weight, dim=1)
     scale = fp8_scale(largest)
@@ -27,10 +27,11 @@ def ptpc_fp8(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
 
 
 def fp8(weight: torch.Tensor, largest: torch.Tensor | None = None) -> Parts:
-    """FP8 e4m3fn with one scale for the whole matrix; the scale of its input comes from calibration.
+    """Encode as FP8 e4m3fn with one scale for the whole matrix; the scale of its input comes from calibration.
 
-    ``largest`` is the largest magnitude of the whole, or of all the matrices that share its scale; None where
-    ``weight`` is the whole and not some rows. Returns ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [].
+    ``largest`` is the largest magnitude of the whole matrix, or of all matrices that share its scale; None where
+    ``weight`` is the whole matrix and not some of its rows. Return ``weight`` [O, I] float8_e4m3fn and ``weight_scale``
+    [].
     """
     if largest is None:
         largest = amax(weight)
@@ -39,16 +40,16 @@ def fp8(weight: torch.Tensor, largest: torch.Tensor | None = None) -> Parts:
 
 
 def fp8_block(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
-    """FP8 e4m3fn with one scale a block of 128 x 128; blocks at the edges are smaller.
+    """Encode as FP8 e4m3fn with one scale for each block of 128 x 128; blocks at the edges may be smaller.
 
-    Returns ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [ceil(O/128), ceil(I/128)].
+    Return ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [ceil(O/128), ceil(I/128)].
     """
     blocks, largest = _blocks(weight)
     return _of_blocks(weight, blocks, fp8_scale(largest), largest)
 
 
 def ptpc_fp8_exact(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
-    """`ptpc_fp8` of a weight whose numbers have few bits: channels that FP8 can hold get a power of two as scale.
+    """Encode as `ptpc_fp8`, but with a power of two as scale for channels that FP8 then holds without loss.
 
     An element of MXFP4 is c 2^k with c = 0.5, 1, 1.5, 2, 3, 4 or 6 and the k of its group. Divided by a scale 2^s it is
     an E4M3 number for -8 <= k - s <= 6: 6 * 2^6 = 384 is below 448, and 0.5 * 2^-8 is the smallest number of all. So a
@@ -60,7 +61,7 @@ def ptpc_fp8_exact(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts
 
 
 def fp8_block_exact(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
-    """`fp8_block` of a weight whose numbers have few bits: see `ptpc_fp8_exact`."""
+    """Encode as `fp8_block`, but with a power of two as scale for blocks that FP8 then holds without loss."""
     blocks, largest = _blocks(weight)
     scale = _exact_scale(blocks, largest[:, None, :, None], (1, 3)).view(largest.shape)
     return _of_blocks(weight, blocks, scale, largest)
@@ -79,7 +80,7 @@ def _blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _of_blocks(weight: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor) -> Parts:
-    """Return what is stored of a weight's blocks with a scale each, [m, n]."""
+    """Return the stored parts of a weight in ``blocks`` with a ``scale`` and a ``largest`` magnitude each, [m, n]."""
     (rows, columns), (above, _, across, _) = weight.shape, blocks.shape
     quotient = _to_fp8(blocks, scale[:, None, :, None], largest[:, None, :, None])
     stored = quotient.view(above * BLOCK, across * BLOCK)[:rows, :columns].contiguous()
@@ -87,8 +88,11 @@ def _of_blocks(weight: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor, 
 
 
 def _exact_scale(weight: torch.Tensor, largest: torch.Tensor, shared: tuple[int, ...]) -> torch.Tensor:
-    """Return a scale for numbers that share one along some dimensions: the least power of two that brings the largest
-    into E4M3's range, where no number is lost by it, and else that of round-to-nearest."""
+    """Return the scale of numbers that share one along the dimensions ``shared``.
+
+    It is the least power of two that brings the ``largest`` into E4M3's range, where no number is lost by it, and else
+    the scale of round-to-nearest.
+    """
     exponent = torch.frexp(largest.float() / FP8_MAX).exponent.clamp(-126, 127)
     power = ((exponent + 127) << 23).view(torch.float32).to(weight.dtype)
     quotient = weight / power
@@ -99,8 +103,11 @@ def _exact_scale(weight: torch.Tensor, largest: torch.Tensor, shared: tuple[int,
 
 
 def _is_coarse(numbers: torch.Tensor) -> bool:
-    """Return whether all bfloat16 numbers have one bit of mantissa and none lies between zero and 2^-8, as elements of
-    MXFP4 mostly do; all are E4M3 numbers then. Takes a fifth of the time of `_fits_e4m3` on a CPU."""
+    """Return whether all bfloat16 numbers have at most one mantissa bit and none lies between zero and 2^-8.
+
+    Elements of MXFP4 mostly are so, and all are E4M3 numbers then. It takes a fifth of the time of `_fits_e4m3` on a
+    CPU.
+    """
     bits = numbers.view(torch.int16) & 0x7FFF
     if int((bits & 0x3F).amax()):
         return False
@@ -108,7 +115,7 @@ def _is_coarse(numbers: torch.Tensor) -> bool:
 
 
 def _fits_e4m3(numbers: torch.Tensor) -> torch.Tensor:
-    """Return which bfloat16 numbers of at most 448 are E4M3 numbers, by their bits.
+    """Return whether each bfloat16 number, of at most 448, is an E4M3 number, by its bits: bool of the same shape.
 
     Of the 7 bits of the mantissa the last 4 must be zero, and one more for each power of two below 2^-6, down to 2^-9.
     """
@@ -129,13 +136,13 @@ def _to_fp8(weight: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor) ->
 
 
 def _decode(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode with scales per channel, [O] or [O, 1], or one per tensor, [] or [1]."""
+    """Decode to float32 [O, I] with scales per channel, [O] or [O, 1], or one per tensor, [] or [1]."""
     weight, scale = decode_elements("e4m3", 8, parts["weight"]), parts["weight_scale"].float()
     return weight * (scale.reshape(-1, 1) if scale.numel() == weight.shape[0] else scale.reshape(()))
 
 
 def _decode_blocks(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode with scales [O/128, I/128], rounded up."""
+    """Decode to float32 [O, I] with scales of blocks, [ceil(O/128), ceil(I/128)]."""
     weight, scale = decode_elements("e4m3", 8, parts["weight"]), parts["weight_scale"].float()
     rows, columns = weight.shape
     return weight * scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]

@@ -15,10 +15,11 @@ _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
 def w4a16(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
-    """INT4 in groups of 128 along the input, each with a scale of the weight's dtype; activations keep 16 bit.
+    """Encode as INT4 in groups of 128 along the input, each with a scale in the weight's dtype.
 
-    Returns ``weight_packed`` int32 [O, I/8], see `pack_int4`, and ``weight_scale`` [O, I/128]. I must be divisible by
-    128. The scale is a 7.5th of the largest magnitude, so that an element may be clipped by half a step.
+    Activations stay in 16 bit. Return ``weight_packed`` int32 [O, I/8], see `pack_int4`, and ``weight_scale`` [O,
+    I/128]. I must be divisible by 128. The scale is the largest magnitude / 7.5, so that an element may be clipped by
+    half a step.
     """
     groups = weight.view(weight.shape[0], -1, INT4_GROUP)
     scale = int4_scale(amax(groups, dim=2))
@@ -27,9 +28,9 @@ def w4a16(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
 
 
 def int8(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
-    """INT8 with one scale an output channel; activations get theirs per token when the model runs.
+    """Encode as INT8 with one scale for each output channel; activations are scaled per token at run time.
 
-    The scale is a 127.5th of the largest magnitude. Returns ``weight`` int8 [O, I] and ``weight_scale`` [O].
+    The scale is the largest magnitude / 127.5. Return ``weight`` int8 [O, I] and ``weight_scale`` [O].
     """
     scale = int8_scale(amax(weight, dim=1))
     numbers = (weight / scale.unsqueeze(1)).round_().clamp_(-INT8_MAX - 1, INT8_MAX)
@@ -37,7 +38,7 @@ def int8(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
 
 
 def _decode_int4(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode with scales [O, I/128], or [I/128, O] of Quark's transposed layout."""
+    """Decode to float32 [O, I] with scales [O, I/128], or [I/128, O] in Quark's transposed layout."""
     scale = parts["weight_scale"]
     if "weight_packed" in parts:
         numbers = unpack_int4(parts["weight_packed"])
@@ -47,12 +48,12 @@ def _decode_int4(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _decode_int8(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode with scales [O] or [O, 1]."""
+    """Decode to float32 [O, I] with scales [O] or [O, 1]."""
     return parts["weight"].float() * parts["weight_scale"].float().reshape(-1, 1)
 
 
 def _int4_candidates(target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the scales that GPTQ tries for groups [..., 128, O], which ``dtype`` holds."""
+    """Return the scales that GPTQ tries for groups [..., 128, O]: float32 [..., n, O], each exact in ``dtype``."""
     largest = target.abs().amax(dim=-2)
     return torch.stack([int4_scale((largest * share).to(dtype)) for share in _SHARES], dim=-2).float()
 

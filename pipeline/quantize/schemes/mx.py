@@ -16,19 +16,19 @@ from quantmint.pipeline.quantize.schemes.scheme import Decode, Grid, Kernel, Par
 
 
 def mxfp4(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
-    """OCP MXFP4: E2M1 elements in groups of 32 along the input, each with a power of two as its scale (E8M0).
+    """Encode as OCP MXFP4: E2M1 elements in groups of 32 along the input, with powers of two as scales (E8M0).
 
     The exponent is that of the group's largest magnitude, rounded up from a mantissa of 1.75, less 2, the exponent of
     E2M1's largest value. Elements go to the nearest value, ties to the even mantissa. Negative elements that round to
-    nothing keep their sign, as llm-compressor has it. I must be divisible by 32.
+    zero keep their sign, as llm-compressor has it. I must be divisible by 32.
 
-    Returns ``weight_packed`` uint8 [O, I/2], the even column in the low nibble, and ``weight_scale`` uint8 [O, I/32].
+    Return ``weight_packed`` uint8 [O, I/2], the even column in the low nibble, and ``weight_scale`` uint8 [O, I/32].
     """
     return _mxfp4(weight, signed_zero=True)
 
 
 def mxfp4_unsigned_zero(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
-    """`mxfp4` as Quark has it: the tensor is called ``weight``, and zero has no sign."""
+    """Encode as `mxfp4` in Quark's form: the tensor is called ``weight``, and zero has no sign."""
     parts = _mxfp4(weight, signed_zero=False)
     return {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}
 
@@ -39,11 +39,11 @@ def _mxfp4(weight: torch.Tensor, *, signed_zero: bool) -> Parts:
 
 
 def _mxfp4_of_bits(weight: torch.Tensor, signed_zero: bool) -> Parts | None:
-    """MXFP4 of bfloat16 by its bits; None where a group is so small that the bits of its elements are not logarithmic.
+    """Encode bfloat16 as MXFP4 by its bits; return None where a group is so small that its elements may be subnormal.
 
     Subtracting the scale's exponent field from an element's bits leaves 128 times its binary exponent plus its
-    mantissa, y, with y = 128 for 1.0. E2M1 has one mantissa bit, so codes of normal values (1, 1.5, 2, 3, 4, 6) are
-    y / 64 rounded to even; below lie 0.5 with y from -127 to 63, and 0.
+    mantissa, y, with y = 128 for 1.0. E2M1 has one mantissa bit, so codes of normal values (1, 1.5, 2, 3, 4, 6) are y /
+    64 rounded to even; below lie 0.5 with y from -127 to 63, and 0.
     """
     rows, columns = weight.shape
     bits = weight.view(torch.int16)
@@ -69,7 +69,7 @@ def _mxfp4_of_bits(weight: torch.Tensor, signed_zero: bool) -> Parts | None:
 
 
 def _mxfp4_of_numbers(weight: torch.Tensor, signed_zero: bool) -> Parts:
-    """MXFP4 of anything that float32 holds."""
+    """Encode a weight of any floating-point dtype as MXFP4, in float32."""
     rows, columns = weight.shape
     groups = weight.float().view(rows, columns // MX_GROUP, MX_GROUP)
     exponent = e8m0(groups.abs().amax(dim=-1))
@@ -79,7 +79,7 @@ def _mxfp4_of_numbers(weight: torch.Tensor, signed_zero: bool) -> Parts:
 
 
 def _decode_as(dtype: str, bits: int) -> Decode:
-    """Return the decoder of elements of a type with E8M0 scales, uint8 [O, I/32]."""
+    """Return the function that decodes elements of a type, ``bits`` wide, with E8M0 scales, uint8 [O, I/32]."""
 
     def decode(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         stored = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
@@ -90,9 +90,9 @@ def _decode_as(dtype: str, bits: int) -> Decode:
 
 
 def mxfp8(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
-    """OCP MXFP8: E4M3 elements in groups of 32 along the input, each with a power of two as its scale (E8M0).
+    """Encode as OCP MXFP8: E4M3 elements in groups of 32 along the input, with powers of two as scales (E8M0).
 
-    Returns ``weight`` float8_e4m3fn [O, I] and ``weight_scale`` uint8 [O, I/32]. I must be divisible by 32.
+    Return ``weight`` float8_e4m3fn [O, I] and ``weight_scale`` uint8 [O, I/32]. I must be divisible by 32.
     """
     exponent, scaled = _scaled(weight, E4M3)
     elements = scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
@@ -100,12 +100,12 @@ def mxfp8(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
 
 
 def _mxfp6(element: ElementType) -> Callable[[torch.Tensor, torch.Tensor | None], Parts]:
-    """Return the encoder of OCP MXFP6 with elements of 6 bits."""
+    """Return the function that encodes OCP MXFP6 with 6-bit elements of type ``element``."""
 
     def encode(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
-        """Encode for Quark, where zero has no sign.
+        """Encode in Quark's form, where zero has no sign. I must be divisible by 32.
 
-        Returns ``weight`` uint8 [O, I*3/4], see `pack_six_bits`, and ``weight_scale`` uint8 [O, I/32].
+        Return ``weight`` uint8 [O, I*3/4], see `pack_six_bits`, and ``weight_scale`` uint8 [O, I/32].
         """
         exponent, scaled = _scaled(weight, element)
         packed = pack_six_bits(encode_minifloat(scaled, element, signed_zero=False))
@@ -115,7 +115,7 @@ def _mxfp6(element: ElementType) -> Callable[[torch.Tensor, torch.Tensor | None]
 
 
 def _scaled(weight: torch.Tensor, element: ElementType) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the E8M0 exponents, int32 [O, I/32], and the weight divided by its scales, float32 [O, I]."""
+    """Return a weight's E8M0 exponents, int32 [O, I/32], and the weight divided by its scales, float32 [O, I]."""
     rows, columns = weight.shape
     groups = weight.view(rows, columns // MX_GROUP, MX_GROUP)
     exponent = e8m0(amax(groups, dim=2).float(), element.max_exponent, element.deciding)
@@ -124,7 +124,7 @@ def _scaled(weight: torch.Tensor, element: ElementType) -> tuple[torch.Tensor, t
 
 
 def _candidates(target: torch.Tensor, _: torch.dtype) -> torch.Tensor:
-    """Return the scales that GPTQ tries for groups [..., 32, O]: the nearest power of two and those beside it."""
+    """Return the scales that GPTQ tries for groups [..., 32, O]: that of round-to-nearest, its half and its double."""
     nearest = e8m0(target.abs().amax(dim=-2))
     # Of a scale of 2 ** -127 float32 has no normal number, and the largest element times 2 ** 127 is too much for it.
     return (torch.stack((nearest, nearest - 1, nearest + 1), dim=-2).clamp_(1, 252) << 23).view(torch.float32)

@@ -15,13 +15,14 @@ from quantmint.pipeline.quantize.schemes.scheme import Kernel, Parts, WeightSche
 
 
 def nvfp4(weight: torch.Tensor, largest: torch.Tensor | None = None) -> Parts:
-    """NVFP4, with ``largest`` the largest magnitude of all weights that vLLM loads as one.
+    """Encode as NVFP4: E2M1 elements in groups of 16 along the input, E4M3 scales of groups, and one global scale.
 
-    A group's scale is a sixth of its largest magnitude times the global scale, rounded to E4M3. The element is the
-    weight divided by that scale over the global one, to the nearest value of E2M1, ties to the even mantissa.
+    ``largest`` is the largest magnitude of all weights that vLLM loads as one; None where ``weight`` is all of them. A
+    group's scale is a sixth of its largest magnitude times the global scale, rounded to E4M3. An element is the weight
+    divided by (group scale / global scale), rounded to the nearest value of E2M1, ties to the even mantissa.
 
-    Returns ``weight_packed`` uint8 [O, I/2], the even column in the low nibble, ``weight_scale`` float8_e4m3fn
-    [O, I/16] and ``weight_global_scale`` float32 []. I must be divisible by 16.
+    Return ``weight_packed`` uint8 [O, I/2], the even column in the low nibble, ``weight_scale`` float8_e4m3fn [O, I/16]
+    and ``weight_global_scale`` float32 []. I must be divisible by 16.
     """
     rows, columns = weight.shape
     groups = weight.view(rows, columns // NV_GROUP, NV_GROUP)

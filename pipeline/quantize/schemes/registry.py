@@ -30,9 +30,10 @@ _FEW_BITS = frozenset({"mxfp4", "mxfp8"})  # encodings whose numbers are element
 
 
 def kernel_name(scheme: str, checkpoint_format: str, encoding: str | None = None) -> str:
-    """Return the kernel of a scheme's weights in a layout, for a source in an ``encoding`` (None: 16 bit).
+    """Return the name of the kernel that encodes a scheme's weights in a layout.
 
-    Raises `KeyError` where only libraries write it.
+    ``encoding`` is the source's, None for 16 bit: some encodings have kernels without loss. Raises `KeyError` for an
+    unknown scheme, or one that only libraries write in this layout.
     """
     exact = SCHEMES[scheme].exact
     if exact is not None and encoding in _FEW_BITS:
@@ -41,9 +42,10 @@ def kernel_name(scheme: str, checkpoint_format: str, encoding: str | None = None
 
 
 def dequantize(scheme: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Rebuild a weight of [O, I] in float32 from its stored parts, by role.
+    """Decode a weight to float32 [O, I] from its stored parts, by role.
 
-    Per-channel scales are [O] or [O, 1], per-tensor ones [] or [1], block scales [O/128, I/128], MX scales E8M0 bytes
-    of [O, I/32]; those of INT4 groups are [O, I/128] or, in Quark's transposed layout, [I/128, O].
+    Per-channel scales are [O] or [O, 1], per-tensor ones [] or [1], block scales [ceil(O/128), ceil(I/128)], MX scales
+    E8M0 bytes of [O, I/32]; those of INT4 groups are [O, I/128] or, in Quark's transposed layout, [I/128, O]. NVFP4 has
+    group scales [O, I/16] and a global scale of one number.
     """
     return SCHEMES[scheme].decode(parts)

@@ -25,9 +25,9 @@ INT8_MAX = 127.0
 
 
 def amax(weight: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """The largest magnitude, of everything or along a dimension, in the weight's own dtype of 16 or 32 bits.
+    """Return the largest magnitude, of all numbers or along ``dim``, in the weight's own dtype of 16 or 32 bits.
 
-    A NaN counts as larger than infinity: what is finite here is finite everywhere.
+    A NaN counts as larger than infinity: if the result is finite, all numbers are. Without numbers it is zero.
     """
     if not weight.numel():
         return weight.new_zeros(() if dim is None else weight.shape[:dim])
@@ -38,7 +38,7 @@ def amax(weight: torch.Tensor, dim: int | None = None) -> torch.Tensor:
 
 
 def fp8_scale(largest: torch.Tensor) -> torch.Tensor:
-    """amax / 448 in amax's own dtype; where amax is 0, that dtype's epsilon, so that nothing divides by zero.
+    """Return ``largest`` / 448 in its own dtype; that dtype's epsilon where it is 0, so that nothing divides by zero.
 
     The scale is rounded to the dtype that it is stored in *before* anything is divided by it: what is multiplied back
     when the model runs is the very number that was divided by. (compressed-tensors, ``calculate_qparams``.)
@@ -48,20 +48,20 @@ def fp8_scale(largest: torch.Tensor) -> torch.Tensor:
 
 
 def int4_scale(largest: torch.Tensor) -> torch.Tensor:
-    """amax / 7.5 in amax's own dtype; where amax is 0, that dtype's epsilon. (compressed-tensors again.)"""
+    """Return ``largest`` / 7.5 in its own dtype; that dtype's epsilon where it is 0, as compressed-tensors does."""
     # By a tensor, which a CUDA graph can make: by the inverse of a number it is another quotient now and then.
     scale = largest / largest.new_full((), INT4_MAX + 0.5)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
 def int8_scale(largest: torch.Tensor) -> torch.Tensor:
-    """Return amax / 127.5 in amax's own dtype; that dtype's epsilon where amax is 0. (compressed-tensors.)"""
+    """Return ``largest`` / 127.5 in its own dtype; that dtype's epsilon where it is 0, as compressed-tensors does."""
     scale = largest / largest.new_full((), INT8_MAX + 0.5)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
 def global_scale(largest: torch.Tensor) -> torch.Tensor:
-    """Return NVFP4's global scale, float32 []: what the largest magnitude becomes 448 * 6 by; 1 where it is 0.
+    """Return NVFP4's global scale, float32 []: 448 * 6 / ``largest``; 1 where ``largest`` is 0 or NaN.
 
     The inverse and the product are rounded to the dtype of ``largest``, which is the weight's. (compressed-tensors,
     ``generate_gparam``.)
@@ -71,9 +71,9 @@ def global_scale(largest: torch.Tensor) -> torch.Tensor:
 
 
 def e8m0(largest: torch.Tensor, max_exponent: int = 2, deciding: int = 1) -> torch.Tensor:
-    """Return the E8M0 exponents of groups with these largest magnitudes in float32: int32 of the same shape.
+    """Return the biased E8M0 exponents of groups whose largest magnitudes are given in float32: int32, same shape.
 
-    ``max_exponent`` is the exponent of the element's largest value. The exponent is one more where the magnitude,
+    ``max_exponent`` is the exponent of the element type's largest value. The exponent is one more where the magnitude,
     rounded to ``deciding`` bits of mantissa, is the next power of two.
     """
     # float32's exponent field is E8M0 already: adding half a step of the mantissa carries into the next exponent.
@@ -81,5 +81,8 @@ def e8m0(largest: torch.Tensor, max_exponent: int = 2, deciding: int = 1) -> tor
 
 
 def inverse_power(exponent: torch.Tensor) -> torch.Tensor:
-    """Return 2 ** (127 - exponent) in float32 of E8M0 exponents in int32, by its bits: exp2 is not exact everywhere."""
+    """Return 2 ** (127 - exponent) in float32 for biased E8M0 exponents in int32.
+
+    It is made of bits, because exp2 is not exact everywhere.
+    """
     return ((254 - exponent) << 23).view(torch.float32)

@@ -19,12 +19,14 @@ Decode = Callable[[Mapping[str, "torch.Tensor"]], "torch.Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values that GPTQ rounds to: mantissa bits, exponent of the smallest normal number, least, largest value.
+    """The values that GPTQ rounds to, as a small floating-point format, and the functions for scales that GPTQ chooses.
 
-    ``group`` is the number of elements whose common scale GPTQ chooses; 1 where round-to-nearest gives the scale.
-    A grid of groups has the functions below. ``candidates`` returns the scales to try for groups, float32 [..., group,
-    O], of a weight of some dtype: float32 [..., n, O], first that of round-to-nearest. ``encode_scales`` returns chosen
-    scales as they are stored, given the weight's dtype; ``pack`` takes elements divided by their scale, [O, I].
+    ``mantissa`` are mantissa bits, ``least`` the exponent of the smallest normal number, ``lowest`` and ``limit`` the
+    least and the largest value. ``group`` is the number of elements whose common scale GPTQ chooses; 1 where
+    round-to-nearest gives the scale. A grid of groups has the functions below. ``candidates`` returns the scales to try
+    for groups, float32 [..., group, O], of a weight of some dtype: float32 [..., n, O], first that of round-to-nearest.
+    ``encode_scales`` returns chosen scales as they are stored, given the weight's dtype; ``pack`` takes elements
+    divided by their scale, [O, I].
     """
 
     mantissa: int
@@ -42,11 +44,11 @@ class Kernel:
     """An encoder of weights for one or several layouts.
 
     ``compute`` takes rows [n, I] of 16 or 32 bits, and the largest magnitude of the whole weight where ``whole`` is
-    set; ``fused``: always that of all weights that vLLM loads as one. ``decode`` returns float32 [n, I] of what
-    ``compute`` returned. ``rows`` is the number of rows that share a
-    scale: the least that can be computed apart from all others. ``grid`` is None where GPTQ cannot stand for the
-    kernel. ``uncertain`` is the least E8M0 exponent that a group with infinity or NaN can have.
-    ``decode_sample(parts, stride)`` decodes each ``stride``-th row where slicing all parts alike is not enough.
+    set; with ``fused`` it is always that of all weights that vLLM loads as one. ``decode`` returns float32 [n, I] from
+    the parts that ``compute`` returned. ``rows`` is the number of rows that share a scale: the least that can be
+    computed apart from all others. ``grid`` is None where GPTQ cannot stand for the kernel. ``uncertain`` is the least
+    E8M0 exponent that a group with infinity or NaN can have. ``decode_sample(parts, stride)`` decodes each
+    ``stride``-th row where slicing all parts alike is not enough.
     """
 
     name: str
@@ -60,7 +62,7 @@ class Kernel:
     decode_sample: Callable[[Parts, int], torch.Tensor] | None = None
 
     def sample(self, parts: Parts, stride: int) -> torch.Tensor:
-        """Return each ``stride``-th row of encoded ones, decoded: float32 [ceil(n/stride), I]."""
+        """Decode each ``stride``-th row of the encoded ``parts``: float32 [ceil(n/stride), I]."""
         if self.decode_sample is not None:
             return self.decode_sample(parts, stride)
         return self.decode({role: part[::stride] if part.ndim else part for role, part in parts.items()})
@@ -71,10 +73,10 @@ class WeightScheme:
     """The weights of a scheme: how they are decoded, and which kernel encodes them in each layout.
 
     ``decode`` rebuilds float32 [O, I] from the stored tensors of every layout. ``kernels`` has no entry for a layout
-    that only libraries write. ``sqnr_floor_db`` is the least signal-to-noise ratio of
-    a correctly rounded weight: rounding gives about 31.5 dB for e4m3, 31 for e2m3, 25.5 for e3m2 and 18 for e2m1,
-    little dependent on the distribution because all have an exponent; integers depend on it. ``exact`` encodes, in all
-    layouts, weights whose numbers have so few bits that the scheme may hold them without loss.
+    that only libraries write. ``sqnr_floor_db`` is the least signal-to-noise ratio of a correctly rounded weight:
+    rounding gives about 31.5 dB for e4m3, 31 for e2m3, 25.5 for e3m2 and 18 for e2m1, little dependent on the
+    distribution because all have an exponent; integers depend on it. ``exact`` encodes, in all layouts, weights whose
+    numbers have so few bits that the scheme may hold them without loss.
     """
 
     name: str
@@ -85,7 +87,7 @@ class WeightScheme:
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel whose values stand for the scheme in measurements; those of all layouts decode alike.
+        """Return the kernel whose values stand for the scheme in measurements; those of all layouts decode alike.
 
         Raises `StopIteration` where only libraries encode the scheme.
         """

@@ -26,10 +26,11 @@ from quantmint.pipeline.quantize.model.structure import Structure
 
 @dataclass(frozen=True, slots=True)
 class LibraryJob:
-    """One checkpoint to make. Modules have the names of transformers' model, which are all that a library knows.
+    """One checkpoint for a library to make; modules have the names of transformers' model, which the library knows.
 
     ``schemes`` maps every linear module that is quantized to its scheme (`Structure.modules` has its name in the
-    model); all others stay as they are. ``output`` is not there yet. ``samples`` is None where nothing is calibrated.
+    model); all others stay in 16 bit. ``source`` and ``output`` are folders; ``output`` must not exist. ``samples`` is
+    a file of `save_samples`, None where nothing is calibrated.
     """
 
     source: str
@@ -45,22 +46,25 @@ class LibraryJob:
 
     @property
     def default(self) -> str:
-        """The scheme of the most modules."""
+        """Return the scheme of the most modules."""
         return most_frequent(self.schemes.values())
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, for `load`."""
+        """Write the job to a JSON file that `load` reads."""
         path.write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> LibraryJob:
-        """Read what `save` wrote."""
+        """Read a job from the JSON file that `save` wrote."""
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return cls(**values)
 
 
 def save_samples(samples: Sequence[torch.Tensor], path: Path) -> None:
-    """Write samples of int64 [n] each."""
+    """Write samples, int64 token ids [n] each, to one safetensors file.
+
+    It holds their concatenation ``tokens``, int64 [total], and ``lengths``, int64 [samples].
+    """
     from safetensors.torch import save_file
 
     lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
@@ -68,7 +72,7 @@ def save_samples(samples: Sequence[torch.Tensor], path: Path) -> None:
 
 
 def load_batches(job: LibraryJob) -> Iterator[torch.Tensor]:
-    """The job's samples as int64 [batch, n], each batch of one length."""
+    """Yield the job's samples in batches of equal length, int64 [batch, n]; nothing where the job has no samples."""
     from safetensors.torch import load_file
 
     if job.samples is None:
@@ -78,11 +82,11 @@ def load_batches(job: LibraryJob) -> Iterator[torch.Tensor]:
 
 
 class UnfitError(Exception):
-    """The library cannot do the job with this model: said in one line, without a traceback."""
+    """Raised where a library cannot do a job with this model; the message is one line, shown without a traceback."""
 
 
 def load_model(job: LibraryJob, device: str) -> Any:
-    """Load the model of a local folder, safetensors only, in its own type.
+    """Load the model of the job's source folder onto a device, safetensors only, in the dtype it is stored in.
 
     Attention is "eager": both libraries look at K and V there, and fused attention differs in the last bit.
     """
@@ -97,12 +101,15 @@ def load_model(job: LibraryJob, device: str) -> Any:
 
 
 def linear_names(model: Any) -> tuple[str, ...]:
-    """Every linear module of a model, experts that were taken apart included."""
+    """Return the names of all linear modules of a model, including those of experts that were taken apart."""
     return tuple(name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
 
 
 def require_modules(model: Any, job: LibraryJob, library: str) -> None:
-    """Raise `UnfitError` where a module that is to be quantized is no linear module of the model at hand."""
+    """Raise `UnfitError` where a module that the job quantizes is no linear module of ``model``.
+
+    ``library`` is the library's name, for the message.
+    """
     missing = sorted(job.schemes.keys() - set(linear_names(model)))
     if missing:
         raise UnfitError(
@@ -112,7 +119,7 @@ def require_modules(model: Any, job: LibraryJob, library: str) -> None:
 
 
 def run_main(main: Callable[[LibraryJob], None]) -> None:
-    """Run the job that the command line names; end with 1 and one line where the library is not fit for it."""
+    """Call ``main`` with the job whose file the command line names; exit with status 1 and one line on `UnfitError`."""
     try:
         main(LibraryJob.load(Path(sys.argv[1])))
     except UnfitError as error:
@@ -124,7 +131,10 @@ _FACTOR = 1.2
 
 
 def checkpoint_bytes(source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str) -> int:
-    """Bytes of all tensors of the checkpoint, from headers alone; scales are taken to be in the source's type."""
+    """Return the bytes of all tensors of the checkpoint to be made, from headers alone.
+
+    Scales are assumed to have the dtype of the source's weight.
+    """
     total, taken = 0, set()
     for module, scheme in choice.schemes.items():
         stored = structure.weights[module].tensor
@@ -141,7 +151,10 @@ def checkpoint_bytes(source: Checkpoint, structure: Structure, choice: Choice, c
 
 
 def require_memory(source_bytes: int, memory: int, device: str, engine: str) -> None:
-    """Raise `UserError` where a library's resident model does not fit; all in bytes."""
+    """Raise `UserError` where a model of ``source_bytes``, with a fifth on top, does not fit in ``memory`` bytes.
+
+    ``device`` and ``engine`` are named in the message.
+    """
     needed = int(source_bytes * _FACTOR)
     if needed > memory:
         raise UserError(

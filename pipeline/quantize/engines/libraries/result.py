@@ -34,20 +34,20 @@ _COPY = 16 << 20  # bytes at a time
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """From the names of transformers' model to those of the source: ``modules`` and ``tensors`` map them."""
+    """Maps names of transformers' model to names in the source, for ``modules`` and for whole ``tensors``."""
 
     modules: Mapping[str, str]
     tensors: Mapping[str, str]
 
     def tensor(self, name: str) -> str:
-        """The name on disk of a tensor that a library wrote; its own where the source has no such module."""
+        """Return the name in the source of a tensor that a library wrote; the same name where its module is unknown."""
         if name in self.tensors:
             return self.tensors[name]
         module, _, role = name.rpartition(".")
         return f"{self.modules.get(module, module)}.{role}"
 
     def configuration(self, value: Any) -> Any:
-        """A ``quantization_config`` with the exact names in it translated; patterns stay as they are."""
+        """Return a ``quantization_config``, or a part of it, with exact module names translated; patterns stay."""
         if isinstance(value, Mapping):
             return {self.modules.get(key, key): self.configuration(entry) for key, entry in value.items()}
         if isinstance(value, list):
@@ -56,7 +56,10 @@ class Names:
 
 
 def names_on_disk(source: Checkpoint, structure: Structure, *, trust_remote_code: bool = False) -> Names:
-    """The names of a model's modules and of the tensors that are carried over."""
+    """Return the source's names of a model's modules, and of the tensors that are carried over unquantized.
+
+    Raises `UserError` where transformers cannot build the model.
+    """
     rename = Renaming(meta_model(source.folder, trust_remote_code=trust_remote_code))
     tensors = {rename(name)[0]: name for name in source.tensors}
     modules = {model_name.removesuffix(".weight"): name.removesuffix(".weight") for model_name, name in tensors.items()}
@@ -66,11 +69,11 @@ def names_on_disk(source: Checkpoint, structure: Structure, *, trust_remote_code
 
 
 def adopt(written: Path, destination: Path, names: Names, source: Checkpoint, choice: Choice, form: str) -> None:
-    """Move what a library wrote in ``made`` into ``destination``, which must not be there, under the source's names.
+    """Move the checkpoint that a library wrote in ``written`` to ``destination``, with the names of the source.
 
-    Weights are renamed in place; only files with names to change are written anew. ``config.json`` is the source's with
-    the library's ``quantization_config``, in which the modules that stay in 16 bit are listed one by one.
-    Raises `UserError` where there is no checkpoint to read.
+    ``destination`` must not exist. Only files with names to change are rewritten; the others are moved. ``config.json``
+    is the source's with the library's ``quantization_config``, in which the modules that stay in 16 bit are listed one
+    by one. ``form`` is the checkpoint format. Raises `UserError` where ``written`` holds no readable checkpoint.
     """
     checkpoint = open_checkpoint(written)
     destination.mkdir(parents=True)
@@ -123,7 +126,10 @@ def differences(
     checkpoint_format: str,
     algorithm_name: str,
 ) -> Iterator[str]:
-    """Yield the differences between a checkpoint and the job, a clause each."""
+    """Yield each difference between a checkpoint and the choice that was asked for, as a clause.
+
+    ``structure`` is the source's. Raises `UserError` for a checkpoint without a known ``quantization_config``.
+    """
     form = layout_of(checkpoint.config)
     if form.name != checkpoint_format:
         yield f"it is in {form.name}, asked for was {checkpoint_format}"
@@ -146,7 +152,7 @@ def differences(
 
 
 def _carried(checkpoint: Checkpoint, source: Checkpoint, structure: Structure, choice: Choice) -> Iterator[str]:
-    """Yield the 16-bit tensors that are missing, or have another type or shape."""
+    """Yield a clause for each carried 16-bit tensor that the checkpoint lacks, or has in another dtype or shape."""
     quantized = {structure.weights[module].tensor for module in choice.schemes if module in structure.weights}
     for name, (_, info) in source.tensors.items():
         if name in quantized or name in structure.decoded_away:

@@ -48,7 +48,10 @@ _SHARD = "5GB"
 
 
 def main(job: LibraryJob) -> None:
-    """Quantize, and write to ``job.output``."""
+    """Quantize the job's model with llm-compressor, and write the checkpoint to ``job.output``.
+
+    Raises `UnfitError` where the library cannot quantize one of the job's modules.
+    """
     import torch
     from llmcompressor import oneshot
     from llmcompressor.modeling.moe.linearize import linearize_moe
@@ -80,7 +83,10 @@ def main(job: LibraryJob) -> None:
 
 
 def _batch(ids: torch.Tensor, dtype: torch.dtype, *, masked: bool) -> dict[str, torch.Tensor]:
-    """Token ids of [batch, n] with an attention mask: [batch, n] of ones, or the causal one, [batch, 1, n, n]."""
+    """Return token ids of [batch, n] with an attention mask: ones, [batch, n], or the causal mask, [batch, 1, n, n].
+
+    The causal mask, in ``dtype``, is made where ``masked`` is set.
+    """
     import torch
 
     if not masked:
@@ -91,7 +97,10 @@ def _batch(ids: torch.Tensor, dtype: torch.dtype, *, masked: bool) -> dict[str, 
 
 
 def _modifiers(job: LibraryJob, model: Any) -> list[Any]:
-    """The transforms, then what rounds. Names are exact, so that no order of patterns can matter."""
+    """Return llm-compressor's modifiers for the job: transforms first, then the one that rounds.
+
+    Several schemes target modules by exact names, so that no order of patterns can matter.
+    """
     from compressed_tensors.quantization import preset_name_to_scheme
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier

@@ -31,13 +31,16 @@ _CACHE = ("FP8E4M3PerTensorSpec", {"observer_method": "min_max"})
 
 
 def specs() -> Mapping[str, Mapping[str, Any]]:
-    """By scheme, the ``weights`` and the ``inputs``: a class of Quark's configuration with its arguments, or None."""
+    """Return Quark's settings by scheme: for ``weights`` and ``inputs`` a class with its arguments, or None."""
     table: dict[str, dict[str, Any]] = load_table(__file__, "quark.yaml")
     return table
 
 
 def main(job: LibraryJob) -> None:
-    """Quantize, and write to ``job.output``."""
+    """Quantize the job's model with Quark, and write the checkpoint to ``job.output``.
+
+    Raises `UnfitError` where Quark cannot do the job with this model.
+    """
     import torch
     from quark.torch import ModelQuantizer, export_safetensors
     from quark.torch.utils.llm.model_preparation import preprocess_for_quantization
@@ -76,7 +79,11 @@ def _algorithm(job: LibraryJob, model_type: str) -> list[Any] | None:
 
 
 def _config(job: LibraryJob, model: Any, algorithm: list[Any] | None) -> Any:
-    """The global scheme is that of the most modules; modules of another are named one by one, as is what stays."""
+    """Return Quark's configuration of the job, with ``algorithm`` as its algorithms.
+
+    The global scheme is that of the most modules; modules of other schemes, and those left in 16 bit, are listed by
+    name.
+    """
     from quark.torch.quantization.config.config import QConfig, QLayerConfig
 
     layer = {scheme: _layer(scheme) for scheme in set(job.schemes.values())}

@@ -35,10 +35,10 @@ from quantmint.pipeline.store.disk import write_atomic
 
 
 def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict[str, torch.Tensor]:
-    """The largest magnitudes behind each static scale, by the name of the tensor that holds the scale.
+    """Return the largest magnitudes behind each static scale, by the name of the tensor that holds the scale.
 
-    Inputs of modules with static activations, K and V of every attention layer where the cache is FP8: float32, as
-    many as the stored tensor has scales, [1] or [H_kv]. Raises `UserError` for a module whose inputs were not
+    These are inputs of modules with static activations, and K and V of every attention layer where the cache is FP8:
+    float32 [1], or [H_kv] with one scale for each KV head. Raises `UserError` for a module whose inputs were not
     measured.
     """
     found: dict[str, torch.Tensor] = {}
@@ -60,10 +60,10 @@ def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A written checkpoint: every weight file, and the seconds that it took.
+    """A written checkpoint: its weight files, and the seconds spent.
 
-    ``seconds``: "written" and "durable" from the start of the call, the latter including the flush to the disk, and by
-    kind of work (read, compute, write, hash, wait, flush) the sum over threads.
+    ``seconds`` has "written" and "durable", from the start of the call, the latter including the flush to the disk, and
+    for each kind of work (read, compute, write, hash, wait, flush) the sum over threads.
     """
 
     shards: tuple[WrittenShard, ...]
@@ -71,7 +71,7 @@ class Written:
 
     @property
     def errors(self) -> dict[str, Error]:
-        """The error of each quantized module."""
+        """Return the rounding error of each quantized module."""
         return {module: error for shard in self.shards for module, error in shard.errors.items()}
 
 
@@ -90,14 +90,14 @@ def write_checkpoint(
     write: WriteShards | None = None,
     algorithms: Sequence[str] = (),
 ) -> Written:
-    """Write the quantized checkpoint into ``destination``, going on where an earlier attempt stopped.
+    """Write the quantized checkpoint into ``destination``, resuming where an earlier attempt stopped.
 
-    ``plans`` say what becomes of each of the source's files, ``choice`` which scheme each module gets. ``ranges`` are
-    the largest magnitudes behind static scales, by the scale's name in the checkpoint. ``manifest`` (JSON lines) lists
-    the files that are committed; those are skipped. Files are spread over ``devices``, or made elsewhere by ``write``,
-    and committed here in either case; ``advance`` gets the bytes that were read. ``with_code`` copies the source's
-    Python files too. ``algorithms`` ("gptq") have made weights of the plans before; config.json names them. Raises
-    `StageError` when the disk is full, a file cannot be read or a weight is not finite.
+    ``plans`` lay out the output files, ``choice`` gives each module's scheme. ``ranges`` are the largest magnitudes
+    behind static scales, by the scale's name in the checkpoint. ``manifest`` (JSON lines) lists the files that are
+    committed; those are skipped. Files are spread over ``devices``, or made elsewhere by ``write``, and committed here
+    in either case; ``advance`` gets the bytes that were read. ``with_code`` copies the source's Python files too.
+    ``algorithms`` ("gptq") are those that made weights of the plans before; config.json or the recipe file beside it
+    names them. Raises `StageError` when the disk is full, a file cannot be read or a weight is not finite.
     """
     begin = time.perf_counter()
     destination.mkdir(parents=True, exist_ok=True)
@@ -142,10 +142,10 @@ def _forget_partial(destination: Path) -> None:
 
 
 def static_scale(role: str, largest: torch.Tensor, stored: torch.dtype, model: torch.dtype) -> torch.Tensor:
-    """Return the static scale of a measured range, in the dtype that it is stored in.
+    """Return the static scale for a ``largest`` magnitude, in the dtype ``stored``.
 
-    That of an FP8 scheme or cache is a 448th of the range. NVFP4's global scale is its inverse times 448 * 6, computed
-    in the ``model``'s dtype.
+    For an FP8 scheme or cache it is ``largest`` / 448. For NVFP4's ``input_global_scale`` it is 448 * 6 / ``largest``,
+    computed in ``model``, the model's dtype.
     """
     if role == "input_global_scale":
         return global_scale(largest.to(model)).to(stored)
@@ -153,7 +153,10 @@ def static_scale(role: str, largest: torch.Tensor, stored: torch.dtype, model: t
 
 
 def _static_scales(plan: ShardPlan, ranges: Mapping[str, torch.Tensor | float]) -> dict[str, torch.Tensor]:
-    """Return a file's tensors without a kernel: scales of measured ranges in stored dtype, and weights' shapes."""
+    """Return the tensors of a file that no kernel makes, by name: static scales in stored dtype, and weights' shapes.
+
+    Raises `StageError` where the number of measured ranges is not that of the stored scales.
+    """
     scales: dict[str, torch.Tensor] = {}
     origins = {step.name: step.origin for step in plan.steps}
     for stored in plan.deferred:

@@ -31,7 +31,7 @@ from quantmint.pipeline.recipe.modules import scale_group, text_config
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor in a file of the source."""
+    """The place of a tensor in the source: the file and the tensor's entry in its header."""
 
     shard: str
     info: TensorInfo
@@ -39,8 +39,11 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A step's source. ``expert``, ``rows``, ``transposed`` and ``encoded`` as in `WeightSource`; ``scales`` are where
-    the tensors of scales lie."""
+    """The place of a step's weight or tensor in the source.
+
+    ``expert``, ``rows``, ``transposed`` and ``encoded`` are as in `WeightSource`; ``scales`` are the places of the
+    tensors of scales.
+    """
 
     place: TensorPlace
     expert: int | None = None
@@ -51,17 +54,17 @@ class Origin:
 
     @property
     def dtype(self) -> str:
-        """The safetensors dtype of the numbers; what is not in 16 bit is decoded to bfloat16, which models run in."""
+        """Return the safetensors dtype of the numbers after decoding: BF16 for encoded weights, else as stored."""
         return "BF16" if self.encoded is not None else self.place.info.dtype
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """[rows, columns] of the matrix on disk that holds it, as it is stored."""
+        """Return [rows, columns] of the stored matrix that contains the weight, as it lies on the disk."""
         return self.place.info.shape[-2], self.place.info.shape[-1]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that it is written with; [O, I] for a weight."""
+        """Return the shape after decoding and transposing; [O, I] for a weight."""
         if self.encoded is not None:
             return self.matrix[0], self.matrix[1] * self.encoded.rule.elements
         if self.expert is None and self.rows is None and not self.transposed:
@@ -73,21 +76,21 @@ class Origin:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read for it, without its scales."""
+        """Return the stored bytes of the weight or tensor, without its scales."""
         if self.encoded is not None:
             return self.place.info.nbytes
         return prod(self.shape) * ITEM_BITS[self.place.info.dtype] // 8
 
     @property
     def granularity(self) -> int:
-        """The number of rows that it must be read in multiples of; all of them where it is stored transposed."""
+        """Return the number of rows that a read must be a multiple of; all rows where the matrix is transposed."""
         if self.transposed:
             return self.shape[0]
         return 1 if self.encoded is None else self.encoded.rule.rows
 
     @property
     def start(self) -> int:
-        """Return its first byte in the file; its matrix's, where that is stored transposed."""
+        """Return the offset of the first byte in the file; for a transposed weight, of the matrix that contains it."""
         if self.expert is None and self.rows is None:
             return self.place.info.start
         outer, inner = self.matrix
@@ -96,9 +99,9 @@ class Origin:
         return self.place.info.start + ((self.expert or 0) * outer + first) * inner * width
 
     def extent(self, first: int, last: int) -> tuple[int, int]:
-        """Return the first byte and the number of bytes of the output rows [first, last) in the file.
+        """Return the offset and the number of bytes in the file of the output rows [first, last).
 
-        Of a transposed matrix the whole of it, whatever the rows.
+        For a transposed matrix that is always the whole matrix.
         """
         width = ITEM_BITS[self.place.info.dtype] // 8
         if self.transposed:
@@ -108,7 +111,7 @@ class Origin:
 
 
 def origin_of(source: Checkpoint, weight: WeightSource) -> Origin:
-    """Find a weight of the model's structure in its files; `KeyError` for a tensor that is not there."""
+    """Return the place of a weight in the source's files. Raises `KeyError` for a tensor that is not there."""
     return Origin(
         TensorPlace(*source.tensors[weight.tensor]),
         weight.expert,
@@ -131,9 +134,9 @@ _ALIGNMENT = 8  # bytes; the widest element that PyTorch views in place
 class Step:
     """The work on one weight, or on one tensor that is carried over.
 
-    ``name`` is the module or the tensor. ``kernel`` is None where the numbers stay what they are. ``group`` holds the
-    origins of all weights that share one scale, this one included; empty where the scale is the weight's own. ``made``
-    is a file that holds what becomes of it already, see `gptq.results`.
+    ``name`` is the module's or the tensor's name. ``kernel`` is None where the numbers are not quantized. ``group``
+    holds the origins of all weights that share one scale, this one included; it is empty where the scale is the
+    weight's own. ``made`` is a file that already holds the step's outputs, see `gptq.results`.
     """
 
     name: str
@@ -146,10 +149,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One output file: the steps in the order of the input, the tensors that are written last, and the header.
+    """The layout of one output file: steps in the order of the input, deferred tensors, header and offsets.
 
-    ``deferred`` are small tensors, scales mostly, whose size is no multiple of the alignment: written between the
-    others they would shift those off their alignment. ``offsets`` gives each tensor's first byte.
+    ``deferred`` are written last: static scales and shapes, and small tensors whose size is no multiple of the
+    alignment, which would misalign the others. ``offsets`` gives each tensor's first byte in the file.
     """
 
     name: str
@@ -160,35 +163,36 @@ class ShardPlan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read from the input."""
+        """Return the bytes of the source that the file is made of, without scales."""
         return sum(step.origin.nbytes for step in self.steps)
 
     @property
     def stored(self) -> Iterator[StoredTensor]:
-        """Every tensor of the file."""
+        """Yield every tensor of the file, in the order of the file."""
         for step in self.steps:
             yield from (out for out in step.outputs if not is_deferred(out))
         yield from self.deferred
 
     @property
     def nbytes(self) -> int:
-        """Size of the file, bytes."""
+        """Return the size of the file in bytes, header included."""
         return len(self.header) + sum(out.nbytes for out in self.stored)
 
 
 def is_deferred(tensor: StoredTensor) -> bool:
-    """Whether a tensor is written at the end of its file: what no weight decides, and what would misalign the rest."""
+    """Return whether a tensor is written at its file's end: no kernel makes it, or its size would misalign others."""
     return tensor.role in STATIC_ROLES or tensor.nbytes % _ALIGNMENT != 0
 
 
 def plan_shards(
     source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str, *, shared_scales: bool = False
 ) -> tuple[ShardPlan, ...]:
-    """Lay out every output file of a model.
+    """Lay out every output file of a quantized model; files of which nothing is left are omitted.
 
-    ``shared_scales`` gives the weights that vLLM loads as one (q, k, v; gate, up) one scale where a scale is per
-    tensor: the largest magnitude of them all decides. Raises `UserError` for a quantized module whose weight is not
-    there as a matrix of numbers.
+    ``shared_scales`` gives weights that vLLM loads as one (q, k, v; gate, up) one scale where a scale is per tensor,
+    from the largest magnitude of all. Raises `UserError` for a scheme that the format cannot store, for a quantized
+    module whose weight is not stored as a matrix of numbers, and for static KV scales of attention without a K
+    projection.
     """
     layouter = _Layouter(source, structure, choice, checkpoint_format, shared_scales)
     return tuple(plan for shard in source.shards if (plan := layouter.shard(shard)) is not None)
@@ -209,7 +213,7 @@ class _Layouter:
             self._files[file].append(info)
 
     def shard(self, name: str) -> ShardPlan | None:
-        """Lay out one file; None where all of it is decoded away."""
+        """Lay out one file; return None where all its tensors are dropped by decoding."""
         steps: list[Step] = []
         extra: list[StoredTensor] = []
         for info in sorted(self._files[name], key=lambda info: info.start):
@@ -232,7 +236,10 @@ class _Layouter:
         return ShardPlan(name, tuple(steps), deferred, header, offsets)
 
     def _divided_step(self, module: str) -> Step:
-        """A weight of a tensor that is not carried over whole: of a stack some experts may stay in 16 bit."""
+        """Return the step of one weight in a tensor that is not carried over whole, such as a stack of experts.
+
+        The weight is quantized, or carried over in 16 bit where the choice leaves it so.
+        """
         if module in self._choice.schemes:
             return self._quantized(module)
         return self._carried(f"{module}.weight", origin_of(self._source, self._structure.weights[module]))
@@ -256,7 +263,7 @@ class _Layouter:
         return Step(module, origin, kernel, outputs, group)
 
     def _shared(self, shared_scales: bool) -> dict[str, tuple[Origin, ...]]:
-        """Return the origins behind one scale, by module."""
+        """Return, for each module that shares a scale with others, the origins of all weights of that scale."""
         members: defaultdict[str, dict[str, Origin]] = defaultdict(dict)
         for module, scheme in self._choice.schemes.items():
             kernel = KERNELS[kernel_name(scheme, self._format)]
@@ -268,7 +275,10 @@ class _Layouter:
 def _kv_scales(
     source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str
 ) -> dict[str, tuple[StoredTensor, ...]]:
-    """KV scales by the tensor that they follow: the K projection of the same layer, in whose shard they belong."""
+    """Return the KV scales of each attention module, keyed by its K projection's tensor, in whose file they belong.
+
+    Empty without a static FP8 cache. Raises `UserError` for an attention module without a K projection.
+    """
     if not choice.kv_cache:
         return {}
     form = layout(checkpoint_format)
@@ -299,7 +309,7 @@ _WORD = 8  # bytes; no number is cut in two
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Rows [first, last) of ``origin``, whose largest magnitude counts for ``group``."""
+    """A task: find the largest magnitude of rows [first, last) of ``origin``, for the scale that ``group`` shares."""
 
     origin: Origin
     group: tuple[Origin, ...]
@@ -309,7 +319,10 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [first, last) of a step; bytes of it where ``raw``. ``final`` marks a step's last piece."""
+    """A task: make rows [first, last) of a step, or copy its bytes [first, last) where ``raw``.
+
+    ``number`` is the piece's place in the file; ``final`` marks the last piece of a step.
+    """
 
     step: Step
     number: int
@@ -320,7 +333,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the input."""
+        """Return the bytes of the source that the piece takes."""
         if self.raw:
             return self.last - self.first
         origin = self.step.origin
@@ -328,7 +341,10 @@ class Piece:
 
 
 def cut(plan: ShardPlan, size: int) -> list[Scan | Piece]:
-    """Cut a file into pieces of about ``size`` bytes of the input; more where fewer rows cannot be computed apart."""
+    """Cut a file into tasks of about ``size`` bytes of the source; larger where fewer rows cannot be computed alone.
+
+    The scans of a shared scale come before the first piece that needs it.
+    """
     pieces: list[Scan | Piece] = []
     scanned: set[tuple[Origin, ...]] = set()
     number = 0
@@ -360,5 +376,5 @@ def _rows(origin: Origin, kernel: int, size: int) -> int:
 
 
 def _ranges(count: int, step: int) -> Iterator[tuple[int, int]]:
-    """Cut [0, count) into ranges of ``step``; a single empty one where there is nothing."""
+    """Yield [first, last) ranges of at most ``step`` that cover [0, ``count``); (0, 0) where ``count`` is 0."""
     yield from ((first, min(first + step, count)) for first in range(0, count, step)) if count else ((0, 0),)

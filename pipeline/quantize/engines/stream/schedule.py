@@ -45,10 +45,11 @@ _KEPT = 32 << 20  # bytes; several times a piece, and the most that glibc before
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Files that are to be made, here or elsewhere.
+    """Output files to make, here or elsewhere, from the folder ``source`` into the folder ``destination``.
 
-    ``scalars`` gives the static scales of a file. ``advance`` is told the bytes read; ``commit``, once at a time, takes
-    a file that is whole, on the disk and read back from there, with the path that it has until then.
+    ``scalars`` returns the tensors of a file that no kernel makes. ``advance`` is called with the bytes read.
+    ``commit``, called for one file at a time, gets a file that is complete, flushed and read back, and its temporary
+    path.
     """
 
     plans: Sequence[ShardPlan]
@@ -64,26 +65,29 @@ WriteShards = Callable[[Order], dict[str, float]]
 
 
 def workers_of(devices: Sequence[str], cores: int | None = None) -> list[str]:
-    """The device of each worker: one a core for a CPU (None: all that are ours), a fixed number for a GPU."""
+    """Return the device of each worker: as many as there are ``cores`` for a CPU, a fixed number for each GPU.
+
+    ``cores`` None means all cores of this process.
+    """
     ours = machine_cores() if cores is None else cores
     cores = max(ours // max(sum(_is_cpu(device) for device in devices), 1), 1)
     return [device for device in devices for _ in range(cores if _is_cpu(device) else _GPU_WORKERS)]
 
 
 def open_files(files: int, workers: int) -> int:
-    """Return the number of files that are written at a time."""
+    """Return how many of ``files`` are written at a time by ``workers`` threads."""
     return min(files, workers, _OPEN_FILES)
 
 
 def write_shards(
     order: Order, devices: Sequence[str], *, cores: int | None = None, suffix: str = PARTIAL_SUFFIX
 ) -> dict[str, float]:
-    """Make files and have each committed.
+    """Make the files of an order on ``devices``, and have each committed; return the seconds spent.
 
-    ``cores`` is how many are ours (None: all), ``suffix`` what a file's name ends with until it is committed. Returns
-    seconds: "written", until the last byte was handed to the operating system, and by kind of work the sum over
-    threads. What was whole is committed also where another file fails; then what failed first is raised, see
-    `OpenShard.make`.
+    ``cores`` is the number of CPU cores to use (None: all of this process), ``suffix`` the end of a file's name until
+    it is committed. The seconds are "written", until the last byte was handed to the operating system, and for each
+    kind of work the sum over threads. Complete files are committed even where another file fails; then the first
+    failure is raised, see `OpenShard.make`, or `StageError` where the disk does not hold what was written.
     """
     schedule = _Schedule(order, workers_of(devices, cores), suffix)
     with many_small_workers():
@@ -144,7 +148,10 @@ class _Schedule:
                     self._seconds[kind] += spent
 
     def _take(self) -> tuple[OpenShard, Scan | Piece] | None:
-        """A piece of the file that has the fewest workers; of a new one rather than beside another worker."""
+        """Return a file and its next task; None where none is left. Raises `Stopped` after a failure.
+
+        The file is the one with the fewest workers; a new file is opened before two workers share one.
+        """
         with self._lock:
             if self._stopped:
                 raise Stopped
@@ -182,7 +189,10 @@ class _Schedule:
             committer.submit(self._commit, written, shard.sums)
 
     def _commit(self, shard: WrittenShard, sums: Sequence[Sum]) -> None:
-        """Prove that the disk holds what was hashed, while other files are made and flushed; then commit the file."""
+        """Flush a file, prove by checksums that the disk holds what was hashed, and commit it; other files go on.
+
+        Failures are passed to `_fail`.
+        """
         begin = time.perf_counter()
         path = self._order.destination / (shard.name + self._suffix)
         try:
@@ -223,7 +233,7 @@ def _is_cpu(device: str) -> bool:
 
 
 class _Switches:
-    """PyTorch's threads and the C library's thresholds, set by the first of overlapping users, put back by the last."""
+    """PyTorch's thread count and malloc's thresholds: set by the first of overlapping users, restored by the last."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -253,11 +263,11 @@ _SWITCHES = _Switches()
 
 @contextmanager
 def many_small_workers() -> Iterator[None]:
-    """Set PyTorch up for threads that each compute little at a time, over and over; put all of it back afterwards.
+    """Within the block, set PyTorch and malloc up for threads that each compute little at a time, over and over.
 
-    Workers are threads already: PyTorch starts none of its own below them. And the C library keeps what intermediate
-    results gave back: by default it returns such sizes to the system, and taking them again costs a page fault every
-    4 KiB, which is twice the time of MXFP4.
+    PyTorch starts no threads of its own below the workers. And the C library keeps the memory of intermediate results:
+    by default it returns such sizes to the system, and taking them again costs a page fault every 4 KiB, which is twice
+    the time of MXFP4. Both settings are restored afterwards.
     """
     _SWITCHES.enter()
     try:
@@ -267,7 +277,10 @@ def many_small_workers() -> Iterator[None]:
 
 
 def _keep(thresholds: Mapping[int, int], *, trim: bool = False) -> None:
-    """Set thresholds of glibc's malloc by option, and give back free memory; nothing where there is another library."""
+    """Set thresholds of glibc's malloc, in bytes by mallopt option; with ``trim``, return free memory to the system.
+
+    Do nothing with another C library.
+    """
     # By ctypes, because Python has no mallopt. Measured: mxfp4 of a model of 2 GB, on two cores, took 6.4 s with it and
     # 7.8 s without, with 86 thousand page faults instead of 1.5 million (medians of four runs each, in turns).
     import ctypes
@@ -281,6 +294,6 @@ def _keep(thresholds: Mapping[int, int], *, trim: bool = False) -> None:
 
 
 def _as_started(option: int) -> int:
-    """The threshold that the process began with, in bytes: its variable's or glibc's own, for nothing can be asked."""
+    """Return a malloc threshold as the process started with it, in bytes: its variable's or glibc's default."""
     value = os.environ.get(_DEFAULTS[option], "")
     return int(value) if value.isdigit() else _GLIBC_THRESHOLD

@@ -52,7 +52,10 @@ _STRIDE = 64
 
 
 def error_of(weight: torch.Tensor, encoded: Parts, kernel: str) -> Error:
-    """Compare rows of a weight [O, I] with what a kernel encoded of them: all where the bus is what is waited for."""
+    """Return the error of rows of a ``weight`` [O, I] against what ``kernel`` encoded of them.
+
+    On a CPU one row in 64 is compared, on a GPU every row.
+    """
     stride = _STRIDE if weight.device.type == "cpu" else 1
     source = weight[::stride].float()
     restored = KERNELS[kernel].sample(encoded, stride)
@@ -69,7 +72,7 @@ ERRORS = "errors"
 
 @dataclass(frozen=True, slots=True)
 class WrittenShard:
-    """A file: its name, its size in bytes, its SHA-256, and the error of each module that was quantized into it."""
+    """A written file: name, size in bytes, SHA-256 in hex, and the rounding error of each module quantized into it."""
 
     name: str
     size: int
@@ -91,16 +94,17 @@ _PRIME = 0x9E3779B97F4A7C55  # odd, so that no row is lost
 
 @cache
 def _factors() -> NDArray[np.uint64]:
-    """Odd numbers of 64 bits, one for each word of a row: uint64 [_ROW]."""
+    """Return the factor of each word of a row for `sum_of`: odd random numbers, uint64 [_ROW]."""
     import numpy as np
 
     return np.random.default_rng(0).integers(0, 1 << 63, _ROW, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 
 def sum_of(data: memoryview) -> int:
-    """Return the sum of 64-bit words, each times an odd number of its place, modulo 2^64; zeros fill the last row.
+    """Return a 64-bit checksum of ``data``, computed from 64-bit words in rows of `_ROW`; zeros fill the last row.
 
-    Any one word that changes changes it, and so do words that change places. It takes a fifth of SHA-256's time.
+    Each word is multiplied by an odd number that depends on its place, modulo 2^64: any single word that changes
+    changes the sum, and so do words that change places, but for rare coincidences. It takes a fifth of SHA-256's time.
     """
     import numpy as np
 
@@ -114,7 +118,10 @@ def sum_of(data: memoryview) -> int:
 
 
 def read_back(path: Path, sums: Sequence[Sum]) -> bool:
-    """Return whether a file that was flushed holds on the disk what it was made of; its cached pages are dropped."""
+    """Return whether a flushed file on the disk has the checksums ``sums`` of what was written.
+
+    Its cached pages are dropped first. Raises `StageError` where it cannot be read.
+    """
     files, buffer = Files(path.parent), torch.empty(max(part.size for part in sums), dtype=torch.uint8).numpy().data
     try:
         with path.open("rb") as file:
@@ -129,15 +136,15 @@ def read_back(path: Path, sums: Sequence[Sum]) -> bool:
 
 
 class Stopped(Exception):  # noqa: N818 - not a failure of the worker that meets it
-    """Something else failed, or a person wants no more."""
+    """Raised in workers after another failure, or when the run is interrupted."""
 
 
 class OpenShard:
-    """A file that is being made, and what its workers share.
+    """An output file while workers make it: its remaining tasks, and the state that its workers share.
 
-    ``path`` is its name until it is whole and committed. ``scalars`` holds the tensors that no kernel makes, static
-    scales, by name. ``piece`` is the bytes that a worker takes at a time. ``advance`` is told the bytes read. The file
-    is not yet on the disk for good when it is whole. Raises `OSError` where it cannot be made.
+    ``source`` is the folder to read from, ``path`` the file's name until it is committed. ``scalars`` holds the tensors
+    that no kernel makes, by name. ``piece`` is the bytes of a worker's task, ``advance`` is called with the bytes read.
+    A complete file is not yet flushed to the disk. Raises `OSError` where the file cannot be created.
     """
 
     def __init__(
@@ -173,14 +180,14 @@ class OpenShard:
         self._append(0, memoryview(plan.header))
 
     def take(self) -> Scan | Piece | None:
-        """The next piece, which must be made; None where all are taken. Not for two threads at once."""
+        """Return the next task, which the caller must make; None where all are taken. Call it from one thread only."""
         return self._pieces.popleft() if self._pieces else None
 
     def make(self, worker: Worker, piece: Scan | Piece) -> WrittenShard | None:
-        """Make a piece; the file's facts with the one that makes it whole.
+        """Make a task; return the file's facts if that completes the file, else None.
 
-        Raises `StageError` for a weight that cannot be read or is not finite, `OSError` for a file that cannot be
-        written, and `Stopped` soon after `stop`.
+        Raises `StageError` for a weight that cannot be read, is not finite or was corrupted on its way from a GPU,
+        `OSError` for a file that cannot be written, and `Stopped` soon after `stop`.
         """
         if isinstance(piece, Scan):
             self._scan(worker, piece)
@@ -197,18 +204,18 @@ class OpenShard:
         return WrittenShard(self._plan.name, self._plan.nbytes, self._digest.hexdigest(), dict(self._errors))
 
     def stop(self) -> None:
-        """Let every worker that waits here end."""
+        """Have every worker that waits in this file raise `Stopped`."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close the source's files and the output file."""
         self._sink.close()
         self._files.close()
 
     def discard(self) -> None:
-        """Let go of all files and of what was made: no other attempt goes on from the middle of a file."""
+        """Close all files and delete the unfinished output file: no later attempt resumes in the middle of a file."""
         self.close()
         self._path.unlink(missing_ok=True)
 
@@ -281,7 +288,10 @@ class OpenShard:
         smalls: Sequence[tuple[StoredTensor, torch.Tensor]] = (),
         error: Error | None = None,
     ) -> None:
-        """Write ``main`` at its offset at once; hash it, and keep or write the rest, when all earlier pieces have."""
+        """Write ``main`` (offset, bytes) at once; when all earlier pieces are handed over, hash it and store the rest.
+
+        ``smalls`` are parts of small results, ``error`` is the piece's rounding error. Raises `Stopped` after `stop`.
+        """
         if main is not None:
             with worker.clock("write"):
                 self._sink.write(main[0], _bytes(main[1]))
@@ -303,7 +313,7 @@ class OpenShard:
             self._changed.notify_all()
 
     def _collect(self, piece: Piece, stored: StoredTensor, part: torch.Tensor) -> None:
-        """Keep a part of a small result; write the whole of it behind its weight, or hold it for the end."""
+        """Store a part of a small result; with the last piece, write all of it, or hold it for the file's end."""
         if prod(stored.shape) == 1:
             self._collected[stored.name] = [part]  # one scale, which every piece of its weight has made
         else:
@@ -334,7 +344,10 @@ class OpenShard:
 
 
 def _read_finished(piece: Piece, device: torch.device) -> tuple[Parts, Error]:
-    """Rows of what was made of a step, by role, as its kernel would return them; with the last ones its error."""
+    """Return the rows of a piece from the file ``step.made``, by role as its kernel would return them, and an error.
+
+    The error is the step's for its last piece, else empty.
+    """
     from safetensors import safe_open
 
     step, parts = piece.step, {}

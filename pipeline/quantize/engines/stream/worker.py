@@ -25,7 +25,10 @@ _FLUSH = 16 << 20  # bytes of a file that the disk is asked to begin with togeth
 
 
 class Worker:
-    """The means of one thread. ``seconds`` counts what it did by kind: read, compute, write, hash, wait."""
+    """Buffers, stream and clock of one worker thread on a device.
+
+    ``seconds`` counts the time by kind of work: read, compute, write, hash, wait.
+    """
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -37,7 +40,7 @@ class Worker:
 
     @contextmanager
     def clock(self, kind: str) -> Iterator[None]:
-        """Count the time of the block."""
+        """Add the time of the block to ``seconds[kind]``."""
         start = time.perf_counter()
         try:
             yield
@@ -45,11 +48,14 @@ class Worker:
             self.seconds[kind] += time.perf_counter() - start
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Computing on the device, beside what other workers do there."""
+        """Return a context that computes on the worker's own CUDA stream; on a CPU it does nothing."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def buffer(self, use: str, size: int) -> torch.Tensor:
-        """Return ``size`` bytes of host memory for a use, uint8 [size]: the same as before unless it was smaller."""
+        """Return ``size`` bytes of host memory, uint8 [size], pinned for a GPU; the same again for the same ``use``.
+
+        It is replaced by a larger buffer where it is too small.
+        """
         buffer = self._buffers.get(use)
         if buffer is None or buffer.numel() < size:
             self._buffers.pop(use, None)  # before the new one is made
@@ -58,14 +64,20 @@ class Worker:
         return buffer[:size]
 
     def raw(self, files: Files, origin: Origin, first: int, last: int) -> torch.Tensor:
-        """Bytes [first, last) of what an origin holds, counted from its beginning: uint8 on the host."""
+        """Return the bytes [first, last) of an origin, counted from its first byte: uint8 on the host.
+
+        They lie in the buffer for reading. Raises `StageError` where they cannot be read.
+        """
         raw = self.buffer("read", last - first)
         with self.clock("read"):
             files.read(origin.place.shard, origin.place.info.name, origin.start + first, raw.numpy().data)
         return raw
 
     def rows(self, files: Files, origin: Origin, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) of a weight on the device, decoded and the right way round: [last - first, I]."""
+        """Return rows [first, last) of a weight on the device, decoded and not transposed: [last - first, I].
+
+        Raises `StageError` where they cannot be read.
+        """
         start, size = origin.extent(first, last)
         raw = self.buffer("read", size)
         with self.clock("read"):
@@ -80,7 +92,10 @@ class Worker:
             return numbers.view(last - first, *origin.shape[1:])
 
     def _decoded(self, files: Files, origin: Origin, numbers: torch.Tensor, first: int) -> torch.Tensor:
-        """Decode rows of elements from ``first`` on, which begins rows that share scales, with scales read for them."""
+        """Return the decoded rows of stored elements ``numbers``, whose first row is ``first``; read their scales.
+
+        ``first`` must be a multiple of the number of rows that share scales.
+        """
         assert origin.encoded is not None  # noqa: S101
         rule, rows = origin.encoded.rule, len(numbers)
         scales = []
@@ -97,7 +112,11 @@ class Worker:
         return rule.decode(numbers, scales)
 
     def host(self, tensor: torch.Tensor, use: str) -> torch.Tensor:
-        """The bytes of a result on the host: uint8, valid until the same use comes again."""
+        """Return the bytes of a tensor on the host, uint8 [n].
+
+        On a GPU's worker they are valid until the next call with the same ``use``, and `StageError` is raised where the
+        copy differs from the original.
+        """
         if self._stream is None:
             return tensor.contiguous().reshape(-1).view(torch.uint8)
         # On the worker's own stream: PyTorch's streams do not wait for the default one, nor does waiting for one of
@@ -117,12 +136,12 @@ class Worker:
 
 
 def _sum(flat: torch.Tensor) -> torch.Tensor:
-    """The sum of bytes [n] as integers of 64 bit where they are a multiple of that: any bit that turns changes it."""
+    """Return the sum, int64, of bytes [n], taken as 64-bit integers where n is a multiple of 8; one bit changes it."""
     return (flat.view(torch.int64) if flat.numel() % 8 == 0 else flat).sum(dtype=torch.int64)
 
 
 class Sink:
-    """A file of ``size`` bytes that is written at any place, from any thread. Errors of the disk are `OSError`."""
+    """A file of ``size`` bytes that any thread may write at any offset. Raises `OSError`."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -135,7 +154,7 @@ class Sink:
             raise
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Hand a part to the page cache; all is not yet flushed to the disk for good."""
+        """Write bytes at an offset into the page cache; flushing to the disk is started but not awaited."""
         self._unflushed += data.nbytes  # a thread that loses this race starts the flush a part later
         while data.nbytes:
             count = os.pwrite(self._descriptor, data, offset)
@@ -145,19 +164,19 @@ class Sink:
             self._flush()
 
     def close(self) -> None:
-        """Let go of everything, also after a failure."""
+        """Start the last flush and close the file, also after a failure."""
         self._flush()
         self._starter.shutdown()
         os.close(self._descriptor)
 
     def _flush(self) -> None:
-        """Have another thread tell the disk to begin."""
+        """Have another thread start the flush to the disk."""
         self._unflushed = 0
         self._starter.submit(_start_flush, self._descriptor)
 
 
 def _start_flush(descriptor: int) -> None:
-    """Have the kernel begin to write a file to the disk, without waiting; where it cannot, the end flushes it all."""
+    """Have the kernel start writing a file to the disk, without waiting; an error is left to the later fsync."""
     # By ctypes, because os has no sync_file_range. Measured: ptpc_fp8 of a 2 GB model in one file, on two cores, took
     # 6.0 s with it and 6.4 s without (medians of five quiet runs each, in turns).
     start, everything = 2, ctypes.c_long(0)  # SYNC_FILE_RANGE_WRITE, from the first byte to the last
