@@ -25,6 +25,9 @@ from quantmint.eval.samples import SampleSet, pair
 from quantmint.eval.statistics.sequential import Look, decide, until
 from quantmint.eval.verdict import Verdict
 
+_HOPELESS = 10_000_000
+"""Further items beyond which a change is said to lie on the margin: no suite has as many."""
+
 
 def compare(task: str, measurements: Both, policy: Policy) -> tuple[Accuracy, tuple[Look, ...]]:
     """The comparison of a task at the look that decides, and the looks up to it (none for a task that is shown only).
@@ -76,7 +79,8 @@ def judge(
             verdict, where = Verdict.FAIL, f"the true change is {no_better}, outside {limit}"
         case _:
             verdict = Verdict.INCONCLUSIVE
-            between = f"between {_signed(result, result.lower)} and {_signed(result, result.upper)}"
+            ends = (result.upper, result.lower) if result.kind == "perplexity" else (result.lower, result.upper)
+            between = f"between {_signed(result, ends[0])} and {_signed(result, ends[1])}"
             advice = _more(result, margin, planned_looks, policy)
             where = f"the true change may lie {between}, on both sides of {limit}. {advice}"
     saved = result.planned - result.items if verdict is not Verdict.INCONCLUSIVE else 0
@@ -121,7 +125,7 @@ def unmeasured(measurements: Measurements, policy: Policy, *, broken: bool) -> I
 
 def _more(result: Accuracy, margin: float, looks: int, policy: Policy) -> str:
     needed = more_items(result, margin, policy.power, expected_flip_rate=policy.expected_flip_rate, looks=looks)
-    if needed is None:
+    if needed is None or needed > _HOPELESS:
         return "The change lies on the margin, where no number of items decides."
     unasked = result.planned - result.items
     planned = f" {unasked:,} of the planned ones were not asked." if unasked else ""

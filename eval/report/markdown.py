@@ -19,14 +19,16 @@ _SIGNS = str.maketrans({char: f"\\{char}" for char in "\\`*_[]<>|#$~&"})
 def render(report: Report) -> str:
     """Return the report as Markdown: verdict, tables with intervals and counts, recipe, versions, and limits."""
     gate = GateReport.from_json(report["gate"])
-    limited = [*map(plain, notes(report, gate)), *limits(gate)]
+    noted = notes(report, gate)
+    limited = [*(plain(note) for note in noted if "\n" not in note), *limits(gate)]
+    blocks = [fenced(note) for note in noted if "\n" in note]  # what the advice says to paste
     parts = [
         ("## Evaluation", _verdict(report, gate)),
         ("### Accuracy", accuracy(gate)),
         ("### Throughput", throughput(report, gate)),
         ("### Size", size(report)),
         ("### How it was made", _origin(report)),
-        ("### Limits", "\n".join(f"- {limit}" for limit in limited)),
+        ("### Limits", "\n\n".join(["\n".join(f"- {limit}" for limit in limited), *blocks])),
     ]
     return "\n\n".join(f"{heading}\n\n{part}" for heading, part in parts if part) + "\n"
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from quantmint.eval.gate.reach import SpeedReach
+    from quantmint.pipeline.recipe.schema import Recipe
     from quantmint.pipeline.runs.forecast import RunForecast, StageForecast
 _BASES = {"seen": "as last time", "reckoned": "forecast"}
 
@@ -57,6 +58,12 @@ def plan_command(
         emit(forecast.to_json())  # last: standard output holds one object, the plan or why there is none
 
 
+def _by(recipe: Recipe) -> str:
+    """Return " by GPTQ" where weights are not rounded to the nearest: a base recipe may say so unseen."""
+    quantization = recipe.quantization
+    return "" if quantization.algorithm == "none" else f" by {quantization.algorithm.upper()}"
+
+
 def _print_forecast(forecast: RunForecast) -> None:
     from rich.markup import escape
 
@@ -66,7 +73,7 @@ def _print_forecast(forecast: RunForecast) -> None:
     source = recipe.source.repo or recipe.source.folder
     console.print(f"[bold]{recipe.name}[/]  {escape(recipe.description)}")
     console.print(
-        f"{escape(str(source))} -> {recipe.quantization.scheme}, KV cache {recipe.quantization.kv_cache}, "
+        f"{escape(str(source))} -> {recipe.quantization.scheme}{_by(recipe)}, KV cache {recipe.quantization.kv_cache}, "
         f"{recipe.quantization.format}, for {recipe.target.gpus} x {recipe.target.hardware}"
     )
     if forecast.setting.chosen is not None:

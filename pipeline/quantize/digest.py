@@ -82,8 +82,11 @@ COMPANION_FILES = (
 )  # fmt: skip
 MODEL_FILES = ("*.safetensors", *COMPANION_FILES, "*.py")
 _MEMORY = "file-digests.json"
+_WORDS = ("config", "token", "vocab", "merges", "template", "processor", "licen", "notice", "use_policy", "quantize")
+"""Words in the names of JSON and text files that belong to a model."""
+_NAMES = frozenset({"tekken.json", "params.json", "modules.json", "spiece.json", "index.json", INDEX_NAME})
 # What the weights are described by; an adapter that was merged into them would be applied a second time.
-_DESCRIPTIONS = frozenset({"config.json", INDEX_NAME, "adapter_config.json"})
+_DESCRIPTIONS = frozenset({"config.json", INDEX_NAME, "adapter_config.json", "hf_quant_config.json"})
 
 
 def model_files(folder: Path) -> tuple[Path, ...]:
@@ -91,16 +94,28 @@ def model_files(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}))
 
 
+def stray_files(source: Path) -> tuple[str, ...]:
+    """Return the names of JSON and text files beside a model that are none of its own, such as somebody's data."""
+    files = {path for pattern in COMPANION_FILES for path in source.glob(pattern)}
+    return tuple(sorted(path.name for path in files if path.is_file() and _is_stray(path)))
+
+
+def _is_stray(path: Path) -> bool:
+    """Whether a JSON or text file is none that tokenizers, processors or servers look for; others never are."""
+    name = path.name.lower()
+    return path.suffix in (".json", ".txt") and name not in _NAMES and not any(word in name for word in _WORDS)
+
+
 def companions(source: Path, destination: Path, *, with_code: bool) -> dict[Path, Path]:
     """Map where each tokenizer, chat template and licence file of ``source`` belongs in ``destination`` to that file.
 
     Subfolders of ``destination`` are created. Python files are included only ``with_code``; config.json, the index of
-    weights and an adapter's configuration never are.
+    weights, an adapter's configuration and `stray_files` never are.
     """
     patterns = (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES
     sources: dict[Path, Path] = {}
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
-        if path.is_file() and path.name not in _DESCRIPTIONS:
+        if path.is_file() and path.name not in _DESCRIPTIONS and not _is_stray(path):
             sources[destination / path.relative_to(source)] = path
     for copy in sources:
         copy.parent.mkdir(exist_ok=True)

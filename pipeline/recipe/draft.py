@@ -116,9 +116,12 @@ def passages(path: Path) -> list[str]:
             text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
     except UnicodeDecodeError as error:
         raise UserError(f"--text: {path} is not UTF-8 at byte {error.start}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise UserError(f"--text: {path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError):
         raise UserError(
-            f"--text: {path} cannot be read: expected prose, or JSON lines with the key text ({error!r})"
+            f'--text: {path} is not JSON lines of passages, expected {{"text": "..."}} on each line; a file of prose '
+            "has another ending"
         ) from None
     passages_, passage = [], ""
     for paragraph in re.split(r"\n\s*\n", text):

@@ -244,8 +244,12 @@ def _cautions(setting: Setting) -> list[str]:
     quantization, target = setting.recipe.quantization, setting.recipe.target
     harm = algorithm(quantization.algorithm).caution(quantization.schemes)
     experts = schemes_of_experts(quantization, setting.config)
-    served = cautions(
-        target.hardware, quantization.scheme, quantization.kv_cache, quantization.format, expert_schemes=experts
+    served = dict.fromkeys(
+        caution
+        for name in quantization.schemes
+        for caution in cautions(
+            target.hardware, name, quantization.kv_cache, quantization.format, expert_schemes=experts
+        )
     )
     return [*([] if harm is None else [harm]), *served]
 

@@ -61,7 +61,7 @@ class QuantizationJob:
 
     @property
     def payload(self) -> dict[str, Any]:
-        """What determines the checkpoint's bytes, by stage key, for its fingerprint; the inspection is left out.
+        """Return what determines the checkpoint's bytes, by stage key, for its fingerprint; the inspection is left out.
 
         With `scheme: auto` it is what the schemes are chosen by, so that it is the same before and after the
         measurement.

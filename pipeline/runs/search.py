@@ -212,25 +212,26 @@ def run_search(
     require_means(plan, likely, redo)
     if plan[-1].key in ("source", KEY):
         return run_plan(plan, likely, reporter, redo=redo), likely, ()
-    setting, tries = measured(setting, reporter, redo), []
+    setting, tries = measured(setting, reporter, redo), list[Mapping[str, Any]]()
     again = [name for name in redo if name != KEY]
-    searching = setting.written.search is not None and until is None
+    search = setting.written.search if until is None else None
     while True:
         if setting.chosen is not None:
-            reporter.say(setting.chosen.line)
+            of_all = "" if search is None else f"try {len(tries) + 1} of at most {search.tries}: "
+            reporter.say(f"{of_all}{setting.chosen.line}")
         # What is published is known when the search is over: a try ends with its report.
         plan = build_plan(setting, until)
-        if searching and any(planned.key == REPORT for planned in plan):
+        if search is not None and any(planned.key == REPORT for planned in plan):
             plan = cut(plan, REPORT)
         outcome = run_plan(plan, setting, reporter, redo=again)
         if setting.chosen is not None:
             tries.append({**setting.chosen.to_json(), "verdict": outcome.verdict and outcome.verdict.value})
         following = settled(setting)
         same = following.recipe == setting.recipe
-        if not searching or outcome.verdict is Verdict.INVALID or (same and outcome.verdict is not Verdict.PASS):
+        if search is None or outcome.verdict is Verdict.INVALID or (same and outcome.verdict is not Verdict.PASS):
             return outcome, setting, tries
         if same or _verdict(following) is not None:
             break
         setting, again = following, []
-    reporter.say(f"the search is over after {len(tries)} tries: the fewest bits that passed go on")
+    reporter.say("the search is over: the fewest bits that passed go on")
     return run_plan(build_plan(following), following, reporter), following, tries

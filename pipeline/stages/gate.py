@@ -16,6 +16,7 @@ from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.digest import folder_digest
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from quantmint.pipeline.quantize.model.encodings import input_rounding
+from quantmint.pipeline.serving.reference.launch import shown_command
 from quantmint.pipeline.stages.bench import read_launches
 from quantmint.pipeline.stages.canary import read_comparison
 from quantmint.pipeline.stages.estimate import Estimate
@@ -157,7 +158,7 @@ def _server(job: Job, side: Side) -> Server:
     return Server(
         version=launch["version"],
         device=launch["device"]["name"],
-        argv=tuple(plan["argv"]),
+        argv=shown_command(plan["argv"]),
         env=plan["env"],
         image=launch.get("image"),  # earlier versions did not know it
         faults=tuple(faults),

@@ -20,6 +20,7 @@ from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.device import device_memory, device_title, resolve_devices
+from quantmint.pipeline.quantize.digest import stray_files
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
 from quantmint.pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
 from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, static_scale, write_checkpoint
@@ -126,6 +127,8 @@ class QuantizeStage(Stage):
         trust, spread = job.setting.recipe.trust_remote_code, job.setting.spread
         job.progress.say("asking the model which of its modules are linear")
         source, structure = read_source(job)
+        if strays := stray_files(source.folder):
+            job.progress.warn(f"{', '.join(strays)}: no model's files, so they are not copied with it")
         choice = select(structure, quantization)
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=quantization.shared_scales)
         scales = _ranges(job, choice)

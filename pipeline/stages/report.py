@@ -140,7 +140,7 @@ def _notes(server: Server) -> list[str]:
 
 
 def _choice(job: Job, gate: GateReport, stopped: str | None) -> list[str]:
-    """Return notes on the chosen schemes and the search, and the advice on the verdict."""
+    """Return notes on the chosen schemes and the search, and the advice on the verdict; its block has several lines."""
     chosen = job.setting.chosen
     notes = [] if chosen is None or chosen.point is None else [f"{chosen.line}."]
     if (search := job.setting.written.search) is not None:
@@ -151,7 +151,8 @@ def _choice(job: Job, gate: GateReport, stopped: str | None) -> list[str]:
         )
     groups = read_groups(job.inputs[KEY]) if KEY in job.inputs else None
     advice = advise(job.setting, groups, verdict=gate.verdict, stopped=stopped)
-    return [*notes, *(f"{line[0].upper()}{line[1:]}." for line in advice.lines)]
+    block = [advice.paste] if advice.paste else []
+    return [*notes, *(f"{line[0].upper()}{line[1:]}." for line in advice.lines), *block]
 
 
 def _scheme(job: Job) -> str:

@@ -145,7 +145,7 @@ class ServeStage(SideStage):
 
 def runtime_modules(setting: Setting) -> Sequence[tuple[str, str]]:
     """Return (extra, module) pairs of the runtime's imports in this environment; none for vLLM, which has its own."""
-    return MODEL_MODULES if setting.recipe.evaluation.runtime == "reference" else ()
+    return (*MODEL_MODULES, ("evaluate", "accelerate")) if setting.recipe.evaluation.runtime == "reference" else ()
 
 
 def require_server(setting: Setting) -> None:
@@ -167,8 +167,12 @@ def _require_vllm_packages(setting: Setting) -> None:
     if setting.vllm is None:
         return
     quantization = setting.recipe.quantization
-    checkpoint = (quantization.scheme, quantization.kv_cache, quantization.format)
-    distributions = {_EMULATION.get(name, name): name for name in needs(setting.recipe.target.hardware, *checkpoint)}
+    named = (
+        name
+        for scheme in quantization.schemes
+        for name in needs(setting.recipe.target.hardware, scheme, quantization.kv_cache, quantization.format)
+    )
+    distributions = {_EMULATION.get(name, name): name for name in named}
     absent = [distributions[module] for module in _absent_in(setting.vllm.python, distributions)]
     if absent:
         install = f"{setting.vllm.python} -m pip install {' '.join(absent)}"

@@ -113,6 +113,7 @@ def test_every_command_has_help_with_an_example(quantmint: Quantmint, words: tup
     ("arguments", "words"),
     [
         (["runn", "tiny-ptpc-fp8kv"], "no command 'runn' (did you mean \"run\"?)"),
+        (["verify", "release"], "no command 'verify': it is \"quantmint release verify\""),
         (["run"], "Missing argument 'RECIPE'"),
         (["gc", "--keep", "-1"], "-1"),
         (["run", "llama70b-fp8k"], 'found no recipe "llama70b-fp8k" (did you mean "llama70b-fp8kv"?)\n  There are: '),

@@ -395,3 +395,17 @@ def test_sigterm_ends_as_ctrl_c_does(source: Path, quantmint: Quantmint) -> None
     assert run.returncode == 143, words
     assert "interrupted; what was finished is kept, and the same command goes on from there" in words
     assert quantmint("quantize", source, "out", "--scheme", "ptpc_fp8").code == 0
+
+
+def test_somebodys_data_beside_a_model_is_not_copied_with_it(quantmint: Quantmint, models: Any) -> None:
+    """A calibration set in the source's folder was published with the release, byte for byte."""
+    shutil.copytree(models("llama"), "source")
+    for name in ("held-out.json", "notes.txt", "hf_quant_config.json"):
+        Path("source", name).write_text("{}")
+    Path("source/special_tokens_map.json").write_text("{}")
+    made = quantmint("quantize", "source", "out", "--scheme", "ptpc_fp8")
+    assert made.code == 0, made.err
+    assert "held-out.json, notes.txt: no model's files, so they are not copied with it" in made.err
+    names = {path.name for path in Path("out").iterdir()}
+    assert "special_tokens_map.json" in names
+    assert names.isdisjoint({"held-out.json", "notes.txt", "hf_quant_config.json"})

@@ -112,7 +112,7 @@ def test_all_files_are_written_or_none(here: Path) -> None:
         ("few.txt", prose(39).encode(), "found 39 passages of 150 words"),
         ("same.txt", "\n\n".join([prose(1)] * 100).encode(), "found 1 passages"),
         ("latin.txt", "sch\xf6n".encode("latin-1"), "not UTF-8 at byte 3"),
-        ("no.jsonl", b'{"words": "a"}\n', "expected prose, or JSON lines with the key text"),
+        ("no.jsonl", b'{"words": "a"}\n', "is not JSON lines of passages, expected"),
     ],
 )
 def test_texts_that_cannot_be_used(tmp_path: Path, name: str, content: bytes, said: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +23,7 @@ from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout
 from quantmint.pipeline.serving.running.launchers import ClusterLauncher
 from quantmint.pipeline.serving.running.log import scan_log
 from quantmint.pipeline.serving.running.server import RunningServer
-from quantmint.pipeline.stages.serve import SIDES, ServeStage, launch_plan, runtime_of
+from quantmint.pipeline.stages.serve import SIDES, ServeStage, launch_plan, runtime_modules, runtime_of
 from quantmint.pipeline.stages.servers import ReferenceServer, Servers
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.store.tree import Store
@@ -218,3 +220,13 @@ def test_a_launch_over_nodes_is_the_clusters(setting: Setting, monkeypatch: pyte
     with Servers(replace(setting, spread=Nodes()), PlainReporter()) as servers:  # type: ignore[arg-type]
         servers.get("baseline", plan)
     assert events == ["asked", "released", "launched on a cluster"]
+
+
+def test_what_the_reference_runtime_imports_is_installed_with_it() -> None:
+    """accelerate, which lm-eval's models of transformers import, came with nothing that the documents install."""
+    runtime = SimpleNamespace(recipe=SimpleNamespace(evaluation=SimpleNamespace(runtime="reference")))
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert ("evaluate", "accelerate") in runtime_modules(runtime)  # type: ignore[arg-type]
+    for extra, module in runtime_modules(runtime):  # type: ignore[arg-type]
+        assert any(re.match(rf"{module}\b", requirement) for requirement in extras[extra]), (extra, module)

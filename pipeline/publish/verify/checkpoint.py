@@ -134,7 +134,8 @@ def check_gate(subject: ReleaseUnderTest) -> ReleaseCheck:
     if unknown and not faults:
         return not_checked("gate", *unknown)
     items = sum(len(candidate.samples) for _, candidate in measurements.samples.values())
-    summary = f"PASS again, from {items:,} items of {len(measurements.samples)} tasks"
+    count = len(measurements.samples)
+    summary = f"PASS again, from {items:,} items of {count} {'task' if count == 1 else 'tasks'}"
     launches = f" and {len(measurements.launches)} launches" if measurements.launches else ""
     check = conclude("gate", faults, f"{summary}{launches}, for this checkpoint")
     return (

@@ -23,7 +23,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import tensor_bytes
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is quantized in a model: schemes by module, modules that stay in 16 bit, and the KV cache.
+    """The choice of what is quantized in a model: schemes by module, modules that stay in 16 bit, and the KV cache.
 
     ``schemes`` maps each quantized linear module to its scheme; ``kept`` are the modules with a two-dimensional weight
     that stay in 16 bit, routers included, because vLLM must be told about each of them; ``kv_cache`` is whether static
@@ -65,7 +65,7 @@ def most_frequent(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a ``quantization_config`` says of each module: its scheme, or None for 16 bit and for unknown settings.
+    """The claims of a ``quantization_config`` on each module: its scheme, or None for 16 bit and for unknown settings.
 
     ``unknown`` describes the settings of modules that match no scheme in the table; ``kv_cache`` is whether an FP8 KV
     cache is declared.

@@ -263,7 +263,7 @@ class GptqRunner(LayerRunner):
                 tensor = tensor[0] if isinstance(tensor, tuple) else tensor
                 flat = tensor.reshape(-1, tensor.shape[-1])
                 if len(flat) != self.batches[number].numel() and name in aligned:
-                    return  # several streams of hidden states, or an expert's tokens: no rows that lie reference others
+                    return  # several streams of hidden states, or an expert's tokens: no rows that lie beside others
                 # Not every n-th: the first token of each sequence, which is like no other, would be among them.
                 chosen = torch.randperm(len(flat), generator=torch.Generator().manual_seed(0))[:count]
                 rows[name][number] = flat[chosen.to(flat.device)].to(device)

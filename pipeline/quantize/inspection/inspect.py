@@ -58,9 +58,8 @@ def inspect_checkpoint(
 ) -> Inspection:
     """Check that a quantized checkpoint is what its configuration says, some rows at a time, and return the findings.
 
-    What an algorithm that the checkpoint records did to the weights is taken into account: smoothed or rotated weights
-    cannot be compared with their source, and are only proven to be numbers in the right places. Raises `UserError`
-    where config.json declares no quantization in a known format.
+    Smoothed or rotated weights, as a recorded algorithm leaves them, cannot be compared with their source: they are
+    only proven to be numbers. Raises `UserError` where config.json declares no quantization in a known format.
 
     Args:
         checkpoint: the quantized checkpoint.
@@ -70,7 +69,7 @@ def inspect_checkpoint(
         source_structure: the structure of the source; without it ``structure`` must be the source's.
         expected: facts known of the checkpoint beforehand.
         allow_unit_kv_scales: accept KV scales of exactly 1.0, for a checkpoint that asks for them.
-        device: the device that compares numbers; all CPU cores read for it.
+        device: the device that compares numbers.
         advance: called with the bytes of tensors that were checked.
     """
     expected = expected or Expectations()

@@ -31,7 +31,7 @@ _EXPERT = re.compile(r"(.+)\.(\d+\.([^.]+))")
 
 @dataclass(frozen=True, slots=True)
 class LoaderView:
-    """How the classes of several vLLM versions see a model; where they differ, the most restrictive answer holds.
+    """A model as the classes of several vLLM versions see it; where they differ, the most restrictive answer holds.
 
     ``experts`` and ``layers`` are the numbers of experts and layers by the configuration.
     """

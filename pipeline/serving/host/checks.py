@@ -236,9 +236,10 @@ def _checkpoint(context: CheckContext) -> HostCheckResult:
         return HostCheckResult("skipped", "no --model was given", values)
     flags = hardware.local_cpu_flags(context.machine.text("proc/cpuinfo") or "") if context.kind == "cpu" else None
     experts = checkpoint.expert_schemes
-    reason = hardware.refusal(target.hardware, *checkpoint[:3], expert_schemes=experts, cpu_flags=flags)
-    if reason is not None:
-        return HostCheckResult("fail", reason, values)
+    for scheme in dict.fromkeys((checkpoint.scheme, *checkpoint.schemes)):
+        reason = hardware.refusal(target.hardware, scheme, *checkpoint[1:3], expert_schemes=experts, cpu_flags=flags)
+        if reason is not None:
+            return HostCheckResult("fail", reason, values)
     observation = f"{_scheme(checkpoint)}, KV cache {checkpoint.kv_cache}"
     cautions = hardware.cautions(target.hardware, *checkpoint[:3], expert_schemes=experts, cpu_flags=flags)
     if cautions:

@@ -83,12 +83,16 @@ class InstalledPackages:
 
 
 class CheckpointNeeds(NamedTuple):
-    """A checkpoint's scheme, KV cache type ("auto" or "fp8"), layout, and the schemes of its experts."""
+    """A checkpoint's scheme, KV cache type ("auto" or "fp8"), layout, and the schemes of its experts.
+
+    ``schemes`` are all of them where a checkpoint mixes several.
+    """
 
     scheme: str
     kv_cache: str
     checkpoint_format: str
     expert_schemes: tuple[str, ...] = ()
+    schemes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,4 +192,6 @@ def model_needs(model: str) -> tuple[CheckpointNeeds, ServingTarget | None]:
 def checkpoint_needs(facts: ModelFacts) -> CheckpointNeeds:
     """Return the needs of a checkpoint with these facts."""
     kv_cache = facts.kv_cache_scheme or "auto"
-    return CheckpointNeeds(facts.quantization, kv_cache, facts.checkpoint_format, facts.expert_schemes)
+    return CheckpointNeeds(
+        facts.quantization, kv_cache, facts.checkpoint_format, facts.expert_schemes, tuple(facts.schemes)
+    )

@@ -57,7 +57,7 @@ class ModelFacts(Shape):
     experts, without 16 bit, as far as their names are known. ``group`` is the number of input elements that share a
     scale, None without groups. ``weights`` is in bytes, measured from headers, or computed if ``counted``.
     ``predictor`` says whether the model has layers for multi-token prediction, which ``parameters`` and ``weights``
-    leave out.
+    leave out. ``schemes`` are those of all quantized modules, of which ``quantization`` has the most weights.
     """
 
     architecture: str
@@ -81,6 +81,7 @@ class ModelFacts(Shape):
     counted: bool
     module_weights: tuple[ModuleWeight, ...] = field(repr=False, compare=False)
     predictor: bool = False
+    schemes: tuple[str, ...] = ()
 
     @property
     def family(self) -> Literal["gpt-oss", "dsa", "mla", "moe", "dense"]:
@@ -173,6 +174,7 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
         linear_layers=recurrent,
         context=_context(shape),
         quantization=next(iter(parameters.most_common(1)), ("none", 0))[0],
+        schemes=tuple(sorted(parameters)),
         expert_schemes=expert_schemes(of_experts.get, shape.expert_layers),
         checkpoint_format=str(quantization.get("quant_method") or "unknown") if quantization else "none",
         group=max(filter(None, (_group(scheme, quantization) for scheme in parameters)), default=None),
@@ -182,6 +184,11 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
         module_weights=module_weights,
         predictor=any(section.get(key) for section in (config, text_config(config)) for key in _PREDICTORS),
     )
+
+
+def _quantizable(facts: ModelFacts) -> list[str]:
+    """Return the names of the decoder's linear modules."""
+    return [weight.name for weight in facts.module_weights if weight.linear and weight.role != "mtp"]
 
 
 def as_quantized(
@@ -214,6 +221,7 @@ def as_quantized(
     return replace(
         facts,
         quantization=scheme,
+        schemes=tuple(sorted({name for name in map(scheme_of, _quantizable(facts)) if name} or {scheme})),
         expert_schemes=expert_schemes(scheme_of, facts.expert_layers),
         checkpoint_format=format,
         group=divisor if divisor > 1 else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from quantmint.pipeline.serving.plan import LaunchPlan
@@ -38,6 +39,13 @@ def reference_command(plan: LaunchPlan, device: str) -> list[str]:
     """Return the command line of a `reference_plan`, without the socket; ``device`` is PyTorch's name, or "auto"."""
     # -P: a folder called `quantmint` in the current folder must not shadow ours.
     return [sys.executable, "-P", "-m", "quantmint.pipeline.serving.reference", *plan.argv[2:], "--device", device]
+
+
+def shown_command(argv: Sequence[str]) -> tuple[str, ...]:
+    """Return a plan's command line as a person would run it: that of the reference runtime with its module's name."""
+    if tuple(argv[:2]) != _COMMAND:
+        return tuple(argv)
+    return ("python", "-m", "quantmint.pipeline.serving.reference", *argv[2:])
 
 
 def reference_environment(plan: LaunchPlan) -> dict[str, str]:

@@ -4,11 +4,14 @@ Pure: a manifest and a plan's payloads go in, changes come out. Where a differen
 
     settings of source                        base
     a data set's commit, a file's digest      dataset
-    versions of tools and stages              toolchain; of vLLM: serving
+    versions of tools, stages and quantmint   toolchain; of vLLM: serving
+    a key that the release did not know yet   toolchain, as a new default
+    a stage that came or went                 recipe where that was edited, else toolchain
     launch and image of the servers           serving
     a line of the recipe                      recipe, and whatever else of the settings follows from it
 
-A fingerprint of an input only follows from a change elsewhere and is none; what draws a page is none either.
+A fingerprint of an input only follows from a change elsewhere and is none; nor is what draws a page: report, package,
+sign and publish.
 `what_changed` says it in words: ``base 3f2a1c0 -> 91be07a``, ``vLLM 0.32.0 -> 0.33.0``.
 """
 

@@ -96,7 +96,7 @@ def documents(loss: np.ndarray, words: np.ndarray) -> SampleSet:
     [
         (1.005, PASS, "+0.50% on t (perplexity"),
         (1.04, FAIL, "the true change is above +3."),
-        (1.02, INCONCLUSIVE, "the true change may lie between +2."),
+        (1.02, INCONCLUSIVE, "the true change may lie between +1.76% and +2.23%"),
         (0.96, INVALID, "the true change is below -3."),
     ],
 )

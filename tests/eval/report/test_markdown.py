@@ -6,7 +6,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from quantmint.eval.gate import GateReport
-from quantmint.eval.report import markdown
+from quantmint.eval.report import markdown, page
 from quantmint.eval.report.summary import notes
 from tests.eval.report import made
 
@@ -88,3 +88,12 @@ def test_texts_stay_texts() -> None:
     assert "<a " not in html
     assert "not a heading</h1>" not in html
     assert html.count("<h1>") == 0
+
+
+def test_a_block_to_paste_keeps_its_lines() -> None:
+    """The page promised a block after a FAIL, and none followed."""
+    report = made.good()
+    report["notes"] = ["Paste this into the recipe.", "quantization:\n  scheme: auto\n  bits: 5.0"]
+    assert "- Paste this into the recipe.\n" in markdown.render(report)
+    assert "```\nquantization:\n  scheme: auto\n  bits: 5.0\n```" in markdown.render(report)
+    assert "<pre>quantization:\n  scheme: auto\n  bits: 5.0</pre>" in page.render(report)

@@ -425,3 +425,15 @@ def test_a_size_that_does_not_divide_takes_stages_or_leaves_some_idle():
     assert any("2 of 6 accelerators stay idle" in warning for warning in idle.warnings)
     uneven = plan(as_quantized(facts(LLAMA_405B), scheme="ptpc_fp8"), "mi300x:3")
     assert (uneven.layout.tensor, uneven.layout.pipeline) == (1, 3)
+
+
+def test_a_mixed_checkpoint_is_refused_for_the_least_of_its_schemes():
+    """Most of its weights load on the CPU, and the server broke at the first request."""
+    mixed = as_quantized(
+        facts(), scheme="ptpc_fp8", assigned=lambda name: "mxfp4_fp8" if ".mlp." in name else "ptpc_fp8"
+    )
+    assert mixed.schemes == ("mxfp4_fp8", "ptpc_fp8")
+    with pytest.raises(UserError, match="no kernel for MXFP4 linear layers"):
+        plan(mixed, "cpu")
+    plan(mixed, "mi355x")
+    plan(as_quantized(facts(), scheme="ptpc_fp8"), "cpu")
