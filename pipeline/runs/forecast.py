@@ -17,6 +17,7 @@ from quantmint.eval.report.numbers import size
 from quantmint.pipeline.base.errors import QuantmintError, UserError, did_you_mean
 from quantmint.pipeline.base.hardware import cautions, table
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
+from quantmint.pipeline.quantize.model.outcomes import outcome_forecast
 from quantmint.pipeline.recipe.load import validated
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.runs.planner import build_plan, foreseen, missing_stages
@@ -164,7 +165,11 @@ def forecast_run(
         where=where,
         gate=judged,
         bench=bench,
-        cautions=[*_cautions(setting), *_too_small(needed, free, where, elsewhere)],
+        cautions=[
+            *filter(None, [outcome_forecast(model[1].encoded, recipe.quantization.schemes)]),
+            *_cautions(setting),
+            *_too_small(needed, free, where, elsewhere),
+        ],
     )
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from quantmint.eval import prompts, record
 from quantmint.eval.gate import GateReport
@@ -22,6 +23,8 @@ from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.publish.addresses import serving_name
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from quantmint.pipeline.quantize.inspection.inspect import kv_scales, layer_errors, sizes
+from quantmint.pipeline.quantize.model.encodings import source_encoding
+from quantmint.pipeline.quantize.model.outcomes import outcome_note
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.stages.advice import advise
 from quantmint.pipeline.stages.estimate import Estimate
@@ -99,7 +102,11 @@ def gather(job: Job) -> Report:
         model=model,
         scheme=f"{_scheme(job)}{cache}, {quantization.format}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        notes=[*_notes(measured.candidate), *_choice(job, gate, measured.stopped)],
+        notes=[
+            *_notes(measured.candidate),
+            *filter(None, [_outcome(job, inspection["layers"])]),
+            *_choice(job, gate, measured.stopped),
+        ],
         stopped=measured.stopped,
         gate=gate.to_json(),
         size=sizes(open_checkpoint(model_folder(inputs["source"])), checkpoint),
@@ -119,6 +126,13 @@ def gather(job: Job) -> Report:
         versions={"quantmint": __version__, **dict(sorted(tools.items()))},
         digests={"source": " ".join(map(str, setting.source.to_json().values()))},
     )
+
+
+def _outcome(job: Job, layers: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a sentence on a source that is quantized already, from the ``layers`` of an inspection."""
+    tensors = open_checkpoint(model_folder(job.inputs["source"])).tensors
+    encoded = source_encoding(job.setting.config, tensors).weights
+    return outcome_note(encoded, [layer["sqnr_db"] for layer in layers])
 
 
 def _notes(server: Server) -> list[str]:

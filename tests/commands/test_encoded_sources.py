@@ -163,6 +163,18 @@ def test_mxfp4_becomes_fp8_and_mxfp4_without_loss(quantmint: Quantmint, models: 
     assert f"{count} modules hold their source's very numbers" in inspected.out
 
 
+def test_a_plan_says_what_becomes_of_a_quantized_source(quantmint: Quantmint, models: Models) -> None:
+    made = quantmint("quantize", models("llama"), "first", "--scheme", "mxfp4", "--format", "quark")
+    assert made.code == 0, made.err
+    Path("mine.yaml").write_text(
+        "name: mine\nextends: tiny-ptpc\nsource: {folder: first}\nquantization: {scheme: ptpc_fp8, kv_cache: auto}\n"
+        "evaluation: {runtime: reference}\ngate: {throughput: {min_ratio: null}}\n"
+    )
+    planned = quantmint("plan", "mine.yaml", "--json")
+    assert planned.code == 0, planned.err
+    assert any("weights in MXFP4 keep their numbers where" in caution for caution in planned.json["cautions"])
+
+
 @pytest.mark.parametrize("scheme", ["mxfp4", "ptpc_fp8"])
 def test_gptq_of_a_mixture_runs_on_the_decoded_model(
     quantmint: Quantmint, models: Models, words: tuple[str, ...], scheme: str

@@ -1,0 +1,71 @@
+"""Say what becomes of a source's numbers where the source is quantized already: kept, or rounded again.
+
+    >>> expected_outcome("mxfp4", "ptpc_fp8")
+    'keep their numbers where the exponents behind a scale span 14 binades, and are rounded again elsewhere'
+    >>> expected_outcome("int4", "mxfp4")
+    'are rounded again'
+
+`tests/quantize/schemes/test_exact.py` tries all codes of MXFP4 under all exponents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+from quantmint.calibration.encodings import Encoded
+from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.quantize.schemes.registry import SCHEMES
+
+_TITLES = {
+    "fp8_block": "FP8 in blocks",
+    "fp8_channel": "FP8 by channel",
+    "fp8_tensor": "FP8 by tensor",
+    "mxfp8": "MXFP8",
+    "mxfp4": "MXFP4",
+    "nvfp4": "NVFP4",
+    "nvfp4_by": "NVFP4",
+    "int4": "INT4",
+}
+
+
+def encodings_in_words(encoded: Iterable[Encoded]) -> str:
+    """Return the names of the encodings of a source, for people: "FP8 in blocks and MXFP4"."""
+    return " and ".join(sorted({_TITLES[weight.encoding] for weight in encoded}))
+
+
+def expected_outcome(encoding: str, name: str) -> str:
+    """Return what becomes of weights in an encoding that are quantized to the scheme ``name``, as a verb phrase."""
+    weight = scheme(name).weight
+    if encoding == "mxfp4" and (weight.dtype, weight.scale) == ("e2m1", "e8m0"):
+        return "keep their numbers"
+    if encoding == "mxfp4" and SCHEMES[name].exact is not None:
+        return "keep their numbers where the exponents behind a scale span 14 binades, and are rounded again elsewhere"
+    return "are rounded again"
+
+
+def outcome_forecast(encoded: Mapping[str, Encoded], schemes: Collection[str]) -> str | None:
+    """Return a sentence on what quantizing to some schemes does to a source; None for a source in 16 bit."""
+    if not encoded:
+        return None
+    kinds = sorted({weight.encoding for weight in encoded.values()})
+    phrases = dict.fromkeys(
+        f"weights in {_TITLES[kind]} {expected_outcome(kind, name)} in {name}" for kind in kinds for name in schemes
+    )
+    return f"the source is quantized already, and decoded where it is read: {'; '.join(phrases)}"
+
+
+def outcome_note(encoded: Mapping[str, Encoded], sqnr_db: Collection[float | None]) -> str | None:
+    """Return a sentence on a checkpoint of a quantized source; None for a source in 16 bit.
+
+    ``sqnr_db`` are the errors of its quantized modules against the decoded source, None or infinite for none at all.
+    """
+    if not encoded or not sqnr_db:
+        return None
+    rounded = [value for value in sqnr_db if value is not None and not math.isinf(value)]
+    least = f", with a least SQNR of {min(rounded):.1f} dB against the decoded source" if rounded else ""
+    exact, total = len(sqnr_db) - len(rounded), len(sqnr_db)
+    return (
+        f"The source is quantized already, in {encodings_in_words(encoded.values())}: {exact:,} of the {total:,} "
+        f"quantized modules hold its very numbers, and {len(rounded):,} were rounded again{least}."
+    )
