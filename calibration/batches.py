@@ -25,7 +25,7 @@ Row = tuple[str, Mapping[str, Any]]
 
 
 def read_rows(chosen: CalibrationSet) -> Iterator[Row]:
-    """Return an iterator over the rows of a set's file or dataset, each a place for messages and its columns.
+    """Return an iterator over the rows of a set's file or dataset: where a row stands, for messages, and its columns.
 
     Raises `CalibrationError` during iteration for a file or dataset that cannot be read, and for a line that is not
     JSON.

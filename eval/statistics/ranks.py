@@ -158,7 +158,11 @@ def sequential_looks(launches: int, alpha: float) -> tuple[SequentialLook, ...]:
 
 
 def _inserted(orders: Mapping[tuple[bool, ...], float], side: bool) -> dict[tuple[bool, ...], float]:
-    """Return the orders with one more value of a side, at each place with the same chance."""
+    """Return the orders of the values of both sides, and their probabilities, after one more value of a ``side``.
+
+    An order lists the side of each value from the smallest to the largest. The new value has each place in an order
+    with the same chance.
+    """
     probabilities: defaultdict[tuple[bool, ...], float] = defaultdict(float)
     for order, chance in orders.items():
         for place in range(len(order) + 1):

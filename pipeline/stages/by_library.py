@@ -49,7 +49,10 @@ def calibrated(quantization: Quantization) -> bool:
 
 
 def settings(setting: Setting) -> Mapping[str, object]:
-    """Return the fingerprint's settings beside the section: the algorithm's parameters, calibration data if read."""
+    """Return what enters the stage's fingerprint beside the recipe's quantization section.
+
+    It is the algorithm's parameters and, where the library calibrates, the identity of the calibration data.
+    """
     section = setting.recipe.calibration
     parameters = {"parameters": setting.recipe.quantization.parameters}
     if section is None or not calibrated(setting.recipe.quantization):

@@ -76,7 +76,7 @@ class CanaryStage(SideStage):
         return self
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
-        """Return transformers, with the extra "evaluate", and the modules of the runtime."""
+        """Return (extra, module) pairs of what must be installed here: transformers, and what the runtime imports."""
         return (("evaluate", "transformers"), *runtime_modules(setting))
 
     def checks(self, setting: Setting) -> Sequence[Check]:

@@ -41,7 +41,7 @@ class PublishStage(Stage):
     releases = True
 
     def reads(self, stage: Stage) -> bool:
-        """Return whether the files of ``stage`` are part of the release, or it packages or signs one."""
+        """Return whether the stage's result is published with the release: evidence, the package or the signature."""
         return stage.evidence or stage.releases
 
     def checks(self, setting: Setting) -> Sequence[Check]:

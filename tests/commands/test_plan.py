@@ -18,6 +18,7 @@ from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.baseline_launches import baseline_launches
 from quantmint.pipeline.stages.bench import BenchStage, source_of
+from quantmint.pipeline.stages.calibrate import needs_ranges
 from quantmint.pipeline.store.gc import list_runs
 from quantmint.pipeline.store.tree import Store
 from tests.eval.measured import make_launches
@@ -117,12 +118,13 @@ def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
     assert plan["machine"] == f"{recipe.target.hardware}:{gpus}"
     assert plan["costs"]["rates"]["origin"] == "data sheet"
     assert costs.get("calibrate", {"seconds": 0})["seconds"] < 600, "of eight Instincts, not of this machine"
-    assert ("calibrate" in costs) == (recipe.calibration is not None)
+    calibrated = recipe.calibration is not None and needs_ranges(recipe.quantization)
+    assert ("calibrate" in costs) == calibrated
     assert ("sensitivity" in costs) == (recipe.quantization.scheme == "auto")
     assert ("further_tries" in plan) == (recipe.search is not None)
     assert ("forwards" in costs["quantize"]["parts"]) == (recipe.quantization.algorithm == "gptq")
     assert not any(stage["cached"] for stage in plan["stages"])
-    assert ("calibrate" in [stage["stage"] for stage in plan["stages"]]) == (recipe.calibration is not None)
+    assert ("calibrate" in [stage["stage"] for stage in plan["stages"]]) == calibrated
     gated = [facts for facts in plan["gate"]["tasks"].values() if facts["margin"] is not None]
     assert gated
     assert all(facts["margin"] >= facts["detectable"] for facts in gated)

@@ -94,7 +94,10 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
 def _scale(
     runner: GptqRunner, layer: int, scaling: ChannelScaling, inputs: ServedInputs, weights: ModelWeights
 ) -> None:
-    """Scale the channels of a layer before its statistics are collected, and update the roundings of its inputs."""
+    """Scale the channels of a layer's weights in place, before its statistics are collected.
+
+    The runner gets new roundings of what enters the layer's modules, whose ranges are others then.
+    """
     name = runner.layers[layer]
     samples = runner.sample(layer, *scaling.places(name), every_batch=inputs.is_ranged)
     scaling.scale(name, samples)

@@ -169,9 +169,9 @@ def _modules_of(names: Collection[str]) -> Iterator[str]:
 
 
 def _stays(module: str, scheme: str, quantization: Quantization) -> bool:
-    """Return whether a module that vLLM absorbs stays in 16 bit, because ``scheme`` has fewer than 8 bits.
+    """Return whether a module that vLLM multiplies into its neighbours stays in 16 bit: it does below 8 bits.
 
-    Raises `UserError` where an override asks for such a scheme.
+    Raises `UserError` where an override of the recipe gives the module a ``scheme`` of fewer than 8 bits.
     """
     if scheme_row(scheme).weight.bits >= ABSORBED_BITS:
         return False
