@@ -37,7 +37,7 @@ _GO_ON = (Verdict.FAIL, Verdict.INCONCLUSIVE)
 def chosen(written: LoadedRecipe, groups: tuple[Group, ...], point: Point) -> LoadedRecipe:
     """Return the recipe with the schemes of ``point`` in the place of `scheme: auto`, as a default and overrides.
 
-    ``groups`` are those whose costs were measured, ``point`` says the scheme of each. The search section is dropped, and
+    ``groups`` are those whose costs were measured, ``point`` says the scheme of each. The search section goes, and
     the gate's confidence becomes that of one of its tries.
     """
     quantization = written.recipe.quantization
