@@ -104,9 +104,11 @@ class Shards:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype of the first tensor stored as BF16, F16 or F32, scales included; None if there is none."""
+        """Return the dtype of the first tensor stored as BF16, F16 or F32 that is no scale; None if there is none."""
         dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-        kinds = (self._mapped(file).get_slice(name).get_dtype() for name, file in self._place.items())
+        scales = {scale for _, encoded in self._encoded.values() for scale in encoded.scales}
+        places = ((name, file) for name, file in self._place.items() if name not in scales)
+        kinds = (self._mapped(file).get_slice(name).get_dtype() for name, file in places)
         return next((dtypes[kind] for kind in kinds if kind in dtypes), None)
 
     def unmap(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import harmonic_mean, mean, median
 from typing import Any
@@ -184,7 +185,10 @@ def _answers(cell: Cell, prompts: int) -> int:
 
 
 def _newest(setting: Setting) -> tuple[Launch, ...]:
-    """Return the launches of the recipe's newest run that measured these cells; empty without such a run."""
+    """Return the launches of the recipe's newest run that measured these cells; empty without such a run.
+
+    A record that cannot be read counts as none.
+    """
     for run in list_runs(setting.store.root):
         fingerprints = [
             fingerprint
@@ -192,7 +196,10 @@ def _newest(setting: Setting) -> tuple[Launch, ...]:
             if stage == BenchStage.family and run.recipe == setting.recipe.name
         ]
         entry = setting.store.find(BenchStage.family, fingerprints[0]) if fingerprints else None
-        launches = () if entry is None else read_launches(entry.path)
+        launches: tuple[Launch, ...] = ()
+        if entry is not None:
+            with suppress(MeasurementError, OSError, ValueError, KeyError):  # of another version, or damaged
+                launches = read_launches(entry.path)
         if launches and all(cell.name in launch.cells for launch in launches for cell in setting.workload.cells):
             return launches
     return ()

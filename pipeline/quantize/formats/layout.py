@@ -265,7 +265,14 @@ class CompressedTensors(Layout):
     def _same(self, settings: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
         if settings is None or expected is None:
             return settings is expected
-        return all(settings[key] == expected[key] for key in self._decisive if key in settings)
+        size = settings.get("group_size")
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+        implied = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "strategy": strategy}
+        # What is left out is what compressed-tensors takes it for (0.19 QuantizationArgs): of a type it is an integer.
+        full = {**implied, **{key: value for key, value in settings.items() if value is not None}}
+        if size == -1:  # another way to say so
+            del full["group_size"]
+        return all(full[key] == expected[key] for key in self._decisive if key in full)
 
     def _has_kv_cache(self, config: Mapping[str, Any]) -> bool:
         return bool(config.get("kv_cache_scheme"))

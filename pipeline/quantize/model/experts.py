@@ -145,7 +145,9 @@ def expert_slice(experts: Any, name: str, expert: int, projection: str) -> Exper
     rule takes apart.
     """
     stacks = dict(experts.named_parameters(recurse=False))
-    key = next(key for key, parts in _PARTS.items() if projection in parts and key in stacks)
+    key = next((key for key, parts in _PARTS.items() if projection in parts and key in stacks), None)
+    if key is None:
+        raise UserError(f"{name}: found no stack of experts that holds {projection}; there are {', '.join(stacks)}.")
     stack_name = f"{name}.{key}"
     try:
         height, _ = expert_shape(experts, stack_name, stacks[key])

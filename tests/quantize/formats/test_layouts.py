@@ -180,3 +180,21 @@ def test_stored_tensors_weigh_what_the_scheme_promises(checkpoint_format: str, r
 def test_a_scheme_without_a_layout_is_refused_with_those_that_have_one() -> None:
     with pytest.raises(UserError, match=r"no layout for int3; it has: .*ptpc_fp8"):
         weight_tensors("quark", "int3", "m", (1, 1), "BF16")
+
+
+def test_settings_that_are_left_out_are_what_compressed_tensors_takes_them_for() -> None:
+    """A group with 8 bits and no type is INT8, and was taken for FP8."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    def claimed(weights: dict[str, Any], inputs: dict[str, Any] | None) -> str | None:
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+        return layout_of({"quantization_config": config}).claims(config, ["a.q_proj"]).schemes["a.q_proj"]
+
+    plain = QuantizationArgs().model_dump(mode="json")
+    short = {"num_bits": 8}
+    assert claimed(short, short) == claimed(plain, plain)
+    assert claimed(short, short) not in ("fp8", "ptpc_fp8")
+    token = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+    assert claimed({**short, "group_size": -1}, token) == "int8_w8a8"
+    assert claimed({**short, "type": "float", "group_size": -1}, {**token, "type": "float"}) == "ptpc_fp8"
