@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,8 +222,19 @@ def explain_command(recipe: str, vllm: str | None, store_path: Path, as_json: bo
         return
     for entry in explained:
         click.echo(f"{entry.key:<20} {entry.state}")
-        for change in entry.changes:
-            click.echo(f"{'':<20}   {change.path.removeprefix('$.')}: {_short(change.old)} -> {_short(change.new)}")
+        for line in (line for change in entry.changes for line in _change_lines(change)):
+            click.echo(f"{'':<20}   {line}")
+
+
+def _change_lines(change: JsonDifference) -> Iterator[str]:
+    """Yield a change in lines: of texts of several lines, such as a recipe's, those that differ."""
+    path = change.path.removeprefix("$.")
+    if not (isinstance(change.old, str) and isinstance(change.new, str) and "\n" in f"{change.old}{change.new}"):
+        yield f"{path}: {_short(change.old)} -> {_short(change.new)}"
+        return
+    yield f"{path}:"
+    compared = unified_diff(change.old.splitlines(), change.new.splitlines(), lineterm="", n=0)
+    yield from (f"  {line}" for line in compared if not line.startswith(("---", "+++", "@@")))
 
 
 def _short(side: object) -> str:

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from quantmint import recipes
+from quantmint.pipeline.base.canonical import JsonDifference
 from quantmint.pipeline.base.schemes import table
+from quantmint.pipeline.commands.run import _change_lines
 from quantmint.pipeline.recipe.load import load_recipe, recipe_names
 from quantmint.pipeline.serving.knobs.table import table as knobs
 from quantmint.pipeline.store.gc import RunLog, plan_gc
@@ -267,3 +269,14 @@ def test_the_report_of_the_last_run(orchestra: Any, quantmint: Quantmint) -> Non
     orchestra.plan(stage(2))
     Path("r.yaml").unlink()
     assert quantmint("report", "r").out == ended.out, "by its name, wherever its recipe is"
+
+
+def test_a_recipe_that_changed_is_explained_by_the_lines_that_differ() -> None:
+    """Two whole recipes were printed, with \\n for each end of a line."""
+    change = JsonDifference(
+        "$.settings.recipe", "name: r\nscheme: mxfp4\nseed: 0\n", "name: r\nscheme: auto\nseed: 0\n"
+    )
+    assert list(_change_lines(change)) == ["settings.recipe:", "  -scheme: mxfp4", "  +scheme: auto"]
+    assert list(_change_lines(JsonDifference("$.tools.torch", "2.12.0", "2.13.0"))) == [
+        "tools.torch: '2.12.0' -> '2.13.0'"
+    ]
