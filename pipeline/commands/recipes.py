@@ -88,7 +88,15 @@ def init(
     Example: quantmint recipe init models/support-3b --text manuals.md --target mi300x
     """
     from quantmint.pipeline.base.machine import Host
-    from quantmint.pipeline.recipe.draft import DraftOptions, default_name, default_scheme, draft, write
+    from quantmint.pipeline.recipe.draft import (
+        DraftOptions,
+        default_name,
+        default_scheme,
+        draft,
+        passages,
+        split,
+        write,
+    )
     from quantmint.pipeline.recipe.faults import refuse
     from quantmint.pipeline.recipe.load import load_recipe
     from quantmint.pipeline.serving.host.detect import detect
@@ -112,6 +120,9 @@ def init(
         return
     for path in written:
         click.echo(path)
+    if text is not None:
+        held_out, calibrating = split(passages(text))
+        click.echo(f"{text.name}: {len(calibrating)} passages calibrate, {len(held_out)} are held out", err=True)
     shown = name if folder == Path("recipes") else written[-1]
     click.echo(f"\nquantmint plan {shown}    # what it takes\nquantmint run {shown}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ def test_schemes_that_no_cpu_vllm_serves_use_the_reference_runtime(
     options = ("--target", "cpu", "--scheme", scheme, "--text", "manual.md", "--name", "mine")
     ended = quantmint("recipe", "init", "model", *options)
     assert ended.code == 0, ended.err
+    assert re.search(r"manual\.md: \d+ passages calibrate, \d+ are held out", ended.err)
     recipe = load_recipe("mine").recipe
     served = scheme == "ptpc_fp8"
     assert recipe.evaluation.runtime == ("vllm" if served else "reference")
