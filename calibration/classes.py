@@ -6,30 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
+_ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Model types of releases that bring code for them, by the type of transformers that they are; vLLM 0.32 has the same
+(vllm/transformers_utils/config.py)."""
+
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """Return the configuration of a folder, as transformers reads it.
 
-    A ``model_type`` that transformers does not know is read as that of the class which ``architectures`` names, if
-    transformers has it: Kimi K2 calls itself kimi_k2, and is a DeepseekV3ForCausalLM. Raises what transformers raises.
+    Kimi K2, whose model type is its own, is read as the DeepSeek V3 that it is, unless its code is trusted. Raises what
+    transformers raises.
     """
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    try:
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = _ALIASES.get(str(fields.get("model_type")))
+    if kind is None or trust_remote_code:
         return transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except ValueError:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if trust_remote_code or fields.get("model_type") in CONFIG_MAPPING:
-            raise
-        for name in fields.get("architectures") or ():
-            config_class: Any = getattr(getattr(transformers, str(name), None), "config_class", None)
-            if config_class is not None:
-                fields.pop("auto_map", None)  # code that is not run
-                return config_class.from_dict({**fields, "model_type": config_class.model_type})
-        raise
+    own = {name: value for name, value in fields.items() if name not in ("auto_map", "model_type")}
+    return transformers.AutoConfig.for_model(kind, **own)
 
 
 def build_model(config: Any, **options: Any) -> Any:
