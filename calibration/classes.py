@@ -25,8 +25,8 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
         return transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    own = {name: value for name, value in fields.items() if name not in ("auto_map", "model_type")}
-    return transformers.AutoConfig.for_model(kind, **own)
+    values = {name: value for name, value in fields.items() if name not in ("auto_map", "model_type")}
+    return transformers.AutoConfig.for_model(kind, **values)
 
 
 def build_model(config: Any, **options: Any) -> Any:
