@@ -12,8 +12,8 @@ pytest.importorskip("huggingface_hub")
 from tests.bench.soak import Round, broken, soak
 
 GOOD = Round(
-    moved="seed", fate="whole", killed_after=None, seconds=8.0, state="ran PASS", processes=0, locks=0, descriptors=4,
-    rss=128 << 20, store=6 << 20, files=90, temporary=1,
+    moved="seed", fate="whole", killed_after=None, seconds=8.0, state="ended with 0", processes=0, locks=0,
+    store=6 << 20, files=90, temporary=1,
 )  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def test_what_does_not_grow_is_sound() -> None:
 
 @pytest.mark.parametrize(
     ("bound", "bad"),
-    [("processes", 1), ("locks", 1), ("descriptors", 9), ("rss", 256 << 20), ("store", 1 << 30), ("files", 900)],
+    [("processes", 1), ("locks", 1), ("store", 1 << 30), ("files", 900)],
 )
 def test_what_grows_breaks_its_bound(bound: str, bad: int) -> None:
     (fault,) = broken([*[GOOD] * 19, replace(GOOD, **{bound: bad})])
