@@ -87,7 +87,7 @@ def left(docker: Path, model: Path, *, within: float = 20.0) -> list[int]:
         for pid in pids:
             try:
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            except FileNotFoundError:
+            except (FileNotFoundError, ProcessLookupError):  # it ended, before or while it was read
                 continue
             alive += [pid] if state not in "ZX" else []
         containers = list(docker.glob("*.pid"))

@@ -55,7 +55,7 @@ def alive(model: Path, *, within: float = 0.0) -> list[int]:
         for pid in pids:
             try:
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            except FileNotFoundError:
+            except (FileNotFoundError, ProcessLookupError):  # it ended, before or while it was read
                 continue
             found += [pid] if state not in "ZX" else []
         if not found or time.monotonic() > deadline:

@@ -43,7 +43,7 @@ def plan_for(model: Path, **env: str) -> LaunchPlan:
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it ended, before or while it was read
         return False
     return state not in {"Z", "X"}
 
