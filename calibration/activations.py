@@ -110,9 +110,7 @@ class Activations:
         with self._lock:
             former = self._here.pop(number, None)
             self._used -= 0 if former is None else former.nbytes
-            fits = self._used + states.nbytes <= self._budget
-            self._used += states.nbytes if fits else 0
-        if fits:
+        if self._claim(states):
             self._next[number] = states if self._on_device else states.to("cpu")
         else:
             self._next[number] = _write(_file(self._partial(self.layer + 1), number), states)
@@ -122,14 +120,19 @@ class Activations:
 
         Where memory has no room left, the states are written to the disk if ``spill`` is set, and not stored otherwise.
         """
-        with self._lock:
-            fits = self._used + states.nbytes <= self._budget
-            self._used += states.nbytes if fits else 0
+        fits = self._claim(states)
         if fits:
             self._aside[number] = states if self._on_device else states.to("cpu")
         elif spill:
             self._aside[number] = _write(self._partial(self.layer + 1) / f"aside-{number:05}.safetensors", states)
         return fits or spill
+
+    def _claim(self, states: States) -> bool:
+        """Count states to the memory in use if they fit in the budget; return whether they do."""
+        with self._lock:
+            fits = self._used + states.nbytes <= self._budget
+            self._used += states.nbytes if fits else 0
+        return fits
 
     def has_aside(self, number: int) -> bool:
         """Return whether states of batch ``number`` are set aside."""

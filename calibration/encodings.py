@@ -208,13 +208,7 @@ def _decode_mxfp4(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch
     return groups.mul_(power(scales[0]).to(torch.bfloat16).unsqueeze(-1)).view(rows, 2 * columns)
 
 
-def _decode_nvfp4(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
-    scale = scales[0].float() / scales[1].float().reshape(())
-    return _by_group(decode_elements("e2m1", 4, weight), scale)
-
-
-def _decode_nvfp4_by(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
-    scale = scales[0].float() * scales[1].float().reshape(())
+def _decode_nvfp4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return _by_group(decode_elements("e2m1", 4, weight), scale)
 
 
@@ -228,8 +222,12 @@ ENCODINGS: Final[Mapping[str, Encoding]] = {
     "fp8_tensor": Encoding(_decode_fp8),
     "mxfp8": Encoding(_decode_mxfp8),
     "mxfp4": Encoding(_decode_mxfp4, elements=2),
-    "nvfp4": Encoding(_decode_nvfp4, elements=2),
-    "nvfp4_by": Encoding(_decode_nvfp4_by, elements=2),
+    "nvfp4": Encoding(
+        lambda weight, scales: _decode_nvfp4(weight, scales[0].float() / scales[1].float().reshape(())), elements=2
+    ),
+    "nvfp4_by": Encoding(
+        lambda weight, scales: _decode_nvfp4(weight, scales[0].float() * scales[1].float().reshape(())), elements=2
+    ),
     "int4": Encoding(_decode_int4, elements=8),
 }
 """Rules by name."""

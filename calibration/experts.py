@@ -35,20 +35,20 @@ def rounding_experts(
     A ``collector`` adds up the rounded inputs of its stack; products that it does not need are then replaced by zeros,
     so the layer's output is meaningless.
     """
-    needless = frozenset() if collector is None else frozenset(names[names.index(collector.stack) :])
+    stack = None if collector is None else collector.stack
+    later = frozenset() if stack is None else frozenset(names[names.index(stack) + 1 :])
 
     def taking(module: str) -> Callable[[str, int, torch.Tensor], torch.Tensor | None]:
         def take(key: str, number: int, entering: torch.Tensor) -> torch.Tensor | None:
             name = f"{module}.{key}"
-            if collector is not None and not collector.reads(number):
-                return None
-            if name in needless and (collector is None or name != collector.stack):
+            if collector is not None and (name in later or not collector.reads(number)):
                 return None
             rounding = roundings.get(f"{name}.{number}")
             rounded = entering if rounding is None else rounding(entering)
-            if collector is not None and name == collector.stack:
-                collector.add(number, rounded)
-            return None if name in needless else rounded
+            if collector is None or name != stack:
+                return rounded
+            collector.add(number, rounded)
+            return None
 
         return take
 
@@ -80,12 +80,13 @@ class ExpertCollector:
         rows = rows[(rows != 0).any(dim=-1)]
         if not len(rows):
             return
-        square = rows.new_zeros(rows.shape[1], rows.shape[1], dtype=torch.float32)
-        add_square(square, rows)
         if self._pooled:
-            self._all = square.clone() if self._all is None else self._all.add_(square)
+            self._all = _zeros(rows) if self._all is None else self._all
+            add_square(self._all, rows)
         if expert in self._experts:
-            self._sums[expert] = self._sums[expert].add_(square) if expert in self._sums else square
+            if expert not in self._sums:
+                self._sums[expert] = _zeros(rows)
+            add_square(self._sums[expert], rows)
             self._tokens[expert] = self._tokens.get(expert, 0) + len(rows)
 
     def join(self, addend: ExpertCollector, device: str) -> None:
@@ -119,3 +120,8 @@ class ExpertCollector:
             else InputStatistics((f"{self.stack}.{expert}",), mirrored(self._sums[expert]), tokens)
             for expert, tokens in sorted(self._tokens.items())
         ]
+
+
+def _zeros(rows: torch.Tensor) -> torch.Tensor:
+    """Return a square of zeros that sums X^T X of such rows, float32 [I, I]."""
+    return rows.new_zeros(rows.shape[1], rows.shape[1], dtype=torch.float32)

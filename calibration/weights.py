@@ -88,7 +88,7 @@ class Shards:
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the weights, without the scales that some are decoded with."""
-        scales = {scale for _, encoded in self._encoded.values() for scale in encoded.scales}
+        scales = self._scales
         decoded = {elements: name for name, (elements, _) in self._encoded.items()}
         return tuple(decoded.get(name, name) for name in self._place if name not in scales)
 
@@ -103,10 +103,15 @@ class Shards:
         }
 
     @property
+    def _scales(self) -> set[str]:
+        """Return the names of the tensors of scales that encoded weights are decoded with."""
+        return {scale for _, encoded in self._encoded.values() for scale in encoded.scales}
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """Return the dtype of the first tensor stored as BF16, F16 or F32 that is no scale; None if there is none."""
         dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-        scales = {scale for _, encoded in self._encoded.values() for scale in encoded.scales}
+        scales = self._scales
         places = ((name, file) for name, file in self._place.items() if name not in scales)
         kinds = (self._mapped(file).get_slice(name).get_dtype() for name, file in places)
         return next((dtypes[kind] for kind in kinds if kind in dtypes), None)
@@ -216,11 +221,11 @@ class Weights:
             self._by_owner.setdefault(parameter, []).append(name)
         ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self._ties = {**{source: target for target, source in ties.items()}, **ties}
-        self._in_fp32 = list(model._get_dtype_plan(model.dtype))
+        in_fp32 = list(model._get_dtype_plan(model.dtype))
         self._stacks = {
             parameter: places
             for parameter, owners in self._by_owner.items()
-            if len(owners) > 1 and not any(re.search(pattern, parameter) for pattern in self._in_fp32)
+            if len(owners) > 1 and not any(re.search(pattern, parameter) for pattern in in_fp32)
             if (places := stack_places(owners, self._rules)) is not None
         }
 

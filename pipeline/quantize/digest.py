@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -91,13 +91,17 @@ _DESCRIPTIONS = frozenset({"config.json", INDEX_NAME, "adapter_config.json", "hf
 
 def model_files(folder: Path) -> tuple[Path, ...]:
     """Return the paths of the files in a folder that belong to a model, sorted."""
-    return tuple(sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}))
+    return _matching(folder, MODEL_FILES)
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> tuple[Path, ...]:
+    """Return the paths of the files in a folder that match any of some patterns, sorted."""
+    return tuple(sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}))
 
 
 def stray_files(source: Path) -> tuple[str, ...]:
     """Return the names of JSON and text files beside a model that are none of its own, such as somebody's data."""
-    files = {path for pattern in COMPANION_FILES for path in source.glob(pattern)}
-    return tuple(sorted(path.name for path in files if path.is_file() and _is_stray(path)))
+    return tuple(path.name for path in _matching(source, COMPANION_FILES) if _is_stray(path))
 
 
 def _is_stray(path: Path) -> bool:
@@ -114,8 +118,8 @@ def companions(source: Path, destination: Path, *, with_code: bool) -> dict[Path
     """
     patterns = (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES
     sources: dict[Path, Path] = {}
-    for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
-        if path.is_file() and path.name not in _DESCRIPTIONS and not _is_stray(path):
+    for path in _matching(source, patterns):
+        if path.name not in _DESCRIPTIONS and not _is_stray(path):
             sources[destination / path.relative_to(source)] = path
     for copy in sources:
         copy.parent.mkdir(exist_ok=True)

@@ -198,7 +198,7 @@ def _newest(setting: Setting) -> tuple[Launch, ...]:
         entry = setting.store.find(BenchStage.family, fingerprints[0]) if fingerprints else None
         launches: tuple[Launch, ...] = ()
         if entry is not None:
-            with suppress(MeasurementError, OSError, ValueError, KeyError):  # of another version, or damaged
+            with suppress(MeasurementError):
                 launches = read_launches(entry.path)
         if launches and all(cell.name in launch.cells for launch in launches for cell in setting.workload.cells):
             return launches
@@ -210,7 +210,11 @@ def read_launches(folder: Path) -> tuple[Launch, ...]:
 
     Raises `MeasurementError` for a record that this version cannot read.
     """
-    return tuple(Launch.from_json(launch) for launch in read_json(folder / LAUNCHES)["launches"])
+    path = folder / LAUNCHES
+    try:
+        return tuple(Launch.from_json(launch) for launch in read_json(path)["launches"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MeasurementError(f"{path}: not a record of launches: {error}") from error
 
 
 def _ratio(cell: Cell, launches: Sequence[Launch]) -> float:

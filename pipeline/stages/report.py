@@ -21,7 +21,7 @@ from quantmint.pipeline import __version__
 from quantmint.pipeline.base import hardware
 from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.publish.addresses import serving_name
-from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json
 from quantmint.pipeline.quantize.inspection.inspect import kv_scales, layer_errors, sizes
 from quantmint.pipeline.quantize.model.encodings import source_encoding
 from quantmint.pipeline.quantize.model.outcomes import outcome_note
@@ -90,7 +90,7 @@ def gather(job: Job) -> Report:
     setting, inputs, recipe = job.setting, job.inputs, job.setting.recipe
     measured, gate = record.read(inputs["gate"].file(GATE))
     inspection = read_json(inputs["inspect"].file(INSPECTION))
-    checkpoint = open_checkpoint(model_folder(inputs["quantize"]))
+    source, checkpoint = (open_checkpoint(model_folder(inputs[key])) for key in ("source", "quantize"))
     model = setting.loaded.source_name
     published, quantization = serving_name(recipe), recipe.quantization
     cache = " with an FP8 KV cache" if quantization.kv_cache == "fp8" else ""
@@ -104,12 +104,12 @@ def gather(job: Job) -> Report:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=[
             *_notes(measured.candidate),
-            *filter(None, [_outcome(job, inspection["layers"])]),
+            *filter(None, [_outcome(source, inspection["layers"])]),
             *_choice(job, gate, measured.stopped),
         ],
         stopped=measured.stopped,
         gate=gate.to_json(),
-        size=sizes(open_checkpoint(model_folder(inputs["source"])), checkpoint),
+        size=sizes(source, checkpoint),
         kv_tokens=_kv_tokens(measured, inputs),
         layers=layer_errors(inspection["layers"]),
         kv_scales=kv_scales(checkpoint, inspection["kv_scales"]),
@@ -128,10 +128,9 @@ def gather(job: Job) -> Report:
     )
 
 
-def _outcome(job: Job, layers: Sequence[Mapping[str, Any]]) -> str | None:
+def _outcome(source: Checkpoint, layers: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a sentence on a source that is quantized already, from the ``layers`` of an inspection."""
-    tensors = open_checkpoint(model_folder(job.inputs["source"])).tensors
-    encoded = source_encoding(job.setting.config, tensors).weights
+    encoded = source_encoding(source.config, source.tensors).weights
     return outcome_note(encoded, [layer["sqnr_db"] for layer in layers])
 
 

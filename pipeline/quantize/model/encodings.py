@@ -30,6 +30,11 @@ class SourceEncoding:
     weights: Mapping[str, Encoded] = field(default_factory=dict)
     obstacle: str | None = None
 
+    @property
+    def scales(self) -> frozenset[str]:
+        """Return the names of the tensors of scales that the weights are decoded with."""
+        return frozenset(scale for encoded in self.weights.values() for scale in encoded.scales)
+
 
 def quantized_by(config: Mapping[str, Any]) -> str | None:
     """Return the quantization that a ``config.json`` declares, in words; None for 16 bit and for FP8 in 128x128 blocks.

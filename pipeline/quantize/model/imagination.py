@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from math import ceil
 from typing import Any
 
-from quantmint.calibration.encodings import BLOCK, SCALE_SUFFIX, is_block_fp8
+from quantmint.calibration.encodings import BLOCK, SCALE_SUFFIX, Stored, is_block_fp8
 from quantmint.pipeline.quantize.formats.checkpoint import SINGLE_NAME, TensorInfo, tensor_bytes
 from quantmint.pipeline.quantize.formats.layout import layout, weight_tensors
 from quantmint.pipeline.recipe.modules import declared_quantization
@@ -17,7 +17,7 @@ _LAYER = re.compile(r"^(.*\blayers\.)(\d+)\.")
 
 
 def imagined_tensors(
-    stored: Mapping[str, tuple[str, tuple[int, ...]]], model: Any, config: Mapping[str, Any], linear: Collection[str]
+    stored: Mapping[str, Stored], model: Any, config: Mapping[str, Any], linear: Collection[str]
 ) -> dict[str, tuple[str, TensorInfo]]:
     """Lay out the tensors of a release in one file; return the file and entry of each by name.
 
@@ -38,14 +38,14 @@ def imagined_tensors(
     return laid_out
 
 
-def _predictor(stored: Mapping[str, tuple[str, tuple[int, ...]]], model: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _predictor(stored: Mapping[str, Stored], model: Any) -> dict[str, Stored]:
     """Return the tensors of a multi-token predictor's layers, with dtype and shape.
 
     Each is a layer like the last one, with a projection, norms, embedding and head.
     """
     text = model.config.get_text_config()
     layers, extra = getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", None) or 0
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tensors: dict[str, Stored] = {}
     for number in range(layers, layers + extra):
         root = ""
         for name, (dtype, shape) in stored.items():
@@ -64,18 +64,18 @@ def _predictor(stored: Mapping[str, tuple[str, tuple[int, ...]]], model: Any) ->
     return tensors
 
 
-Stored = Mapping[str, tuple[str, tuple[int, ...]]]
+Tensors = Mapping[str, Stored]
 """Dtype and shape by the name of a tensor."""
-Store = Callable[[str, tuple[int, int]], Stored]
+Store = Callable[[str, tuple[int, int]], Tensors]
 """Returns the tensors of a linear module, given its name and the shape [O, I] of its weight."""
 
 
-def _encode(tensors: Stored, stores: Mapping[str, Store]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _encode(tensors: Tensors, stores: Mapping[str, Store]) -> dict[str, Stored]:
     """Replace the weights of linear modules, and those of the predictor's layers like them, by what is stored of them.
 
     ``stores`` are by a module's name without the number of its layer.
     """
-    encoded: dict[str, tuple[str, tuple[int, ...]]] = {}
+    encoded: dict[str, Stored] = {}
     for name, (dtype, shape) in tensors.items():
         module = name.removesuffix(".weight")
         store = stores.get(_relative(module)) if name.endswith(".weight") and len(shape) == 2 else None
@@ -108,7 +108,7 @@ def _store_of(method: str, scheme: str | None, weights: Mapping[str, Any]) -> St
     """Return how a layout stores a module of a scheme; of one that is not in the table, INT4 in groups of any size."""
     group = weights.get("group_size")
 
-    def store(module: str, shape: tuple[int, int]) -> Stored:
+    def store(module: str, shape: tuple[int, int]) -> Tensors:
         if scheme is not None:
             return {
                 part.name: (part.dtype, part.shape) for part in weight_tensors(method, scheme, module, shape, "BF16")
@@ -126,17 +126,17 @@ def _store_of(method: str, scheme: str | None, weights: Mapping[str, Any]) -> St
     return store
 
 
-def _store_blocks(module: str, shape: tuple[int, int]) -> Stored:
+def _store_blocks(module: str, shape: tuple[int, int]) -> Tensors:
     blocks = (ceil(shape[0] / BLOCK), ceil(shape[1] / BLOCK))
     return {f"{module}.weight": ("F8_E4M3", shape), f"{module}.weight{SCALE_SUFFIX}": ("F32", blocks)}
 
 
-def _store_fp8(module: str, shape: tuple[int, int]) -> Stored:
+def _store_fp8(module: str, shape: tuple[int, int]) -> Tensors:
     scales = {f"{module}.{name}": ("F32", ()) for name in ("weight_scale", "input_scale")}
     return {f"{module}.weight": ("F8_E4M3", shape), **scales}
 
 
-def _store_modelopt_nvfp4(module: str, shape: tuple[int, int]) -> Stored:
+def _store_modelopt_nvfp4(module: str, shape: tuple[int, int]) -> Tensors:
     rows, columns = shape
     scales = {f"{module}.{name}": ("F32", ()) for name in ("weight_scale_2", "input_scale")}
     return {

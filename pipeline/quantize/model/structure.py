@@ -181,12 +181,13 @@ def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoin
         else weight
         for module, weight in structure.weights.items()
     }
-    scales = {scale for encoded in encoding.weights.values() for scale in encoded.scales}
+    scales = encoding.scales
+    leftovers = [name for name in tensors if name.endswith(LEFTOVERS) and name not in scales]
     return checkpoint, replace(
         structure,
         encoded=encoding.weights,
         weights=weights,
-        dropped=tuple(name for name in tensors if encoding.weights and name.endswith(LEFTOVERS) and name not in scales),
+        dropped=tuple(leftovers if encoding.weights else ()),
         quantized_by=quantized_by(config),
         undecodable=encoding.obstacle,
     )
@@ -200,7 +201,6 @@ _WHOLE = frozenset({*SIXTEEN_BIT, "F32", "F8_E4M3", "I8"})  # dtypes whose eleme
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MX_GROUP = 32  # elements of a row that share an E8M0 scale
 _KNOWN = (None, "fp8", "compressed-tensors", "quark", "modelopt")
-_QUANTIZED = ("_scale", "_scale_2", "_scale_inv", "_zero_point", "_shape", "_g_idx")  # what layouts put beside weights
 _EMBEDDING, _VECTOR, _TOWER = "embedding", "norm, bias or other vector", "outside the decoder"
 _CONVOLUTION = "convolution"
 
@@ -248,7 +248,7 @@ class _Reading:
 
     def structure(self) -> Structure:
         head = False
-        scales = {scale for encoded in self._encoded.values() for scale in encoded.scales}
+        scales = self._encoding.scales
         for name, (_, info) in self._tensors.items():
             if name in scales:
                 continue
@@ -258,7 +258,7 @@ class _Reading:
             self._stored[parameter_name].append(plain_name(name))
             if not operations and parameter is not None and info.dtype in (*SIXTEEN_BIT, "F32"):
                 self._require_shape(name, info.shape, owner, tuple(parameter.shape))
-            if parameter_name in self._state and name.endswith(_QUANTIZED):
+            if parameter_name in self._state and name.endswith(LEFTOVERS):
                 self._scales.append(name)
             elif self._encoded and name.endswith(LEFTOVERS):
                 self._dropped.append(name)
@@ -345,7 +345,7 @@ class _Reading:
         for parameter_name, names in self._stored.items():
             for name in names if parameter_name not in self._state else ():
                 known = self._predictor.root(name) is not None or self._predictor.is_ignored(name)
-                if not name.endswith(_QUANTIZED) and not known:
+                if not name.endswith(LEFTOVERS) and not known:
                     yield "undeclared", name, "it is stored, and no module of config.json has it"
 
     def _locate(self, name: str) -> tuple[str, tuple[Any, ...]]:
@@ -406,7 +406,7 @@ class _Reading:
 
     def _carry(self, name: str, parameter_name: str, info: TensorInfo) -> None:
         """Sort a tensor that is no parameter of the model: a buffer, or a part of a multi-token predictor."""
-        if name.endswith(_QUANTIZED) and parameter_name not in self._state:
+        if name.endswith(LEFTOVERS) and parameter_name not in self._state:
             return
         module, _, suffix = name.rpartition(".")
         root = self._predictor.root(name)

@@ -186,11 +186,6 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
     )
 
 
-def _quantizable(facts: ModelFacts) -> list[str]:
-    """Return the names of the decoder's linear modules."""
-    return [weight.name for weight in facts.module_weights if weight.linear and weight.role != "mtp"]
-
-
 def as_quantized(
     facts: ModelFacts,
     *,
@@ -213,15 +208,17 @@ def as_quantized(
             hint="Start from the 16-bit release of the model.",
         )
     scheme_of = assigned or (lambda name: scheme)
+    quantized = {
+        weight.name: scheme_of(weight.name) for weight in facts.module_weights if weight.linear and weight.role != "mtp"
+    }
     module_weights = tuple(
-        weight.stored(scheme_of(weight.name)) if weight.linear and weight.role != "mtp" else weight
-        for weight in facts.module_weights
+        weight.stored(quantized[weight.name]) if weight.name in quantized else weight for weight in facts.module_weights
     )
     divisor = table()[scheme].input_divisor
     return replace(
         facts,
         quantization=scheme,
-        schemes=tuple(sorted({name for name in map(scheme_of, _quantizable(facts)) if name} or {scheme})),
+        schemes=tuple(sorted({name for name in quantized.values() if name} or {scheme})),
         expert_schemes=expert_schemes(scheme_of, facts.expert_layers),
         checkpoint_format=format,
         group=divisor if divisor > 1 else None,
