@@ -112,7 +112,7 @@ def by_name(reported: str) -> Hardware | None:
 
 def refusal(
     name: str,
-    scheme: str,
+    scheme: str | Collection[str],
     kv_cache: str,
     checkpoint_format: str,
     *,
@@ -121,9 +121,9 @@ def refusal(
 ) -> str | None:
     """Return why vLLM cannot load such a checkpoint there, in one sentence with the way out; None when it can.
 
-    ``kv_cache`` is "auto" or "fp8". ``expert_schemes`` are those of routed experts, none for a dense model.
-    ``cpu_flags`` are those of the serving CPU (`local_cpu_flags`); without them a rule that depends on one is a caution
-    and not a refusal.
+    ``scheme`` is one, or all of a checkpoint that mixes several. ``kv_cache`` is "auto" or "fp8". ``expert_schemes`` are
+    those of routed experts, none for a dense model. ``cpu_flags`` are those of the serving CPU (`local_cpu_flags`);
+    without them a rule that depends on one is a caution and not a refusal.
     """
     for rule in _holding("refusals", name, scheme, kv_cache, checkpoint_format, expert_schemes):
         if not rule.unless_cpu_has or (cpu_flags is not None and not set(rule.unless_cpu_has) & set(cpu_flags)):
@@ -133,7 +133,7 @@ def refusal(
 
 def cautions(
     name: str,
-    scheme: str,
+    scheme: str | Collection[str],
     kv_cache: str,
     checkpoint_format: str,
     *,
@@ -154,7 +154,7 @@ def cautions(
     return tuple(remarks)
 
 
-def needs(name: str, scheme: str, kv_cache: str, checkpoint_format: str) -> tuple[str, ...]:
+def needs(name: str, scheme: str | Collection[str], kv_cache: str, checkpoint_format: str) -> tuple[str, ...]:
     """Return the Python packages that the serving environment needs besides vLLM. Arguments as for `refusal`."""
     requirements = [rule.needs for rule in _holding("cautions", name, scheme, kv_cache, checkpoint_format)]
     return tuple(dict.fromkeys(distribution for some in requirements for distribution in some))
@@ -186,7 +186,7 @@ def local_cpu_flags(cpuinfo: str | None = None) -> frozenset[str] | None:
 def _holding(
     section: str,
     name: str,
-    scheme: str,
+    scheme: str | Collection[str],
     kv_cache: str,
     checkpoint_format: str,
     expert_schemes: Collection[str] = (),
@@ -196,7 +196,7 @@ def _holding(
         "hardware": (accelerator.name,),
         "kind": (accelerator.kind,),
         "arch": (accelerator.arch,),
-        "scheme": (scheme,),
+        "scheme": (scheme,) if isinstance(scheme, str) else scheme,
         "kv_cache": (kv_cache,),
         "format": (checkpoint_format,),
         "expert_schemes": expert_schemes,

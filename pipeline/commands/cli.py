@@ -79,12 +79,6 @@ _COMMANDS = {
 }
 
 
-_NOUNS = {
-    "recipe": ("init", "list", "show", "schema"),
-    "release": ("promote", "prune", "rollback", "verify"),
-}
-"""Commands of a noun that somebody may look for without it."""
-
 # What is imported only where it is needed, by the extra that brings it.
 _EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "datasets", "pyarrow", "huggingface_hub", "httpx"), "quantize"),
@@ -141,7 +135,7 @@ class _Commands(click.Group):
         Raises a usage error, with the nearest name, for an unknown command.
         """
         if args and args[0] not in self._entries:
-            noun = next((noun for noun, verbs in _NOUNS.items() if args[0] in verbs), None)
+            noun = next((name for name, entry in self._entries.items() if args[0] in (entry.group or {})), None)
             instead = did_you_mean(args[0], self._entries) if noun is None else f': it is "quantmint {noun} {args[0]}"'
             ctx.fail(f"no command {args[0]!r}{instead}")
         return super().resolve_command(ctx, args)

@@ -249,12 +249,8 @@ def _cautions(setting: Setting) -> list[str]:
     quantization, target = setting.recipe.quantization, setting.recipe.target
     harm = algorithm(quantization.algorithm).caution(quantization.schemes)
     experts = schemes_of_experts(quantization, setting.config)
-    served = dict.fromkeys(
-        caution
-        for name in quantization.schemes
-        for caution in cautions(
-            target.hardware, name, quantization.kv_cache, quantization.format, expert_schemes=experts
-        )
+    served = cautions(
+        target.hardware, quantization.schemes, quantization.kv_cache, quantization.format, expert_schemes=experts
     )
     return [*([] if harm is None else [harm]), *served]
 

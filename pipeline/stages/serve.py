@@ -167,11 +167,7 @@ def _require_vllm_packages(setting: Setting) -> None:
     if setting.vllm is None:
         return
     quantization = setting.recipe.quantization
-    named = (
-        name
-        for scheme in quantization.schemes
-        for name in needs(setting.recipe.target.hardware, scheme, quantization.kv_cache, quantization.format)
-    )
+    named = needs(setting.recipe.target.hardware, quantization.schemes, quantization.kv_cache, quantization.format)
     distributions = {_EMULATION.get(name, name): name for name in named}
     absent = [distributions[module] for module in _absent_in(setting.vllm.python, distributions)]
     if absent:

@@ -213,7 +213,7 @@ def _quark(context: CheckContext) -> HostCheckResult:
         return HostCheckResult(
             "skipped", "only emulated MX schemes need it; --model names a checkpoint to check", values
         )
-    needed = hardware.needs(context.target.hardware, *checkpoint[:3])
+    needed = hardware.needs(context.target.hardware, *checkpoint.served)
     if not needed:
         title = context.target.accelerator.title
         return HostCheckResult("skipped", f"{_scheme(checkpoint)} is not emulated on {title}", values)
@@ -236,12 +236,11 @@ def _checkpoint(context: CheckContext) -> HostCheckResult:
         return HostCheckResult("skipped", "no --model was given", values)
     flags = hardware.local_cpu_flags(context.machine.text("proc/cpuinfo") or "") if context.kind == "cpu" else None
     experts = checkpoint.expert_schemes
-    for scheme in dict.fromkeys((checkpoint.scheme, *checkpoint.schemes)):
-        reason = hardware.refusal(target.hardware, scheme, *checkpoint[1:3], expert_schemes=experts, cpu_flags=flags)
-        if reason is not None:
-            return HostCheckResult("fail", reason, values)
+    reason = hardware.refusal(target.hardware, *checkpoint.served, expert_schemes=experts, cpu_flags=flags)
+    if reason is not None:
+        return HostCheckResult("fail", reason, values)
     observation = f"{_scheme(checkpoint)}, KV cache {checkpoint.kv_cache}"
-    cautions = hardware.cautions(target.hardware, *checkpoint[:3], expert_schemes=experts, cpu_flags=flags)
+    cautions = hardware.cautions(target.hardware, *checkpoint.served, expert_schemes=experts, cpu_flags=flags)
     if cautions:
         values["fix"] = "it loads nevertheless; `quantmint schemes` shows which schemes run natively"
         return HostCheckResult("warn", f"{observation}: {'; '.join(cautions)}", values)

@@ -94,6 +94,11 @@ class CheckpointNeeds(NamedTuple):
     expert_schemes: tuple[str, ...] = ()
     schemes: tuple[str, ...] = ()
 
+    @property
+    def served(self) -> tuple[tuple[str, ...], str, str]:
+        """Return all schemes, the KV cache type and the layout, as the tables of hardware take them."""
+        return self.schemes or (self.scheme,), self.kv_cache, self.checkpoint_format
+
 
 @dataclass(frozen=True, slots=True)
 class CheckContext:
@@ -185,13 +190,12 @@ def model_needs(model: str) -> tuple[CheckpointNeeds, ServingTarget | None]:
 
     recipe = load_recipe(model).recipe
     quantization, target = recipe.quantization, recipe.target
-    needs = CheckpointNeeds(quantization.scheme, quantization.kv_cache, quantization.format)
+    schemes = tuple(quantization.schemes)
+    needs = CheckpointNeeds(quantization.scheme, quantization.kv_cache, quantization.format, schemes=schemes)
     return needs, check_target(ServingTarget(target.hardware, target.gpus))
 
 
 def checkpoint_needs(facts: ModelFacts) -> CheckpointNeeds:
     """Return the needs of a checkpoint with these facts."""
     kv_cache = facts.kv_cache_scheme or "auto"
-    return CheckpointNeeds(
-        facts.quantization, kv_cache, facts.checkpoint_format, facts.expert_schemes, tuple(facts.schemes)
-    )
+    return CheckpointNeeds(facts.quantization, kv_cache, facts.checkpoint_format, facts.expert_schemes, facts.schemes)

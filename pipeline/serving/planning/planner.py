@@ -88,12 +88,12 @@ def _draft(request: ServingRequest) -> LaunchDraft:
     overrides = check_overrides(request.overrides, request.vllm_version)
     facts = request.facts
     dtype = _kv_cache_dtype(request, overrides)
-    for scheme in facts.schemes or (facts.quantization,):
-        refusal = accelerators.refusal(
-            request.target.hardware, scheme, dtype, facts.checkpoint_format, expert_schemes=facts.expert_schemes
-        )
-        if refusal is not None:
-            raise UserError(refusal)
+    schemes = facts.schemes or (facts.quantization,)
+    refusal = accelerators.refusal(
+        request.target.hardware, schemes, dtype, facts.checkpoint_format, expert_schemes=facts.expert_schemes
+    )
+    if refusal is not None:
+        raise UserError(refusal)
     length = _requested_length(facts, overrides, request.profile)
     online = table()["--quantization"].values.get(str(overrides.get("--quantization")))
     if online is not None and facts.quantization == "none":
