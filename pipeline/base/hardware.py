@@ -121,9 +121,9 @@ def refusal(
 ) -> str | None:
     """Return why vLLM cannot load such a checkpoint there, in one sentence with the way out; None when it can.
 
-    ``scheme`` is one, or all of a checkpoint that mixes several. ``kv_cache`` is "auto" or "fp8". ``expert_schemes`` are
-    those of routed experts, none for a dense model. ``cpu_flags`` are those of the serving CPU (`local_cpu_flags`);
-    without them a rule that depends on one is a caution and not a refusal.
+    ``scheme`` is one, or all of a checkpoint that mixes several. ``kv_cache`` is "auto" or "fp8". ``expert_schemes``
+    are those of routed experts, none for a dense model. ``cpu_flags`` are those of the serving CPU
+    (`local_cpu_flags`); without them a rule that depends on one is a caution and not a refusal.
     """
     for rule in _holding("refusals", name, scheme, kv_cache, checkpoint_format, expert_schemes):
         if not rule.unless_cpu_has or (cpu_flags is not None and not set(rule.unless_cpu_has) & set(cpu_flags)):
