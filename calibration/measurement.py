@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 from quantmint.calibration.activations import storing
 from quantmint.calibration.durable import whole
+from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.observers import Observation, Observer, Summary, observer
 
@@ -203,8 +205,13 @@ class Measurement:
     @classmethod
     def load(cls, observation: Observation, path: Path) -> Measurement:
         """Return the measurement that `save` wrote. Raises `CalibrationError` where the file cannot be read."""
-        with storing("the measurement", path):
+        try:
             return cls.of(observation, torch.load(path, weights_only=True))
+        except (OSError, EOFError, RuntimeError, UnpicklingError, LookupError, TypeError, ValueError) as error:
+            reason = (str(error) or type(error).__name__).partition("\n")[0]
+            raise CalibrationError(
+                f"{path}: the measurement cannot be read: {reason}; remove the file, and its texts are measured again"
+            ) from error
 
 
 def rotary_part(keys: torch.Tensor, values: torch.Tensor, width: int) -> torch.Tensor:

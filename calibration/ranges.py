@@ -49,11 +49,19 @@ _TABLES = {"input": "inputs", "k": "keys", "v": "values", "latent": "latents"}
 
 
 def load_ranges(path: Path) -> Ranges:
-    """Read a file that `Ranges.save` wrote. Raises `CalibrationError` for a tensor that is not named as a range."""
+    """Read a file that `Ranges.save` wrote.
+
+    Raises `CalibrationError` for a file that cannot be read and for a tensor that is not named as a range.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CalibrationError(f"{path}: the ranges cannot be read: {error}") from error
     tables: dict[str, dict[str, torch.Tensor]] = {table: {} for table in _TABLES.values()}
-    for name, amax in load_file(path).items():
+    for name, amax in tensors.items():
         module, _, kind = name.rpartition(".")
         if kind not in _TABLES:
             expected = ", ".join(f"MODULE.{kind}" for kind in _TABLES)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.measurement import Measurement
+from quantmint.calibration.observers import Observation
 from quantmint.calibration.ranges import Ranges, load_ranges
 from quantmint.calibration.replica import load_resident
 from tests.measuring import observe
@@ -140,3 +142,17 @@ def test_a_file_that_holds_no_ranges_is_refused(tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "a.safetensors")
     with pytest.raises(CalibrationError, match=r"'model\.norm\.weight' is not a range"):
         load_ranges(tmp_path / "a.safetensors")
+
+
+def test_damaged_files_are_named(models: Models, blocks: torch.Tensor, tmp_path: Path) -> None:
+    ranges, progress = tmp_path / "ranges.safetensors", tmp_path / "progress.pt"
+    ranges.write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00not JSON at all!")
+    with pytest.raises(CalibrationError, match=r"ranges\.safetensors: the ranges cannot be read"):
+        load_ranges(ranges)
+    Measurement(Observation()).save(progress)
+    progress.write_bytes(progress.read_bytes()[:100])
+    with pytest.raises(CalibrationError, match=r"progress\.pt: the measurement cannot be read.*remove the file"):
+        Measurement.load(Observation(), progress)
+    torch.save({}, progress)
+    with pytest.raises(CalibrationError, match=r"progress\.pt: the measurement cannot be read"):
+        Measurement.load(Observation(), progress)
