@@ -58,6 +58,7 @@ WORKLOAD = Path(__file__).with_name("serving-8b.yaml")
 @click.command()
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="8b", show_default=True)
 @click.option("--hardware", required=True, help="Name of the table: what this machine is, and what the promise is for.")
+@click.option("--gpus", default=1, show_default=True, help="GPUs of a launch; `--serve` says how they share a model.")
 @click.option("--case", "cases", type=click.Choice(list(CASES)), multiple=True, help="By value; the last may be left.")
 @click.option("--launches", default=4, show_default=True, help="Fresh launches of each case.")
 @click.option("--minutes", type=float, help="Begin no launch that would end later. Default: no limit.")
@@ -70,6 +71,7 @@ WORKLOAD = Path(__file__).with_name("serving-8b.yaml")
 def main(
     shape: str,
     hardware: str,
+    gpus: int,
     cases: tuple[str, ...],
     launches: int,
     minutes: float | None,
@@ -85,11 +87,15 @@ def main(
     cases = cases or ("ptpc_fp8", "fp8+kv", "mxfp4")
     model = model_in(work, shape)
     recipes = {
-        case: write_recipe(work, model, case, hardware=hardware, workload=workload, serve=serve) for case in cases
+        case: write_recipe(
+            work, model, case, {"hardware": hardware, "gpus": gpus, "workload": workload}, yaml.safe_load(serve)
+        )
+        for case in cases
     }
     found: dict[str, Any] = {
         "shape": shape,
         "hardware": hardware,
+        "gpus": gpus,
         "machine": describe("cpu" if hardware == "cpu" else "cuda:0"),
         "workload": Path(workload).stem,
         "promise": promise,
@@ -126,16 +132,16 @@ def model_in(work: Path, shape: str) -> Path:
     return folder
 
 
-def write_recipe(work: Path, model: Path, case: str, *, hardware: str, workload: str, serve: str) -> Path:
-    """A recipe for the stages up to bench."""
+def write_recipe(work: Path, model: Path, case: str, target: Mapping[str, Any], serve: Mapping[str, Any]) -> Path:
+    """Write a recipe for the stages up to bench, with these settings of its target and of its server."""
     name = f"bench-{case}".replace("_", "-").replace("+", "-")
     recipe: dict[str, Any] = {
         "name": name,
         "source": {"folder": str(model.resolve())},
         "quantization": CASES[case],
-        "target": {"hardware": hardware, "workload": workload, "max_model_len": 1024},
+        "target": {**target, "max_model_len": 1024},
         "evaluation": {"suite": "tiny"},
-        "serve": yaml.safe_load(serve),
+        "serve": dict(serve),
     }
     if "kv_cache" in CASES[case] or CASES[case]["scheme"] == "fp8":
         recipe["calibration"] = {"set": "tiny", "samples": 32, "sequence_length": 256}
