@@ -87,7 +87,7 @@ _EXTRAS = {
     **dict.fromkeys(("cyclonedx", "packageurl", "detect_secrets", "tenacity"), "publish"),
     **dict.fromkeys(("model_signing", "OpenSSL", "sigstore"), "publish"),
     "obstore": "storage",
-    **dict.fromkeys(("cronsim", "prometheus_client"), "schedule"),
+    "cronsim": "schedule",
     "ray": "ray",
     "kubernetes": "kubernetes",
     **dict.fromkeys(("llmcompressor", "auto_round"), "llmcompressor"),

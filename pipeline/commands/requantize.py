@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -149,7 +149,7 @@ def requantize(
 def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> RoundSummary:
     from quantmint.pipeline.base.processes import stop_signals
     from quantmint.pipeline.upkeep.fleet.rounds import Fleet
-    from quantmint.pipeline.upkeep.notices import outlets
+    from quantmint.pipeline.upkeep.notices import Notices
 
     def write_line(line: str) -> None:
         with suppress(OSError):  # a log on a full disk, or who read it is gone: the recipes are not
@@ -158,13 +158,11 @@ def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> R
     def warn(message: str) -> None:
         write_line(f"warning: {message}")
 
-    with outlets(options.store, warn=warn, metrics_file=metrics_file) as notify:
+    def hear(event: Event) -> None:
+        write_line(line_of(event))
 
-        def hear(event: Event) -> None:
-            write_line(line_of(event))
-            notify(event)
-
-        fleet = Fleet(options, on_event=hear, warn=warn)
+    with closing(Notices(options.store, metrics_file, warn)) as notify:
+        fleet = Fleet(options, on_event=hear, on_end=notify, warn=warn)
         fleet.add(Request(recipe) for recipe in named)
         fleet.close()
         with stop_signals(fleet.stop):

@@ -85,17 +85,17 @@ def quantmint_program() -> tuple[str, ...]:
     return (str(script),) if script.is_file() else (sys.executable, "-P", "-m", "quantmint")
 
 
-def render(template: str, **values: Any) -> str:
-    """Return a template of this folder rendered with ``values``; an undefined name raises jinja2's UndefinedError."""
+def render(template: Path, **values: Any) -> str:
+    """Return a template file rendered with ``values``; an undefined name raises jinja2's UndefinedError."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(  # noqa: S701 - shell scripts and YAML; the templates quote
+    loader = FileSystemLoader(template.parent)
+    environment = Environment(  # noqa: S701 - scripts, units and YAML; the templates quote
         loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     environment.filters["quote"] = environment.globals["quote"] = lambda value: shlex.quote(str(value))
-    return environment.get_template(template).render(values)
+    return environment.get_template(template.name).render(values)
 
 
 def refuse_secret(option: str, name: str, instead: str) -> None:

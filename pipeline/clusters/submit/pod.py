@@ -27,6 +27,7 @@ from quantmint.pipeline.serving.render import kubernetes as manifests
 
 CONTAINER = "quantmint"
 RETRIES = 3
+_TEMPLATE = Path(__file__).with_name("job.yaml.j2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def job_spec(pod: Pod, *, retries: int = RETRIES, hours: float | None = None) ->
     gpus = {manifests.RESOURCES[pod.kind]: str(pod.gpus)} if pod.gpus else {}
     requests = {name: str(value) for name, value in (("cpu", pod.cpus), ("memory", memory)) if value is not None}
     text = job.render(
-        "job.yaml.j2",
+        _TEMPLATE,
         pod=pod,
         name=CONTAINER,
         retries=retries,

@@ -31,6 +31,7 @@ ROUNDS = 3
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=")
 _OPTION = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _TIMEOUT_S = 60
+_TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
 # https://slurm.schedmd.com/job_state_codes.html; jobs in all other states wait, run, or return to the queue.
 _ENDED = re.compile(
     "BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|LAUNCH_FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|REVOKED|TIMEOUT"
@@ -102,7 +103,7 @@ def script(request: JobRequest, options: SlurmOptions, *, folder: Path, logs: Pa
     if container is not None and options.hub is not None:  # an image may set a value of its own
         words = ("env", f"HF_HOME={options.hub}", *words)
     return job.render(
-        "slurm.sh.j2",
+        _TEMPLATE,
         request=request,
         options=options,
         folder=folder,

@@ -111,7 +111,6 @@ class Event:
     kind: Kind
     recipe: str
     at: str
-    trigger: str
     queued: int
     running: int
     attempt: int = 0
@@ -139,7 +138,6 @@ class Ended:
     """
 
     recipe: str
-    trigger: str
     state: State
     exit_code: int
     verdict: str | None = None

@@ -36,10 +36,9 @@ _LONGEST_WAIT_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to look at a recipe, given by name or file; ``trigger`` says who asked: "asked" or "schedule"."""
+    """A request to look at a recipe, given by name or file."""
 
     recipe: str
-    trigger: str = "asked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +264,6 @@ def _left(request: Request, due: Due, state: State, code: int, reason: str) -> E
     never = (due.reason,) if due.state == "due" else ()
     return Ended(
         recipe=due.name,
-        trigger=request.trigger,
         state=state,
         exit_code=code,
         causes=due.causes,

@@ -64,9 +64,10 @@ class Fleet:
         on_event: Callable[[Event], None],
         warn: Callable[[str], None],
         look: Look | None = None,
+        on_end: Callable[[Ended], None] = lambda _: None,
     ) -> None:
         self._options = options
-        self._on_event = on_event
+        self._on_event, self._on_end = on_event, on_end
         self._look = look or options.look()
         self._tell_warning = warn
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -158,7 +159,7 @@ class Fleet:
 
     def _turn_away(self, requests: Iterable[Request], state: State, code: int, reason: str) -> None:
         for one in requests:
-            self._end(Ended(recipe=one.recipe, trigger=one.trigger, state=state, exit_code=code, reason=reason))
+            self._end(Ended(recipe=one.recipe, state=state, exit_code=code, reason=reason))
 
     def _queue(self, requests: Sequence[Request], found: tuple[Due, ...] | None, error: str) -> None:
         if self._stopped_by is not None:
@@ -373,11 +374,12 @@ class Fleet:
 
     def _tell(self, kind: Kind, job: FleetJob, **facts: Any) -> None:
         facts = {"reason": job.due.reason, **facts}
-        self._send(kind=kind, recipe=job.name, trigger=job.request.trigger, attempt=job.attempts, **facts)
+        self._send(kind=kind, recipe=job.name, attempt=job.attempts, **facts)
 
     def _end(self, ended: Ended) -> None:
         ended = replace(ended, reason=redact(ended.reason, os.environ))
         self._ended.append(ended)
+        self._on_end(ended)
         told = {name: getattr(ended, name) for name in Ended.__slots__ if name not in ("attempts", "changes")}
         self._send(kind="held" if ended.state == "held" else "finished", attempt=ended.attempts, **told)
 

@@ -6,7 +6,7 @@ from quantmint.pipeline.upkeep.fleet.events import Event, line_of
 
 
 def event(kind: Any, recipe: str = "llama8b-ptpc", **facts: Any) -> Event:
-    return Event(kind=kind, recipe=recipe, at="2026-11-21T03:00:00Z", trigger="asked", queued=0, running=1, **facts)
+    return Event(kind=kind, recipe=recipe, at="2026-11-21T03:00:00Z", queued=0, running=1, **facts)
 
 
 EVENTS = [

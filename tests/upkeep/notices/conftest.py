@@ -5,20 +5,21 @@ from typing import Any
 
 import pytest
 
-from quantmint.pipeline.upkeep.fleet.events import Event
+from quantmint.pipeline.upkeep import notices
+from quantmint.pipeline.upkeep.fleet.events import Ended
 from tests.upkeep.notices.receiver import Receiver, receiving
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    monkeypatch.setattr(notices, "FIRST_WAIT_S", 0.01)
     with receiving() as receiver:
         yield receiver
 
 
 @pytest.fixture
-def event() -> Callable[..., Event]:
-    def make(kind: str = "finished", recipe: str = "tiny", **fields: Any) -> Event:
-        given = {"at": "2026-03-28T02:00:00Z", "trigger": "schedule", "queued": 0, "running": 0} | fields
-        return Event(kind=kind, recipe=recipe, **given)
+def ended() -> Callable[..., Ended]:
+    def make(recipe: str = "tiny", **fields: Any) -> Ended:
+        return Ended(recipe=recipe, **{"state": "ran", "exit_code": 0, **fields})
 
     return make

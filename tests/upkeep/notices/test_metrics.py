@@ -9,10 +9,10 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.upkeep.fleet.events import Event, RecipeState, state_path, write_state
-from quantmint.pipeline.upkeep.notices import Metrics, outlets
+from quantmint.pipeline.upkeep.fleet.events import Ended, RecipeState, state_path, write_state
+from quantmint.pipeline.upkeep.notices import Notices
 
-Make = Callable[..., Event]
+Make = Callable[..., Ended]
 Samples = dict[tuple[str, ...], float]
 AT = "2026-03-28T02:00:00+00:00"
 EPOCH = datetime.fromisoformat(AT).timestamp()
@@ -42,8 +42,8 @@ def store(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def metrics(store: Path, warn: Callable[[str], None] = pytest.fail) -> Metrics:
-    return Metrics(store / "quantmint.prom", store, warn=warn)
+def metrics(store: Path, warn: Callable[[str], None] = pytest.fail) -> Notices:
+    return Notices(store, store / "quantmint.prom", warn, {})
 
 
 def test_what_the_store_knows_of_each_recipe(store: Path) -> None:
@@ -57,38 +57,24 @@ def test_what_the_store_knows_of_each_recipe(store: Path) -> None:
     verdicts = {key[1:]: value for key, value in found.items() if key[0] == "last_verdict"}
     assert len(verdicts) == 8
     assert {key for key, value in verdicts.items() if value} == {("good", "PASS"), ("bad", "FAIL")}
-    assert (found["queue_length",], found["running",]) == (0, 0)
-    assert not [key for key in found if key[0].startswith(("python_", "process_"))]  # nothing but what is ours
 
 
-def test_what_a_round_tells_while_it_works(store: Path, event: Make) -> None:
+def test_which_releases_are_damaged(store: Path, ended: Make) -> None:
     ours = metrics(store)
-    for told in (
-        event("queued", "good", queued=1),
-        event("queued", "bad", queued=2),
-        event("queued", "broken", queued=3),
-        event("started", "good", queued=2, running=1),
-        event("finished", "broken", queued=1, running=1, state="broken"),
-        event("finished", "good", queued=1, state="ran"),
-        event("started", "bad", running=1),
-        event("stage", "bad", running=1, stage="1/9 source"),
-        event("finished", "bad", state="failed"),
-        event("finished", "recipes/path.yaml", state="failed"),  # nobody could look at it: it has no name yet
-        event("finished", "unasked", state="unknown"),
-        event("finished", "away", state="damaged", exit_code=5),
-        event("finished", "fresh", state="current", queued=4, running=5),
-    ):
-        ours.hear(told)
+    ours(ended("broken", state="broken"))
+    ours(ended("good", state="damaged"))
+    ours(ended("good"))
+    ours(ended("unasked", state="unknown"))
+    ours(ended('aw"ay', state="damaged", exit_code=5))
+    ours(ended("fresh", state="current"))
     found = shown(store)
     damaged = {key[1]: value for key, value in found.items() if key[0] == "release_damaged"}
-    assert damaged == {"good": 0, "away": 1, "fresh": 0}
-    assert (found["queue_length",], found["running",]) == (4, 5)
-    assert {one.name for one in store.iterdir()} == {"refresh", "quantmint.prom"}  # nothing half written is left
+    assert damaged == {"good": 0, 'aw"ay': 1, "fresh": 0}
+    assert {path.name for path in store.iterdir()} == {"refresh", "quantmint.prom"}  # nothing half written is left
 
 
-def test_every_metric_is_documented_and_every_alert_uses_what_there_is(store: Path, event: Make) -> None:
-    ours = metrics(store)
-    ours.hear(event("queued", "bad"))
+def test_every_metric_is_documented_and_every_alert_uses_what_there_is(store: Path) -> None:
+    metrics(store)
     page = (Path(__file__).parents[3] / "docs/notices.md").read_text(encoding="utf-8")
     text = (store / "quantmint.prom").read_text(encoding="utf-8")
     names = {family.name for family in text_string_to_metric_families(text)}
@@ -98,12 +84,11 @@ def test_every_metric_is_documented_and_every_alert_uses_what_there_is(store: Pa
         assert {word for word in rule["expr"].replace("{", " ").split() if word.startswith("quantmint_")} <= names
 
 
-def test_a_damaged_state_hides_no_other_metric_and_is_told_once(store: Path, event: Make) -> None:
+def test_a_damaged_state_hides_no_other_metric(store: Path) -> None:
     told: list[str] = []
     state_path(store, "bad").write_text("{", encoding="utf-8")
-    ours = metrics(store, told.append)
-    ours.hear(event("queued", "good", queued=1))
-    assert shown(store)["queue_length",] == 1
+    metrics(store, told.append)
+    assert shown(store)["last_duration_seconds", "good"] == 12.5
     assert len(told) == 1
 
 
@@ -111,18 +96,17 @@ def test_a_damaged_state_hides_no_other_metric_and_is_told_once(store: Path, eve
     ("path", "said"), [("metrics.txt", "files that end in .prom"), ("none/quantmint.prom", "No such file or directory")]
 )
 def test_a_file_that_nobody_would_read_is_refused(store: Path, path: str, said: str) -> None:
-    with pytest.raises(UserError, match=said), outlets(store, warn=print, metrics_file=store / path, environ={}):
-        pass
+    with pytest.raises(UserError, match=said):
+        Notices(store, store / path, pytest.fail, {})
 
 
-def test_a_disk_that_is_full_is_told_once(store: Path, event: Make) -> None:
+def test_a_disk_that_is_full_is_told_and_holds_up_nothing(store: Path, ended: Make) -> None:
     told: list[str] = []
     folder = store / "metrics"
     folder.mkdir()
     path = folder / "quantmint.prom"
-    ours = Metrics(path, store, warn=told.append)
+    ours = Notices(store, path, told.append, {})
     path.unlink()
     folder.rmdir()
-    for _ in range(2):
-        ours.hear(event("queued", "bad"))
+    ours(ended())
     assert told == [f"the metrics file {path} cannot be written: No such file or directory"]
