@@ -10,6 +10,7 @@ A command stays a list of words, which each scheduler quotes in its own way. No 
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -18,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -94,6 +96,7 @@ def render(template: Path, **values: Any) -> str:
         loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    environment.filters["json"] = partial(json.dumps, ensure_ascii=False)
     environment.filters["quote"] = environment.globals["quote"] = lambda value: shlex.quote(str(value))
     return environment.get_template(template.name).render(values)
 
