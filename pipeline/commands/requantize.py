@@ -23,8 +23,8 @@ from quantmint.pipeline.commands.options import (
 from quantmint.pipeline.commands.tables import table, terminal
 from quantmint.pipeline.store.tree import Store
 from quantmint.pipeline.upkeep.due.due import Due, all_recipes, look
-from quantmint.pipeline.upkeep.fleet.events import Event, RoundSummary, line_of, worst
-from quantmint.pipeline.upkeep.fleet.jobs import Options, Request, devices_needed, foresee
+from quantmint.pipeline.upkeep.fleet.jobs import Options, devices_needed, foresee
+from quantmint.pipeline.upkeep.fleet.records import RoundSummary, worst
 
 SOMETHING_DUE: Final = 10
 """Exit code where at least one recipe is due: 1 to 5 are verdicts and errors."""
@@ -158,15 +158,10 @@ def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> R
     def warn(message: str) -> None:
         write_line(f"warning: {message}")
 
-    def hear(event: Event) -> None:
-        write_line(line_of(event))
-
     with closing(Notices(options.store, metrics_file, warn)) as notify:
-        fleet = Fleet(options, on_event=hear, on_end=notify, warn=warn)
-        fleet.add(Request(recipe) for recipe in named)
-        fleet.close()
+        fleet = Fleet(options, say=write_line, warn=warn, on_end=notify)
         with stop_signals(fleet.stop):
-            return fleet.run()
+            return fleet.run(named)
 
 
 def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:

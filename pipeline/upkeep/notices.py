@@ -22,7 +22,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.transience import is_transient
 from quantmint.pipeline.clusters.submit.job import render
 from quantmint.pipeline.store.disk import write_atomic
-from quantmint.pipeline.upkeep.fleet.events import Ended, all_states, now_utc
+from quantmint.pipeline.upkeep.fleet.records import Ended, all_states, now_utc
 
 SCHEMA, ATTEMPTS, TIMEOUT_S, CLOSE_S, FIRST_WAIT_S = 2, 5, 10.0, 5.0, 1.0
 _VERDICTS = [verdict.value for verdict in Verdict]

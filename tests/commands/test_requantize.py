@@ -24,7 +24,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
         return made.look(recipes)
 
     monkeypatch.setattr("quantmint.pipeline.upkeep.due.due.look", look)
-    monkeypatch.setattr(Options, "command_line", lambda _, recipe: [*made.options().command, recipe])
+    monkeypatch.setattr(Options, "command_line", lambda _, recipe: [*made.options().program, "run", recipe])
     return made
 
 

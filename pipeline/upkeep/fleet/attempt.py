@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,10 +15,9 @@ from quantmint.pipeline.base.errors import redact
 from quantmint.pipeline.base.processes import Child
 from quantmint.pipeline.base.progress import CONTROL
 from quantmint.pipeline.store.disk import disk_errors
-from quantmint.pipeline.upkeep.fleet.events import folder_of
+from quantmint.pipeline.upkeep.fleet.records import folder_of
 
-_KEPT: Final = 5
-_POLL_S: Final = 0.1
+_LOGS: Final = 5
 _LINE: Final = 4096  # bytes
 _STAGE: Final = re.compile(rb"\[(\d+/\d+)\] ([^\s:]+): started")
 _LONGEST: Final = 2000
@@ -43,12 +41,6 @@ class Attempted:
     error: str = ""
 
     @property
-    def verdict(self) -> str | None:
-        """Return the gate's verdict; None if the child did not print one."""
-        found = self.answer.get("verdict")
-        return found if isinstance(found, str) else None
-
-    @property
     def judged(self) -> bool:
         """Return whether the child ended by itself with a result, whatever its verdict, and not with an error."""
         return not self.cut_short and "verdict" in self.answer and self.exit_code in {0, 1, 3, 4}
@@ -65,56 +57,76 @@ class Attempted:
         return not self.cut_short and self.answer.get("transient") is True
 
 
-def attempt(
-    argv: Sequence[str],
-    log: Path,
-    *,
-    environment: Mapping[str, str],
-    grace_s: float,
-    limit_s: float | None,
-    stop: threading.Event,
-    on_stage: Callable[[str], None],
-    queues: bool = False,
-) -> Attempted:
-    """Run a child until it ends, until ``stop`` is set, or for ``limit_s`` seconds (None: no limit).
+class Attempt:
+    """A child process from its start on. Raises `StoreError` if the log cannot be written.
 
-    With ``queues`` the child waits in a cluster's queue first, and its time begins with its first stage. A child that
-    we end gets ``grace_s`` seconds between SIGTERM and SIGKILL; its own children end with it. ``on_stage`` is called
-    with texts such as ``3/12 calibrate``. Raises `StoreError` if the log cannot be written.
+    It is ended after ``limit_s`` seconds (None: no limit), with ``grace_s`` seconds between SIGTERM and SIGKILL; its
+    own children end with it. With ``queues`` it waits in a cluster's queue first, and its time begins with its first
+    stage.
     """
-    began = None if queues else time.monotonic()
-    printed = log.with_suffix(".out")
-    with disk_errors(log):
-        child = Child(argv, environment, log, grace=grace_s, output=printed)
-    try:
-        late, line = False, b""
-        with log.open("rb") as stream:
-            while child.exit_code is None and not late and not stop.wait(_POLL_S):
-                *lines, line = (line + stream.read()).split(b"\n")
-                line = line[-_LINE:]  # a library's bar writes for hours without an end of line
-                if found := [stage for stage in map(_STAGE.match, lines) if stage is not None]:
-                    began = began or time.monotonic()
-                    on_stage(b" ".join(found[-1].groups()).decode(errors="replace"))
-                late = limit_s is not None and began is not None and time.monotonic() - began > limit_s
-        cut = child.exit_code is None
-    finally:
-        child.let_go()
-        child.wait()
-    seconds = 0.0 if began is None else time.monotonic() - began
-    code = 5 if child.exit_code is None else child.exit_code
-    answer = _answer(printed)
-    printed.unlink(missing_ok=True)
-    if late and cut:
-        error = f"ended after {seconds / 3600:.2g} h, which is as long as refresh.max_hours lets it run"
-    elif cut or "verdict" in answer:
-        error = ""
-    elif "error" in answer:
-        error = quotable(str(answer["error"]), environment)
-    else:
-        said = last_line(child.log(_TAIL), environment)
-        how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
-        error = f"ended by {how}" + (f": {said}" if said else "")
-    return Attempted(code, answer, seconds, log, cut, error)
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        grace_s: float,
+        limit_s: float | None,
+        queues: bool = False,
+    ) -> None:
+        self._log, self._environment, self._limit_s = log, environment, limit_s
+        self._began = None if queues else time.monotonic()
+        self._printed, self._line = log.with_suffix(".out"), b""
+        self._late = self._cut = False
+        with disk_errors(log):
+            self._child = Child(argv, environment, log, grace=grace_s, output=self._printed)
+            self._stream = log.open("rb")
+
+    @property
+    def running(self) -> bool:
+        """Return whether the child runs."""
+        return self._child.exit_code is None
+
+    def watch(self) -> str | None:
+        """Return the newest stage that began since the last call, as ``3/12 calibrate``; end a child that is late."""
+        *lines, line = (self._line + self._stream.read()).split(b"\n")
+        self._line = line[-_LINE:]  # a library's bar writes for hours without an end of line
+        stages = [match for match in map(_STAGE.match, lines) if match is not None]
+        if stages:
+            self._began = self._began or time.monotonic()
+        if self._limit_s is not None and self.running and self._seconds() > self._limit_s:
+            self._late = True
+            self.stop()
+        return b" ".join(stages[-1].groups()).decode(errors="replace") if stages else None
+
+    def stop(self) -> None:
+        """Order the child to end, without waiting for it."""
+        self._cut = self._cut or self.running
+        self._child.let_go()
+
+    def close(self) -> int:
+        """End the child if it runs, and wait for its end; return its exit code."""
+        self._child.let_go()
+        self._stream.close()
+        return self._child.wait()
+
+    def result(self) -> Attempted:
+        """Wait until the child has ended; return what it ended with."""
+        code = self.close()
+        seconds, answer, error = self._seconds(), _answer(self._printed), ""
+        self._printed.unlink(missing_ok=True)
+        if self._late and self._cut:
+            error = f"ended after {seconds / 3600:.2g} h, which is as long as refresh.max_hours lets it run"
+        elif not self._cut and "verdict" not in answer:
+            how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
+            line = last_line(self._child.log(_TAIL), self._environment)
+            error = f"ended by {how}: {line}" if line else f"ended by {how}"
+            error = quotable(str(answer.get("error", error)), self._environment)
+        return Attempted(code, answer, seconds, self._log, self._cut, error)
+
+    def _seconds(self) -> float:
+        return 0.0 if self._began is None else time.monotonic() - self._began
 
 
 def new_log(root: Path, name: str) -> Path:
@@ -123,7 +135,7 @@ def new_log(root: Path, name: str) -> Path:
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # An output that is there is of a child whose fleet was killed: we hold the recipe's lock.
-        for old in (*sorted(folder.glob("*.log"))[: 1 - _KEPT], *folder.glob("*.out")):
+        for old in (*sorted(folder.glob("*.log"))[: 1 - _LOGS], *folder.glob("*.out")):
             old.unlink(missing_ok=True)
     return folder / f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%S.%fZ')}.log"
 
@@ -142,7 +154,7 @@ def last_line(log: str, environment: Mapping[str, str]) -> str:
 def _answer(printed: Path) -> dict[str, Any]:
     try:
         text = printed.read_text(encoding="utf-8", errors="replace").strip()
-        found = json.loads(text[text.rfind("\n{") + 1 :])
+        answer = json.loads(text[text.rfind("\n{") + 1 :])
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return answer if isinstance(answer, dict) else {}

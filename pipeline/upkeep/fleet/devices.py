@@ -1,4 +1,4 @@
-"""The accelerators of this machine as a fleet shares them out: each has a lock, so that two fleets do not share one."""
+"""The accelerators of this machine, as fleets share them: each has a lock below ``store/refresh/devices``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, nvidia_smi, select_devices, visible_amd
 from quantmint.pipeline.store.locks import HEARTBEAT_S, Lock, is_held
-from quantmint.pipeline.upkeep.fleet.events import folder_of
+from quantmint.pipeline.upkeep.fleet.records import folder_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Devices:
     variable: str | None
     values: Mapping[int, str]
 
-    def environment(self, ours: Mapping[str, str], taken: Iterable[int]) -> dict[str, str]:
-        """Return the variables for a child that gets the devices ``taken``; without any it sees none.
+    def environment(self, ours: Mapping[str, str], numbers: Iterable[int]) -> dict[str, str]:
+        """Return the variables for a child that gets the devices ``numbers``; without any it sees none.
 
         ``ours`` are this process's variables. Only one of the two selecting variables is left, because ROCm's libraries
         read both and interpret them differently. ROCR_VISIBLE_DEVICES stays, because the numbers count the devices that
@@ -35,14 +35,12 @@ class Devices:
         """
         if self.variable is None:
             return dict(ours)
-        numbers = set(taken)
-        values = [value for number, value in self.values.items() if number in numbers]
         rest = {name: value for name, value in ours.items() if name not in (HIP, CUDA)}
-        return {**rest, self.variable: ",".join(values) or "-1"}
+        return {**rest, self.variable: ",".join(self.values[number] for number in numbers) or "-1"}
 
 
 NONE: Final = Devices(None, {})
-"""What a fleet has that runs its recipes elsewhere."""
+"""The devices of a fleet that runs its recipes elsewhere."""
 
 
 def devices_of(machine: Host) -> Devices:
@@ -65,11 +63,7 @@ def devices_of(machine: Host) -> Devices:
 
 
 def free_of(root: Path, numbers: Iterable[int]) -> tuple[int, ...]:
-    """Return those of these devices whose lock looks free, without taking it.
-
-    If the store cannot be read at the moment, no device is returned: running recipes go on, and waiting ones wait
-    longer.
-    """
+    """Return those of these devices whose lock looks free; none while the store cannot be read."""
     try:
         return tuple(number for number in numbers if not is_held(_lock_path(root, number)))
     except OSError:
@@ -82,14 +76,14 @@ def take(root: Path, numbers: Iterable[int]) -> ExitStack | None:
     Returns None, with none taken, if another process holds one of them. Raises `OSError` or `StoreError` for faults of
     the disk.
     """
-    with ExitStack() as held:
+    with ExitStack() as locks:
         for path in sorted(_lock_path(root, number) for number in numbers):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = Lock(path)
             if not try_lock(lock):
                 return None
-            held.callback(lock.release)
-        return held.pop_all()
+            locks.callback(lock.release)
+        return locks.pop_all()
 
 
 def try_lock(lock: Lock) -> bool:

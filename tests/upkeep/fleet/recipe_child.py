@@ -1,4 +1,4 @@
-"""A child of a fleet that does what it is told: ``recipe_child.py FOLDER RECIPE ...`` reads ``FOLDER/RECIPE.json``.
+"""A child of a fleet that does what it is told: ``recipe_child.py FOLDER run RECIPE ...`` reads ``FOLDER/RECIPE.json``.
 
 That is a list with a word for each attempt, the last one for all that follow. What it did is in ``FOLDER/RECIPE.seen``.
 Standard library only: it starts in some 20 ms.
@@ -67,4 +67,4 @@ def main(folder: Path, recipe: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[3]))

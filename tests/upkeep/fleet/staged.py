@@ -13,8 +13,8 @@ from typing import Any
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe
 from quantmint.pipeline.upkeep.due.due import Due
-from quantmint.pipeline.upkeep.fleet.events import Ended, Event, RecipeState, RoundSummary, read_state, write_state
-from quantmint.pipeline.upkeep.fleet.jobs import Look, Options, Request
+from quantmint.pipeline.upkeep.fleet.jobs import Look, Options
+from quantmint.pipeline.upkeep.fleet.records import Ended, RecipeState, RoundSummary, read_state, write_state
 from quantmint.pipeline.upkeep.fleet.rounds import Fleet
 
 CHILD = Path(__file__).with_name("recipe_child.py")
@@ -44,7 +44,7 @@ class Stage:
     folder: Path
     recipes: dict[str, LoadedRecipe] = field(default_factory=dict)
     states: dict[str, Due] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     looks: list[tuple[str, ...]] = field(default_factory=list)
 
@@ -89,29 +89,26 @@ class Stage:
         self.states[name] = Due(name, name, "broken", f"{name}.yaml:3:1: found x")
 
     def options(self, **given: Any) -> Options:
-        plain = {"store": self.store, "command": (sys.executable, "-I", "-S", str(CHILD), str(self.children))}
+        plain = {"store": self.store, "program": (sys.executable, "-I", "-S", str(CHILD), str(self.children))}
         return Options(**{**plain, "grace_s": 0.5, "first_wait_s": 0.05, **given})  # type: ignore[arg-type]
 
     def fleet(
         self,
-        hear: Callable[[Event], None] = lambda _: None,
+        hear: Callable[[str], None] = lambda _: None,
         *,
         look: Look | None = None,
         **given: Any,
     ) -> Fleet:
-        """A fleet whose events are kept, after ``hear`` was told of them; ``given`` are options."""
+        """A fleet whose lines are kept, after ``hear`` got them; ``given`` are options."""
 
-        def keep(event: Event) -> None:
-            hear(event)
-            self.events.append(event)
+        def keep(line: str) -> None:
+            hear(line)
+            self.lines.append(line)
 
-        return Fleet(self.options(**given), on_event=keep, look=look or self.look, warn=self.warnings.append)
+        return Fleet(self.options(**given), say=keep, look=look or self.look, warn=self.warnings.append)
 
     def run(self, *recipes: str, **given: Any) -> RoundSummary:
-        fleet = self.fleet(**given)
-        fleet.add(Request(recipe) for recipe in recipes or self.recipes)
-        fleet.close()
-        return fleet.run()
+        return self.fleet(**given).run(recipes or tuple(self.recipes))
 
     def state(self, name: str) -> RecipeState:
         return read_state(self.store, name, warn=self.warnings.append)
@@ -129,7 +126,9 @@ class Stage:
         return [float(line) for line in (self.children / f"{name}.ends").read_text().splitlines()]
 
     def told(self, name: str) -> list[str]:
-        return [event.kind for event in self.events if event.recipe == name and event.kind != "stage"]
+        """The lines on a recipe, without its stages."""
+        lines = [line.removeprefix(f"{name}: ") for line in self.lines if line.startswith(f"{name}: ")]
+        return [line for line in lines if not line.startswith("[")]
 
     def locks(self) -> list[str]:
         return sorted(path.name for path in (self.store / "refresh").rglob("*.lock*"))

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 from quantmint.pipeline.base.processes import stop_signals
-from quantmint.pipeline.upkeep.fleet.events import Event
-from quantmint.pipeline.upkeep.fleet.jobs import Request
 from tests.upkeep.fleet.staged import Stage
 
 
@@ -16,15 +14,9 @@ def main(folder: Path, recipes: list[str]) -> int:
     for name in recipes:
         stage.recipe(name, *stage.plan(name))
 
-    def hear(event: Event) -> None:
-        sys.stdout.write(f"{event.kind} {event.recipe}\n")
-        sys.stdout.flush()
-
-    fleet = stage.fleet(hear, jobs=len(recipes))
-    fleet.add(Request(name) for name in recipes)
-    fleet.close()
+    fleet = stage.fleet(jobs=len(recipes))
     with stop_signals(fleet.stop):
-        return fleet.run().exit_code
+        return fleet.run(recipes).exit_code
 
 
 if __name__ == "__main__":

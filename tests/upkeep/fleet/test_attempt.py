@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from quantmint.pipeline.upkeep.fleet.attempt import Attempted, attempt, last_line, quotable
+from quantmint.pipeline.upkeep.fleet.attempt import Attempt, Attempted, last_line, quotable
 
 SECRET = "kR7-secret-9"
 OURS = {"HF_TOKEN": SECRET, "TOKENIZERS_PARALLELISM": "false-false", "SHORT_TOKEN": "abc", "PATH": "/usr/local/bin"}
@@ -37,18 +37,22 @@ def test_the_last_line_that_says_something() -> None:
 _ENDS = "import sys, time\nprint('[1/2] source: started', file=sys.stderr, flush=True)\ntime.sleep(60)"
 
 
-def tried(tmp_path: Path, code: str, limit_s: float | None, stop: threading.Event | None = None) -> Attempted:
-    command = [sys.executable, "-S", "-c", code]
-    return attempt(
-        command, tmp_path / "one.log", environment={}, grace_s=5, limit_s=limit_s, stop=stop or threading.Event(),
-        on_stage=lambda _: None, queues=True,
-    )  # fmt: skip
+def tried(tmp_path: Path, code: str, limit_s: float | None, *, stop: bool = False) -> Attempted:
+    attempt = Attempt(
+        [sys.executable, "-S", "-c", code], tmp_path / "one.log", {}, grace_s=5, limit_s=limit_s, queues=True
+    )
+    if stop:
+        attempt.stop()
+    while attempt.running:
+        attempt.watch()
+        time.sleep(0.01)
+    return attempt.result()
 
 
 def test_what_waits_is_not_ended(tmp_path: Path) -> None:
     """A job that a cluster has no room for yet: its time begins with its first stage."""
     ended = tried(tmp_path, 'import time\ntime.sleep(0.3)\nprint(\'{"verdict": "PASS"}\')', limit_s=0.0)
-    assert (ended.cut_short, ended.verdict) == (False, "PASS")
+    assert (ended.cut_short, ended.answer) == (False, {"verdict": "PASS"})
 
 
 def test_what_runs_is_ended(tmp_path: Path) -> None:
@@ -58,7 +62,5 @@ def test_what_runs_is_ended(tmp_path: Path) -> None:
 
 
 def test_what_was_stopped_while_it_waited_ran_for_no_time(tmp_path: Path) -> None:
-    stop = threading.Event()
-    stop.set()
-    ended = tried(tmp_path, "import time\ntime.sleep(60)", limit_s=None, stop=stop)
+    ended = tried(tmp_path, "import time\ntime.sleep(60)", limit_s=None, stop=True)
     assert (ended.cut_short, ended.seconds) == (True, 0.0)

@@ -6,16 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
 
+from quantmint.pipeline.base.processes import stop_signals
 from quantmint.pipeline.store.locks import Lock
-from quantmint.pipeline.upkeep.fleet.events import Event
-from quantmint.pipeline.upkeep.fleet.jobs import Request
+from quantmint.pipeline.upkeep.due.due import Due
 from tests.upkeep.fleet.staged import Stage, alive, by_name
 
 FLEET = Path(__file__).with_name("staged_fleet.py")
@@ -73,21 +73,39 @@ def test_a_fleet_that_is_told_to_stop(stage: Stage, number: signal.Signals, code
     assert by_name(stage.run("a"))["a"].verdict == "PASS"
 
 
-def test_stopped_while_it_looks_and_waits(stage: Stage) -> None:
-    """Nothing that is asked of a network is waited for."""
+def test_stopped_while_one_runs_and_one_waits(stage: Stage) -> None:
     stage.recipe("a", "hang")
     stage.recipe("b")
 
-    def hear(event: Event) -> None:
-        if event.kind == "stage":
+    def hear(line: str) -> None:
+        if line == "a: [1/2 quantize]":
             fleet.stop(signal.SIGTERM)
 
     fleet = stage.fleet(hear, jobs=1)
-    fleet.add([Request("a"), Request("b")])
-    summary = fleet.run()
+    summary = fleet.run(["a", "b"])
     assert {ended.state for ended in summary.ended} == {"interrupted"}
     assert summary.exit_code == 143
     assert stage.seen("b") == []
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_stopped_while_it_looks(stage: Stage, looks: int) -> None:
+    """Nothing that is asked of a network is waited for, neither at first nor under the recipe's lock."""
+    stage.recipe("a")
+
+    def look(recipes: Sequence[str]) -> tuple[Due, ...]:
+        found = stage.look(recipes)
+        if len(stage.looks) == looks:
+            os.kill(os.getpid(), signal.SIGTERM)
+            sleep(60)
+        return found
+
+    fleet, began = stage.fleet(look=look), monotonic()
+    with stop_signals(fleet.stop):
+        summary = fleet.run(["a"])
+    assert monotonic() - began < 30
+    assert [(ended.state, ended.attempts) for ended in summary.ended] == [("interrupted", 0)]
+    assert (summary.exit_code, stage.seen("a"), stage.locks()) == (143, [], [])
 
 
 def test_a_child_that_hangs_is_ended_and_the_others_go_on(stage: Stage) -> None:
@@ -112,13 +130,13 @@ def test_a_fault_that_passes_is_waited_out_without_a_slot(stage: Stage) -> None:
 def test_a_fault_that_never_passes_ends_and_is_counted_by_rounds(stage: Stage) -> None:
     stage.recipe("a", "transient the Hub answers 503")
     stage.recipe("b")
-    ended = by_name(stage.run(retries=1))
-    assert (ended["a"].state, ended["a"].attempts, ended["a"].exit_code) == ("failed", 2, 5)
+    ended = by_name(stage.run(first_wait_s=0.01))
+    assert (ended["a"].state, ended["a"].attempts, ended["a"].exit_code) == ("failed", 4, 5)
     assert ended["a"].reason == "the Hub answers 503"
     assert ended["b"].verdict == "PASS"
     state = stage.state("a")
     assert (state.attempts_failed, state.reason) == (1, "the Hub answers 503")
-    assert by_name(stage.run("a", retries=0))["a"].state == "failed"
+    assert by_name(stage.run("a", first_wait_s=0.01))["a"].state == "failed"
     assert stage.state("a").attempts_failed == 2
 
 
@@ -144,17 +162,18 @@ def test_a_recipe_that_another_fleet_has_is_waited_for_and_then_found_made(stage
     other = Lock(folder / "a.lock")
     other.acquire()
 
-    def hear(event: Event) -> None:
-        if (event.kind, event.recipe) == ("finished", "z"):
+    def hear(line: str) -> None:
+        if line.startswith("z: PASS"):
             (stage.children / "a.done").touch()
             other.release()
 
-    fleet = stage.fleet(hear, jobs=1)
-    fleet.add([Request("a"), Request("z")])
-    fleet.close()
-    summary = fleet.run()
+    summary = stage.fleet(hear, jobs=1).run(["a", "z"])
     assert [(ended.recipe, ended.state) for ended in summary.ended] == [("z", "ran"), ("a", "current")]
-    assert stage.told("a") == ["queued", "waiting", "finished"]
+    assert stage.told("a") == [
+        "queued: base a -> b",
+        "waits: another process works on it",
+        "current: nothing changed",
+    ]
 
 
 def test_a_recipe_that_another_fleet_has_is_left(stage: Stage) -> None:
@@ -165,16 +184,14 @@ def test_a_recipe_that_another_fleet_has_is_left(stage: Stage) -> None:
     assert (by_name(summary)["a"].state, summary.exit_code) == ("elsewhere", 0)
 
 
-def test_an_event_that_breaks_leaves_no_child_and_no_lock(stage: Stage) -> None:
+def test_a_display_that_breaks_leaves_no_child_and_no_lock(stage: Stage) -> None:
     stage.recipe("a", "hang")
 
-    def hear(event: Event) -> None:
-        if event.kind == "stage":
+    def hear(line: str) -> None:
+        if "[" in line:
             raise RuntimeError("a display broke")
 
-    fleet = stage.fleet(hear)
-    fleet.add([Request("a")])
     with pytest.raises(RuntimeError, match="a display broke"):
-        fleet.run()
+        stage.fleet(hear).run(["a"])
     until(lambda: not any(map(alive, pids(stage, "a"))))
     assert stage.locks() == []

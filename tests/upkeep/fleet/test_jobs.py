@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from quantmint.pipeline.upkeep.due.due import Due
 from quantmint.pipeline.upkeep.fleet.attempt import Attempted
-from quantmint.pipeline.upkeep.fleet.jobs import again_in_s
+from quantmint.pipeline.upkeep.fleet.jobs import FleetJob, pause_s
+from quantmint.pipeline.upkeep.fleet.records import RecipeState
 
 AWAY = {"error": "no answer", "exit_code": 5, "transient": True}
 
@@ -31,9 +33,5 @@ def ended(code: int = 5, answer: dict[str, Any] | None = None, *, cut_short: boo
     ],
 )
 def test_only_what_passes_is_tried_again(attempted: Attempted, failed: int, wait: int | None) -> None:
-    found = again_in_s(attempted, failed=failed, retries=3, first=60.0)
-    assert found is None if wait is None else found is not None and wait <= found <= wait + 6
-
-
-def test_waits_double_up_to_an_hour() -> None:
-    assert 3600 <= (again_in_s(ended(5, AWAY), failed=50, retries=99, first=60.0) or 0) <= 3606
+    job = FleetJob(Due("a", "a", "due", ""), RecipeState(name="a"), failed=failed)
+    assert pause_s(job, attempted, first=60.0) == wait

@@ -9,26 +9,33 @@ import pytest
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.clusters.ray.nodes import dashboard_address
 from quantmint.pipeline.upkeep.fleet.devices import Devices
-from tests.upkeep.fleet.staged import CHILD, Stage, by_name
+from tests.upkeep.fleet.staged import Stage, by_name
 
 
 def test_all_at_once_and_no_device_of_ours(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Devices("HIP_VISIBLE_DEVICES", {0: "0"})
     monkeypatch.setattr("quantmint.pipeline.upkeep.fleet.rounds.devices_of", lambda *_: ours)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
-    names = [stage.recipe(f"r{number}", gpus=8) for number in range(4)]
-    child = (sys.executable, "-I", "-S", str(CHILD), str(stage.children))
-    summary = stage.run(*names, on="http://head:8265", submit_command=child)
+    words = f"wait {stage.folder / 'go'}"
+    names = [stage.recipe(f"r{number}", words, gpus=8) for number in range(4)]
+
+    began: set[str] = set()
+
+    def hear(line: str) -> None:
+        if line.endswith(": [1/2 quantize]"):
+            began.add(line.partition(":")[0])
+        if began == set(names):  # all of them run
+            (stage.folder / "go").touch()
+
+    summary = stage.fleet(hear, on="http://head:8265").run(names)
     assert {name: one.verdict for name, one in by_name(summary).items()} == dict.fromkeys(names, "PASS")
-    first = next(event for event in stage.events if event.kind == "started")
-    assert (first.running, first.queued) == (4, 0)
     assert [stage.seen(name)[0]["devices"][0] for name in names] == ["0"] * 4, "of this machine, and unshared"
     assert not (stage.store / "refresh" / "devices").exists()
     assert stage.locks() == []
 
 
 def test_the_command_of_a_child(stage: Stage) -> None:
-    options = stage.options(on="auto", submit_command=("quantmint", "submit"), remote="s3://b/c", device="cpu")
+    options = stage.options(on="auto", program=("quantmint",), remote="s3://b/c", device="cpu")
     words = options.command_line("a")
     own = ["--device", "cpu", "--remote-store", "s3://b/c"]
     told = ["--ray", "auto", "--attached", "--json", "--store", str(stage.store)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,8 +15,7 @@ import pytest
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.upkeep.due.due import Due
 from quantmint.pipeline.upkeep.fleet.devices import Devices, take
-from quantmint.pipeline.upkeep.fleet.events import Event, RoundSummary
-from quantmint.pipeline.upkeep.fleet.jobs import Request
+from quantmint.pipeline.upkeep.fleet.records import RoundSummary
 from tests.upkeep.fleet.staged import Stage, by_name
 
 
@@ -26,7 +27,9 @@ def test_by_priority_and_then_by_name(stage: Stage) -> None:
     assert began == ["c", "a", "b", "d"]
     assert [ended.recipe for ended in summary.ended] == began
     assert summary.exit_code == 0
-    assert stage.told("a") == ["queued", "started", "finished"]
+    first, second, third = stage.told("a")
+    assert (first, second) == ("queued: base a -> b", "started")
+    assert re.fullmatch(r"PASS in \d+\.\d s, released v20261121-00000001", third), third
     assert stage.locks() == []
 
 
@@ -69,7 +72,7 @@ def test_what_is_not_due_is_not_run(stage: Stage) -> None:
     found = {name: (ended.state, ended.exit_code) for name, ended in by_name(summary).items()}
     assert found == {"held": ("held", 1), "no-such": ("broken", 2), "good": ("ran", 0)}
     assert summary.exit_code == 2
-    assert stage.told("held") == ["held"]
+    assert stage.told("held") == ["held: judged before"]
     assert not (stage.store / "refresh" / "held.json").exists()
 
 
@@ -77,14 +80,11 @@ def test_a_recipe_that_was_looked_at_with_others_is_looked_at_again_under_its_lo
     stage.recipe("a")
     stage.recipe("b")
 
-    def hear(event: Event) -> None:
-        if (event.kind, event.recipe) == ("started", "a"):
+    def hear(line: str) -> None:
+        if line == "a: started":
             (stage.children / "b.done").touch()  # another fleet made it
 
-    fleet = stage.fleet(hear, jobs=1)
-    fleet.add([Request("b"), Request("a")])
-    fleet.close()
-    assert by_name(fleet.run())["b"].state == "current"
+    assert by_name(stage.fleet(hear, jobs=1).run(["b", "a"]))["b"].state == "current"
     assert stage.seen("b") == []
     assert stage.looks == [("b", "a"), ("a",), ("b",)]
 
@@ -92,42 +92,19 @@ def test_a_recipe_that_was_looked_at_with_others_is_looked_at_again_under_its_lo
 def test_stages_and_logs(stage: Stage) -> None:
     stage.recipe("a", f"wait {stage.folder / 'go'}")
 
-    def hear(event: Event) -> None:
-        if event.kind == "stage":
+    def hear(line: str) -> None:
+        if line == "a: [1/2 quantize]":
             (stage.folder / "go").touch()
 
-    fleet = stage.fleet(hear)
-    fleet.add([Request("a")])
-    fleet.close()
-    ended = by_name(fleet.run())["a"]
-    assert [event.stage for event in stage.events if event.kind == "stage"] == ["1/2 quantize"]
+    ended = by_name(stage.fleet(hear).run(["a"]))["a"]
     assert "quantize: started" in Path(str(ended.log)).read_text()
 
 
-def test_requests_that_come_while_it_runs(stage: Stage) -> None:
-    stage.recipe("a", f"wait {stage.folder / 'go'}")
-    stage.recipe("b")
-    over = threading.Semaphore(0)
-
-    def hear(event: Event) -> None:
-        if event.kind == "finished":
-            over.release()
-
-    fleet, found = stage.fleet(hear, jobs=2), list[RoundSummary]()
-    worker = threading.Thread(target=lambda: found.append(fleet.run()))
-    worker.start()
-    fleet.add([Request("a")])
-    fleet.add([Request("b")])
-    (stage.folder / "go").touch()
-    assert over.acquire(timeout=20)
-    assert over.acquire(timeout=20)
-    fleet.add([Request("b")])  # there was nothing left to do
-    assert over.acquire(timeout=20)
-    fleet.close()
-    worker.join(20)
-    ended = [(one.recipe, one.state) for one in found[0].ended]
-    assert (sorted(ended[:2]), ended[2]) == ([("a", "ran"), ("b", "ran")], ("b", "current"))
-    assert len(stage.seen("a")) == len(stage.seen("b")) == 1
+def test_a_recipe_that_is_named_twice_runs_once(stage: Stage) -> None:
+    stage.recipe("a")
+    ended = stage.fleet(look=lambda recipes: tuple(stage.look(["a"] * len(recipes)))).run(["a", "a.yaml"]).ended
+    assert [(one.recipe, one.state) for one in ended] == [("a", "ran")]
+    assert stage.warnings == ["a.yaml: a is queued already"]
 
 
 def test_no_more_is_begun_than_the_disk_allows(stage: Stage) -> None:
@@ -139,18 +116,13 @@ def test_no_more_is_begun_than_the_disk_allows(stage: Stage) -> None:
     assert (summary.grown_bytes or 0) >= 200_000
 
 
-def test_what_is_asked_for_after_the_order_to_stop_holds_up_no_end(stage: Stage) -> None:
-    """A schedule's time that comes while children are given their grace."""
+def test_an_order_to_stop_that_comes_first(stage: Stage) -> None:
     stage.recipe("a")
     fleet = stage.fleet()
     fleet.stop(signal.SIGTERM)
-    fleet.add([Request("a")])
-    found: list[RoundSummary] = []
-    thread = threading.Thread(target=lambda: found.append(fleet.run()), daemon=True)
-    thread.start()
-    thread.join(20)
-    assert [ended.state for ended in found[0].ended] == ["interrupted"]
-    assert (found[0].exit_code, stage.looks) == (143, [])
+    summary = fleet.run(["a"])
+    assert [ended.state for ended in summary.ended] == ["interrupted"]
+    assert (summary.exit_code, stage.looks) == (143, [])
 
 
 def test_a_fault_of_the_look_tells_no_secret(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,10 +131,7 @@ def test_a_fault_of_the_look_tells_no_secret(stage: Stage, monkeypatch: pytest.M
     def look(_: Sequence[str]) -> tuple[Due, ...]:
         raise RuntimeError("https://me:pw@proxy refused\nAuthorization: Bearer not-for-a-webhook")
 
-    fleet = stage.fleet(look=look)
-    fleet.add([Request("a")])
-    fleet.close()
-    (ended,) = fleet.run().ended
+    (ended,) = stage.fleet(look=look).run(["a"]).ended
     assert ended.reason == "RuntimeError: https://proxy refused Authorization: Bearer [secret]"
 
 
@@ -184,14 +153,11 @@ def test_each_has_as_many_as_its_target(stage: Stage, devices: Callable[[int], N
     stage.recipe("cpu")
     stage.recipe("eight", gpus=8)
 
-    def hear(event: Event) -> None:
-        if event.kind == "finished" and event.recipe == "cpu":
+    def hear(line: str) -> None:
+        if line.startswith("cpu: PASS"):
             (stage.folder / "go").touch()  # all three ran beside each other
 
-    fleet = stage.fleet(hear)
-    fleet.add(Request(name) for name in stage.recipes)
-    fleet.close()
-    ended = by_name(fleet.run())
+    ended = by_name(stage.fleet(hear).run(tuple(stage.recipes)))
     assert {name: stage.seen(name)[0]["devices"] for name in ("two", "one", "cpu")} == {
         "two": ["0,1", None],
         "one": ["2", None],
@@ -207,11 +173,8 @@ def test_two_fleets_and_one_device(stage: Stage, devices: Callable[[int], None])
     for name in "abcd":
         stage.recipe(name, gpus=1)
     summaries: list[RoundSummary] = []
-    fleets = [stage.fleet(), stage.fleet()]
-    for fleet, names in zip(fleets, ("ab", "cd"), strict=True):
-        fleet.add(Request(name) for name in names)
-        fleet.close()
-    threads = [threading.Thread(target=lambda fleet=fleet: summaries.append(fleet.run())) for fleet in fleets]
+    runs = [partial(lambda names: summaries.append(stage.fleet().run(names)), names) for names in ("ab", "cd")]
+    threads = [threading.Thread(target=run) for run in runs]
     for thread in threads:
         thread.start()
     for thread in threads:

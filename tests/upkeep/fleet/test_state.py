@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantmint.pipeline.upkeep.fleet.events import RecipeState, all_states, read_state, state_path, write_state
+from quantmint.pipeline.upkeep.fleet.records import RecipeState, all_states, read_state, state_path, write_state
 
 TIMES = st.none() | st.datetimes(timezones=st.just(UTC)).map(datetime.isoformat)
 STATES = st.builds(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.upkeep import notices
-from quantmint.pipeline.upkeep.fleet.events import Ended
+from quantmint.pipeline.upkeep.fleet.records import Ended
 from tests.upkeep.notices.receiver import Receiver, receiving
 
 

@@ -9,7 +9,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.upkeep.fleet.events import Ended, RecipeState, state_path, write_state
+from quantmint.pipeline.upkeep.fleet.records import Ended, RecipeState, state_path, write_state
 from quantmint.pipeline.upkeep.notices import Notices
 
 Make = Callable[..., Ended]

@@ -12,7 +12,7 @@ import pytest
 
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.upkeep import notices
-from quantmint.pipeline.upkeep.fleet.events import Ended
+from quantmint.pipeline.upkeep.fleet.records import Ended
 from quantmint.pipeline.upkeep.notices import Notices, host_of
 from tests.upkeep.notices.receiver import Receiver
 

@@ -1,8 +1,7 @@
-"""What is known of a recipe between rounds (``store/refresh/NAME.json``), what happens to it while a fleet works, and
-how it left: for logs, webhooks and metrics.
+"""The record of a recipe between rounds (``store/refresh/NAME.json``), and the summary of a round.
 
-A state is written by whoever holds the recipe's lock, and read by anybody. It decides nothing about content, which is
-the store's and the releases' matter: losing it loses how the last attempt ended and how long it took.
+A record is written under the recipe's lock, and read by anybody. It decides nothing about content: losing it loses how
+the last attempt ended and how long it took.
 """
 
 from __future__ import annotations
@@ -14,11 +13,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Literal
 
-from quantmint.eval.report.numbers import duration
 from quantmint.pipeline.store.disk import disk_errors, write_atomic
 from quantmint.pipeline.store.tree import REFRESH
 
-_STATE: Final = 1
+SCHEMA: Final = 1
+_WORST_FIRST: Final = (5, 2, 4, 1, 3, 0)
+
+State = Literal["ran", "current", "unknown", "damaged", "held", "broken", "failed", "elsewhere", "left", "interrupted"]
+"""How a recipe left a round; docs/keeping-fresh.md says what each means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,37 +46,37 @@ class RecipeState:
 
 
 def folder_of(root: Path) -> Path:
-    """Return the folder of states, locks, logs and rounds in the store at ``root``."""
+    """Return the folder of records, locks and logs in the store at ``root``."""
     return root / REFRESH
 
 
 def state_path(root: Path, name: str) -> Path:
-    """Return the path of a recipe's state in the store at ``root``."""
+    """Return the path of a recipe's record in the store at ``root``."""
     return folder_of(root) / f"{name}.json"
 
 
 def read_state(root: Path, name: str, *, warn: Callable[[str], None]) -> RecipeState:
-    """Return the state of a recipe; an empty one without a file, and, with a warning, for a file that is invalid."""
+    """Return the record of a recipe; an empty one without a file, and, with a warning, for a file that is invalid."""
     from pydantic import TypeAdapter
 
     path = state_path(root, name)
     try:
         raw = path.read_bytes()
         state = TypeAdapter(RecipeState).validate_json(raw, strict=True)
-        if state.name == name and json.loads(raw).get("schema") == _STATE:
+        if state.name == name and json.loads(raw).get("schema") == SCHEMA:
             return state
     except FileNotFoundError:
         return RecipeState(name=name)
     except (OSError, ValueError):
         pass
-    warn(f"{path} is no state of {name} of schema {_STATE}: it starts without a past")
+    warn(f"{path} is no state of {name} of schema {SCHEMA}: it starts without a past")
     return RecipeState(name=name)
 
 
 def write_state(root: Path, state: RecipeState) -> None:
-    """Write a state in one step; the caller holds the recipe's lock. Raises `StoreError`."""
+    """Write a record in one step; the caller holds the recipe's lock. Raises `StoreError`."""
     path = state_path(root, state.name)
-    text = json.dumps({"schema": _STATE, **asdict(state)}, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps({"schema": SCHEMA, **asdict(state)}, indent=1, ensure_ascii=False) + "\n"
     raw = text.encode(errors="backslashreplace")  # half a character of a file's name is JSON's own escape then
     with disk_errors(path, needed=len(raw)):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,49 +84,9 @@ def write_state(root: Path, state: RecipeState) -> None:
 
 
 def all_states(root: Path, *, warn: Callable[[str], None]) -> dict[str, RecipeState]:
-    """Return every recipe's state by its name, sorted; ``warn`` is called for files that are invalid."""
+    """Return every recipe's record by its name, sorted; ``warn`` is called for files that are invalid."""
     names = sorted(path.stem for path in folder_of(root).glob("*.json"))
     return {name: read_state(root, name, warn=warn) for name in names}
-
-
-Kind = Literal["queued", "waiting", "started", "stage", "retrying", "finished", "held"]
-"""queued: it is due and in the queue. waiting: another process has its lock. started: an attempt began. stage: that
-attempt came to another stage. retrying: the attempt ended, and another one follows after ``wait_s``. finished: nothing
-more is done for it now, ``state`` says why. held: as finished, because these very inputs were judged already."""
-
-State = Literal["ran", "current", "unknown", "damaged", "held", "broken", "failed", "elsewhere", "left", "interrupted"]
-"""How a recipe left a round; docs/keeping-fresh.md says what each means."""
-
-SCHEMA: Final = 1
-_WORST_FIRST: Final = (5, 2, 4, 1, 3, 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """An event of the recipe with the name ``recipe`` at the time ``at`` (ISO 8601, UTC).
-
-    ``queued`` and ``running`` count recipes right after it. ``attempt`` counts from 1. ``stage`` is as in ``3/12
-    calibrate``. The fields from ``state`` on are those of `Ended`, and are set for ``finished`` and ``held``;
-    ``retrying`` has ``exit_code``, ``reason`` and ``log`` of the attempt.
-    """
-
-    kind: Kind
-    recipe: str
-    at: str
-    queued: int
-    running: int
-    attempt: int = 0
-    stage: str | None = None
-    wait_s: float | None = None
-    state: State | None = None
-    verdict: str | None = None
-    exit_code: int | None = None
-    duration_s: float | None = None
-    tag: str | None = None
-    places: tuple[Mapping[str, object], ...] = ()
-    causes: tuple[str, ...] = ()
-    reason: str = ""
-    log: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +95,7 @@ class Ended:
 
     ``exit_code`` is the code that the round counts. ``attempts`` is 0 for a recipe that was not run, ``duration_s`` is
     the time of all attempts. ``tag`` is the release that was published to ``places``. ``causes`` are the kinds of
-    change that made the recipe due, ``changes`` phrases on them for people. ``log`` is the path of the last attempt's
-    log.
+    change that made the recipe due, ``changes`` phrases on them for people. ``log`` is the last attempt's log.
     """
 
     recipe: str
@@ -149,6 +110,21 @@ class Ended:
     changes: tuple[str, ...] = ()
     reason: str = ""
     log: str | None = None
+
+    def __str__(self) -> str:
+        """Return one line for a log."""
+        from quantmint.eval.report.numbers import duration
+
+        failed = self.state == "failed"
+        word = f"failed with exit code {self.exit_code}" if failed else self.state
+        parts = [
+            f"{self.recipe}: {self.verdict if self.state == 'ran' and self.verdict else word}",
+            f" in {duration(self.duration_s)}" if self.attempts else "",
+            f", released {self.tag}" if self.tag else "",
+            f": {self.reason}" if self.reason else "",
+            f" (log: {self.log})" if failed and self.log else "",
+        ]
+        return "".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,30 +156,6 @@ def worst(codes: Iterable[int]) -> int:
     """Return the worst exit code: 5 before 2, 4, 1, 3 and 0; 0 for none. Any other code counts as 5."""
     ranks = [_WORST_FIRST.index(code) if code in _WORST_FIRST else 0 for code in codes]
     return _WORST_FIRST[min(ranks)] if ranks else 0
-
-
-def line_of(event: Event) -> str:
-    """Return an event as one line of a log."""
-    name = event.recipe
-    match event.kind:
-        case "queued":
-            return f"{name}: queued: {event.reason}"
-        case "waiting":
-            return f"{name}: waits: {event.reason}"
-        case "started":
-            return f"{name}: started" + (f", attempt {event.attempt}" if event.attempt > 1 else "")
-        case "stage":
-            return f"{name}: [{event.stage}]"
-        case "retrying":
-            return f"{name}: failed, tried again in {duration(event.wait_s or 0.0)}: {event.reason}"
-    word = event.verdict if event.state == "ran" and event.verdict else event.state
-    if event.state == "failed":
-        word = f"failed with exit code {event.exit_code}"
-    took = f" in {duration(event.duration_s)}" if event.attempt and event.duration_s is not None else ""
-    release = f", released {event.tag}" if event.tag else ""
-    reason = f": {event.reason}" if event.reason else ""
-    log = f" (log: {event.log})" if event.state == "failed" and event.log else ""
-    return f"{name}: {word}{took}{release}{reason}{log}"
 
 
 def now_utc() -> str:
