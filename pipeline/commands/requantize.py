@@ -159,7 +159,7 @@ def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> R
         write_line(f"warning: {message}")
 
     with closing(Notices(options.store, metrics_file, warn)) as notify:
-        fleet = Fleet(options, say=write_line, warn=warn, on_end=notify)
+        fleet = Fleet(options, write=write_line, warn=warn, on_end=notify)
         with stop_signals(fleet.stop):
             return fleet.run(named)
 

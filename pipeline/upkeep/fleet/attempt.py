@@ -57,8 +57,8 @@ class Attempted:
         return not self.cut_short and self.answer.get("transient") is True
 
 
-class Attempt:
-    """A child process from its start on. Raises `StoreError` if the log cannot be written.
+class RecipeProcess:
+    """A child process that works on a recipe, from its start on. Raises `StoreError` if the log cannot be written.
 
     It is ended after ``limit_s`` seconds (None: no limit), with ``grace_s`` seconds between SIGTERM and SIGKILL; its
     own children end with it. With ``queues`` it waits in a cluster's queue first, and its time begins with its first

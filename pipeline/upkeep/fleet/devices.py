@@ -35,8 +35,8 @@ class Devices:
         """
         if self.variable is None:
             return dict(ours)
-        rest = {name: value for name, value in ours.items() if name not in (HIP, CUDA)}
-        return {**rest, self.variable: ",".join(self.values[number] for number in numbers) or "-1"}
+        plain = {name: value for name, value in ours.items() if name not in (HIP, CUDA)}
+        return {**plain, self.variable: ",".join(self.values[number] for number in numbers) or "-1"}
 
 
 NONE: Final = Devices(None, {})

@@ -20,7 +20,7 @@ from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.store.files import DamagedError
 from quantmint.pipeline.store.locks import Lock
 from quantmint.pipeline.store.tree import Store
-from quantmint.pipeline.upkeep.fleet.attempt import Attempt, Attempted
+from quantmint.pipeline.upkeep.fleet.attempt import RecipeProcess, Attempted
 from quantmint.pipeline.upkeep.fleet.devices import NONE, Devices, devices_of
 from quantmint.pipeline.upkeep.fleet.records import Ended, RecipeState, State, now_utc, read_state
 
@@ -96,7 +96,7 @@ class FleetJob:
     timed_out: bool = False
     lock: Lock | None = None
     devices: ExitStack = field(default_factory=ExitStack)
-    attempt: Attempt | None = None
+    attempt: RecipeProcess | None = None
     last: Attempted | None = None
 
     @property
@@ -163,10 +163,10 @@ def unaffordable(job: FleetJob, room: Room) -> str | None:
         return "the round's disk is used up"
     if room.left_s is None:
         return None
-    left, last = room.left_s - max(0.0, job.ready - room.now), job.state.last_duration_s or 0.0
-    if left <= 0:
+    left_s, last = room.left_s - max(0.0, job.ready - room.now), job.state.last_duration_s or 0.0
+    if left_s <= 0:
         return "the round's time is used up"
-    return f"it took {duration(last)} the last time, and {duration(left)} are left" if last > left else None
+    return f"it took {duration(last)} the last time, and {duration(left_s)} are left" if last > left_s else None
 
 
 def pause_s(job: FleetJob, attempted: Attempted, first: float) -> float | None:
@@ -180,19 +180,21 @@ def pause_s(job: FleetJob, attempted: Attempted, first: float) -> float | None:
 def queued(due: Due, options: Options, devices: Devices, warn: Callable[[str], None]) -> FleetJob | Ended:
     """Return a job for the queue, or how the recipe leaves the round without an attempt."""
     if due.state == "broken":
-        return left(due, "broken", 2, due.reason)
+        return unattempted(due, "broken", 2, due.reason)
     if not options.everything and due.state != "due":
         verdict = due.verdict if due.state == "held" else None
         code = DamagedError.exit_code if due.state == "damaged" else 0 if verdict is None else verdict.exit_code
-        return replace(left(due, due.state, code, due.reason), verdict=None if verdict is None else verdict.value)
+        return replace(
+            unattempted(due, due.state, code, due.reason), verdict=None if verdict is None else verdict.value
+        )
     needs = 0 if devices.variable is None else devices_needed(due)
     if needs > len(devices.values):
         reason = f"its target has {needs} devices, and this fleet has {len(devices.values)}"
-        return left(due, "failed", 2, reason)
+        return unattempted(due, "failed", 2, reason)
     return FleetJob(due, read_state(options.store, due.name, warn=warn), needs)
 
 
-def left(due: Due, state: State, code: int, reason: str) -> Ended:
+def unattempted(due: Due, state: State, code: int, reason: str) -> Ended:
     """Return how a recipe leaves the round without an attempt."""
     from quantmint.pipeline.upkeep.due.causes import what_changed
 
@@ -204,7 +206,7 @@ def left(due: Due, state: State, code: int, reason: str) -> Ended:
 def unrun(job: FleetJob, state: State, code: int, reason: str) -> Ended:
     """Return how a queued job leaves the round without a result; the log and time of earlier attempts are kept."""
     log = None if job.last is None else str(job.last.log)
-    ended = left(job.due, state, code, reason)
+    ended = unattempted(job.due, state, code, reason)
     return replace(ended, attempts=job.attempts, duration_s=round(job.seconds, 1), log=log)
 
 
@@ -244,11 +246,11 @@ def state_after(job: FleetJob, ended: Ended) -> RecipeState:
 def foresee(
     recipes: Sequence[str], options: Options, warn: Callable[[str], None]
 ) -> tuple[tuple[FleetJob, ...], tuple[Ended, ...]]:
-    """Return the jobs that a round would run, in their order, and how the other recipes would leave it."""
+    """Return the jobs that a round would run, in their order, and the ends of the other recipes."""
     devices = NONE if options.on is not None else devices_of(Host())
     hours = options.max_hours
     room = Room(0.0, 1, left_s=None if hours is None else hours * 3600, left_bytes=options.max_disk)
-    others: list[Ended] = []
+    ends: list[Ended] = []
     jobs: dict[str, FleetJob] = {}
     for due in options.look()(recipes):
         job = queued(due, options, devices, warn)
@@ -257,5 +259,5 @@ def foresee(
         if isinstance(job, FleetJob):
             jobs.setdefault(job.name, job)
         else:
-            others.append(job)
-    return tuple(ordered(jobs.values())), tuple(others)
+            ends.append(job)
+    return tuple(ordered(jobs.values())), tuple(ends)

@@ -91,7 +91,7 @@ def all_states(root: Path, *, warn: Callable[[str], None]) -> dict[str, RecipeSt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a recipe left a round.
+    """The end of a recipe in a round.
 
     ``exit_code`` is the code that the round counts. ``attempts`` is 0 for a recipe that was not run, ``duration_s`` is
     the time of all attempts. ``tag`` is the release that was published to ``places``. ``causes`` are the kinds of

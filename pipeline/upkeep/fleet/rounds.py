@@ -20,7 +20,7 @@ from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.store.disk import disk_errors
 from quantmint.pipeline.store.locks import Lock
 from quantmint.pipeline.upkeep.fleet import jobs
-from quantmint.pipeline.upkeep.fleet.attempt import Attempt, new_log, quotable
+from quantmint.pipeline.upkeep.fleet.attempt import RecipeProcess, new_log, quotable
 from quantmint.pipeline.upkeep.fleet.devices import NONE, devices_of, free_of, take, try_lock
 from quantmint.pipeline.upkeep.fleet.jobs import FleetJob, Look, Options, Room
 from quantmint.pipeline.upkeep.fleet.records import Ended, RoundSummary, State, folder_of, now_utc, write_state
@@ -44,7 +44,7 @@ class _NoLookError(Exception):
 class Fleet:
     """The engine of a round.
 
-    ``say`` is called with each line of the log, ``warn`` with faults that stop nothing, ``on_end`` when a recipe leaves
+    ``write`` is called with each line of the log, ``warn`` with faults that stop nothing, ``on_end`` when a recipe leaves
     the round. ``look`` replaces `pipeline.upkeep.due.due.look` (None: that function, by the options).
     """
 
@@ -52,13 +52,13 @@ class Fleet:
         self,
         options: Options,
         *,
-        say: Callable[[str], None],
+        write: Callable[[str], None],
         warn: Callable[[str], None],
         on_end: Callable[[Ended], None] = lambda _: None,
         look: Look | None = None,
     ) -> None:
         self._options, self._look = options, look or options.look()
-        self._say, self._pass_on, self._on_end = say, warn, on_end
+        self._write, self._pass_on, self._on_end = write, warn, on_end
         self._devices = NONE if options.on is not None else devices_of(Host())
         self._waiting: dict[str, FleetJob] = {}
         self._running: dict[str, FleetJob] = {}
@@ -76,7 +76,7 @@ class Fleet:
             raise _StopLookingError
 
     def run(self, recipes: Sequence[str]) -> RoundSummary:
-        """Work until all recipes have ended, or until `stop`; return the summary. Raises what ``say`` raises."""
+        """Work until all recipes have ended, or until `stop`; return the summary. Raises what ``write`` raises."""
         started = now_utc()
         try:
             with suppress(_StopLookingError):  # where the signal comes just as a look ends
@@ -124,15 +124,15 @@ class Fleet:
 
     def _queue(self, recipes: Sequence[str]) -> None:
         try:
-            found = self._due(recipes)
+            dues = self._due(recipes)
         except _NoLookError as error:
             state, code, reason = error.args
             for recipe in recipes:
                 self._end(Ended(recipe=recipe, state=state, exit_code=code, reason=reason))
             return
-        for sentence in dict.fromkeys(sentence for due in found for sentence in due.unknown):
+        for sentence in dict.fromkeys(sentence for due in dues for sentence in due.unknown):
             self._warn(sentence)
-        for recipe, due in zip(recipes, found, strict=True):
+        for recipe, due in zip(recipes, dues, strict=True):
             job = jobs.queued(due, self._options, self._devices, self._warn)
             if isinstance(job, Ended):
                 self._end(job)
@@ -140,7 +140,7 @@ class Fleet:
                 self._warn(f"{recipe}: {due.name} is queued already")
             else:
                 self._waiting[due.name] = job
-                self._say(f"{due.name}: queued: {due.reason}")
+                self._write(f"{due.name}: queued: {due.reason}")
 
     def _begin_next(self) -> bool:
         """Begin the next recipe that may; return whether one left the queue."""
@@ -181,7 +181,7 @@ class Fleet:
             return
         # It fetches, signs and publishes as a person's run does, but notifies nobody.
         ours = {name: value for name, value in os.environ.items() if not name.startswith("QUANTMINT_WEBHOOK")}
-        job.attempt = Attempt(
+        job.attempt = RecipeProcess(
             options.command_line(job.due.recipe),
             new_log(options.store, job.name),
             self._devices.environment(ours, numbers),
@@ -191,14 +191,14 @@ class Fleet:
         )
         job.attempts += 1
         self._running[job.name] = self._waiting.pop(job.name)
-        self._say(f"{job.name}: started" + (f", attempt {job.attempts}" if job.attempts > 1 else ""))
+        self._write(f"{job.name}: started" + (f", attempt {job.attempts}" if job.attempts > 1 else ""))
 
     def _leave_or_wait(self, job: FleetJob) -> None:
         if not self._options.wait:
             self._close(job, jobs.unrun(job, "elsewhere", 0, "another process works on it"))
         elif not job.elsewhere:
             job.elsewhere = True
-            self._say(f"{job.name}: waits: another process works on it")
+            self._write(f"{job.name}: waits: another process works on it")
 
     def _look_again(self, job: FleetJob) -> Ended | None:
         """Return how a recipe leaves the round that is not due any more, now that its lock is ours; None if it is."""
@@ -215,20 +215,20 @@ class Fleet:
     # What ends.
 
     def _watch(self) -> None:
-        left = self._left_s()
+        left_s = self._left_s()
         for job in list(self._running.values()):
             with self._faults_of(job):
                 if job.attempt is None:
                     continue
-                if left is not None and left <= 0 and not job.timed_out:
+                if left_s is not None and left_s <= 0 and not job.timed_out:
                     job.timed_out = True
                     job.attempt.stop()
                 if (stage := job.attempt.watch()) is not None:
-                    self._say(f"{job.name}: [{stage}]")
+                    self._write(f"{job.name}: [{stage}]")
                 if not job.attempt.running:
                     self._finish(job, job.attempt)
 
-    def _finish(self, job: FleetJob, attempt: Attempt) -> None:
+    def _finish(self, job: FleetJob, attempt: RecipeProcess) -> None:
         """Take the result of an attempt; queue its job again after a transient fault, else close it."""
         attempted = attempt.result()
         job.attempt, job.last, job.seconds = None, attempted, job.seconds + attempted.seconds
@@ -245,7 +245,7 @@ class Fleet:
             return
         self._give_back(job)
         self._waiting[job.name] = job  # its lock stays ours: nobody else tries in between
-        self._say(f"{job.name}: failed, tried again in {duration(pause)}: {attempted.error}")
+        self._write(f"{job.name}: failed, tried again in {duration(pause)}: {attempted.error}")
 
     @contextmanager
     def _faults_of(self, job: FleetJob) -> Iterator[None]:
@@ -297,7 +297,7 @@ class Fleet:
         ended = replace(ended, reason=redact(ended.reason, os.environ))
         self._ended.append(ended)
         self._on_end(ended)
-        self._say(str(ended))
+        self._write(str(ended))
 
     def _warn(self, message: str) -> None:
         message = redact(message, os.environ)  # of a proxy, a bucket or the Hub, in whatever words

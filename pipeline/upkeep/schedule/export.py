@@ -105,16 +105,16 @@ class Export:
     variables: Mapping[str, str] = field(default_factory=dict)
     environment_file: str | None = None
 
-    def command(self, item: Scheduled, *more: str) -> tuple[str, ...]:
-        """Return the words of the command that requantizes a recipe if it is due; ``more`` are further options."""
+    def command(self, item: Scheduled, *options: str) -> tuple[str, ...]:
+        """Return the words of the command that requantizes a recipe if it is due; ``options`` are further ones."""
         store = () if self.store is None else ("--store", self.store)
         on = () if self.on is None else ("--on", self.on)
-        return (*self.program, "requantize", item.given, "--due", *store, *on, *more)
+        return (*self.program, "requantize", item.given, "--due", *store, *on, *options)
 
     def file(self, name: str, template: str, comments: Sequence[str] = (), **values: Any) -> dict[str, str]:
         """Return the text of a template, by the file's ``name``; its header has that name, our command and comments."""
-        made = f"{name}: made by `{self.made_by}`; make it again rather than edit it"
-        header = "".join(f"# {line}\n" for line in (made, *comments))
+        title = f"{name}: made by `{self.made_by}`; make it again rather than edit it"
+        header = "".join(f"# {line}\n" for line in (title, *comments))
         return {name: render(Path(__file__).with_name(template), header=header, export=self, **values)}
 
 

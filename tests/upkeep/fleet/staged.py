@@ -105,7 +105,7 @@ class Stage:
             hear(line)
             self.lines.append(line)
 
-        return Fleet(self.options(**given), say=keep, look=look or self.look, warn=self.warnings.append)
+        return Fleet(self.options(**given), write=keep, look=look or self.look, warn=self.warnings.append)
 
     def run(self, *recipes: str, **given: Any) -> RoundSummary:
         return self.fleet(**given).run(recipes or tuple(self.recipes))

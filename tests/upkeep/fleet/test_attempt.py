@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantmint.pipeline.upkeep.fleet.attempt import Attempt, Attempted, last_line, quotable
+from quantmint.pipeline.upkeep.fleet.attempt import RecipeProcess, Attempted, last_line, quotable
 
 SECRET = "kR7-secret-9"
 OURS = {"HF_TOKEN": SECRET, "TOKENIZERS_PARALLELISM": "false-false", "SHORT_TOKEN": "abc", "PATH": "/usr/local/bin"}
@@ -38,7 +38,7 @@ _ENDS = "import sys, time\nprint('[1/2] source: started', file=sys.stderr, flush
 
 
 def tried(tmp_path: Path, code: str, limit_s: float | None, *, stop: bool = False) -> Attempted:
-    attempt = Attempt(
+    attempt = RecipeProcess(
         [sys.executable, "-S", "-c", code], tmp_path / "one.log", {}, grace_s=5, limit_s=limit_s, queues=True
     )
     if stop:
