@@ -20,7 +20,7 @@ from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.store.files import DamagedError
 from quantmint.pipeline.store.locks import Lock
 from quantmint.pipeline.store.tree import Store
-from quantmint.pipeline.upkeep.fleet.attempt import RecipeProcess, Attempted
+from quantmint.pipeline.upkeep.fleet.attempt import Attempted, RecipeProcess
 from quantmint.pipeline.upkeep.fleet.devices import NONE, Devices, devices_of
 from quantmint.pipeline.upkeep.fleet.records import Ended, RecipeState, State, now_utc, read_state
 

@@ -44,8 +44,8 @@ class _NoLookError(Exception):
 class Fleet:
     """The engine of a round.
 
-    ``write`` is called with each line of the log, ``warn`` with faults that stop nothing, ``on_end`` when a recipe leaves
-    the round. ``look`` replaces `pipeline.upkeep.due.due.look` (None: that function, by the options).
+    ``write`` is called with each line of the log, ``warn`` with faults that stop nothing, ``on_end`` when a recipe
+    leaves the round. ``look`` replaces `pipeline.upkeep.due.due.look` (None: that function, by the options).
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantmint.pipeline.upkeep.fleet.attempt import RecipeProcess, Attempted, last_line, quotable
+from quantmint.pipeline.upkeep.fleet.attempt import Attempted, RecipeProcess, last_line, quotable
 
 SECRET = "kR7-secret-9"
 OURS = {"HF_TOKEN": SECRET, "TOKENIZERS_PARALLELISM": "false-false", "SHORT_TOKEN": "abc", "PATH": "/usr/local/bin"}
