@@ -1,1 +1,1 @@
-"""What keeps checkpoints fresh: what is due, a fleet of runs, schedules and notices."""
+"""Keep checkpoints fresh: due recipes, rounds of runs, schedules and notices."""

@@ -12,8 +12,15 @@ from quantmint.pipeline.recipe.destinations import KINDS, DestinationSection, se
 PIPELINE = Path(__file__).parents[2] / "pipeline"
 
 
-# What only the Hub has: a token in a schedule's environment, a card whose scores it shows, its own list of releases.
-BESIDE = {"hub": {"pipeline/upkeep/schedule/export.py", "pipeline/stages/card.py", "pipeline/upkeep/due/answers.py"}}
+# What only the Hub has: a token in a schedule's environment, a card whose scores it shows, its own list of releases, a model's commit.
+BESIDE = {
+    "hub": {
+        "pipeline/upkeep/schedule/export.py",
+        "pipeline/stages/card.py",
+        "pipeline/publish/newest.py",
+        "pipeline/upkeep/due/answers.py",
+    }
+}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.key != "folder"], ids=lambda kind: kind.key)

@@ -1,1 +1,1 @@
-"""What has changed since a recipe was last published."""
+"""Whether a recipe is due: its newest release against a plan of now."""

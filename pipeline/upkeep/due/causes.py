@@ -1,6 +1,6 @@
-"""What has changed between a release and a plan of now, and which kind of change it is.
+"""Compare a release with a plan of now, and name the kind of each change.
 
-Pure: a manifest and a plan's payloads go in, changes come out. Where a difference stands says what it is:
+Pure: a manifest and a plan's payloads go in, changes come out. The place of a difference decides its cause:
 
     settings of source                        base
     a data set's commit, a file's digest      dataset
@@ -83,38 +83,38 @@ def changes(
     ``written`` are the paths that the recipe states instead of leaving them to a default, ``quantmint`` is this
     version.
     """
-    found: list[DueChange] = []
-    for one in difference(released.recipe, recipe):
-        at = keys(one.path)
+    due: list[DueChange] = []
+    for line in difference(released.recipe, recipe):
+        at = keys(line.path)
         # A key that the release's quantmint did not know yet, and that nobody has written, is a new default.
-        fresh = one.old is ABSENT and not any(place[: len(at)] == at for place in written)
+        fresh = line.old is ABSENT and not any(place[: len(at)] == at for place in written)
         why: Cause = "toolchain" if fresh else "recipe"
-        found.append(DueChange(why, RECIPE, one.path.removeprefix("$."), one.old, one.new))
-    edited = frozenset(keys(change.path) for change in found if change.cause == "recipe")
+        due.append(DueChange(why, RECIPE, line.path.removeprefix("$."), line.old, line.new))
+    edited = frozenset(keys(change.path) for change in due if change.cause == "recipe")
     if released.quantmint != quantmint:
-        found.append(DueChange("toolchain", "package", f"$.tools.{_QUANTMINT}", released.quantmint, quantmint))
+        due.append(DueChange("toolchain", "package", f"$.tools.{_QUANTMINT}", released.quantmint, quantmint))
     follows: Cause = "recipe" if edited else "toolchain"
     for key in (*payloads, *(key for key in released.stages if key not in payloads)):
         if key in _DRAWN:
             continue
-        made, payload = released.stages.get(key), payloads.get(key)
-        if made is None or payload is None:
-            sides = (ABSENT if made is None else key, ABSENT if payload is None else key)
-            found.append(DueChange(follows, key, "$", *sides))
-        else:
-            moved = any(change.cause == "base" for change in found)
-            for one in difference(_by_name(made.payload), _by_name(payload)):
-                at = keys(one.path)
-                if at[0] != "inputs":
-                    found.append(DueChange(_cause(key, at, edited, moved), key, one.path, one.old, one.new))
-    return tuple(found)
+        before, payload = released.stages.get(key), payloads.get(key)
+        if before is None or payload is None:
+            sides = (ABSENT if before is None else key, ABSENT if payload is None else key)
+            due.append(DueChange(follows, key, "$", *sides))
+            continue
+        moved = any(change.cause == "base" for change in due)
+        for setting in difference(_by_name(before.payload), _by_name(payload)):
+            at = keys(setting.path)
+            if at[0] != "inputs":
+                due.append(DueChange(_cause(key, at, edited, moved), key, setting.path, setting.old, setting.new))
+    return tuple(due)
 
 
 def keys(path: str) -> YamlPath:
     """Return the parts of a path: ``$.tools["lm-eval"]`` is ("tools", "lm-eval"), ``a[0]`` is ("a", 0)."""
-    found = _PART.finditer(path if path.startswith("$") else f".{path}")
+    parts = _PART.finditer(path if path.startswith("$") else f".{path}")
     return tuple(
-        int(part["index"]) if part["index"] else part["key"] or str(json.loads(part["quoted"])) for part in found
+        int(part["index"]) if part["index"] else part["key"] or str(json.loads(part["quoted"])) for part in parts
     )
 
 
@@ -126,17 +126,17 @@ def tool_of(change: DueChange) -> str | None:
     return None
 
 
-def apart_from_unknown(found: Collection[DueChange]) -> tuple[frozenset[str], tuple[DueChange, ...]]:
+def apart_from_unknown(due: Collection[DueChange]) -> tuple[frozenset[str], tuple[DueChange, ...]]:
     """Return the tools that are not installed here, and the changes without those that only their absence causes.
 
     A version that is absent here cannot be compared. Without vLLM, changes of the launch are left out too, because they
     follow from its version.
     """
-    tools = frozenset(tool for change in found if change.after == "absent" and (tool := tool_of(change)) is not None)
+    tools = frozenset(tool for change in due if change.after == "absent" and (tool := tool_of(change)) is not None)
     launched = _VLLM in tools
     return tools, tuple(
         change
-        for change in found
+        for change in due
         if tool_of(change) not in tools and not (launched and keys(change.path)[:2] == ("settings", "launch"))
     )
 
@@ -193,17 +193,16 @@ def what_changed(changes: Sequence[DueChange]) -> tuple[str, ...]:
         launched = keys(change.path)[:2] == ("settings", "launch")
         return (change.cause == "recipe" and edited) or (launched and upgraded) or (launched and change.cause == "base")
 
-    told = [phrase(change) for change in changes if not follows(change)]
-    return tuple(dict.fromkeys(told))
+    return tuple(dict.fromkeys(phrase(change) for change in changes if not follows(change)))
 
 
 def phrase(change: DueChange) -> str:
     """Return one change in words, such as ``base 3f2a1c0 -> 91be07a``."""
-    subject, whole = _subject(change), not keys(change.path)
+    subject, is_stage = _subject(change), not keys(change.path)
     if change.before is ABSENT:
-        return f"{subject} is new" if whole else f"{subject} is new: {shown(change.after)}"
+        return f"{subject} is new" if is_stage else f"{subject} is new: {shown(change.after)}"
     if change.after is ABSENT:
-        return f"{subject} is gone" if whole else f"{subject} is gone: {shown(change.before)}"
+        return f"{subject} is gone" if is_stage else f"{subject} is gone: {shown(change.before)}"
     return f"{subject} {shown(change.before)} -> {shown(change.after)}"
 
 
@@ -222,8 +221,8 @@ def _subject(change: DueChange) -> str:
             return "image"
         case ("settings", "set", "revision" | "file") | ("settings", "calibration", "set", "revision" | "file"):
             return "calibration data"
-        case ("settings", "tasks", str(task), "data", *more):
-            return f"data of {task}{''.join(f', {one}' for one in more)}"
+        case ("settings", "tasks", str(task), "data", *path):
+            return f"data of {task}{''.join(f', {key}' for key in path)}"
         case ("settings", "tasks", str(task), "files", *_):
             return f"data of {task}"
     if change.cause == "base":

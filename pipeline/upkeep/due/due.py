@@ -7,8 +7,9 @@ nothing due, and is told.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from quantmint.eval.verdict import Verdict
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base.canonical import ABSENT, Json, fingerprint
 from quantmint.pipeline.base.errors import QuantmintError, UserError
+from quantmint.pipeline.publish.newest import NewestRelease
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.faults import refuse
 from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe
@@ -29,7 +31,7 @@ from quantmint.pipeline.stages.setting import Commits, Setting, SourceIdentity
 from quantmint.pipeline.stages.source import identify
 from quantmint.pipeline.stages.stage import Planned
 from quantmint.pipeline.store.tree import Store
-from quantmint.pipeline.upkeep.due.answers import Answers, Released, ReleasePlaces, UnaskedError, ask
+from quantmint.pipeline.upkeep.due.answers import Answers, ReleasePlaces, UnaskedError, ask
 from quantmint.pipeline.upkeep.due.causes import RECIPE, DueChange, apart_from_unknown, changes, what_changed
 from quantmint.pipeline.upkeep.schedule.export import here
 
@@ -56,7 +58,7 @@ class Due:
     reason: str
     changes: tuple[DueChange, ...] = ()
     stages: tuple[tuple[str, Literal["rerun", "cached"]], ...] = ()
-    release: Released | None = None
+    release: NewestRelease | None = None
     unknown: tuple[str, ...] = ()
     verdict: Verdict | None = None
     loaded: LoadedRecipe | None = None
@@ -88,10 +90,10 @@ def all_recipes() -> tuple[str, ...]:
 
     Raises `UserError` if there are none.
     """
-    found = here()
-    if not found:
+    names = here()
+    if not names:
         raise UserError("no recipe is named, and ./recipes has none", hint="Name recipes or YAML files.")
-    return found
+    return names
 
 
 def look(recipes: Sequence[str], *, store: Store, vllm: str | None = None, device: str = "auto") -> tuple[Due, ...]:
@@ -100,114 +102,103 @@ def look(recipes: Sequence[str], *, store: Store, vllm: str | None = None, devic
     ``vllm`` and ``device`` are options of `quantmint run`. A recipe at fault is "broken" and raises nothing. Answers of
     the Hub are not kept for the next call.
     """
-    found: dict[str, Due] = {}
+    dues: dict[str, Due] = {}
     loaded: dict[str, LoadedRecipe] = {}
     for recipe in recipes:
         try:
             loaded[recipe] = load_recipe(recipe)
         except QuantmintError as error:
-            found[recipe] = Due(recipe, recipe, "broken", str(error))
+            dues[recipe] = Due(recipe, recipe, "broken", str(error))
     answers = ask(list(loaded.values()), Path.cwd())
-    for recipe, one in loaded.items():
+    for recipe, parsed in loaded.items():
+        due = Due(parsed.recipe.name, recipe, "broken", "", loaded=parsed)
         try:
-            found[recipe] = _found(recipe, one, answers, store, vllm, device)
+            dues[recipe] = _judge(due, parsed, answers, partial(plan_now, store=store, vllm=vllm, device=device))
         except Exception as error:  # a fault of ours, or of a disk, that one recipe meets: the others are looked at
-            reason = f"it cannot be looked at: {type(error).__name__}: {error}"
-            found[recipe] = Due(one.recipe.name, recipe, "broken", reason, loaded=one)
-    return tuple(found[recipe] for recipe in recipes)
+            dues[recipe] = replace(due, reason=f"it cannot be looked at: {type(error).__name__}: {error}")
+    return tuple(dues[recipe] for recipe in recipes)
 
 
-def _found(recipe: str, loaded: LoadedRecipe, answers: Answers, store: Store, vllm: str | None, device: str) -> Due:
-    name, said = loaded.recipe.name, answers.releases(loaded)
-    release, silent = said.newest, [*said.unasked, *said.damaged]
+def _judge(due: Due, loaded: LoadedRecipe, answers: Answers, plan: Callable[[LoadedRecipe, Answers], Now]) -> Due:
+    """Return ``due`` with its state and all that it follows from; ``plan`` is `plan_now` with its options."""
+    places = answers.releases(loaded)
+    due, silent = replace(due, release=places.newest), [*places.unasked, *places.damaged]
     try:
-        now = plan_now(loaded, answers, store=store, vllm=vllm, device=device)
+        now = plan(loaded, answers)
     except UnaskedError as error:
-        unknown = tuple(dict.fromkeys((error.message, *silent)))
-        state, reason = _at_fault("unknown", error.message, said)
-        return Due(name, recipe, state, reason, release=release, unknown=unknown, loaded=loaded)
+        due = replace(due, unknown=tuple(dict.fromkeys((error.message, *silent))))
+        if places.damaged:
+            return replace(due, state="damaged", reason=places.damaged[0])
+        return replace(due, state="unknown", reason=error.message)
     except QuantmintError as error:
-        return Due(name, recipe, "broken", str(error), release=release, loaded=loaded)
+        return replace(due, reason=str(error))
     differing: tuple[DueChange, ...] = ()
-    if release is not None:
+    if places.newest is not None:
         payloads: Mapping[str, Mapping[str, object]] = {planned.key: planned.payload for planned in now.plan}
         written = loaded.positions.values.keys()
-        found = changes(release.manifest, payloads, now.recipe, written=written, quantmint=__version__)
-        tools, differing = apart_from_unknown(found)
+        differences = changes(places.newest.manifest, payloads, now.recipe, written=written, quantmint=__version__)
+        tools, differing = apart_from_unknown(differences)
         if tools:
             silent.append(f"not installed here, so that its version is not known: {', '.join(sorted(tools))}")
     unknown = tuple(dict.fromkeys(silent))
-    state, reason = _at_fault(*_state(now, release, differing, said, unknown), said)
-    if release is None and state not in ("unknown", "damaged"):
-        differing = (DueChange("recipe", RECIPE, "name", ABSENT, name),)
-    return Due(
-        name,
-        recipe,
-        state,
-        reason,
+    state, reason = _state(now, differing, places, unknown)
+    if places.damaged and state != "due":  # a run that is due replaces the damaged release, so it goes first
+        state, reason = "damaged", places.damaged[0]
+    if places.newest is None and state not in ("unknown", "damaged"):
+        differing = (DueChange("recipe", RECIPE, "name", ABSENT, due.name),)
+    return replace(
+        due,
+        state=state,
+        reason=reason,
         changes=differing,
         stages=now.stages,
-        release=release,
         unknown=unknown,
         verdict=now.judged if state == "held" else None,
-        loaded=loaded,
         inputs=fingerprint([[planned.key, planned.fingerprint] for planned in now.plan]),
     )
 
 
-def _at_fault(state: State, reason: str, said: ReleasePlaces) -> tuple[State, str]:
-    """Return "damaged" with its reason if a release cannot be read and the recipe is not due; else the arguments.
-
-    A run that is due replaces the damaged release, so it goes first.
-    """
-    return ("damaged", said.damaged[0]) if said.damaged and state != "due" else (state, reason)
-
-
 def _state(
-    now: Now, release: Released | None, differing: Sequence[DueChange], said: ReleasePlaces, unknown: Sequence[str]
+    now: Now, differing: Sequence[DueChange], places: ReleasePlaces, unknown: Sequence[str]
 ) -> tuple[State, str]:
-    counted = [change for change in differing if change.cause in now.setting.recipe.refresh.triggers]
-    held = None if now.judged is None else f"these inputs were judged {now.judged.value}"
-    if release is None and (said.unasked or said.damaged):
+    release, recipe = places.newest, now.setting.recipe
+    if release is None and (places.unasked or places.damaged):
         return "unknown", "whether it was ever released is not known"
+    counted = [change for change in differing if change.cause in recipe.refresh.triggers]
     words = "never released" if release is None else "; ".join(what_changed(counted))
     stages = dict(now.stages)
     if not words and release is not None and now.packaged() == release.tag and stages.get("publish") == "rerun":
         return "due", f"{release.tag} is not in all places of the recipe"
-    if not words and said.empty:  # a place that is new to the recipe, or that somebody emptied
-        words = f"nothing is in {', '.join(said.empty)}"
-    if words and held:
-        return "held", f"{held} ({words})"
+    if not words and places.empty:  # a place that is new to the recipe, or that somebody emptied
+        words = f"nothing is in {', '.join(places.empty)}"
+    if words and now.judged is not None:
+        return "held", f"these inputs were judged {now.judged.value} ({words})"
     if words:
-        made = "rerun" not in stages.values()
-        return ("current", f"{_made_before(now, said)} ({words})") if made else ("due", words)
+        rerun = "rerun" in stages.values()
+        return ("due", words) if rerun else ("current", f"{_made_before(now, places)} ({words})")
     if differing:
         causes = ", ".join(dict.fromkeys(change.cause for change in differing))
         return "current", f"left out by refresh.triggers: {causes}: {'; '.join(what_changed(differing))}"
     if unknown:
         return "unknown", unknown[0]
-    publish = now.setting.recipe.publish
-    waits = publish.to == "candidate" or any(each.needs_approval() for each in publish.destinations())
+    waits = recipe.publish.to == "candidate" or any(to.needs_approval() for to in recipe.publish.destinations())
     if release is None or release.shown in (None, release.tag) or waits:
         return "current", "nothing changed"
     return "current", f"nothing changed; {_readers_get(release, release.tag)}"
 
 
-def _made_before(now: Now, said: ReleasePlaces) -> str:
+def _made_before(now: Now, places: ReleasePlaces) -> str:
     """Return the reason for a recipe of which this store has made every stage, with the command that shows it."""
     ours = now.packaged()
-    if ours is None or said.empty or any(ours not in one.tags for one in said.there):
+    if ours is None or places.empty or any(ours not in release.tags for release in places.there):
         return f"this store has made it: `quantmint publish {now.setting.recipe.name}` publishes it"
-    other = next((one for one in said.there if one.shown != ours), None)
-    return f"readers get {ours}, made from these inputs" if other is None else _readers_get(other, ours)
+    elsewhere = next((release for release in places.there if release.shown != ours), None)
+    return f"readers get {ours}, made from these inputs" if elsewhere is None else _readers_get(elsewhere, ours)
 
 
-def _readers_get(there: Released, ours: str) -> str:
-    command = f"`quantmint release rollback {there.place} {ours}`"
-    return f"readers get {there.shown}; {command} gives them what these inputs made"
-
-
-# What it would be made from now: its plan, by what is here and what was answered.
+def _readers_get(release: NewestRelease, ours: str) -> str:
+    command = f"`quantmint release rollback {release.place} {ours}`"
+    return f"readers get {release.shown}; {command} gives them what these inputs made"
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +219,8 @@ class Now:
         """Return the tag of the release that this store made from these very inputs; None if it has none."""
         package = next((planned for planned in self.plan if planned.key == "package"), None)
         entry = None if package is None else find_entry(package, self.setting)
-        found = None if entry is None else entry.record.result.get("tag")
-        return found if isinstance(found, str) else None
+        tag = None if entry is None else entry.record.result.get("tag")
+        return tag if isinstance(tag, str) else None
 
 
 def plan_now(loaded: LoadedRecipe, answers: Answers, *, store: Store, vllm: str | None, device: str) -> Now:

@@ -1,1 +1,1 @@
-"""When recipes are looked at again: cron expressions, and exported units, crontabs, manifests and workflows."""
+"""Schedules of recipes as units, crontabs, manifests and workflows."""
