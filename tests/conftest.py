@@ -186,7 +186,12 @@ def _make(
 
     import torch
 
-    from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, static_scale, write_checkpoint
+    from quantmint.pipeline.quantize.engines.stream.engine import (
+        CheckpointPlan,
+        scale_ranges,
+        static_scale,
+        write_checkpoint,
+    )
     from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
     from quantmint.pipeline.quantize.formats.layout import Choice
@@ -201,12 +206,8 @@ def _make(
     types = torch.bfloat16, torch.bfloat16  # of scales, and of the model
     expected = {name: float(static_scale(name.rpartition(".")[2], amax, *types)) for name, amax in static.items()}
     written = write_checkpoint(
-        source,
-        plans,
-        choice,
-        static,
+        CheckpointPlan(source, plans, choice, static, checkpoint_format=checkpoint_format),
         destination / "checkpoint",
-        checkpoint_format=checkpoint_format,
         manifest=destination / "manifest.jsonl",
     )
     return Made(source, structure, choice, plans, written.shards, destination / "checkpoint", expected)

@@ -50,18 +50,7 @@ _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "
 @click.option("--inspect/--no-inspect", default=True, show_default=True, help="Prove the result before it is whole.")
 @click.option("--dry-run", is_flag=True, help="Print what would be made, and write nothing.")
 @json_option
-def quantize(
-    src: str,
-    out: Path,
-    device: str,
-    threads: int | None,
-    on: str | None,
-    inspect: bool,
-    dry_run: bool,
-    as_json: bool,
-    override: tuple[str, ...],
-    **options: Any,
-) -> None:
+def quantize(src: str, out: Path, threads: int | None, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Quantize MODEL (a folder, or organisation/name[@revision] of the Hub) into the folder OUT, without a recipe.
 
     Nothing is served or judged. OUT gets its config.json when the checkpoint is complete and sound. The same command
@@ -75,18 +64,17 @@ def quantize(
     if threads is not None:  # before PyTorch is there, which reads it too
         os.environ["OMP_NUM_THREADS"] = str(threads)
 
-    job = open_quantization(
-        src, out, **_sections(options, _overrides(override)), device=device, inspect=inspect, to_run=not dry_run
-    )
+    how = {name: options[name] for name in ("device", "inspect")}
+    job = open_quantization(src, out, **_sections(options), **how, to_run=not dry_run)
     if dry_run:
         state = "finished" if job.finished else "goes on where it stopped" if job.begun else "nothing is there yet"
         _show_plan(job, look_ahead(job), state, as_json=as_json)
         return
-    checkpoint = finish_quantization(job, on=on, reporter=reporter_for(json=as_json))
+    checkpoint = finish_quantization(job, on=options["on"], reporter=reporter_for(json=as_json))
     _show_result(job, checkpoint, as_json=as_json)
 
 
-def _sections(options: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[str, Any]:
+def _sections(options: dict[str, Any]) -> dict[str, Any]:
     calibration = {"set": options["calibration"], **{name: options[name] for name in _CALIBRATION}}
     useless = next((name for name, value in calibration.items() if value is not None), None)
     if options["calibration"] is None and useless is not None:
@@ -98,7 +86,7 @@ def _sections(options: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[
             "from": None if options["from_"] is None else options["from_"].split(","),
             "format": options["layout"],
             "exclude": list(options["exclude"]),
-            "overrides": overrides,
+            "overrides": _overrides(options["override"]),
             **_parameters(options["algorithm"], options["parameter"]),
         },
         "calibration": None if options["calibration"] is None else calibration,

@@ -70,17 +70,7 @@ def show(recipe: str, as_json: bool) -> None:
 @click.option("--publish", metavar="PLACE", help="A folder, org/name or s3://bucket/prefix (default: ./published).")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("recipes"), show_default=True)
 @json_option
-def init(
-    model: str,
-    name: str | None,
-    text: Path | None,
-    target: str | None,
-    gpus: int,
-    scheme: str | None,
-    publish: str | None,
-    folder: Path,
-    as_json: bool,
-) -> None:
+def init(model: str, text: Path | None, gpus: int, folder: Path, as_json: bool, **answers: str | None) -> None:
     """Write a recipe for MODEL (a folder, or org/name of the Hub), with a calibration set and a suite from --text.
 
     A person at a terminal is asked for what no option says. Nothing is written over, fetched or run.
@@ -102,15 +92,16 @@ def init(
     from quantmint.pipeline.serving.host.detect import detect
     from quantmint.pipeline.stages.checks import check
 
-    def asked(typed: str | None, question: str, default: str) -> str:
+    def answer(option: str, question: str, default: str) -> str:
+        typed = answers[option]
         if typed is not None or as_json or not sys.stdin.isatty():
             return default if typed is None else typed
         return str(click.prompt(question, default=default, err=True))
 
-    target = asked(target, "served on", detect(Host()).hardware)
-    scheme = asked(scheme, "scheme", default_scheme(target))
-    name = asked(name, "name", default_name(model, scheme))
-    publish = asked(publish, "published to", "published")
+    target = answer("target", "served on", detect(Host()).hardware)
+    scheme = answer("scheme", "scheme", default_scheme(target))
+    name = answer("name", "name", default_name(model, scheme))
+    publish = answer("publish", "published to", "published")
     written = write(
         draft(DraftOptions(model, name, target, scheme, text, publish, gpus), folder),
         prove=lambda recipe: refuse(check(load_recipe(recipe))),

@@ -47,17 +47,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 @store_option
 @remote_option
 @json_option
-def run(
-    recipe: str,
-    until: str | None,
-    redo: tuple[str, ...],
-    device: str,
-    on: str | None,
-    vllm: str | None,
-    store_path: Path,
-    remote: str | None,
-    as_json: bool,
-) -> int:
+def run(recipe: str, store_path: Path, remote: str | None, as_json: bool, **options: Any) -> int:
     """Quantize, prove and, after a PASS, publish what RECIPE (a name or a YAML file) says.
 
     Finished stages are taken from the store; the same command goes on with an interrupted run.
@@ -67,17 +57,7 @@ def run(
     from quantmint.pipeline import api
 
     reporter = reporter_for(json=as_json)
-    result = api.run(
-        recipe,
-        until=until,
-        redo=redo,
-        device=device,
-        on=on,
-        vllm=vllm,
-        store=store_path,
-        remote_store=remote,
-        reporter=reporter,
-    )
+    result = api.run(recipe, store=store_path, remote_store=remote, reporter=reporter, **options)
     ending = _ending(result, reporter.warn)
     if as_json:
         emit(_answer(ending))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,39 @@ if TYPE_CHECKING:
     from quantmint.pipeline.stages.advice import Advice
 
 _ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SearchRequest:
+    """The options of a search, as typed."""
+
+    from_: str | None
+    calibration: str | None
+    samples: int | None
+    sequence_length: int | None
+    bits: float | None
+    speedup: float | None
+    write: Path | None
+    plot: Path | None
+
+    @property
+    def schemes(self) -> tuple[str, ...] | None:
+        """Return the schemes to choose from; None for those of the recipe."""
+        return None if self.from_ is None else tuple(self.from_.split(","))
+
+    @property
+    def texts(self) -> dict[str, Any] | None:
+        """Return the calibration section that replaces the recipe's; None to keep that."""
+        if not self.calibration:
+            return None
+        return {"set": self.calibration, "samples": self.samples, "sequence_length": self.sequence_length}
+
+    def require_one_budget(self) -> None:
+        """Raise `click.UsageError` for two budgets, and for a file to write without any."""
+        if self.write is not None and self.bits is None and self.speedup is None:
+            raise click.UsageError("--write: found it without --bits or --speedup, which say what is written")
+        if self.bits is not None and self.speedup is not None:
+            raise click.UsageError("--speedup: found it with --bits, expected one of them")
 
 
 @click.command(name="search")
@@ -43,20 +77,7 @@ _ROWS = 16
 @device_option
 @store_option
 @json_option
-def search(
-    model: str,
-    from_: str | None,
-    calibration: str | None,
-    samples: int | None,
-    sequence_length: int | None,
-    bits: float | None,
-    speedup: float | None,
-    write: Path | None,
-    plot: Path | None,
-    device: str,
-    store_path: Path,
-    as_json: bool,
-) -> None:
+def search(model: str, device: str, store_path: Path, as_json: bool, **options: Any) -> None:
     """Print the frontier of MODEL, a recipe, a folder or organisation/name[@revision]: bits against predicted KL.
 
     The cost of each group of layers in each scheme is measured once, and kept in the store for all budgets. The KL is
@@ -77,11 +98,10 @@ def search(
     from quantmint.pipeline.stages.sensitivity import spendable
     from quantmint.pipeline.store.tree import Store
 
-    budget = bits if speedup is None else speedup
-    _require_one_budget(bits, speedup, write)
-    texts = {"set": calibration, "samples": samples, "sequence_length": sequence_length}
-    schemes = None if from_ is None else tuple(from_.split(","))
-    loaded, quantization_now = _load(model, schemes, texts if calibration else None, (bits, speedup), store_path)
+    request = _SearchRequest(**options)
+    request.require_one_budget()
+    budget, write = request.bits if request.speedup is None else request.speedup, request.write
+    loaded, quantization_now = _load(model, request, store_path)
     reporter = reporter_for(json=as_json)
     setting = open_setting(loaded, store=Store(store_path, on_warning=reporter.warn), device=device)
     groups = measured_groups(setting, reporter)
@@ -91,8 +111,8 @@ def search(
     text = None if point is None else choice_yaml(chosen(loaded, groups, point).recipe.quantization)
     if write is not None and text is not None:
         write.write_text(text, encoding="utf-8")
-    if plot is not None:
-        _draw(points, point, plot)
+    if request.plot is not None:
+        _draw(points, point, request.plot)
     advice = Advice() if quantization_now is None or point is not None else advise_eight_bits(quantization_now, groups)
     if as_json:
         answer: dict[str, Any] = {"model": model, "from": list(loaded.recipe.quantization.from_ or ())}
@@ -104,30 +124,16 @@ def search(
     _show_sections(advice, text, write)
 
 
-def _require_one_budget(bits: float | None, speedup: float | None, write: Path | None) -> None:
-    """Raise `click.UsageError` for two budgets, and for a file to write without any."""
-    if write is not None and bits is None and speedup is None:
-        raise click.UsageError("--write: found it without --bits or --speedup, which say what is written")
-    if bits is not None and speedup is not None:
-        raise click.UsageError("--speedup: found it with --bits, expected one of them")
-
-
 def _frontier_facts(points: Sequence[Point], groups: Sequence[Group]) -> dict[str, Any]:
     """Return the frontier's points, and the groups of modules with their options, as JSON values."""
     return {"frontier": [point.to_json() for point in points], "groups": [_group_facts(group) for group in groups]}
 
 
-def _load(
-    model: str,
-    schemes: tuple[str, ...] | None,
-    texts: Mapping[str, Any] | None,
-    budget: tuple[float | None, float | None],
-    store: Path,
-) -> tuple[LoadedRecipe, Quantization | None]:
+def _load(model: str, request: _SearchRequest, store: Path) -> tuple[LoadedRecipe, Quantization | None]:
     """Return a recipe with `scheme: auto` for ``model``, and the quantization of the recipe that it names, if any.
 
-    The quantization is None for a model, and for a recipe that chooses itself. ``texts`` is a calibration section that
-    replaces the recipe's; ``budget`` is (bits, speedup). Raises `click.UsageError` for a speedup without a recipe.
+    The quantization is None for a model, and for a recipe that chooses itself. Raises `click.UsageError` for a speedup
+    without a recipe.
     """
     from quantmint.eval.records import is_path
     from quantmint.pipeline.base.argument import classify
@@ -138,7 +144,7 @@ def _load(
     from quantmint.pipeline.runs.session import recipe_named
     from quantmint.pipeline.stages.advice import FROM
 
-    bits, speedup = budget
+    schemes, texts, speedup = request.schemes, request.texts, request.speedup
     if classify(model).kind in ("recipe", "name"):
         recipe = load_recipe(recipe_named(model, store) or model)
         quantization = recipe.recipe.quantization
@@ -147,7 +153,7 @@ def _load(
             stated = {name: value for name, value in texts.items() if value is not None}
             if is_path(stated["set"]):
                 stated["set"] = str(Path(stated["set"]).absolute())  # relative to here, and not to the recipe's file
-        loaded = opened(recipe, schemes, bits, speedup, calibration=stated)
+        loaded = opened(recipe, schemes, request.bits, speedup, calibration=stated)
         return loaded, None if quantization.scheme == AUTO else quantization
     if speedup is not None:
         raise click.UsageError(f"--speedup: found it with {model}, expected a recipe, which says the target")

@@ -23,6 +23,8 @@ from quantmint.pipeline.store.gc import list_runs
 from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:
+    from quantmint.pipeline.recipe.schema import Recipe
+    from quantmint.pipeline.serving.environment import VllmEnvironment
     from quantmint.pipeline.store.remote import RemoteTier
 
 
@@ -68,7 +70,24 @@ def open_setting(
         identity = SourceIdentity(None, "unresolved", source.repo or "folder")
     elif loaded.source_folder is not None:  # last: hashing the weights takes minutes
         identity = identify(source, folder, store.root, hashed=proven)
-    return assemble(loaded, identity, facts, store=store, vllm=vllm, device=device, remote=remote, served=proven)
+    environment = vllm_for(loaded.recipe, vllm) if proven else None
+    return assemble(loaded, identity, facts, store=store, vllm=environment, device=device, remote=remote)
+
+
+def vllm_for(recipe: Recipe, named: str | None) -> VllmEnvironment | None:
+    """Return the vLLM that serves a recipe's checkpoints; None if none is installed, or the recipe uses no vLLM.
+
+    Raises `UserError` for a wrong one that is ``named`` by an option or a variable; a missing one is no error until it
+    is needed.
+    """
+    if recipe.evaluation.runtime != "vllm":
+        return None
+    try:
+        return find_vllm(named)
+    except UserError:
+        if named is not None or os.environ.get(VARIABLE):
+            raise
+        return None
 
 
 def assemble(
@@ -77,24 +96,16 @@ def assemble(
     config: Mapping[str, Any],
     *,
     store: Store,
-    vllm: str | None = None,
+    vllm: VllmEnvironment | None = None,
     device: str = "auto",
     remote: RemoteTier | None = None,
     commits: Commits | None = None,
-    served: bool = True,
 ) -> Setting:
     """Return the setting of a checked recipe and its model, with its suite, workload, serving environment and choice.
 
     ``config`` is the model's config.json. ``commits`` resolves branches of data sets to commits (None: the Hub is asked
-    when a plan is made). Without ``served`` no vLLM is looked for. Raises `UserError` for a wrong vLLM that was named.
+    when a plan is made).
     """
-    environment = None
-    if served and loaded.recipe.evaluation.runtime == "vllm":
-        try:
-            environment = find_vllm(vllm)
-        except UserError:  # a wrong one that was named is an error, a missing one is not until it is needed
-            if vllm is not None or os.environ.get(VARIABLE):
-                raise
     setting = Setting(
         loaded=loaded,
         store=store,
@@ -102,7 +113,7 @@ def assemble(
         config=config,
         suite=suites.load(loaded.recipe.evaluation.suite).judged_by(loaded.recipe.gate.accuracy.margins),
         workload=workloads.load(loaded.recipe.target.workload),
-        vllm=environment,
+        vllm=vllm,
         device=device,
         home=Path.cwd(),
         remote=remote,

@@ -23,7 +23,12 @@ from quantmint.pipeline.quantize.device import device_memory, device_title, reso
 from quantmint.pipeline.quantize.digest import stray_files
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
 from quantmint.pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
-from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, static_scale, write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.engine import (
+    CheckpointPlan,
+    scale_ranges,
+    static_scale,
+    write_checkpoint,
+)
 from quantmint.pipeline.quantize.engines.stream.plan import NUMBERS, ShardPlan, origin_of, plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json, torch_dtype
 from quantmint.pipeline.quantize.formats.layout import Choice
@@ -139,18 +144,20 @@ class QuantizeStage(Stage):
             plans, scales = rounded.plans, {**scales, **rounded.ranges}
         with job.progress.bar(sum(plan.read_bytes for plan in plans), "B") as advance:
             written = write_checkpoint(
-                source,
-                plans,
-                choice,
-                scales,
+                CheckpointPlan(
+                    source,
+                    plans,
+                    choice,
+                    scales,
+                    checkpoint_format=quantization.format,
+                    with_code=trust,
+                    algorithms=_recorded(quantization),
+                ),
                 job.path / CHECKPOINT,
-                checkpoint_format=quantization.format,
                 manifest=job.path / _MANIFEST,
                 devices=("cpu",) if spread else resolve_devices(job.setting.device),
-                with_code=trust,
                 advance=advance,
                 write=None if spread is None else spread.write_shards,
-                algorithms=_recorded(quantization),
             )
         if spread is not None:
             spread.release()  # what follows may want the GPUs of this machine

@@ -42,7 +42,7 @@ def hold(cores: list[list[int]]) -> None:
 
 def drive(order: dict[str, Any]) -> dict[str, Any]:
     from quantmint.pipeline.base.progress import PlainReporter
-    from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
+    from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
     from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
     from quantmint.pipeline.quantize.formats.layout import Choice
@@ -76,12 +76,8 @@ def drive(order: dict[str, Any]) -> dict[str, Any]:
     digest = hashlib.sha256()
     with clock("quantize"):
         written = write_checkpoint(
-            checkpoint,
-            plans,
-            choice,
-            {},
+            CheckpointPlan(checkpoint, plans, choice, {}, checkpoint_format="compressed-tensors"),
             out / "checkpoint",
-            checkpoint_format="compressed-tensors",
             manifest=out / "manifest.jsonl",
             write=write,
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantmint.pipeline.quantize.engines.stream.engine import Written, write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, Written, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice
@@ -102,12 +102,14 @@ def written(source: Checkpoint, scheme: str, folder: Path, device: str) -> Writt
     structure = read_structure(source.folder, source.tensors)
     choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, False)
     return write_checkpoint(
-        source,
-        plan_shards(source, structure, choice, "compressed-tensors", shared_scales=True),
-        choice,
-        {f"{module}.input_scale": 3.0 for module in structure.linear} if scheme == "fp8" else {},
+        CheckpointPlan(
+            source,
+            plan_shards(source, structure, choice, "compressed-tensors", shared_scales=True),
+            choice,
+            {f"{module}.input_scale": 3.0 for module in structure.linear} if scheme == "fp8" else {},
+            checkpoint_format="compressed-tensors",
+        ),
         folder,
-        checkpoint_format="compressed-tensors",
         manifest=folder.with_suffix(".jsonl"),
         devices=(device,),
     )
@@ -147,7 +149,9 @@ def test_an_inspection_finds_the_same_on_both(scheme: str, tmp_path: Path) -> No
     plans, made = plan_shards(source, structure, choice, "compressed-tensors"), tmp_path / "made"
     ranges = {f"{module}.input_scale": 3.0 for module in structure.linear}
     log = tmp_path / "manifest"
-    write_checkpoint(source, plans, choice, ranges, made, checkpoint_format="compressed-tensors", manifest=log)
+    write_checkpoint(
+        CheckpointPlan(source, plans, choice, ranges, checkpoint_format="compressed-tensors"), made, manifest=log
+    )
     checkpoint = open_checkpoint(made)
     here, there = (inspect_checkpoint(checkpoint, structure, source=source, device=d) for d in ("cpu", "cuda:0"))
     assert here.passed

@@ -12,7 +12,8 @@ from quantmint.pipeline.recipe.destinations import KINDS, DestinationSection, se
 PIPELINE = Path(__file__).parents[2] / "pipeline"
 
 
-# What only the Hub has: a token in a schedule's environment, a card whose scores it shows, its own list of releases, a model's commit.
+# What only the Hub has: a token in a schedule's environment, a card whose scores it shows, its own list of releases,
+# a model's commit.
 BESIDE = {
     "hub": {
         "pipeline/upkeep/schedule/export.py",

@@ -25,7 +25,7 @@ from quantmint.pipeline.recipe.faults import refuse
 from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe
 from quantmint.pipeline.recipe.sections import Cause
 from quantmint.pipeline.runs.planner import build_plan, find_entry, foreseen, known_unsound, missing_stages
-from quantmint.pipeline.runs.session import assemble
+from quantmint.pipeline.runs.session import assemble, vllm_for
 from quantmint.pipeline.stages.checks import check
 from quantmint.pipeline.stages.setting import Commits, Setting, SourceIdentity
 from quantmint.pipeline.stages.source import identify
@@ -243,7 +243,9 @@ def plan_now(loaded: LoadedRecipe, answers: Answers, *, store: Store, vllm: str 
     config = read_json(folder / "config.json")
     refuse(check(loaded, config=config))
     commits = Commits(answers.dataset)
-    setting = assemble(loaded, identity, config, store=store, vllm=vllm, device=device, commits=commits)
+    setting = assemble(
+        loaded, identity, config, store=store, vllm=vllm_for(loaded.recipe, vllm), device=device, commits=commits
+    )
     plan = build_plan(setting)
     followed = foreseen(plan, setting)
     missing = missing_stages(followed, setting)

@@ -20,7 +20,7 @@ from quantmint.calibration.ranges import Ranges
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.clusters.ray.spread import RaySpread
 from quantmint.pipeline.commands.cli import main
-from quantmint.pipeline.quantize.engines.stream.engine import Written, scale_ranges, write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, Written, scale_ranges, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.engines.stream.schedule import Order
 from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
@@ -75,12 +75,8 @@ def written(folder: Path, scheme: str, ranges: Ranges | None, out: Path, **optio
     plans = plan_shards(source, structure, choice, "compressed-tensors", shared_scales=True)
     static: Mapping[str, Any] = {} if ranges is None else scale_ranges(ranges, choice, "compressed-tensors")
     return write_checkpoint(
-        source,
-        plans,
-        choice,
-        static,
+        CheckpointPlan(source, plans, choice, static, checkpoint_format="compressed-tensors"),
         out,
-        checkpoint_format="compressed-tensors",
         manifest=out.with_suffix(".jsonl"),
         **options,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import (
     INDEX_NAME,
@@ -104,12 +104,8 @@ def run() -> Run:
         attention = ("model.layers.0.self_attn",) if kv_cache else ()
         plans = plan_shards(source, _plain(modules, attention), choice, checkpoint_format, shared_scales=shared_scales)
         written = write_checkpoint(
-            source,
-            plans,
-            choice,
-            ranges or {},
+            CheckpointPlan(source, plans, choice, ranges or {}, checkpoint_format=checkpoint_format),
             work / "checkpoint",
-            checkpoint_format=checkpoint_format,
             manifest=work / "manifest.jsonl",
             advance=advance,
             devices=devices,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch  # noqa: F401  (imported once, before the forks)
 
-from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice
@@ -34,12 +34,8 @@ def engine(source: Path, work: Path, advance: Callable[[int], None]) -> None:
     choice = Choice(dict.fromkeys(modules, "ptpc_fp8"), ("lm_head",), False)
     plans = plan_shards(checkpoint, structure, choice, "compressed-tensors")
     write_checkpoint(
-        checkpoint,
-        plans,
-        choice,
-        {},
+        CheckpointPlan(checkpoint, plans, choice, {}, checkpoint_format="compressed-tensors"),
         work / "checkpoint",
-        checkpoint_format="compressed-tensors",
         manifest=work / "manifest.jsonl",
         advance=advance,
     )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from quantmint.calibration.replica import load_resident
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, scale_ranges, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice, layout
@@ -34,7 +34,9 @@ def test_a_checkpoint_with_a_scale_for_each_head(
     plans = plan_shards(source, structure, choice, "compressed-tensors")
     out = tmp_path / "checkpoint"
     write_checkpoint(
-        source, plans, choice, static, out, checkpoint_format="compressed-tensors", manifest=tmp_path / "manifest"
+        CheckpointPlan(source, plans, choice, static, checkpoint_format="compressed-tensors"),
+        out,
+        manifest=tmp_path / "manifest",
     )
     made = open_checkpoint(out)
     stored = {name: t for path in out.glob("*.safetensors") for name, t in load_file(path).items()}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from quantmint.calibration.encodings import Encoded, decode_blocks
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.quantize.engines.stream import schedule
-from quantmint.pipeline.quantize.engines.stream.engine import Written, write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, Written, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice
@@ -47,12 +47,14 @@ def quantize(folder: Path, parts: Structure, schemes: Mapping[str, str], out: Pa
     choice = Choice(schemes, (), False)
     static = {f"{module}.input_scale": 1.0 for module, scheme in schemes.items() if scheme == "fp8"}
     return write_checkpoint(
-        source,
-        plan_shards(source, parts, choice, "compressed-tensors", **options),
-        choice,
-        static,
+        CheckpointPlan(
+            source,
+            plan_shards(source, parts, choice, "compressed-tensors", **options),
+            choice,
+            static,
+            checkpoint_format="compressed-tensors",
+        ),
         out,
-        checkpoint_format="compressed-tensors",
         manifest=out.with_suffix(".jsonl"),
     )
 

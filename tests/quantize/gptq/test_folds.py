@@ -12,7 +12,7 @@ import torch
 from quantmint.calibration import layers
 from quantmint.calibration.replica import replica
 from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
-from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from quantmint.pipeline.quantize.formats.checkpoint import Reader as Tensors
@@ -61,14 +61,16 @@ class Scaled:
 
     def written(self, rounded: GptqResult) -> Checkpoint:
         write_checkpoint(
-            self.source,
-            rounded.plans,
-            self.choice,
-            {**self.ranges, **rounded.ranges},
+            CheckpointPlan(
+                self.source,
+                rounded.plans,
+                self.choice,
+                {**self.ranges, **rounded.ranges},
+                checkpoint_format=self.layout,
+                algorithms=("awq", "gptq"),
+            ),
             self.work / "out",
-            checkpoint_format=self.layout,
             manifest=self.work / "manifest.jsonl",
-            algorithms=("awq", "gptq"),
         )
         return open_checkpoint(self.work / "out")
 

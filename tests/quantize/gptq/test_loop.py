@@ -14,7 +14,7 @@ import torch
 from quantmint.calibration import layers
 from quantmint.calibration.errors import CalibrationError
 from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
-from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice
@@ -69,14 +69,16 @@ class Made:
 
     def written(self, plans: tuple[ShardPlan, ...], algorithm: str = "gptq") -> Checkpoint:
         write_checkpoint(
-            self.source,
-            plans,
-            self.choice,
-            self.ranges,
+            CheckpointPlan(
+                self.source,
+                plans,
+                self.choice,
+                self.ranges,
+                checkpoint_format=self.layout,
+                algorithms=() if algorithm == "none" else (algorithm,),
+            ),
             self.work / algorithm,
-            checkpoint_format=self.layout,
             manifest=self.work / f"{algorithm}.jsonl",
-            algorithms=() if algorithm == "none" else (algorithm,),
         )
         return open_checkpoint(self.work / algorithm)
 

@@ -75,30 +75,41 @@ class Written:
         return {module: error for shard in self.shards for module, error in shard.errors.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """The contents of a checkpoint that is made from ``source``.
+
+    ``plans`` lay out the output files, ``choice`` gives each module's scheme. ``ranges`` are the largest magnitudes
+    behind static scales, by the scale's name in the checkpoint. ``with_code`` copies the source's Python files too.
+    ``algorithms`` ("gptq") are those that made weights of the plans before; config.json or the recipe file beside it
+    names them.
+    """
+
+    source: Checkpoint
+    plans: tuple[ShardPlan, ...]
+    choice: Choice
+    ranges: Mapping[str, torch.Tensor | float]
+    checkpoint_format: str
+    with_code: bool = False
+    algorithms: Sequence[str] = ()
+
+
 def write_checkpoint(
-    source: Checkpoint,
-    plans: tuple[ShardPlan, ...],
-    choice: Choice,
-    ranges: Mapping[str, torch.Tensor | float],
+    contents: CheckpointPlan,
     destination: Path,
     *,
-    checkpoint_format: str,
     manifest: Path,
     devices: Sequence[str] = ("cpu",),
-    with_code: bool = False,
     advance: Callable[[int], None] = lambda _: None,
     write: WriteShards | None = None,
-    algorithms: Sequence[str] = (),
 ) -> Written:
     """Write the quantized checkpoint into ``destination``, resuming where an earlier attempt stopped.
 
-    ``plans`` lay out the output files, ``choice`` gives each module's scheme. ``ranges`` are the largest magnitudes
-    behind static scales, by the scale's name in the checkpoint. ``manifest`` (JSON lines) lists the files that are
-    committed; those are skipped. Files are spread over ``devices``, or made elsewhere by ``write``, and committed here
-    in either case; ``advance`` gets the bytes that were read. ``with_code`` copies the source's Python files too.
-    ``algorithms`` ("gptq") are those that made weights of the plans before; config.json or the recipe file beside it
-    names them. Raises `StageError` when the disk is full, a file cannot be read or a weight is not finite.
+    ``manifest`` (JSON lines) lists the files that are committed; those are skipped. Files are spread over ``devices``,
+    or made elsewhere by ``write``, and committed here in either case; ``advance`` gets the bytes that were read. Raises
+    `StageError` when the disk is full, a file cannot be read or a weight is not finite.
     """
+    source, plans = contents.source, contents.plans
     begin = time.perf_counter()
     destination.mkdir(parents=True, exist_ok=True)
     done = _read_manifest(manifest, destination)
@@ -116,12 +127,14 @@ def write_checkpoint(
             _append_manifest(manifest, shard)
             done[shard.name] = shard
 
-        order = Order(missing, source.folder, destination, lambda p: _static_scales(p, ranges), advance, commit)
+        order = Order(
+            missing, source.folder, destination, lambda p: _static_scales(p, contents.ranges), advance, commit
+        )
         seconds = write_shards(order, devices) if write is None else write(order)
         _forget_partial(destination)  # of attempts elsewhere that were taken for lost
-        for copy, path in companions(source.folder, destination, with_code=with_code).items():
+        for copy, path in companions(source.folder, destination, with_code=contents.with_code).items():
             _write_whole(copy, path.read_bytes())
-        _write_config(source, choice, destination, checkpoint_format, algorithms)
+        _write_config(contents, destination)
         if plans[0].name != SINGLE_NAME or (source.folder / INDEX_NAME).is_file():
             _write_index(plans, destination)
     except OSError as error:
@@ -199,17 +212,15 @@ def _append_manifest(manifest: Path, entry: WrittenShard) -> None:
         os.fsync(stream.fileno())
 
 
-def _write_config(
-    source: Checkpoint, choice: Choice, destination: Path, checkpoint_format: str, algorithms: Sequence[str]
-) -> None:
-    declared = layout(checkpoint_format).quantization_config(choice)
-    if algorithms:
-        names, text = record(algorithms, checkpoint_format)
+def _write_config(contents: CheckpointPlan, destination: Path) -> None:
+    declared = layout(contents.checkpoint_format).quantization_config(contents.choice)
+    if contents.algorithms:
+        names, text = record(contents.algorithms, contents.checkpoint_format)
         if text is None:
             declared = {**declared, "algo_config": [{"name": name} for name in names]}
         else:
             _write_whole(destination / RECIPE, text.encode())
-    config: dict[str, Any] = {**source.config, "quantization_config": declared}
+    config: dict[str, Any] = {**contents.source.config, "quantization_config": declared}
     _write_whole(destination / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
