@@ -12,14 +12,8 @@ from rich.markup import escape
 
 from quantmint.eval.report.numbers import duration, size
 from quantmint.pipeline.base.progress import reporter_for
-from quantmint.pipeline.commands.options import (
-    device_option,
-    emit,
-    fleet_options,
-    json_option,
-    store_option,
-    vllm_option,
-)
+from quantmint.pipeline.commands.cluster_options import dashboard_address, fleet_options
+from quantmint.pipeline.commands.options import device_option, emit, json_option, store_option, vllm_option
 from quantmint.pipeline.commands.tables import table, terminal
 from quantmint.pipeline.store.tree import Store
 from quantmint.pipeline.upkeep.due.due import Due, all_recipes, look
@@ -126,8 +120,6 @@ def requantize(
 
     Example: quantmint requantize --jobs 2
     """
-    from quantmint.pipeline.clusters.ray.nodes import dashboard_address
-
     named = tuple(dict.fromkeys(recipes)) or all_recipes()
     options = Options(
         store=store_path,

@@ -11,15 +11,15 @@ from typing import Any
 import click
 
 from quantmint.pipeline.base.errors import SECRET, UserError
-from quantmint.pipeline.commands.options import (
-    FOLDER,
-    emit,
+from quantmint.pipeline.commands.cluster_options import (
+    dashboard_address,
     jobs_option,
-    json_option,
+    parse_variables,
     pod_of,
     pod_options,
     refuse_foreign,
 )
+from quantmint.pipeline.commands.options import FOLDER, emit, json_option
 from quantmint.pipeline.upkeep.schedule.export import (
     EXAMPLE,
     Export,
@@ -173,9 +173,7 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
 
 
 def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
-    from quantmint.pipeline.clusters.ray.nodes import dashboard_address
     from quantmint.pipeline.clusters.submit.job import quantmint_program
-    from quantmint.pipeline.clusters.submit.pod import parse_variables
 
     flags = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
     for name, value in given.items():

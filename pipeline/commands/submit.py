@@ -8,7 +8,15 @@ from typing import Any
 import click
 
 from quantmint.pipeline.clusters.submit.job import JobRequest, JobState, Scheduler, follow, request_job
-from quantmint.pipeline.commands.options import emit, json_option, pod_of, pod_options, refuse_foreign, store_option
+from quantmint.pipeline.commands.cluster_options import (
+    parse_mount,
+    parse_sbatch,
+    parse_variables,
+    pod_of,
+    pod_options,
+    refuse_foreign,
+)
+from quantmint.pipeline.commands.options import emit, json_option, store_option
 
 _FOR = {
     **dict.fromkeys(("partition", "sbatch", "setup", "container", "mount"), ("slurm",)),
@@ -103,8 +111,6 @@ def command(context: click.Context, /, **options: Any) -> int:
 
 
 def _place(name: str, given: dict[str, Any]) -> Scheduler:
-    from quantmint.pipeline.clusters.submit.pod import parse_variables
-
     variables = parse_variables("--env", given["env"])
     if name == "slurm":
         from huggingface_hub import constants
@@ -113,9 +119,9 @@ def _place(name: str, given: dict[str, Any]) -> Scheduler:
 
         options = slurm.SlurmOptions(
             **{key: given[key] for key in ("partition", "container")},
-            sbatch=slurm.parse_sbatch(given["sbatch"]),
+            sbatch=parse_sbatch(given["sbatch"]),
             setup=given["setup"],
-            mounts=tuple(map(slurm.parse_mount, given["mount"])),
+            mounts=tuple(map(parse_mount, given["mount"])),
             hub=Path(constants.HF_HOME).absolute() if given["container"] else None,
         )
         return slurm.Slurm(options, folder=Path.cwd(), logs=given["store_path"].absolute() / "logs" / "slurm")

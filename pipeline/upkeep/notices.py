@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -25,6 +26,7 @@ from quantmint.pipeline.store.disk import write_atomic
 from quantmint.pipeline.upkeep.fleet.records import Ended, all_states, now_utc
 
 SCHEMA, ATTEMPTS, TIMEOUT_S, CLOSE_S, FIRST_WAIT_S = 2, 5, 10.0, 5.0, 1.0
+_QUOTED = partial(json.dumps, ensure_ascii=False)
 _VERDICTS = [verdict.value for verdict in Verdict]
 
 
@@ -94,10 +96,10 @@ class Notices:
         if self._path is None:
             return
         states = {name: asdict(state) for name, state in all_states(self._store, warn=self._warn).items()}
-        shown = {"states": states, "damaged": self._damaged, "verdicts": _VERDICTS, "quoted": json.dumps}
+        shown = {"states": states, "damaged": self._damaged, "verdicts": _VERDICTS, "quoted": _QUOTED}
         text = render(Path(__file__).with_name("metrics.prom.j2"), **shown, seconds=datetime.fromisoformat)
         try:
-            write_atomic(self._path, text.encode(), temporary=self._path.with_suffix(f".{os.getpid()}"))
+            write_atomic(self._path, text.encode(errors="replace"), temporary=self._path.with_suffix(f".{os.getpid()}"))
         except OSError as error:
             raise UserError(f"the metrics file {self._path} cannot be written: {error.strerror or error}") from None
 

@@ -36,9 +36,8 @@ CLIENT_PORT = 10001
 CORES_PER_SHARD = 8
 """Cores of a task that writes a shard. Hashing reads a file's bytes in order and keeps about eight cores busy."""
 SAME_NODES_HINT = "Every node needs the same installation and the same folders, on a filesystem that they share."
-_HOST_PORT = r"(\[[\da-fA-F:]+\]|[^@/:\s]+)(?::(\d+))?/?"
-_CLIENT = re.compile(f"ray://{_HOST_PORT}")
-_DASHBOARD = re.compile(f"https?://{_HOST_PORT}")
+HOST_PORT = r"(\[[\da-fA-F:]+\]|[^@/:\s]+)(?::(\d+))?/?"
+_CLIENT = re.compile(f"ray://{HOST_PORT}")
 _CONNECT_S = 5.0
 _START_HINT = "On the head: `ray start --head`; on the others: `ray start --address=HEAD:6379`. Then the same command."
 _ACCELERATOR = "accelerator_type:"
@@ -63,18 +62,6 @@ def ray_address(on: str, environment: Mapping[str, str]) -> str:
     if match is None:
         raise UserError(f"{option}: found {address!r}, expected ray (this machine's cluster), or ray://HEAD[:PORT].")
     return f"ray://{match[1]}:{match[2] or CLIENT_PORT}"
-
-
-def dashboard_address(on: str | None) -> str | None:
-    """Return the address for `quantmint submit --ray` from the option ``--on``; None without the option.
-
-    ``ray`` becomes ``auto``, with which Ray finds the same cluster as `ray_address`; ``http://HEAD:PORT`` is the
-    dashboard's own address. Raises `UserError` for anything else.
-    """
-    if on not in (None, "ray") and _DASHBOARD.fullmatch(str(on)) is None:
-        expected = f"ray ({VARIABLE}'s cluster or this machine's) or http://HEAD:8265"
-        raise UserError(f"--on: found {on!r}, expected {expected}")
-    return LOCAL_CLUSTER if on == "ray" else on
 
 
 def connect(address: str) -> None:

@@ -170,28 +170,3 @@ def require_persistent(pod: Pod, store: str) -> None:
             f"--store: found {path}, which is on no volume that outlives the pod",
             hint="--pvc CLAIM[:/path] mounts a PersistentVolumeClaim; --store is a path in the pod.",
         )
-
-
-def parse_claim(text: str) -> VolumeClaim:
-    """Parse ``NAME`` or ``NAME:/path``."""
-    name, _, path = text.partition(":")
-    return VolumeClaim(name, path) if path else VolumeClaim(name)
-
-
-def parse_secret(text: str) -> SecretVariable:
-    """Parse ``VARIABLE=SECRET`` or ``VARIABLE=SECRET:KEY``; the default key is the variable's name."""
-    variable, _, source = text.partition("=")
-    secret, _, key = source.partition(":")
-    if not secret:
-        raise UserError(f"--secret: found {variable!r}, expected VARIABLE=SECRET[:KEY], as in HF_TOKEN=hub:token")
-    return SecretVariable(variable, secret, key or variable)
-
-
-def parse_variables(option: str, values: tuple[str, ...]) -> dict[str, str]:
-    """Parse the ``NAME=VALUE`` texts of a repeated option."""
-    variables = {}
-    for text in values:
-        name, equals, variables[name] = text.partition("=")
-        if not equals or not name:
-            raise UserError(f"{option}: found {name!r}, expected NAME=VALUE")
-    return variables

@@ -29,7 +29,6 @@ WARNING_S = 120
 ROUNDS = 3
 """Number of times that it does."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=")
-_OPTION = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _TIMEOUT_S = 60
 _TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
 # https://slurm.schedmd.com/job_state_codes.html; jobs in all other states wait, run, or return to the queue.
@@ -60,27 +59,6 @@ class SlurmOptions:
     container: str | None = None
     mounts: tuple[str, ...] = ()
     hub: Path | None = None
-
-
-def parse_sbatch(values: tuple[str, ...]) -> dict[str, str | Literal[True]]:
-    """Parse ``NAME=VALUE``, or ``NAME`` for an option without a value. Raises `UserError` for other names."""
-    options: dict[str, str | Literal[True]] = {}
-    for text in values:
-        name, equals, value = text.partition("=")
-        if not _OPTION.fullmatch(name):
-            raise UserError(f"--sbatch: found {name!r}, expected NAME=VALUE or NAME, as in mail-type=END or exclusive")
-        options[name.replace("_", "-")] = value if equals else True
-    return options
-
-
-def parse_mount(text: str) -> str:
-    """Return ``/path`` or ``/path:/path-inside`` as ``source:target``. Raises `UserError` for other paths."""
-    source, _, target = text.partition(":")
-    for path in (source, target or source):
-        job.require_printable("--mount", path)
-        if not path.startswith("/") or set(path) & set(",:"):
-            raise UserError(f"--mount: found {text!r}, expected /path or /path:/path, without commas")
-    return f"{source}:{target or source}"
 
 
 def script(request: JobRequest, options: SlurmOptions, *, folder: Path, logs: Path) -> str:

@@ -16,6 +16,7 @@ from quantmint.pipeline.clusters.submit import ray
 from quantmint.pipeline.clusters.submit import slurm as sbatch
 from quantmint.pipeline.clusters.submit.job import JobRequest
 from quantmint.pipeline.clusters.submit.pod import Pod, VolumeClaim, job_manifest
+from quantmint.pipeline.commands.cluster_options import parse_sbatch
 from tests.clusters.submit.cases import GOLDEN, IMAGE, script, task
 from tests.serving.render.test_kubernetes import held_against_the_api
 
@@ -125,7 +126,7 @@ def _executed(
 
 
 def test_options_of_sbatch_count_before_ours() -> None:
-    given = sbatch.parse_sbatch(("job-name=mine", "gpus-per-node=mi300x:4", "exclusive", "no-requeue", "mail-type=END"))
+    given = parse_sbatch(("job-name=mine", "gpus-per-node=mi300x:4", "exclusive", "no-requeue", "mail-type=END"))
     lines = script(task("llama70b-fp8kv"), sbatch=given).splitlines()
     for option in ("job-name=mine", "gpus-per-node=mi300x:4", "exclusive", "no-requeue", "mail-type=END"):
         assert [line for line in lines if line.startswith(f"#SBATCH --{option.partition('=')[0]}")] == [
@@ -133,7 +134,7 @@ def test_options_of_sbatch_count_before_ours() -> None:
         ]
     assert "#SBATCH --requeue" not in lines
     with pytest.raises(UserError, match="expected NAME=VALUE or NAME"):
-        sbatch.parse_sbatch(("a\n#SBATCH --uid=0",))
+        parse_sbatch(("a\n#SBATCH --uid=0",))
 
 
 def test_an_image_that_a_job_is_not_in_is_not_taken_along() -> None:

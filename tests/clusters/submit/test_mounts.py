@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.clusters.submit.slurm import parse_mount
+from quantmint.pipeline.commands.cluster_options import parse_mount
 from tests.clusters.submit.test_command import ended
 
 

@@ -16,11 +16,9 @@ from quantmint.pipeline.clusters.submit.pod import (
     VolumeClaim,
     job_manifest,
     job_spec,
-    parse_claim,
-    parse_secret,
-    parse_variables,
     read_template,
 )
+from quantmint.pipeline.commands.cluster_options import parse_claim, parse_secret, parse_variables
 from tests.clusters.submit.cases import IMAGE, TEMPLATE, task
 from tests.serving.render.test_kubernetes import held_against_the_api
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.clusters.ray.nodes import dashboard_address
+from quantmint.pipeline.commands.cluster_options import dashboard_address
 from quantmint.pipeline.upkeep.fleet.devices import Devices
 from tests.upkeep.fleet.staged import Stage, by_name
 

@@ -65,11 +65,11 @@ def test_which_releases_are_damaged(store: Path, ended: Make) -> None:
     ours(ended("good", state="damaged"))
     ours(ended("good"))
     ours(ended("unasked", state="unknown"))
-    ours(ended('aw"ay', state="damaged", exit_code=5))
+    ours(ended('äw"\\y', state="damaged", exit_code=5))
     ours(ended("fresh", state="current"))
     found = shown(store)
     damaged = {key[1]: value for key, value in found.items() if key[0] == "release_damaged"}
-    assert damaged == {"good": 0, 'aw"ay': 1, "fresh": 0}
+    assert damaged == {"good": 0, 'äw"\\y': 1, "fresh": 0}
     assert {path.name for path in store.iterdir()} == {"refresh", "quantmint.prom"}  # nothing half written is left
 
 
