@@ -68,7 +68,9 @@ class Notices:
         self._stop.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if late:
-            self._warn(f"the webhook at {self._host} is too slow: {len(late)} of its notices did not reach it")
+            self._warn(
+                f"the webhook at {self._host} took too long at the end of the round: {len(late)} notices are lost"
+            )
 
     def _post(self, notice: Mapping[str, Any]) -> None:
         import httpx

@@ -189,6 +189,7 @@ def test_a_display_that_breaks_leaves_no_child_and_no_lock(stage: Stage) -> None
 
     def hear(line: str) -> None:
         if "[" in line:
+            until((stage.children / "a.pids").exists)
             raise RuntimeError("a display broke")
 
     with pytest.raises(RuntimeError, match="a display broke"):
