@@ -189,10 +189,11 @@ def _products() -> Callable[[Callable[[dict[Any, Any], Any, Any], bool]], Abstra
 
 
 def taking_inputs(module: Any, take: Callable[[str, int, torch.Tensor], torch.Tensor | None]) -> tuple[Any, Any]:
-    """Have the experts that a module stacks multiply what ``take`` returns for their inputs; return the two handles.
+    """Replace the inputs of the experts that a module stacks: each multiplies what ``take`` returns for its input.
 
-    ``take(key, expert, input)`` gets the parameter's name in the module, the expert's number and [tokens, I]. Where it
-    returns None, the expert's product is zeros; where all experts are multiplied at once, the input is used as it is.
+    ``take(key, expert, input)`` gets the parameter's name in the module, the expert's number and [tokens, I]. For None
+    the product is zeros where experts are multiplied one by one; a product of all experts at once then uses the input
+    itself. Return the handles of the hooks before and after the module's forward; removing both ends the replacement.
     """
 
     def round_inputs(entering: torch.Tensor, key: str, expert: int | None) -> torch.Tensor | None:

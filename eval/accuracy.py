@@ -126,9 +126,10 @@ class Direct(Record):
 def compare_all(answers: Mapping[int, Mapping[str, SampleSet]], confidence: float = 0.95) -> tuple[Direct, ...]:
     """Compare every two candidates on every task that both were asked.
 
-    `answers` maps a candidate's index to its samples by task. The two-sided intervals hold together at `confidence`:
-    each is at 1 - (1 - confidence) / intervals (Bonferroni), since with many pairs one would err by chance. A task that
-    cannot be paired raises nothing: its reason goes into `Direct.unknown`.
+    `answers` maps a candidate's index to its samples by task. There is one `Direct` for each pair, in the order of
+    their indices; a pair without a common task says so in `Direct.unknown`. The two-sided intervals hold together at
+    `confidence`: each is at 1 - (1 - confidence) / intervals (Bonferroni), since with many pairs one would err by
+    chance. A task that cannot be paired raises nothing: its reason goes into `Direct.unknown`.
     """
     combined = list(itertools.combinations(sorted(answers), 2))
     count = sum(len(answers[first].keys() & answers[second].keys()) for first, second in combined)

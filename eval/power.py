@@ -206,7 +206,9 @@ def _reckoned(flip_rate: float, items: float) -> float:
 def _tested(flip_rate: float, difference: float, margin: float) -> float:
     """Return the standard deviation of one item's change in score under the null hypothesis, a loss of ``margin``.
 
-    Its rates of gains and losses are estimated from items that truly flip at ``flip_rate`` and lose ``difference``.
+    The rates of items that are gained and lost are estimated as a test would estimate them from a candidate that flips
+    a share ``flip_rate`` of the items and whose score changes by ``difference``, negative for a loss. ``margin`` is
+    positive.
     """
     return float(score_deviation((flip_rate + difference) / 2, (flip_rate - difference) / 2, 1.0, -margin))
 

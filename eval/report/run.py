@@ -74,7 +74,10 @@ def timeline(stages: Sequence[ShownStage], *, width: int, name: str) -> str:
 
 
 def _packed(stages: Sequence[ShownStage]) -> tuple[list[tuple[ShownStage, float]], list[float]]:
-    """Return each stage with its start, and the places of cuts of more than a minute, in seconds without idle time."""
+    """Return each stage with its start, and the places where the timeline is cut; both in seconds from its beginning.
+
+    Time in which no stage ran is left out. Where that was more than a minute, the place is among the cuts.
+    """
     places: list[tuple[ShownStage, float]] = []
     cuts: list[float] = []
     place, clock = 0.0, -math.inf

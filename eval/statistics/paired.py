@@ -294,7 +294,7 @@ class PairedChange:
 
 
 def change(pairs: Pairs) -> PairedChange:
-    """Return the change between two models.
+    """Return the change from the baseline to the candidate, candidate minus baseline.
 
     Raises `MeasurementError` below two items or passages, where no variance exists.
     """

@@ -203,8 +203,10 @@ def expected_files(
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Return sizes and SHA-256 by name of the files to fetch for a release, the manifest last.
 
-    ``present`` are the sizes of the files at the destination. The signature has no digest. Raises `OtherBytesError` for
-    a selected file that the manifest does not list: a reader would load any weights in the folder.
+    ``raw`` are the bytes of its manifest, ``present`` the sizes of the files at the destination, whose ``address``
+    errors name. A signature that is there has a size but no digest, since the manifest cannot list it. Raises
+    `OtherBytesError` for a file at the destination that the manifest does not list, because a server would load any
+    weights in the folder; ``select`` limits this check to the names that it returns True for, not the result.
     """
     files = decode(raw, what=f"{address}/{MANIFEST}").files
     sizes = {name: file.size for name, file in files.items()}

@@ -61,7 +61,10 @@ class LoggedReport:
 
 
 def content_of(report: Path, store: Store) -> LoggedReport:
-    """Return the content of a `report.json` for MLflow. Raises `UserError` for a file that this version cannot read."""
+    """Return the content of a `report.json` for MLflow, with the files beside it and its gate record from ``store``.
+
+    Raises `UserError` for a file that is missing or that this version cannot read.
+    """
     try:
         raw = report.read_bytes()
         data = json.loads(raw)

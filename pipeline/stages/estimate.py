@@ -121,7 +121,10 @@ class Estimate:
 
     @property
     def position(self) -> float:
-        """Seconds of one prompt token whose likeliest successors are returned with their log probabilities."""
+        """Seconds to read one prompt token and return its likeliest successors with their log probabilities.
+
+        By vLLM as long as any prompt token, in the reference runtime longer.
+        """
         return self.token + (_REFERENCE_POSITION_S if self.by_reference else 0.0)
 
     @cached_property

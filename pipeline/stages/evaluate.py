@@ -78,9 +78,11 @@ class EvaluateStage(SideStage):
         return (require_server,)
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the seconds of the baseline's planned items, or of the items that a lossless candidate is asked.
+        """Return the seconds of starting the server and asking the items.
 
-        lm-eval's import counts for the baseline only, because a run imports it once.
+        The baseline is asked all planned items. The candidate is asked as many of them as looks need on average to pass
+        one that loses nothing (`Estimate.expected`). lm-eval's import counts for the baseline only, because a run
+        imports it once.
         """
         items, item_seconds = planned_items(estimate.setting), estimate.item_seconds
         if self.side == "baseline":

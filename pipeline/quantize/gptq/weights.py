@@ -189,7 +189,7 @@ def _own_modules(replica: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
 
 
 def _members(replica: Replica, structure: Structure, steps: Iterable[Step]) -> Iterator[Member]:
-    """Yield the members of the steps whose tensor the model has."""
+    """Yield a `Member` for each step of the plan whose tensor is a parameter, or a part of one; others are left out."""
     modules, parameters = dict(replica.model.named_modules()), replica.model.state_dict()
     stacks = {source.tensor: module for module, source in structure.weights.items() if source.expert is not None}
     for step in steps:

@@ -176,9 +176,10 @@ def split(
 ) -> Iterator[tuple[str, str, WeightSource]]:
     """Take a stack on disk apart: yield each projection's module name on disk, its name in the model, and its source.
 
-    ``name`` with ``shape`` is the tensor on disk, ``stack_name`` the parameter, [E, O, I] or [E, I, O], that it becomes
-    by transformers' ``operations``. Raises `UnknownLayoutError` where it cannot be taken apart without a guess, and
-    `UserError` for a shape that contradicts config.json.
+    The order is by expert, then by projection as the stack has them. ``name`` with ``shape`` is the tensor on disk,
+    ``stack_name`` the parameter, [E, O, I] or [E, I, O], of the module ``experts`` that it becomes by ``operations``,
+    the conversions that transformers applies when it loads it. Raises `UnknownLayoutError` where it cannot be taken
+    apart without a guess, and `UserError` for a shape that contradicts config.json.
     """
     plain = name.removesuffix(".weight")
     prefix, _, last = plain.rpartition(".")

@@ -247,7 +247,11 @@ def _require_names(structure: Structure, schemes: Mapping[str, str]) -> None:
 
 
 def _require_reached(structure: Structure, schemes: Mapping[str, str], quantization: Quantization) -> None:
-    """Raise `UserError` for a module whose range is needed and which no calibration text reaches."""
+    """Raise `UserError` for a module that needs calibration and is not run on text (``structure.unreached``).
+
+    That are modules of schemes with static scales and, for an FP8 cache, attention. Engines of libraries are not
+    checked.
+    """
     if quantization.engine != "stream":  # a library measures in its own way
         return
     unreached = frozenset(structure.unreached)

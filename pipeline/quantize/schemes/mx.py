@@ -124,7 +124,10 @@ def _scaled(weight: torch.Tensor, element: ElementType) -> tuple[torch.Tensor, t
 
 
 def _candidates(target: torch.Tensor, _: torch.dtype) -> torch.Tensor:
-    """Return the scales that GPTQ tries for groups [..., 32, O]: that of round-to-nearest, its half and its double."""
+    """Return the scales that GPTQ tries for groups [..., 32, O]: float32 [..., 3, O], powers of two.
+
+    They are that of round-to-nearest, its half and its double, in this order.
+    """
     nearest = e8m0(target.abs().amax(dim=-2))
     # Of a scale of 2 ** -127 float32 has no normal number, and the largest element times 2 ** 127 is too much for it.
     return (torch.stack((nearest, nearest - 1, nearest + 1), dim=-2).clamp_(1, 252) << 23).view(torch.float32)

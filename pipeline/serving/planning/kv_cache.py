@@ -50,9 +50,9 @@ class CacheGroups:
     page: int
 
     def block_bytes(self, layers: range) -> int:
-        """Return the bytes of one block on a pipeline stage with these layers.
+        """Return the bytes of one block on a pipeline stage with these layers: a page for each layer of one group.
 
-        The group with most of the layers decides.
+        Groups share the block, so that the group with most layers on the stage gives the number of pages.
         """
         return self.page * max((sum(n in layers for n in group.layers) for group in self.groups), default=0)
 
@@ -150,10 +150,13 @@ def _layer_caches(facts: ModelFacts, tensor: int, dtype: str, kind: str) -> Iter
 
 
 def _state_bytes(facts: ModelFacts, mixer: str, tensor: int, kind: str) -> int:
-    """Return the bytes of one request's state in one layer: the convolution's last inputs and the recurrent state.
+    """Return the bytes of one request's state in one layer on one GPU: the convolution's inputs and the recurrent
+    state.
 
-    The recurrent state is in 16 bit, but in float32 if the configuration asks for it, in Nemotron-H
-    (models/config.py), and on CPUs, whose AVX-512 kernels need it (platforms/cpu.py). Shapes: vLLM 0.32 mamba_utils.py.
+    ``mixer`` is the layer's kind ("mamba2" pads its groups), ``tensor`` the number of GPUs that share the layer,
+    ``kind`` that of the hardware, "cpu" or one of a GPU. The recurrent state is in 16 bit, but in float32 if the
+    configuration asks for it, in Nemotron-H (models/config.py), and on CPUs, whose AVX-512 kernels need it
+    (platforms/cpu.py). Shapes: vLLM 0.32 mamba_utils.py.
     """
     sizes = facts.recurrent
     assert sizes is not None  # noqa: S101 - a layer of this kind has them

@@ -108,7 +108,10 @@ def _pod(plan: LaunchPlan, labels: Mapping[str, str], image: str | None, claim: 
 
 
 def plain_variables(values: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a container's variables with literal values: Kubernetes expands neither $(NAME) nor $$ in them."""
+    """Return the `env` of a container: a list of {"name": ..., "value": ...}.
+
+    Each $ is written twice, because Kubernetes would put a variable's value in the place of $(NAME).
+    """
     return [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]
 
 
