@@ -17,7 +17,7 @@ ARROW = "\N{RIGHTWARDS ARROW}"
 
 
 def size(count: float) -> str:
-    """Return a number of bytes with a decimal unit, kB to TB, as disks and the Hub count."""
+    """Return a number of bytes in a decimal unit, as disks and the Hub count: whole bytes below 1000, else kB to TB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{three(count)} {unit}"

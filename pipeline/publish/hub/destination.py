@@ -283,7 +283,10 @@ class HubDestination(Destination):
         return repository
 
     def _require_own(self, release: Release, repository: Repository) -> bool:
-        """Return whether the release is tagged; raise `StageError` if its tag has other files."""
+        """Return whether the release is tagged.
+
+        Raises `UserError` if the tag has another manifest, and `StageError` if other files of it differ.
+        """
         tagged = repository.tags.get(release.tag)
         if tagged is None:
             return False

@@ -50,7 +50,7 @@ class Remote:
 
     @property
     def content(self) -> str:
-        """Return the SHA-256 of a large file, else git's blob hash: equal for equal bytes."""
+        """Return "sha256:" and the SHA-256 of a large file, else git's blob hash: equal for equal bytes."""
         return self.blob if self.sha256 is None else f"sha256:{self.sha256}"
 
 

@@ -283,7 +283,7 @@ class MachineCheck:
     as_root: Sequence[str] = ()
 
     def run(self, context: CheckContext) -> HostFinding:
-        """Run the check; a finding has a fix only if its status is "warn" or "fail"."""
+        """Run the check. The finding's ``fix`` is empty text unless its status is "warn" or "fail"."""
         result = CHECK_FUNCTIONS[self.name](context)
         values = dict(result.values or {})
         wrong = result.status in ("warn", "fail")

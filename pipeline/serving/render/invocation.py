@@ -47,7 +47,7 @@ def image_of(plan: LaunchPlan, override: str | None = None) -> str:
 
 
 def title(plan: LaunchPlan) -> str:
-    """Return one line with the model, target, profile and vLLM version of a plan."""
+    """Return one line with the name that a plan serves the model under, its target, profile and vLLM version."""
     return f"{plan.served_model_name} on {plan.target}, {plan.profile}, planned for vLLM {plan.vllm_version}"
 
 

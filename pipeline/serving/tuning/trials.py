@@ -56,7 +56,7 @@ class Budget:
 
     @property
     def expected(self) -> float:
-        """Seconds that the next trial is expected to take; 0 before the first."""
+        """Seconds that the next trial is expected to take: the longest one's, with a margin; 0 before the first."""
         return _MARGIN * self.longest
 
     def affords(self, trials: int = 1) -> bool:
