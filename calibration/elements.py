@@ -88,6 +88,10 @@ def minifloat_values(dtype: str, device: torch.device) -> torch.Tensor:
     return torch.tensor([*values, *(-value for value in values)], device=device)
 
 
+NIBBLES_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ's order puts the outputs 0 to 7 of a word, in units of 4 bits."""
+
+
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
     """Unpack int32 [O, I/8] of eight 4-bit integers along I, stored with 8 added; return float32 [O, I], -8 to 7."""
     nibbles = torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)], dim=-1)

@@ -76,14 +76,14 @@ class Shards:
         self.folder = folder
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            is_encoded = only is None and _require_readable(config, folder)
+            declared = _readable_quantization(config, folder) if only is None else None
             self._open: dict[str, Any] = {}
             place = {name: file for file in weight_files(folder)[0] for name in self._mapped(file).keys()}  # noqa: SIM118
         except (OSError, ValueError, SafetensorError) as error:
             raise CalibrationError(f"{folder}: the weights cannot be read: {error}") from error
         self._place = {name: file for name, file in place.items() if only is None or name in only}
         self._starts: dict[str, dict[str, int]] = {}
-        self._encoded = self._recognise() if is_encoded else {}
+        self._encoded = {} if declared is None else self._recognise(declared)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,15 +92,14 @@ class Shards:
         decoded = {elements: name for name, (elements, _) in self._encoded.items()}
         return tuple(decoded.get(name, name) for name in self._place if name not in scales)
 
-    def _recognise(self) -> dict[str, tuple[str, Encoded]]:
+    def _recognise(self, declared: Mapping[str, Any]) -> dict[str, tuple[str, Encoded]]:
         """Map the plain name of each encoded weight to the name of its stored tensor and its encoding."""
         stored: dict[str, Stored] = {}
         for name, file in self._place.items():
             part = self._mapped(file).get_slice(name)
             stored[name] = part.get_dtype(), tuple(part.get_shape())
-        return {
-            plain_name(name): (name, encoded) for name in stored if (encoded := recognise(stored, name)) is not None
-        }
+        encodings = {name: recognise(stored, name, declared) for name in stored}
+        return {plain_name(name): (name, encoded) for name, encoded in encodings.items() if encoded is not None}
 
     @property
     def _scales(self) -> set[str]:
@@ -192,12 +191,15 @@ def _fill(file: Any, into: memoryview) -> None:
         into = into[count:]
 
 
-def _require_readable(config: Mapping[str, Any], folder: Path) -> bool:
-    """Return whether the configuration declares encoded weights. Raises `CalibrationError` for undecodable ones."""
+def _readable_quantization(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
+    """Return the declared quantization of the weights, None for 16 bit.
+
+    Raises `CalibrationError` for weights that cannot be decoded.
+    """
     text = config.get("text_config")
     declared = config.get("quantization_config") or (text if isinstance(text, dict) else {}).get("quantization_config")
     if declared is None or (reason := obstacle(declared)) is None:
-        return declared is not None
+        return declared
     raise CalibrationError(
         f"{folder}: its weights are quantized already ({reason}), expected 16 bit or another encoding"
     )

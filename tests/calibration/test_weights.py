@@ -139,9 +139,9 @@ def test_weights_that_are_quantized_otherwise(models: Models, tmp_path: Path) ->
     folder = tmp_path / "model"
     shutil.copytree(models("llama"), folder)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 3}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CalibrationError, match=r"quantized already \(gptq\), expected 16 bit"):
+    with pytest.raises(CalibrationError, match=r"quantized already \(gptq, gptq of 3 bits\), expected 16 bit"):
         load_resident(folder, "cpu")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from quantmint.calibration.encodings import plain_name
 from quantmint.calibration.hessians import InputStatistics, Rounding
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import Replica, sources
@@ -195,7 +196,7 @@ def _members(replica: Replica, structure: Structure, steps: Iterable[Step]) -> I
     for step in steps:
         module = stacks.get(step.name, step.name if step.kernel is not None else step.name.removesuffix(".weight"))
         source = structure.weights.get(module)
-        parameter = replica.owned.get(step.name if source is None else source.tensor, step.name)
+        parameter = replica.owned.get(step.name if source is None else plain_name(source.tensor), step.name)
         if parameter in parameters and source is not None and parameters[parameter].ndim == 3:
             name, number, projection = structure.modules[module].rsplit(".", 2)
             place = expert_slice(modules[name], name, int(number), projection)

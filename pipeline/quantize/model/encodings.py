@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from quantmint.calibration.encodings import BLOCK, MODELOPT, SCALE_SUFFIX, Encoded, is_block_fp8, obstacle, recognise
+from quantmint.calibration.decoders import BLOCK
+from quantmint.calibration.encodings import MODELOPT, SCALE_SUFFIX, Encoded, is_block_fp8, obstacle, recognise
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import TensorInfo
 from quantmint.pipeline.recipe.modules import declared_quantization
 
-LEFTOVERS = ("_scale", "_scale_2", "_scale_inv", "_global_scale", "_shape", "_zero_point", "_g_idx")
+LEFTOVERS = (
+    "_scale", "_scale_2", "_scale_inv", "_global_scale", "_shape", "_zero_point", "_g_idx", ".qzeros", ".g_idx"
+)  # fmt: skip
 """Ends of names of what a quantized source has beside its weights: without meaning once these are decoded."""
-DECODED = "FP8 by blocks of 128x128, channels or tensor, MXFP8, MXFP4, NVFP4, symmetric INT4"
+DECODED = "FP8 by blocks of 128x128, channels or tensor, MXFP8, MXFP4, NVFP4, INT4, AWQ and GPTQ of 4 bits"
 """The encodings that sources are decoded from, for messages."""
 _INTEGERS = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")
 
@@ -90,7 +93,7 @@ def source_encoding(config: Mapping[str, Any], tensors: Mapping[str, tuple[str, 
     for name, (dtype, shape) in stored.items():
         if dtype not in _INTEGERS or name.endswith(LEFTOVERS):
             continue
-        encoded = recognise(stored, name)
+        encoded = recognise(stored, name, declared)
         if encoded is None:
             return SourceEncoding(obstacle=f"{declared.get('quant_method')}, {name} is {dtype} {list(shape)}")
         weights[name] = encoded

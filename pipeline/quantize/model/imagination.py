@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from math import ceil
 from typing import Any
 
-from quantmint.calibration.encodings import BLOCK, SCALE_SUFFIX, Stored, is_block_fp8
+from quantmint.calibration.decoders import BLOCK
+from quantmint.calibration.encodings import SCALE_SUFFIX, Stored, is_block_fp8
 from quantmint.pipeline.quantize.formats.checkpoint import SINGLE_NAME, TensorInfo, tensor_bytes
 from quantmint.pipeline.quantize.formats.layout import layout, weight_tensors
 from quantmint.pipeline.recipe.modules import declared_quantization
@@ -101,6 +103,10 @@ def _stored_by_kind(declared: Mapping[str, Any], linear: Collection[str]) -> dic
     if method == "fp8":
         store = _store_blocks if is_block_fp8(declared) else _store_fp8
         return {_relative(module): store for module in linear}
+    if method in ("awq", "gptq"):
+        excluded = declared.get("modules_to_not_convert") or ()
+        store = partial(_store_turned, method, declared.get("group_size"))
+        return {_relative(module): store for module in linear if not any(part in module for part in excluded)}
     return {}
 
 
@@ -116,14 +122,34 @@ def _store_of(method: str, scheme: str | None, weights: Mapping[str, Any]) -> St
         if method != "compressed-tensors" or (weights.get("type"), weights.get("num_bits")) != ("int", 4):
             return {f"{module}.weight": ("BF16", shape)}
         rows, columns = shape
-        groups = -(-columns // group) if isinstance(group, int) and group > 0 else 1
+        groups = _groups(columns, group)
+        zero_point: Stored = ("I32", (ceil(rows / 8), groups))
         return {
             f"{module}.weight_packed": ("I32", (rows, columns // 8)),
             f"{module}.weight_scale": ("BF16", (rows, groups)),
-            f"{module}.weight_shape": ("I32", (2,)),
+            f"{module}.weight_shape": ("I64", (2,)),
+            **({} if weights.get("symmetric", True) else {f"{module}.weight_zero_point": zero_point}),
         }
 
     return store
+
+
+def _groups(columns: int, size: object) -> int:
+    """Return the number of groups of inputs that share a scale; one where ``size`` is -1, or no number."""
+    return -(-columns // size) if isinstance(size, int) and size > 0 else 1
+
+
+def _store_turned(method: str, group: object, module: str, shape: tuple[int, int]) -> Tensors:
+    """Return what AWQ or GPTQ stores of a weight, in groups of ``group`` inputs."""
+    rows, columns = shape
+    groups = _groups(columns, group)
+    order = {f"{module}.g_idx": ("I32", (columns,))} if method == "gptq" else {}
+    return {
+        f"{module}.qweight": ("I32", (columns // 8, rows) if method == "gptq" else (columns, rows // 8)),
+        f"{module}.qzeros": ("I32", (groups, rows // 8)),
+        f"{module}.scales": ("F16", (groups, rows)),
+        **order,
+    }
 
 
 def _store_blocks(module: str, shape: tuple[int, int]) -> Tensors:

@@ -26,6 +26,10 @@ _TITLES = {
     "nvfp4": "NVFP4",
     "nvfp4_by": "NVFP4",
     "int4": "INT4",
+    "int4_zero": "INT4",
+    "awq": "INT4 of AWQ",
+    "gptq": "INT4 of GPTQ",
+    "gptq_v2": "INT4 of GPTQ",
 }
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from threading import local
 
+from quantmint.calibration.decoders import WHOLE
 from quantmint.calibration.encodings import plain_name
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader
@@ -52,7 +53,7 @@ class SourceReader:
 
     def __init__(self, checkpoint: Checkpoint, device: str = "cpu") -> None:
         self._checkpoint, self._read = checkpoint, Reader(checkpoint, device)
-        self._last = local()  # the expert that a thread read last, where it is stored transposed
+        self._last = local()  # the matrix that a thread read last, where it is stored as [I, O]
 
     def __contains__(self, weight: WeightSource) -> bool:
         return weight.tensor in self._checkpoint.tensors
@@ -65,7 +66,7 @@ class SourceReader:
         """Return the decoded shape of a weight; [O, I] for the part of a stack."""
         shape = self._read.info(weight.tensor).shape
         if weight.encoded is not None:
-            return shape[0], shape[1] * weight.encoded.rule.elements
+            return weight.encoded.rule.shape(shape)
         if weight.expert is None:
             return shape
         outputs, inputs = reversed(shape[1:]) if weight.transposed else shape[1:]
@@ -87,11 +88,14 @@ class SourceReader:
     def _decoded(self, weight: WeightSource, first: int, last: int) -> torch.Tensor:
         if weight.encoded is None:
             return self._read.rows(weight.tensor, first, last)
-        rule, names = weight.encoded.rule, weight.encoded.scales
+        if weight.encoded.rule.turned:
+            return self._turned(weight)[first:last]
+        rule = weight.encoded.rule
         begin = first // rule.rows * rule.rows
-        scales = [self._read_all(name) for name in names[weight.encoded.by_row :]]
-        if weight.encoded.by_row:
-            scales.insert(0, self._read.rows(names[0], begin // rule.rows, -(-last // rule.rows)))
+        scales = [
+            self._read_all(name) if shared == WHOLE else self._read.rows(name, begin // shared, -(-last // shared))
+            for name, shared in zip(weight.encoded.scales, rule.scale_rows, strict=False)
+        ]
         return rule.decode(self._read.rows(weight.tensor, begin, last), scales)[first - begin :]
 
     def _read_all(self, name: str) -> torch.Tensor:
@@ -99,12 +103,16 @@ class SourceReader:
         return self._read.rows(name, 0, shape[0] if shape else 1)
 
     def _turned(self, weight: WeightSource) -> torch.Tensor:
-        """Return the matrix of an expert stored as [I, O] as [O, I]; a thread's last one is kept for its next call."""
-        assert weight.expert is not None  # noqa: S101
+        """Return a matrix stored as [I, O] as [O, I], decoded; a thread's last one is kept for its next call."""
         key, matrix = getattr(self._last, "value", (None, None))
         if matrix is None or key != (weight.tensor, weight.expert):
-            inputs = self._read.info(weight.tensor).shape[1]
-            matrix = self._read.matrix_rows(weight.tensor, weight.expert, 0, inputs).t()
+            if weight.encoded is not None:
+                scales = [self._read_all(name) for name in weight.encoded.scales]
+                matrix = weight.encoded.rule.decode(self._read_all(weight.tensor), scales)
+            else:
+                assert weight.expert is not None  # noqa: S101
+                inputs = self._read.info(weight.tensor).shape[1]
+                matrix = self._read.matrix_rows(weight.tensor, weight.expert, 0, inputs).t()
             self._last.value = (weight.tensor, weight.expert), matrix
         turned: torch.Tensor = matrix
         return turned

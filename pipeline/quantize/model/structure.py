@@ -156,7 +156,7 @@ def _code() -> list[str]:
     """Return the SHA-256 of each module and table that a structure depends on."""
     root = Path(__file__).parents[3]
     files = [*Path(__file__).parent.rglob("*.py"), *Path(__file__).parent.rglob("*.yaml")]
-    names = ("replica", "elements", "encodings", "classes", "calls", "parts")
+    names = ("replica", "elements", "decoders", "encodings", "classes", "calls", "parts")
     files += [root / "calibration" / f"{name}.py" for name in names]
     files += [root / "pipeline" / "quantize" / "formats" / "checkpoint.py", root / "pipeline" / "recipe" / "modules.py"]
     return [sha256_of(path) for path in sorted(files)]
@@ -196,11 +196,10 @@ def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoin
 OUTPUT_HEAD = "output head"
 UNQUANTIZED = "vLLM builds it without a quantization"
 """Reasons why a module stays in 16 bit."""
-_PACKED = "weight_packed"
 _WHOLE = frozenset({*SIXTEEN_BIT, "F32", "F8_E4M3", "I8"})  # dtypes whose elements are not packed
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MX_GROUP = 32  # elements of a row that share an E8M0 scale
-_KNOWN = (None, "fp8", "compressed-tensors", "quark", "modelopt")
+_KNOWN = (None, "fp8", "compressed-tensors", "quark", "modelopt", "awq", "gptq")
 _EMBEDDING, _VECTOR, _TOWER = "embedding", "norm, bias or other vector", "outside the decoder"
 _CONVOLUTION = "convolution"
 
@@ -260,8 +259,9 @@ class _Reading:
                 self._require_shape(name, info.shape, owner, tuple(parameter.shape))
             if parameter_name in self._state and name.endswith(LEFTOVERS):
                 self._scales.append(name)
-            elif self._encoded and name.endswith(LEFTOVERS):
+            elif self._encoded and (name.endswith(LEFTOVERS) or self._is_needless_bias(name, parameter_name)):
                 self._dropped.append(name)
+                continue
             self._classify(name, parameter_name, info, operations)
         if not head:
             # A head that is tied to the embedding has no tensor of its own, but servers look for its name.
@@ -295,6 +295,14 @@ class _Reading:
             undecodable=self._encoding.obstacle,
             faults=tuple(self._contradictions()),
         )
+
+    def _is_needless_bias(self, name: str, parameter_name: str) -> bool:
+        """Return whether a tensor is the bias of an encoded module that has none by config.json.
+
+        Tools of GPTQ store zeros there, and vLLM passes over them.
+        """
+        module = name.removesuffix(".bias")
+        return module != name and f"{module}.qweight" in self._encoded and parameter_name not in self._state
 
     def _unreached(
         self, owned: Mapping[str, str], attention: Mapping[str, str], skipped: Sequence[str]
@@ -345,7 +353,7 @@ class _Reading:
         for parameter_name, names in self._stored.items():
             for name in names if parameter_name not in self._state else ():
                 known = self._predictor.root(name) is not None or self._predictor.is_ignored(name)
-                if not name.endswith(LEFTOVERS) and not known:
+                if not name.endswith(LEFTOVERS) and not known and name not in self._dropped:
                     yield "undeclared", name, "it is stored, and no module of config.json has it"
 
     def _locate(self, name: str) -> tuple[str, tuple[Any, ...]]:
@@ -363,10 +371,10 @@ class _Reading:
 
     def _classify(self, name: str, parameter_name: str, info: TensorInfo, operations: tuple[Any, ...]) -> None:
         """Sort one tensor into what is quantized, kept, copied or unclaimed."""
-        module, _, suffix = name.rpartition(".")
+        module = name.rpartition(".")[0]
         inside = parameter_name.rpartition(".")[0]
         owner, parameter = self._owners.get(inside), self._parameters.get(parameter_name)
-        is_weight = suffix in ("weight", _PACKED)
+        is_weight = plain_name(name).endswith(".weight")
         if parameter is None:
             self._carry(name, parameter_name, info)
         elif owner is self._head:
@@ -408,12 +416,16 @@ class _Reading:
         """Sort a tensor that is no parameter of the model: a buffer, or a part of a multi-token predictor."""
         if name.endswith(LEFTOVERS) and parameter_name not in self._state:
             return
-        module, _, suffix = name.rpartition(".")
+        module = name.rpartition(".")[0]
         root = self._predictor.root(name)
         if root is not None:
             self._roots.add(root)
         is_matrix = len(info.shape) >= 2 and "embed" not in module.rpartition(".")[2]
-        if is_matrix and parameter_name not in self._state and (suffix == "weight" or len(info.shape) == 3):
+        if (
+            is_matrix
+            and parameter_name not in self._state
+            and (plain_name(name).endswith(".weight") or len(info.shape) == 3)
+        ):
             # A stack of experts has no module of its own: servers ask for the module that holds it.
             self._kept[module] = "predictor" if root is not None else "not built by transformers"
         else:
@@ -421,7 +433,7 @@ class _Reading:
 
     def _expert(self, name: str, parameter_name: str, info: TensorInfo, operations: tuple[Any, ...]) -> None:
         owner, parameter = self._owners[parameter_name.rpartition(".")[0]], self._parameters[parameter_name]
-        module, _, suffix = name.rpartition(".")
+        module = name.rpartition(".")[0]
         if parameter.ndim < 3:
             self._copied[_VECTOR] += 1
             return
@@ -432,7 +444,7 @@ class _Reading:
                     raise UserError(f"{name}: it is a stack of experts in {info.dtype}, which is not decoded.")
                 for written, inside, source in split(name, parameter_name, owner, parameter, info.shape, operations):
                     self._add(written, inside, shape, source)
-            elif suffix in ("weight", _PACKED) and (part := part_of(module)) is not None:
+            elif plain_name(name).endswith(".weight") and (part := part_of(module)) is not None:
                 inside = self._single(parameter_name, plain_name(name), *part)
                 self._matrix(module, inside, self._single_shape(name, info, shape))
         except UnknownLayoutError as error:

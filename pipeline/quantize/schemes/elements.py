@@ -6,13 +6,8 @@
 
 from __future__ import annotations
 
-from quantmint.calibration.elements import (
-    E2M1,
-    ElementType,
-)
+from quantmint.calibration.elements import E2M1, NIBBLES_AWQ, ElementType
 from quantmint.calibration.lazy import torch
-
-_NIBBLES_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ's order puts the outputs 0 to 7 of a word
 
 
 def to_nearest(numbers: torch.Tensor, mantissa: int, least: int, *, out: torch.Tensor) -> torch.Tensor:
@@ -75,5 +70,5 @@ def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
 
 def unpack_int4_transposed(packed: torch.Tensor) -> torch.Tensor:
     """Unpack int32 words [I, O/8] of eight 4-bit integers, two's complement in AWQ's order, to float32 [O, I]."""
-    nibbles = torch.stack([(packed >> (4 * place)) & 15 for place in _NIBBLES_AWQ], dim=-1).flatten(1)
+    nibbles = torch.stack([(packed >> (4 * place)) & 15 for place in NIBBLES_AWQ], dim=-1).flatten(1)
     return ((nibbles ^ 8) - 8).float().t()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantmint.calibration.encodings import Encoded, decode_blocks
+from quantmint.calibration.decoders import decode_blocks
+from quantmint.calibration.encodings import Encoded
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.quantize.engines.stream import schedule
 from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, Written, write_checkpoint

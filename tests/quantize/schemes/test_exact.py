@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantmint.calibration.encodings import ENCODINGS
+from quantmint.calibration.decoders import ENCODINGS
 from quantmint.pipeline.quantize.schemes import fp8
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, kernel_name
 

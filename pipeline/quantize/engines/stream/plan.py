@@ -58,6 +58,11 @@ class Origin:
         return "BF16" if self.encoded is not None else self.place.info.dtype
 
     @property
+    def is_turned(self) -> bool:
+        """Return whether the encoding stores the matrix as [I, O], so that it is read and decoded whole."""
+        return self.encoded is not None and self.encoded.rule.turned
+
+    @property
     def matrix(self) -> tuple[int, int]:
         """Return [rows, columns] of the stored matrix that contains the weight, as it lies on the disk."""
         return self.place.info.shape[-2], self.place.info.shape[-1]
@@ -66,7 +71,7 @@ class Origin:
     def shape(self) -> tuple[int, ...]:
         """Return the shape after decoding and transposing; [O, I] for a weight."""
         if self.encoded is not None:
-            return self.matrix[0], self.matrix[1] * self.encoded.rule.elements
+            return self.encoded.rule.shape(self.matrix)
         if self.expert is None and self.rows is None and not self.transposed:
             return self.place.info.shape
         outer, inner = self.matrix
@@ -84,7 +89,7 @@ class Origin:
     @property
     def granularity(self) -> int:
         """Return the number of rows that a read must be a multiple of; all rows where the matrix is transposed."""
-        if self.transposed:
+        if self.transposed or self.is_turned:
             return self.shape[0]
         return 1 if self.encoded is None else self.encoded.rule.rows
 
@@ -101,10 +106,10 @@ class Origin:
     def extent(self, first: int, last: int) -> tuple[int, int]:
         """Return the offset and the number of bytes in the file of the output rows [first, last).
 
-        For a transposed matrix that is always the whole matrix.
+        For a transposed or turned matrix that is always the whole matrix.
         """
         width = ITEM_BITS[self.place.info.dtype] // 8
-        if self.transposed:
+        if self.transposed or self.is_turned:
             return self.start, prod(self.matrix) * width
         row = (prod(self.shape[1:]) if self.encoded is None else self.matrix[1]) * width
         return self.start + first * row, (last - first) * row
@@ -287,10 +292,11 @@ def _kv_scales(
         text = text_config(source.config)
         heads = int(text.get("num_key_value_heads") or text["num_attention_heads"])
     shape = form.kv_scale_shape(heads)
+    stored_as = {plain_name(name): name for name in source.tensors}
     result: dict[str, tuple[StoredTensor, ...]] = {}
     for module in structure.attention:
         candidates = (f"{module}.{part}.weight" for part in _KEYS)
-        anchor = next((name for name in candidates if name in source.tensors), None)
+        anchor = next((stored_as[name] for name in candidates if name in stored_as), None)
         if anchor is None:
             raise UserError(
                 f"{source.folder}: {module} has no {' or '.join(_KEYS)} there, so static FP8 KV scales have no place.",
@@ -371,7 +377,7 @@ def cut(plan: ShardPlan, size: int) -> list[Scan | Piece]:
 
 def _rows(origin: Origin, kernel: int, size: int) -> int:
     count = origin.shape[0]
-    apart = origin.granularity if origin.transposed else lcm(kernel, origin.granularity)
+    apart = origin.granularity if origin.transposed or origin.is_turned else lcm(kernel, origin.granularity)
     return max(size // max(origin.nbytes // max(count, 1), 1) // max(apart, 1), 1) * max(apart, 1)
 
 

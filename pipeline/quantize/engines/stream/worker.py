@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from quantmint.calibration.decoders import WHOLE
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.quantize.engines.stream.plan import Origin
@@ -87,24 +88,26 @@ class Worker:
             if origin.transposed:
                 begin, end = origin.rows or (0, origin.matrix[1])
                 return numbers.view(origin.matrix)[:, begin:end].t()[first:last].contiguous()
+            if origin.is_turned:
+                return self._decoded(files, origin, numbers.view(origin.matrix), 0)[first:last]
             if origin.encoded is not None:
                 return self._decoded(files, origin, numbers.view(last - first, -1), first)
             return numbers.view(last - first, *origin.shape[1:])
 
     def _decoded(self, files: Files, origin: Origin, numbers: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the decoded rows of stored elements ``numbers``, whose first row is ``first``; read their scales.
+        """Return the decoded rows of stored elements ``numbers``, which begin with row ``first``; read their scales.
 
         ``first`` must be a multiple of the number of rows that share scales.
         """
         assert origin.encoded is not None  # noqa: S101
         rule, rows = origin.encoded.rule, len(numbers)
         scales = []
-        for number, place in enumerate(origin.scales):
+        for shared, place in zip(rule.scale_rows, origin.scales, strict=False):
             info = place.info
             begin, end = 0, info.nbytes
-            if number == 0 and origin.encoded.by_row:
+            if shared != WHOLE:
                 row = info.nbytes // info.shape[0]
-                begin, end = first // rule.rows * row, -(-(first + rows) // rule.rows) * row
+                begin, end = first // shared * row, -(-(first + rows) // shared) * row
             raw = torch.empty(end - begin, dtype=torch.uint8)
             files.read(place.shard, info.name, info.start + begin, raw.numpy().data, ahead=False)
             scale = raw.view(torch_dtype(info.dtype))
