@@ -103,6 +103,18 @@ def _decode_mxfp4(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch
     return groups.mul_(power(scales[0]).to(torch.bfloat16).unsqueeze(-1)).view(rows, 2 * columns)
 
 
+def _decode_mxfp4_stack(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Decode rows of one expert, uint8 [O, I/2], to bfloat16 [O, I]; a whole stack, [E, O, n, 16], to [E, I, O].
+
+    The latter is how transformers' module holds it.
+    """
+    if weight.ndim == 2:
+        return _decode_mxfp4(weight, scales)
+    experts, outputs = weight.shape[:2]
+    decoded = _decode_mxfp4(weight.reshape(experts * outputs, -1), [scales[0].reshape(experts * outputs, -1)])
+    return decoded.view(experts, outputs, -1).mT.contiguous()
+
+
 def _decode_nvfp4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return _by_group(decode_elements("e2m1", 4, weight), scale)
 
@@ -185,6 +197,7 @@ ENCODINGS: Final[Mapping[str, Encoding]] = {
     "fp8_tensor": Encoding(_decode_fp8, (WHOLE,)),
     "mxfp8": Encoding(_decode_mxfp8),
     "mxfp4": Encoding(_decode_mxfp4, elements=2),
+    "mxfp4_stack": Encoding(_decode_mxfp4_stack, elements=2),
     "nvfp4": Encoding(
         lambda weight, scales: _decode_nvfp4(weight, scales[0].float() / scales[1].float().reshape(())),
         (1, WHOLE),

@@ -17,6 +17,7 @@ Dtypes and shapes tell the encodings apart:
     awq          ``qweight`` I32 [I, O/8], outputs in AWQ's order; ``qzeros`` I32 [n, O/8]; ``scales`` [n, O]
     gptq         ``qweight`` I32 [I/8, O]; ``qzeros`` I32 [n, O/8], less by 1; ``scales`` [n, O]; ``g_idx`` I32 [I]
     gptq_v2      the same, with zero points as they are
+    mxfp4_stack  of experts: ``_blocks`` U8 [E, O, I/32, 16]; ``_scales`` U8 [E, O, I/32], E8M0
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from quantmint.calibration.decoders import BLOCK, ENCODINGS, Encoding
 
 SCALE_SUFFIX = "_scale_inv"
 """Ends the name of the block scales that DeepSeek publishes, behind the name of the weight that they belong to."""
+BLOCKS = "_blocks"
+"""Ends the name of a stack of experts in MXFP4 that gpt-oss publishes."""
 _FLOATS = ("F32", "BF16", "F16")
 
 Stored = tuple[str, tuple[int, ...]]
@@ -50,9 +53,12 @@ class Encoded:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of the 16-bit weight that a stored tensor encodes: ``X.weight`` for ``X.weight_packed``."""
+    """Return the name of the 16-bit weight that a stored tensor encodes: ``X.weight`` for ``X.weight_packed``.
+
+    That of a stack of experts is ``X`` for ``X_blocks``.
+    """
     module, _, last = name.rpartition(".")
-    return f"{module}.weight" if last in ("weight_packed", "qweight") else name
+    return f"{module}.weight" if last in ("weight_packed", "qweight") else name.removesuffix(BLOCKS)
 
 
 def recognise(tensors: Mapping[str, Stored], name: str, declared: Mapping[str, Any] | None = None) -> Encoded | None:
@@ -62,6 +68,12 @@ def recognise(tensors: Mapping[str, Stored], name: str, declared: Mapping[str, A
     ``quantization_config`` ``declared`` says how GPTQ stores zero points.
     """
     dtype, shape = tensors[name]
+    if name.endswith(BLOCKS):
+        scale_name = f"{name.removesuffix(BLOCKS)}_scales"
+        is_stack = dtype == "U8" and len(shape) == 4 and shape[-1] == 16
+        return (
+            Encoded("mxfp4_stack", (scale_name,)) if is_stack and tensors.get(scale_name) == ("U8", shape[:3]) else None
+        )
     if name.endswith(".qweight"):
         return _recognise_turned(tensors, name, declared or {})
     if len(shape) != 2 or not name.endswith((".weight", ".weight_packed")):
@@ -157,6 +169,8 @@ def obstacle(declared: Mapping[str, Any]) -> str | None:
     if method == "modelopt":
         algorithm = str(declared.get("quant_algo"))
         return None if algorithm in MODELOPT else f"modelopt, {algorithm}"
+    if method == "mxfp4":
+        return None
     if method == "awq":
         bits, version = declared.get("bits", declared.get("w_bit", 4)), str(declared.get("version") or "gemm").lower()
         return None if (bits, version) == (4, "gemm") else f"awq, {version} of {bits} bits"

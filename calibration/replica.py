@@ -143,6 +143,14 @@ without a word, and older versions know no others.
 """
 
 
+def is_interleaved(experts: Any) -> bool:
+    """Return whether a module that stacks experts has the outputs of gate and up in turns, as gpt-oss has.
+
+    Servers know both as one projection, ``gate_up_proj``.
+    """
+    return not getattr(experts, "is_concatenated", True)
+
+
 class Renaming:
     """The rules by which transformers loads this model's checkpoints: they map names on disk to parameter names."""
 
@@ -211,7 +219,9 @@ def sources(model: Any, owned: Mapping[str, str]) -> dict[str, str]:
                 by_module[module] = f"{parameter_name}.{number}"
             continue
         for expert in range(parameter.shape[0]):
-            for part in STACKS.get(last, (f"{{}}.{last}",)):
+            experts = model.get_submodule(parameter_name.rpartition(".")[0])
+            single = (f"{{}}.{last}",)
+            for part in single if is_interleaved(experts) else STACKS.get(last, single):
                 by_module[f"{prefix}.{part.format(expert)}"] = f"{parameter_name}.{expert}"
     return by_module
 

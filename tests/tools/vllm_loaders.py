@@ -73,6 +73,7 @@ HEADER = """\
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 _EXPERTS = frozenset(("FusedMoE", "RoutedExperts"))
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_INTERLEAVED = ("gpt_oss",)  # model types of which the rows of gate and up alternate, in one matrix
 Rows = list[list[str | None]]
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -205,10 +206,11 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             for name, info in header.items()
             if name != "__metadata__" and len(info["shape"]) >= 2
         }
+    model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     for name, shape in list(shapes.items()):
         stack = name.removesuffix(".weight")
         if len(shape) == 3 and last(stack) in _STACKS:
-            for part in _STACKS[last(stack)]:
+            for part in _STACKS[last(stack)] if model_type not in _INTERLEAVED else (last(stack),):
                 shapes[f"{parent(stack)}.0.{part}.weight"] = shape[1:]
     return {name: shape for name, shape in shapes.items() if name.endswith(".weight")}
 

@@ -270,9 +270,12 @@ class Reader:
         return self._flat(name, first, last, prod(shape[1:])).view(last - first, *shape[1:])
 
     def matrix_rows(self, name: str, index: int, first: int, last: int) -> torch.Tensor:
-        """Return rows [first, last) of matrix ``index`` of a stack [E, R, C], as they are stored: [last - first, C]."""
-        _, height, columns = self.info(name).shape
-        return self._flat(name, index * height + first, index * height + last, columns)
+        """Return rows [first, last) of matrix ``index`` of a stack [E, R, ...], as they are stored: [last - first, C].
+
+        C is the product of the dimensions behind R.
+        """
+        _, height, *inner = self.info(name).shape
+        return self._flat(name, index * height + first, index * height + last, prod(inner))
 
     def _flat(self, name: str, first: int, last: int, columns: int) -> torch.Tensor:
         """Return rows [first, last) of a tensor viewed as a matrix with ``columns`` columns."""

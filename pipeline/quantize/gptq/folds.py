@@ -23,7 +23,7 @@ from quantmint.calibration.hooks import widening_products
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import Replica
 from quantmint.calibration.weights import held
-from quantmint.pipeline.quantize.model.experts import expert_slice, stacks_experts
+from quantmint.pipeline.quantize.model.experts import entered_projections, expert_slice, stacks_experts
 
 _TOLERANCE = 1e-4
 _TOKENS = 32
@@ -221,11 +221,7 @@ class _Trial:
         for name, module in self._layer.named_modules():
             parameters = dict(module.named_parameters(recurse=False))
             if stacks_experts(module):
-                places = [
-                    expert_slice(module, name, 0, projection)
-                    for projection in ("gate_proj", "up_proj")
-                    if parameters.keys() & {projection, "gate_up_proj"}
-                ]
+                places = [expert_slice(module, name, 0, projection) for projection in entered_projections(module)]
                 reading = [Matrix(f"{name}.{place.parameter}", place.transposed) for place in places]
                 handles.append(module.register_forward_pre_hook(before(reading), with_kwargs=True))
             elif list(parameters) == ["weight"] and parameters["weight"].ndim == 1:

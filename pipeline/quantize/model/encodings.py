@@ -89,15 +89,15 @@ def source_encoding(config: Mapping[str, Any], tensors: Mapping[str, tuple[str, 
     if (reason := obstacle(declared)) is not None:
         return SourceEncoding(obstacle=reason)
     stored = {name: (info.dtype, info.shape) for name, (_, info) in tensors.items()}
-    weights: dict[str, Encoded] = {}
-    for name, (dtype, shape) in stored.items():
-        if dtype not in _INTEGERS or name.endswith(LEFTOVERS):
-            continue
-        encoded = recognise(stored, name, declared)
-        if encoded is None:
-            return SourceEncoding(obstacle=f"{declared.get('quant_method')}, {name} is {dtype} {list(shape)}")
-        weights[name] = encoded
-    return SourceEncoding(weights, None if weights else f"{declared.get('quant_method')}, which none of its tensors is")
+    elements = [name for name, (dtype, _) in stored.items() if dtype in _INTEGERS and not name.endswith(LEFTOVERS)]
+    recognised = {name: recognise(stored, name, declared) for name in elements}
+    encoding = SourceEncoding({name: encoded for name, encoded in recognised.items() if encoded is not None})
+    for name in recognised.keys() - encoding.weights.keys() - encoding.scales:
+        dtype, shape = stored[name]
+        return SourceEncoding(obstacle=f"{declared.get('quant_method')}, {name} is {dtype} {list(shape)}")
+    if not encoding.weights:
+        return SourceEncoding(obstacle=f"{declared.get('quant_method')}, which none of its tensors is")
+    return encoding
 
 
 def _block_weights(tensors: Mapping[str, tuple[str, TensorInfo]]) -> dict[str, Encoded]:

@@ -9,6 +9,8 @@ Which of the last two dimensions is the output is what the module says, never wh
 suggest nothing. A checkpoint may hold the transpose of what the module does; transformers then has the transposition
 among the operations that load it.
 
+Where the outputs of gate and up take turns (gpt-oss), both stay together: servers know one projection of 2I outputs.
+
 `calibration.replica.STACKS` names the stacks on disk and the single experts that vLLM and llm-compressor know. A layout
 of experts that is not in the table is unclaimed: a recipe must exclude its tensors by name.
 """
@@ -18,11 +20,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from quantmint.calibration.encodings import Encoded
+from quantmint.calibration.encodings import Encoded, plain_name
 from quantmint.calibration.lazy import torch
-from quantmint.calibration.replica import STACKS
+from quantmint.calibration.replica import STACKS, is_interleaved
 from quantmint.pipeline.base.errors import UserError
 
 
@@ -32,7 +35,8 @@ class WeightSource:
 
     ``tensor`` is a name on disk. ``expert`` picks an entry of the first dimension of a tensor that stacks experts,
     ``rows`` the output rows [first, last) of that matrix (gate and up lie in one), and ``transposed`` says that it is
-    stored as [I, O]. ``encoded`` says how a tensor that is not in 16 bit is decoded.
+    stored as [I, O]. ``encoded`` says how a tensor that is not in 16 bit is decoded. A matrix that stacks the biases of
+    experts is one of vectors: ``expert`` picks a row.
     """
 
     tensor: str
@@ -101,11 +105,13 @@ def part_of(module_name: str) -> tuple[int, str] | None:
     return (int(single[2]), _MIXTRAL.get(single[3], single[3])) if single else None
 
 
-def missing_experts(stored: Sequence[str], stack_name: str, experts: int) -> list[str]:
+def missing_experts(stored: Sequence[str], stack_name: str, owner: Any, experts: int) -> list[str]:
     """Return the names of single experts' tensors of stack ``stack_name`` that are not among the ``stored`` names.
 
-    ``experts`` is the number of experts. Empty where none of the stored names is that of a single expert.
+    ``owner`` is the module of the stack, ``experts`` the number of experts. Empty where none of the stored names is
+    that of a single expert.
     """
+    parts = _parts(owner, stack_name)
     last_names: dict[tuple[str, int, str], str] = {}
     for name in stored:
         if single := _SINGLE.fullmatch(name.removesuffix(".weight")):
@@ -115,7 +121,7 @@ def missing_experts(stored: Sequence[str], stack_name: str, experts: int) -> lis
         f"{prefix}.{expert}.{spelled.get(part, part)}.weight"
         for prefix in dict.fromkeys(prefix for prefix, _, _ in last_names)
         for expert in range(experts)
-        for part in _PARTS[stack_name.rpartition(".")[2]]
+        for part in parts
         if (prefix, expert, part) not in last_names
     ]
 
@@ -145,13 +151,13 @@ def expert_slice(experts: Any, name: str, expert: int, projection: str) -> Exper
     rule takes apart.
     """
     stacks = dict(experts.named_parameters(recurse=False))
-    key = next((key for key, parts in _PARTS.items() if projection in parts and key in stacks), None)
+    key = next((key for key in _PARTS if key in stacks and projection in _parts(experts, key)), None)
     if key is None:
         raise UserError(f"{name}: found no stack of experts that holds {projection}; there are {', '.join(stacks)}.")
     stack_name = f"{name}.{key}"
     try:
         height, _ = expert_shape(experts, stack_name, stacks[key])
-        first = _PARTS[key].index(projection) * height
+        first = _parts(experts, key).index(projection) * height
         return ExpertSlice(key, expert, (first, first + height), _is_transposed(experts))
     except UnknownLayoutError as error:
         raise UserError(f"{stack_name}: this stack of experts cannot be taken apart: {error}.") from None
@@ -163,7 +169,13 @@ def expert_shape(experts: Any, stack_name: str, parameter: torch.Tensor) -> tupl
     Raises `UnknownLayoutError` where the layout of the module ``experts`` is unknown.
     """
     rows, columns = _matrix(experts, parameter)
-    return rows // len(_PARTS[stack_name.rpartition(".")[2]]), columns
+    return rows // len(_parts(experts, stack_name)), columns
+
+
+def _parts(experts: Any, stack_name: str) -> tuple[str, ...]:
+    """Return the projections that a stack of the module ``experts`` holds, by the stack's name."""
+    last = stack_name.rpartition(".")[2]
+    return (last,) if is_interleaved(experts) else _PARTS[last]
 
 
 def split(
@@ -173,29 +185,50 @@ def split(
     parameter: torch.Tensor,
     shape: Sequence[int],
     operations: Sequence[Any],
+    encoded: Encoded | None = None,
 ) -> Iterator[tuple[str, str, WeightSource]]:
     """Take a stack on disk apart: yield each projection's module name on disk, its name in the model, and its source.
 
     The order is by expert, then by projection as the stack has them. ``name`` with ``shape`` is the tensor on disk,
     ``stack_name`` the parameter, [E, O, I] or [E, I, O], of the module ``experts`` that it becomes by ``operations``,
-    the conversions that transformers applies when it loads it. Raises `UnknownLayoutError` where it cannot be taken
-    apart without a guess, and `UserError` for a shape that contradicts config.json.
+    the conversions that transformers applies when it loads it. An ``encoded`` stack is [E, O, n, 16], see
+    `calibration.encodings`. Raises `UnknownLayoutError` where it cannot be taken apart without a guess, and `UserError`
+    for a shape that contradicts config.json.
     """
-    plain = name.removesuffix(".weight")
+    plain = plain_name(name).removesuffix(".weight")
     prefix, _, last = plain.rpartition(".")
     if last not in _STACKS:
         raise UnknownLayoutError("its name is not one that servers know single experts by")
-    rows, _ = _matrix(experts, parameter)
-    transposed = _is_transposed(experts) ^ _is_turned(name, shape, parameter, operations)
-    singles, parts = _STACKS[last], _PARTS[stack_name.rpartition(".")[2]]
+    rows, columns = _matrix(experts, parameter)
+    if encoded is None:
+        transposed = _is_transposed(experts) ^ _is_turned(name, shape, parameter, operations)
+    else:
+        transposed, expected = False, (parameter.shape[0], rows, columns)
+        if (*shape[:2], encoded.rule.elements * prod(shape[2:])) != expected:
+            raise UserError(f"{name}: it is {list(shape)}, expected {list(expected)} decoded, from config.json.")
+    parts = _parts(experts, stack_name)
+    singles = (f"{{}}.{last}",) if is_interleaved(experts) else _STACKS[last]
     if len(singles) != len(parts):
         raise UnknownLayoutError(f"it holds {len(singles)} projections, and {stack_name} holds {len(parts)}")
     height = rows // len(parts)
     for expert in range(parameter.shape[0]):
         for number, (single, part) in enumerate(zip(singles, parts, strict=True)):
             taken = (number * height, (number + 1) * height) if len(parts) > 1 else None
-            source = WeightSource(name, expert=expert, rows=taken, transposed=transposed)
+            source = WeightSource(name, expert=expert, rows=taken, transposed=transposed, encoded=encoded)
             yield f"{prefix}.{single.format(expert)}", f"{stack_name.rpartition('.')[0]}.{expert}.{part}", source
+
+
+def entered_projections(experts: Any) -> Iterator[str]:
+    """Yield the projections that multiply the input of a module that stacks experts: gate and up."""
+    for name, parameter in experts.named_parameters(recurse=False):
+        if name in _PARTS and name != "down_proj" and parameter.ndim == 3:
+            yield from _parts(experts, name)
+
+
+def biases_of(name: str, experts: int) -> dict[str, WeightSource]:
+    """Return the biases of single experts in a stack ``X.experts.Y_bias`` [E, O], by the module ``X.experts.{e}.Y``."""
+    prefix, _, last = name.removesuffix("_bias").rpartition(".")
+    return {f"{prefix}.{expert}.{last}": WeightSource(name, expert=expert) for expert in range(experts)}
 
 
 def _matrix(experts: Any, parameter: torch.Tensor) -> tuple[int, int]:
@@ -206,12 +239,10 @@ def _matrix(experts: Any, parameter: torch.Tensor) -> tuple[int, int]:
 def _is_transposed(experts: Any) -> bool:
     """Return whether the module multiplies inputs with [I, O], as transformers marks it or the class is known to.
 
-    Raises `UnknownLayoutError` where neither tells, where gate and up are interleaved, or where experts have biases.
+    Raises `UnknownLayoutError` where neither tells, or where experts have biases and gate and up lie one by one.
     """
     kind = type(experts).__name__
-    if not getattr(experts, "is_concatenated", True):
-        raise UnknownLayoutError(f"{kind} interleaves the columns of gate and up")
-    if getattr(experts, "has_bias", False):
+    if getattr(experts, "has_bias", False) and not is_interleaved(experts):
         raise UnknownLayoutError(f"the experts of {kind} have biases")
     marked = getattr(experts, "is_transposed", _TRANSPOSED.get(kind))
     if marked is None:

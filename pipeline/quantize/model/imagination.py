@@ -10,7 +10,7 @@ from math import ceil
 from typing import Any
 
 from quantmint.calibration.decoders import BLOCK
-from quantmint.calibration.encodings import SCALE_SUFFIX, Stored, is_block_fp8
+from quantmint.calibration.encodings import BLOCKS, SCALE_SUFFIX, Stored, is_block_fp8
 from quantmint.pipeline.quantize.formats.checkpoint import SINGLE_NAME, TensorInfo, tensor_bytes
 from quantmint.pipeline.quantize.formats.layout import layout, weight_tensors
 from quantmint.pipeline.recipe.modules import declared_quantization
@@ -30,7 +30,8 @@ def imagined_tensors(
     tensors = {**stored, **_predictor(stored, model)}
     declared = declared_quantization(config)
     if declared is not None and linear:
-        tensors = _encode(tensors, _stored_by_kind(declared, linear))
+        is_stacked = declared.get("quant_method") == "mxfp4"
+        tensors = _encode_stacks(tensors) if is_stacked else _encode(tensors, _stored_by_kind(declared, linear))
     laid_out: dict[str, tuple[str, TensorInfo]] = {}
     position = 0
     for name, (dtype, shape) in tensors.items():
@@ -82,6 +83,19 @@ def _encode(tensors: Tensors, stores: Mapping[str, Store]) -> dict[str, Stored]:
         module = name.removesuffix(".weight")
         store = stores.get(_relative(module)) if name.endswith(".weight") and len(shape) == 2 else None
         encoded |= {name: (dtype, shape)} if store is None else store(module, (shape[0], shape[1]))
+    return encoded
+
+
+def _encode_stacks(tensors: Tensors) -> dict[str, Stored]:
+    """Replace stacks of experts [E, I, O] in 16 bit by the MXFP4 that gpt-oss stores of them."""
+    encoded: dict[str, Stored] = {}
+    for name, (dtype, shape) in tensors.items():
+        if len(shape) == 3:
+            experts, inputs, outputs = shape
+            scales = (experts, outputs, inputs // 32)
+            encoded |= {f"{name}{BLOCKS}": ("U8", (*scales, 16)), f"{name}_scales": ("U8", scales)}
+        else:
+            encoded[name] = dtype, shape
     return encoded
 
 

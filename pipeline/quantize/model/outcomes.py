@@ -23,6 +23,7 @@ _TITLES = {
     "fp8_tensor": "FP8 by tensor",
     "mxfp8": "MXFP8",
     "mxfp4": "MXFP4",
+    "mxfp4_stack": "MXFP4",
     "nvfp4": "NVFP4",
     "nvfp4_by": "NVFP4",
     "int4": "INT4",
@@ -33,6 +34,9 @@ _TITLES = {
 }
 
 
+_MXFP4 = ("mxfp4", "mxfp4_stack")
+
+
 def encodings_in_words(encoded: Iterable[Encoded]) -> str:
     """Return the names of the encodings of a source, for people: "FP8 in blocks and MXFP4"."""
     return " and ".join(sorted({_TITLES[weight.encoding] for weight in encoded}))
@@ -41,9 +45,9 @@ def encodings_in_words(encoded: Iterable[Encoded]) -> str:
 def expected_outcome(encoding: str, name: str) -> str:
     """Return what becomes of weights in an encoding that are quantized to the scheme ``name``, as a verb phrase."""
     weight = scheme(name).weight
-    if encoding == "mxfp4" and (weight.dtype, weight.scale) == ("e2m1", "e8m0"):
+    if encoding in _MXFP4 and (weight.dtype, weight.scale) == ("e2m1", "e8m0"):
         return "keep their numbers"
-    if encoding == "mxfp4" and SCHEMES[name].exact is not None:
+    if encoding in _MXFP4 and SCHEMES[name].exact is not None:
         return "keep their numbers where the exponents behind a scale span 14 binades, and are rounded again elsewhere"
     return "are rounded again"
 

@@ -81,15 +81,17 @@ def _select(identity: _Identity, section: str) -> Choice:
     _require_share(structure, quantization)
     _require_widths(structure, schemes, quantization)
     _require_blocks(structure, schemes, quantization)
-    _require_names(structure, schemes)
+    stacks = _whole_stacks(structure, schemes, quantization)
+    _require_names(structure, schemes, stacks)
     _require_reached(structure, schemes, quantization)
-    kept = {*structure.kept, *_modules_of(structure.unclaimed), *(structure.linear.keys() - schemes.keys())}
+    excluded = (module for module in structure.linear.keys() - schemes.keys() if not module.startswith(stacks))
+    kept = {*structure.kept, *_modules_of(structure.unclaimed), *excluded}
     return Choice(
         schemes=schemes,
         kept=tuple(sorted(kept)),
         kv_cache=quantization.kv_cache == "fp8" and not structure.latent,
         kv_per_head=quantization.kv_cache_granularity == "head",
-        prefixes=structure.predictor,
+        prefixes=(*structure.predictor, *stacks),
         aliases=structure.aliases,
     )
 
@@ -233,17 +235,60 @@ def _require_blocks(structure: Structure, schemes: Mapping[str, str], quantizati
             )
 
 
-def _require_names(structure: Structure, schemes: Mapping[str, str]) -> None:
-    """Raise `UserError` for a module that vLLM asks for under no name, unless it has the default scheme."""
+def _require_names(structure: Structure, schemes: Mapping[str, str], stacks: tuple[str, ...]) -> None:
+    """Raise `UserError` for a module that vLLM asks for under no name, unless it has the default scheme.
+
+    Those below the prefixes ``stacks`` are listed by a pattern.
+    """
     default = most_frequent(schemes.values())
     for module, names in structure.aliases.items():
         scheme = schemes.get(module)
-        if not names and scheme != default:
+        if not names and scheme != default and not module.startswith(stacks):
             raise UserError(
                 f"quantization: found {scheme or '16 bit'} for {module}, expected {default} as for the others: vLLM "
                 "asks for this module under a name that no list can hold, and would load it as the others.",
                 hint="Take it out of `exclude` and `overrides`." if module in structure.linear else None,
             )
+
+
+_INTERLEAVED = re.compile(r"(.+\.experts)\.\d+\.gate_up_proj")
+
+
+def _whole_stacks(structure: Structure, schemes: Mapping[str, str], quantization: Quantization) -> tuple[str, ...]:
+    """Return the prefixes of experts whose gate and up are one projection (gpt-oss) that stay in their 16-bit stacks.
+
+    Raises `UserError` for such experts where vLLM cannot load them.
+
+    vLLM 0.32 loads them quantized in Quark's layout alone, and all of a layer; in 16 bit in compressed-tensors' alone
+    (models/gpt_oss.py, `_load_weights_quark` and `_load_weights_other`).
+    """
+    containers = {match[1] for module in structure.linear if (match := _INTERLEAVED.fullmatch(module)) is not None}
+    experts = [module for module in structure.linear if module.rpartition(".")[0].rpartition(".")[0] in containers]
+    quantized = [module for module in experts if module in schemes]
+    unquantized = [module for module in experts if module not in schemes]
+    expected = {"format": "quark", "engine": "stream"}
+    unfit = next((field for field, value in expected.items() if getattr(quantization, field) != value), None)
+    if quantized and unfit is not None:
+        raise UserError(
+            f"quantization.{unfit}: found {getattr(quantization, unfit)} for {quantized[0]}, expected "
+            f"{expected[unfit]}: vLLM loads quantized experts whose gate and up are one projection in Quark's layout "
+            "only, and that of such experts is made by this engine.",
+            hint="Set `format: quark`, or leave the experts in 16 bit: exclude: ['re:.*[.]experts[.]'].",
+        )
+    if unquantized and quantization.format == "quark":
+        raise UserError(
+            f"quantization.exclude: found 16 bit for {unquantized[0]}, expected a scheme for each expert: vLLM loads "
+            "experts whose gate and up are one projection in 16 bit in the layout of compressed-tensors only.",
+            hint="Take it out of `exclude`, or set `format: compressed-tensors` and exclude all experts.",
+        )
+    encoded = next((module for module in unquantized if structure.weights[module].encoded is not None), None)
+    if encoded is not None:
+        raise UserError(
+            f"quantization.exclude: found 16 bit for {encoded}, which the source stores in a stack of MXFP4, expected "
+            "a scheme for it: in 16 bit it would take four times the bytes.",
+            hint="Take it out of `exclude`, and set `format: quark`.",
+        )
+    return tuple(sorted(f"{container}." for container in containers)) if unquantized else ()
 
 
 def _require_reached(structure: Structure, schemes: Mapping[str, str], quantization: Quantization) -> None:

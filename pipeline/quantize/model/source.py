@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from math import prod
 from threading import local
 
 from quantmint.calibration.decoders import WHOLE
@@ -15,14 +16,19 @@ from quantmint.pipeline.quantize.model.structure import Structure
 
 
 def divided(structure: Structure, quantized: Collection[str]) -> Mapping[str, Sequence[str]]:
-    """Map each tensor of the source that holds a quantized module's weight to all modules whose weights it holds.
+    """Map each tensor of the source with a quantized module's weight, or stacked bias, to all modules that it is of.
 
     These tensors are taken apart; every other tensor but scales is carried over whole, see `whole_tensor`.
     """
     modules: defaultdict[str, list[str]] = defaultdict(list)
-    for module, weight in structure.weights.items():
+    for module, weight in (*structure.weights.items(), *structure.biases.items()):
         modules[weight.tensor].append(module)
     return {name: owners for name, owners in modules.items() if any(owner in quantized for owner in owners)}
+
+
+def is_bias_stack(structure: Structure, name: str) -> bool:
+    """Return whether a tensor of the source stacks the biases of experts."""
+    return any(bias.tensor == name for bias in structure.biases.values())
 
 
 def whole_tensor(structure: Structure, name: str) -> WeightSource:
@@ -40,7 +46,9 @@ def carried(source: Checkpoint, structure: Structure, quantized: Collection[str]
     for name in source.tensors:
         if name in scales:
             continue
-        if name in modules_of:
+        if name in modules_of and is_bias_stack(structure, name):
+            tensors |= {f"{module}.bias": structure.biases[module] for module in modules_of[name]}
+        elif name in modules_of:
             unquantized = (module for module in modules_of[name] if module not in quantized)
             tensors |= {f"{module}.weight": structure.weights[module] for module in unquantized}
         else:
@@ -66,9 +74,13 @@ class SourceReader:
         """Return the decoded shape of a weight; [O, I] for the part of a stack."""
         shape = self._read.info(weight.tensor).shape
         if weight.encoded is not None:
-            return weight.encoded.rule.shape(shape)
+            return weight.encoded.rule.shape(
+                (shape[-2], shape[-1]) if weight.expert is None else (shape[1], prod(shape[2:]))
+            )
         if weight.expert is None:
             return shape
+        if len(shape) == 2:
+            return (shape[1],)
         outputs, inputs = reversed(shape[1:]) if weight.transposed else shape[1:]
         first, last = weight.rows or (0, outputs)
         return last - first, inputs
@@ -78,8 +90,10 @@ class SourceReader:
 
         Raises `StageError` where they cannot be read.
         """
-        if weight.expert is None:
+        if weight.expert is None or weight.encoded is not None:
             return self._decoded(weight, first, last)
+        if len(self._read.info(weight.tensor).shape) == 2:
+            return self._read.rows(weight.tensor, weight.expert, weight.expert + 1)[0, first:last]
         start = weight.rows[0] if weight.rows else 0
         if weight.transposed:
             return self._turned(weight)[start + first : start + last]
@@ -93,10 +107,18 @@ class SourceReader:
         rule = weight.encoded.rule
         begin = first // rule.rows * rule.rows
         scales = [
-            self._read_all(name) if shared == WHOLE else self._read.rows(name, begin // shared, -(-last // shared))
+            self._read_all(name)
+            if shared == WHOLE
+            else self._rows_of(name, weight.expert, begin // shared, -(-last // shared))
             for name, shared in zip(weight.encoded.scales, rule.scale_rows, strict=False)
         ]
-        return rule.decode(self._read.rows(weight.tensor, begin, last), scales)[first - begin :]
+        return rule.decode(self._rows_of(weight.tensor, weight.expert, begin, last), scales)[first - begin :]
+
+    def _rows_of(self, name: str, expert: int | None, first: int, last: int) -> torch.Tensor:
+        """Return rows [first, last) of a tensor, or of one expert's matrix in a stack."""
+        if expert is None:
+            return self._read.rows(name, first, last)
+        return self._read.matrix_rows(name, expert, first, last)
 
     def _read_all(self, name: str) -> torch.Tensor:
         shape = self._read.info(name).shape

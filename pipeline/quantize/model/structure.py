@@ -25,7 +25,7 @@ from quantmint.calibration.calls import replay_obstacle, skipped_layers
 from quantmint.calibration.encodings import Encoded, plain_name
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.parts import attention_modules, text_obstacle
-from quantmint.calibration.replica import Renaming, on_disk, sources
+from quantmint.calibration.replica import Renaming, is_interleaved, on_disk, sources
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.errors import StoreError, UserError
@@ -36,6 +36,7 @@ from quantmint.pipeline.quantize.model.encodings import LEFTOVERS, quantized_by,
 from quantmint.pipeline.quantize.model.experts import (
     UnknownLayoutError,
     WeightSource,
+    biases_of,
     expert_shape,
     missing_experts,
     part_of,
@@ -64,8 +65,9 @@ class Structure:
     model. ``predictor`` are the prefixes of the tensors of a multi-token predictor.
 
     ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
-    quantized checkpoint. ``encoded`` maps each tensor of the source that is not in 16 bit to its encoding, and
-    ``dropped`` are tensors of its quantization that no decoded weight needs. ``modules`` maps linear
+    quantized checkpoint. ``biases`` are the biases of single experts that are stacked, by module. ``encoded`` maps each
+    tensor of the source that is not in 16 bit to its encoding, and ``dropped`` are tensors of its quantization that no
+    decoded weight needs. ``modules`` maps linear
     and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one of the
     experts that it stacks. ``aliases`` are the names by which vLLM asks for a module, where they are not its own; none
     where no name reaches it. ``joined`` are kinds of modules (names with * for numbers) behind whose rows vLLM puts
@@ -105,6 +107,7 @@ class Structure:
     quantized_by: str | None = field(default=None, compare=False)
     undecodable: str | None = field(default=None, compare=False)
     faults: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)
+    biases: Mapping[str, WeightSource] = field(default_factory=dict, compare=False)
 
     @property
     def decoded_away(self) -> frozenset[str]:
@@ -176,7 +179,12 @@ def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoin
     encoding = source_encoding(config, tensors)
     stored_as = {plain_name(name): name for name in encoding.weights}
     weights = {
-        module: replace(weight, tensor=stored_as[weight.tensor], encoded=encoding.weights[stored_as[weight.tensor]])
+        module: replace(
+            weight,
+            tensor=stored_as[weight.tensor],
+            encoded=encoding.weights[stored_as[weight.tensor]],
+            transposed=False,  # only of stacks, whose encodings are not
+        )
         if weight.tensor in stored_as
         else weight
         for module, weight in structure.weights.items()
@@ -199,7 +207,7 @@ UNQUANTIZED = "vLLM builds it without a quantization"
 _WHOLE = frozenset({*SIXTEEN_BIT, "F32", "F8_E4M3", "I8"})  # dtypes whose elements are not packed
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MX_GROUP = 32  # elements of a row that share an E8M0 scale
-_KNOWN = (None, "fp8", "compressed-tensors", "quark", "modelopt", "awq", "gptq")
+_KNOWN = (None, "fp8", "compressed-tensors", "quark", "modelopt", "awq", "gptq", "mxfp4")
 _EMBEDDING, _VECTOR, _TOWER = "embedding", "norm, bias or other vector", "outside the decoder"
 _CONVOLUTION = "convolution"
 
@@ -233,6 +241,7 @@ class _Reading:
         self._stored_as = {plain_name(name): name for name in self._encoded}
         self._linear: dict[str, tuple[int, int]] = {}
         self._weights: dict[str, WeightSource] = {}
+        self._biases: dict[str, WeightSource] = {}
         self._modules: dict[str, str] = {}
         self._kept: dict[str, str] = {}
         self._copied: Counter[str] = Counter()
@@ -276,6 +285,7 @@ class _Reading:
             attention=tuple(attention),
             parameters=sum(parameter.numel() for parameter in self._model.parameters()),
             weights=self._weights,
+            biases=self._biases,
             encoded=self._encoded,
             dropped=tuple(self._dropped),
             modules={**self._modules, **attention},
@@ -343,7 +353,7 @@ class _Reading:
                     stacks.add(parameter_name)
                     # LongCat counts experts that compute nothing, and have a place in one of two stacks.
                     experts = min(p.shape[0] for p in owner.parameters(recurse=False) if p.ndim == 3)
-                    missing = missing_experts(stored, parameter_name, experts)
+                    missing = missing_experts(stored, parameter_name, owner, experts)
                     yield from (("missing", each, "config.json implies it, it is not stored") for each in missing)
             else:
                 yield "missing", name, f"config.json implies it, {list(implied[name][1])}; it is not stored"
@@ -360,10 +370,11 @@ class _Reading:
         """Return the parameter that a tensor belongs to, and the operations by which transformers rearranges it."""
         plain = plain_name(name)
         inner, operations = self._rename(plain)
-        if inner not in self._parameters and plain.endswith(".weight"):
+        module, _, last = plain.rpartition(".")
+        if inner not in self._parameters and last in ("weight", "bias"):
             # One expert of a model whose release stacks them: quantized checkpoints hold them one by one.
-            for stack in stacked_names(plain.removesuffix(".weight")):
-                for spelled in (stack, f"{stack}.weight"):
+            for stack in stacked_names(module):
+                for spelled in (stack, f"{stack}.weight") if last == "weight" else (f"{stack}_bias",):
                     renamed, _ = self._rename(spelled)
                     if renamed in self._parameters:
                         return renamed, ()
@@ -436,13 +447,16 @@ class _Reading:
         module = name.rpartition(".")[0]
         if parameter.ndim < 3:
             self._copied[_VECTOR] += 1
+            if is_interleaved(owner) and len(info.shape) == 2 and name.endswith("_bias"):
+                self._biases |= biases_of(name, info.shape[0])
             return
         try:
             shape = expert_shape(owner, parameter_name, parameter)
-            if len(info.shape) == 3:
-                if name in self._encoded:
-                    raise UserError(f"{name}: it is a stack of experts in {info.dtype}, which is not decoded.")
-                for written, inside, source in split(name, parameter_name, owner, parameter, info.shape, operations):
+            if len(info.shape) > 2:
+                encoded = self._encoded.get(name)
+                for written, inside, source in split(
+                    name, parameter_name, owner, parameter, info.shape, operations, encoded
+                ):
                     self._add(written, inside, shape, source)
             elif plain_name(name).endswith(".weight") and (part := part_of(module)) is not None:
                 inside = self._single(parameter_name, plain_name(name), *part)

@@ -26,7 +26,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
 )
 """Every kernel of the streaming engine, by name."""
 
-_FEW_BITS = frozenset({"mxfp4", "mxfp8"})  # encodings whose numbers are elements times powers of two
+_FEW_BITS = frozenset({"mxfp4", "mxfp4_stack", "mxfp8"})  # encodings whose numbers are elements times powers of two
 
 
 def kernel_name(scheme: str, checkpoint_format: str, encoding: str | None = None) -> str:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import SINGLE_NAME
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.selection import select
@@ -136,10 +135,15 @@ def test_sizes_that_tell_nothing_are_not_guessed_from(
     assert len(structure.unclaimed) == 2
 
 
-def test_interleaved_gate_and_up_are_refused(models: Models, structure_of: StructureOf) -> None:
+def test_interleaved_gate_and_up_are_one_projection(models: Models, structure_of: StructureOf) -> None:
     structure = structure_of(models("gpt-oss"))
-    with pytest.raises(UserError, match="GptOssExperts interleaves the columns of gate and up") as refused:
-        select(structure, Quantization(scheme="mxfp4"))
-    assert "quantization.exclude" in str(refused.value.hint)
-    choice = select(structure, Quantization(scheme="mxfp4", exclude=("re:.*experts.*",)))
-    assert "model.layers.0.mlp.experts" in choice.kept
+    experts = "model.layers.0.mlp.experts"
+    assert structure.linear[f"{experts}.3.gate_up_proj"] == (512, 128)
+    assert structure.weights[f"{experts}.3.gate_up_proj"] == WeightSource(
+        f"{experts}.gate_up_proj", expert=3, transposed=True
+    )
+    assert structure.biases[f"{experts}.3.down_proj"] == WeightSource(f"{experts}.down_proj_bias", expert=3)
+    assert not structure.unclaimed
+    choice = select(structure, Quantization(scheme="mxfp4", format="compressed-tensors", exclude=("re:.*experts.*",)))
+    assert f"{experts}." in choice.prefixes
+    assert not any("experts" in module for module in (*choice.schemes, *choice.kept))

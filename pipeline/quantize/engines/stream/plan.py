@@ -23,7 +23,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import ITEM_BITS, Checkpoint, TensorInfo, encode_header
 from quantmint.pipeline.quantize.formats.layout import Choice, StoredTensor, layout, weight_tensors
 from quantmint.pipeline.quantize.model.experts import WeightSource
-from quantmint.pipeline.quantize.model.source import divided, whole_tensor
+from quantmint.pipeline.quantize.model.source import divided, is_bias_stack, whole_tensor
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, kernel_name
 from quantmint.pipeline.recipe.modules import scale_group, text_config
@@ -65,7 +65,10 @@ class Origin:
     @property
     def matrix(self) -> tuple[int, int]:
         """Return [rows, columns] of the stored matrix that contains the weight, as it lies on the disk."""
-        return self.place.info.shape[-2], self.place.info.shape[-1]
+        shape = self.place.info.shape
+        if self.expert is None:
+            return shape[-2], shape[-1]
+        return (shape[1], prod(shape[2:])) if len(shape) > 2 else (1, shape[1])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,6 +78,8 @@ class Origin:
         if self.expert is None and self.rows is None and not self.transposed:
             return self.place.info.shape
         outer, inner = self.matrix
+        if len(self.place.info.shape) == 2:
+            return (inner,)
         outputs, inputs = (inner, outer) if self.transposed else (outer, inner)
         first, last = self.rows or (0, outputs)
         return last - first, inputs
@@ -83,7 +88,7 @@ class Origin:
     def nbytes(self) -> int:
         """Return the stored bytes of the weight or tensor, without its scales."""
         if self.encoded is not None:
-            return self.place.info.nbytes
+            return self.place.info.nbytes if self.expert is None else prod(self.matrix)
         return prod(self.shape) * ITEM_BITS[self.place.info.dtype] // 8
 
     @property
@@ -224,7 +229,12 @@ class _Layouter:
         for info in sorted(self._files[name], key=lambda info: info.start):
             if info.name in self._decoded_away:
                 continue
-            if info.name in self._divided:
+            if info.name in self._divided and is_bias_stack(self._structure, info.name):
+                biases = {module: self._structure.biases[module] for module in self._divided[info.name]}
+                steps += (
+                    self._carried(f"{module}.bias", origin_of(self._source, bias)) for module, bias in biases.items()
+                )
+            elif info.name in self._divided:
                 steps += map(self._divided_step, self._divided[info.name])
             else:
                 origin = origin_of(self._source, whole_tensor(self._structure, info.name))

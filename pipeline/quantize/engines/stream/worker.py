@@ -106,12 +106,15 @@ class Worker:
             info = place.info
             begin, end = 0, info.nbytes
             if shared != WHOLE:
-                row = info.nbytes // info.shape[0]
-                begin, end = first // shared * row, -(-(first + rows) // shared) * row
+                count = info.shape[0] if origin.expert is None else info.shape[0] * info.shape[1]
+                above = 0 if origin.expert is None else origin.expert * info.shape[1]
+                row = info.nbytes // count
+                begin, end = (above + first // shared) * row, (above - (-(first + rows) // shared)) * row
             raw = torch.empty(end - begin, dtype=torch.uint8)
             files.read(place.shard, info.name, info.start + begin, raw.numpy().data, ahead=False)
             scale = raw.view(torch_dtype(info.dtype))
-            scales.append(scale.view(-1, *info.shape[1:]).to(self.device))
+            inner = info.shape[1:] if origin.expert is None else info.shape[2:]
+            scales.append(scale.view(-1, *inner).to(self.device))
         return rule.decode(numbers, scales)
 
     def host(self, tensor: torch.Tensor, use: str) -> torch.Tensor:
