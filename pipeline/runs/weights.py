@@ -104,7 +104,8 @@ def forecast_weights(
         if recipe.calibration is not None and needs_ranges(quantization):
             stages["calibrate"] = calibrate_cost(calibrate_volume(source, structure, recipe.calibration), machine)
         choice, shared = select(structure, quantization), quantization.shared_scales
-        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)
+        untouched = quantization.algorithm == "none"
+        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared, untouched=untouched)
         stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
         if quantization.algorithm == "gptq" and recipe.calibration is not None:
             once = calibrate_cost(gptq_volume(source, structure, recipe), machine)

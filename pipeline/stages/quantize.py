@@ -135,7 +135,8 @@ class QuantizeStage(Stage):
         if strays := stray_files(source.folder):
             job.progress.warn(f"{', '.join(strays)}: no model's files, so they are not copied with it")
         choice = select(structure, quantization)
-        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=quantization.shared_scales)
+        sharing, untouched = quantization.shared_scales, quantization.algorithm == "none"
+        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=sharing, untouched=untouched)
         scales = _ranges(job, choice)
         latent = _proven_latent(job) if structure.latent and quantization.kv_cache == "fp8" else None
         gained: Mapping[str, object] = {}

@@ -54,7 +54,8 @@ def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Predict
     choice = select(structure, recipe.quantization)
     layout = recipe.quantization.format
     if recipe.quantization.engine == "stream":
-        checkpoint = sum(plan.nbytes for plan in plan_shards(source, structure, choice, layout))
+        untouched = recipe.quantization.algorithm == "none"
+        checkpoint = sum(plan.nbytes for plan in plan_shards(source, structure, choice, layout, untouched=untouched))
     else:
         checkpoint = checkpoint_bytes(source, structure, choice, layout)
     return Prediction(

@@ -102,9 +102,8 @@ def test_published_gpt_oss_keeps_its_numbers(quantmint: Quantmint, sources: tupl
     inspected = quantmint("inspect", "second", "--source", published)
     assert inspected.code == 0, inspected.out
     if scheme == "mxfp4":
-        made = quantmint("quantize", plain, "expected", "--scheme", scheme, "--format", "quark")
-        assert made.code == 0, made.err
-        assert_equal(stored(Path("second")), stored(Path("expected")))
+        blocks = stored(published)["model.layers.0.mlp.experts.down_proj_blocks"][3]
+        assert torch.equal(stored(Path("second"))["model.layers.0.mlp.experts.3.down_proj.weight"], blocks.flatten(1))
         made = quantmint("quantize", "second", "third", "--scheme", "ptpc_fp8", "--format", "quark")
         assert made.code == 0, made.err
         assert_experts(Path("third"), "ptpc_fp8", stored(plain), exact=True)

@@ -4,6 +4,8 @@
     'keep their numbers where the exponents behind a scale span 14 binades, and are rounded again elsewhere'
     >>> expected_outcome("int4", "mxfp4")
     'are rounded again'
+    >>> expected_outcome("mxfp4", "mxfp4")
+    'keep their bytes'
 
 `tests/quantize/schemes/test_exact.py` tries all codes of MXFP4 under all exponents.
 """
@@ -35,6 +37,11 @@ _TITLES = {
 
 
 _MXFP4 = ("mxfp4", "mxfp4_stack")
+_SAME = {
+    "fp8_block": "fp8_block", "fp8_channel": "ptpc_fp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "mxfp4_stack": "mxfp4",
+    "nvfp4": "nvfp4", "int4": "w4a16",
+}  # fmt: skip
+"""Schemes that store weights as an encoding does."""
 
 
 def encodings_in_words(encoded: Iterable[Encoded]) -> str:
@@ -42,11 +49,20 @@ def encodings_in_words(encoded: Iterable[Encoded]) -> str:
     return " and ".join(sorted({_TITLES[weight.encoding] for weight in encoded}))
 
 
+def stores_as(encoding: str, name: str) -> bool:
+    """Return whether a scheme stores weights as an encoding does; of INT4, where it has groups of 128."""
+    same = _SAME.get(encoding)
+    return same is not None and scheme(name).weight == scheme(same).weight
+
+
 def expected_outcome(encoding: str, name: str) -> str:
     """Return what becomes of weights in an encoding that are quantized to the scheme ``name``, as a verb phrase."""
-    weight = scheme(name).weight
-    if encoding in _MXFP4 and (weight.dtype, weight.scale) == ("e2m1", "e8m0"):
-        return "keep their numbers"
+    if stores_as(encoding, name):
+        return (
+            "keep their bytes"
+            if encoding != "int4"
+            else "keep their bytes in groups of 128, and are rounded again in others"
+        )
     if encoding in _MXFP4 and SCHEMES[name].exact is not None:
         return "keep their numbers where the exponents behind a scale span 14 binades, and are rounded again elsewhere"
     return "are rounded again"

@@ -25,7 +25,7 @@ def test_modules_are_counted_by_what_became_of_them() -> None:
 def test_what_will_become_of_them_is_said_before() -> None:
     assert outcome_forecast({}, ["mxfp4"]) is None
     assert outcome_forecast(MXFP4, ["mxfp4", "ptpc_fp8", "int8_w8a8"]) == (
-        "the source is quantized already, and decoded where it is read: weights in MXFP4 keep their numbers in mxfp4; "
+        "the source is quantized already, and decoded where it is read: weights in MXFP4 keep their bytes in mxfp4; "
         "weights in MXFP4 keep their numbers where the exponents behind a scale span 14 binades, and are rounded again "
         "elsewhere in ptpc_fp8; weights in MXFP4 are rounded again in int8_w8a8"
     )

@@ -23,6 +23,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import ITEM_BITS, Checkpoint, TensorInfo, encode_header
 from quantmint.pipeline.quantize.formats.layout import Choice, StoredTensor, layout, weight_tensors
 from quantmint.pipeline.quantize.model.experts import WeightSource
+from quantmint.pipeline.quantize.model.outcomes import stores_as
 from quantmint.pipeline.quantize.model.source import divided, is_bias_stack, whole_tensor
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, kernel_name
@@ -146,7 +147,8 @@ class Step:
 
     ``name`` is the module's or the tensor's name. ``kernel`` is None where the numbers are not quantized. ``group``
     holds the origins of all weights that share one scale, this one included; it is empty where the scale is the
-    weight's own. ``made`` is a file that already holds the step's outputs, see `gptq.results`.
+    weight's own. ``made`` is a file that already holds the step's outputs, see `gptq.results`. An ``untouched`` step's
+    outputs are the bytes of the source, which has the scheme's format already.
     """
 
     name: str
@@ -155,6 +157,7 @@ class Step:
     outputs: tuple[StoredTensor, ...]
     group: tuple[Origin, ...] = ()
     made: Path | None = None
+    untouched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,22 +198,35 @@ def is_deferred(tensor: StoredTensor) -> bool:
 
 
 def plan_shards(
-    source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str, *, shared_scales: bool = False
+    source: Checkpoint,
+    structure: Structure,
+    choice: Choice,
+    checkpoint_format: str,
+    *,
+    shared_scales: bool = False,
+    untouched: bool = True,
 ) -> tuple[ShardPlan, ...]:
     """Lay out every output file of a quantized model; files of which nothing is left are omitted.
 
     ``shared_scales`` gives weights that vLLM loads as one (q, k, v; gate, up) one scale where a scale is per tensor,
-    from the largest magnitude of all. Raises `UserError` for a scheme that the format cannot store, for a quantized
-    module whose weight is not stored as a matrix of numbers, and for static KV scales of attention without a K
-    projection.
+    from the largest magnitude of all. With ``untouched`` weights whose source has the scheme's format keep their bytes;
+    an algorithm that changes weights needs them decoded. Raises `UserError` for a scheme that the format cannot store,
+    for a quantized module whose weight is not stored as a matrix of numbers, and for static KV scales of attention
+    without a K projection.
     """
-    layouter = _Layouter(source, structure, choice, checkpoint_format, shared_scales)
+    layouter = _Layouter(source, structure, choice, checkpoint_format, shared_scales, untouched)
     return tuple(plan for shard in source.shards if (plan := layouter.shard(shard)) is not None)
 
 
 class _Layouter:
     def __init__(
-        self, source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str, shared_scales: bool
+        self,
+        source: Checkpoint,
+        structure: Structure,
+        choice: Choice,
+        checkpoint_format: str,
+        shared_scales: bool,
+        untouched: bool,
     ) -> None:
         self._source, self._structure, self._choice = source, structure, choice
         self._format = checkpoint_format
@@ -218,6 +234,7 @@ class _Layouter:
         self._decoded_away = structure.decoded_away
         self._divided = divided(structure, choice.schemes)
         self._groups = self._shared(shared_scales)
+        self._may_pass = untouched
         self._files: defaultdict[str, list[TensorInfo]] = defaultdict(list)  # by file, in no order
         for file, info in source.tensors.values():
             self._files[file].append(info)
@@ -272,10 +289,32 @@ class _Layouter:
                 f"expected a matrix of {', '.join(sorted(NUMBERS))} to quantize to {scheme}.",
                 hint="Quantize from the 16-bit release of the model.",
             )
+        if (outputs := self._same_tensors(module, origin)) is not None:
+            return Step(module, origin, kernel_name(scheme, self._format), outputs, untouched=True)
         outputs = weight_tensors(self._format, scheme, module, (origin.shape[0], origin.shape[1]), origin.dtype)
         kernel = kernel_name(scheme, self._format, None if origin.encoded is None else origin.encoded.encoding)
         group = self._groups.get(module, (origin,)) if KERNELS[kernel].whole else ()
         return Step(module, origin, kernel, outputs, group)
+
+    def _same_tensors(self, module: str, origin: Origin) -> tuple[StoredTensor, ...] | None:
+        """Return the tensors to store of a module whose source has the scheme's format; None where it has another.
+
+        Weights that share a scale have it together or not at all.
+        """
+        scheme, encoded = self._choice.schemes[module], origin.encoded
+        fused = [member.encoded for member in self._groups.get(module, ())]
+        if not self._may_pass or encoded is None or not stores_as(encoded.encoding, scheme):
+            return None
+        if any(member is None or member.encoding != encoded.encoding for member in fused):
+            return None
+        scale_dtype = origin.scales[0].info.dtype if origin.scales[0].info.dtype in NUMBERS else origin.dtype
+        outputs = weight_tensors(self._format, scheme, module, (origin.shape[0], origin.shape[1]), scale_dtype)
+        first = 0 if origin.expert is None else 1
+        stored: list[tuple[str, tuple[int, ...]]] = [(origin.place.info.dtype, origin.matrix)]
+        stored += [(place.info.dtype, place.info.shape[first:]) for place in origin.scales]
+        # A scale of channels is [O] or [O, 1].
+        same = [(out.dtype, _without_ones(out.shape)) for out in outputs if out.role not in STATIC_ROLES]
+        return outputs if same == [(dtype, _without_ones(shape)) for dtype, shape in stored] else None
 
     def _shared(self, shared_scales: bool) -> dict[str, tuple[Origin, ...]]:
         """Return, for each module that shares a scale with others, the origins of all weights of that scale."""
@@ -285,6 +324,10 @@ class _Layouter:
             if kernel.fused or (kernel.whole and shared_scales):
                 members[scale_group(module)][module] = origin_of(self._source, self._structure.weights[module])
         return {module: tuple(group.values()) for group in members.values() for module in group}
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def _kv_scales(

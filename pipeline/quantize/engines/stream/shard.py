@@ -243,13 +243,31 @@ class OpenShard:
 
     def _quantize(self, worker: Worker, piece: Piece) -> None:
         step = piece.step
+        if step.untouched and step.made is None:
+            self._pass(worker, piece)
+            return
         weight = worker.rows(self._files, step.origin, piece.first, piece.last)
         largest = self._largest_of(worker, step) if step.group else None
         with worker.clock("compute"), worker.computing():
             parts, error = self._compute(piece, weight, largest)
-        main, *small_outputs = (out for out in step.outputs if out.role not in STATIC_ROLES)
-        smalls = [(out, worker.host(parts[out.role], out.role).clone()) for out in small_outputs]
-        data = worker.host(parts[main.role], "main")
+        self._store(worker, piece, {role: worker.host(part, role) for role, part in parts.items()}, error)
+
+    def _pass(self, worker: Worker, piece: Piece) -> None:
+        """Write the bytes of a weight whose source has the scheme's format; a scale that is not finite is refused."""
+        step = piece.step
+        parts = worker.stored(self._files, step.origin, piece.first, piece.last)
+        with worker.clock("compute"):
+            for number, part in enumerate(parts):
+                self._require_finite(step.origin, _largest_stored(part, is_scale=number > 0))
+        roles = (out.role for out in step.outputs if out.role not in STATIC_ROLES)
+        flat = {role: part.reshape(-1).view(torch.uint8) for role, part in zip(roles, parts, strict=True)}
+        self._store(worker, piece, flat, Error(count=(piece.last - piece.first) * step.origin.shape[1]))
+
+    def _store(self, worker: Worker, piece: Piece, parts: Parts, error: Error) -> None:
+        """Write the ``parts`` of a piece, bytes on the host by role, and its error."""
+        main, *small_outputs = (out for out in piece.step.outputs if out.role not in STATIC_ROLES)
+        smalls = [(out, parts[out.role].clone()) for out in small_outputs]
+        data = parts[main.role]
         if is_deferred(main):
             self._hand_over(worker, piece, smalls=[(main, data.clone()), *smalls], error=error)
         else:
@@ -360,6 +378,19 @@ def _read_finished(piece: Piece, device: torch.device) -> tuple[Parts, Error]:
                 parts[output.role] = rows.to(device)
         error = json.loads(stored.metadata()[ERRORS]).get(step.name) if piece.final else None
     return parts, Error() if error is None else Error(*error)
+
+
+_E8M0_NAN, _E4M3_NAN = 0xFF, 0x7F
+
+
+def _largest_stored(part: torch.Tensor, *, is_scale: bool) -> torch.Tensor:
+    """Return a number that is not finite if a tensor of stored elements or scales holds one that is not."""
+    if part.dtype in (torch.float8_e4m3fn, torch.uint8):
+        is_e4m3 = part.dtype == torch.float8_e4m3fn
+        codes = part.view(torch.uint8) & 0x7F if is_e4m3 else part
+        broken = (is_e4m3 or is_scale) and codes.numel() and int(codes.amax()) == (_E4M3_NAN if is_e4m3 else _E8M0_NAN)
+        return torch.tensor(float("nan") if broken else 0.0)
+    return amax(part) if part.is_floating_point() else torch.tensor(0.0)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

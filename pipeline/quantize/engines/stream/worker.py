@@ -79,10 +79,7 @@ class Worker:
 
         Raises `StageError` where they cannot be read.
         """
-        start, size = origin.extent(first, last)
-        raw = self.buffer("read", size)
-        with self.clock("read"):
-            files.read(origin.place.shard, origin.place.info.name, start, raw.numpy().data)
+        raw = self._extent(files, origin, first, last)
         with self.clock("compute"), self.computing():
             numbers = raw.to(self.device, non_blocking=True).view(torch_dtype(origin.place.info.dtype))
             if origin.transposed:
@@ -94,14 +91,36 @@ class Worker:
                 return self._decoded(files, origin, numbers.view(last - first, -1), first)
             return numbers.view(last - first, *origin.shape[1:])
 
+    def stored(self, files: Files, origin: Origin, first: int, last: int) -> list[torch.Tensor]:
+        """Return rows [first, last) of an encoded weight on the host as they are stored: its elements, then its scales.
+
+        The elements lie in the buffer for reading. Raises `StageError` where they cannot be read.
+        """
+        raw = self._extent(files, origin, first, last)
+        elements = raw.view(torch_dtype(origin.place.info.dtype)).view(last - first, -1)
+        return [elements, *self._scales(files, origin, first, last - first)]
+
+    def _extent(self, files: Files, origin: Origin, first: int, last: int) -> torch.Tensor:
+        """Return the bytes of rows [first, last) of a weight, uint8 on the host, in the buffer for reading."""
+        start, size = origin.extent(first, last)
+        raw = self.buffer("read", size)
+        with self.clock("read"):
+            files.read(origin.place.shard, origin.place.info.name, start, raw.numpy().data)
+        return raw
+
     def _decoded(self, files: Files, origin: Origin, numbers: torch.Tensor, first: int) -> torch.Tensor:
         """Return the decoded rows of stored elements ``numbers``, which begin with row ``first``; read their scales.
 
         ``first`` must be a multiple of the number of rows that share scales.
         """
         assert origin.encoded is not None  # noqa: S101
-        rule, rows = origin.encoded.rule, len(numbers)
-        scales = []
+        scales = [scale.to(self.device) for scale in self._scales(files, origin, first, len(numbers))]
+        return origin.encoded.rule.decode(numbers, scales)
+
+    def _scales(self, files: Files, origin: Origin, first: int, rows: int) -> list[torch.Tensor]:
+        """Return the scales of ``rows`` rows of an encoded weight from row ``first`` on, on the host."""
+        assert origin.encoded is not None  # noqa: S101
+        rule, scales = origin.encoded.rule, []
         for shared, place in zip(rule.scale_rows, origin.scales, strict=False):
             info = place.info
             begin, end = 0, info.nbytes
@@ -114,8 +133,8 @@ class Worker:
             files.read(place.shard, info.name, info.start + begin, raw.numpy().data, ahead=False)
             scale = raw.view(torch_dtype(info.dtype))
             inner = info.shape[1:] if origin.expert is None else info.shape[2:]
-            scales.append(scale.view(-1, *inner).to(self.device))
-        return rule.decode(numbers, scales)
+            scales.append(scale.view(-1, *inner))
+        return scales
 
     def host(self, tensor: torch.Tensor, use: str) -> torch.Tensor:
         """Return the bytes of a tensor on the host, uint8 [n].
