@@ -22,9 +22,11 @@ Dtypes and shapes tell the encodings apart:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from quantmint.calibration.decoders import BLOCK, ENCODINGS, Encoding
@@ -142,6 +144,28 @@ def _has_zero_points(declared: Mapping[str, Any]) -> bool:
 def _gptq_format(declared: Mapping[str, Any]) -> str:
     """Return the layout that a ``quantization_config`` of GPTQ declares; "gptq" where it names none."""
     return str(declared.get("checkpoint_format") or declared.get("format") or "gptq")
+
+
+OLD_MODELOPT = "hf_quant_config.json"
+"""File in which older versions of ModelOpt describe a quantization, beside a config.json that has none."""
+
+
+def with_old_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a folder's ``config.json`` with the ``quantization_config`` that its `OLD_MODELOPT` file stands for.
+
+    It is returned as it is where it has a quantization itself, or where there is no such file. Raises `OSError` or
+    `ValueError` for a file that cannot be read or is none of ModelOpt.
+    """
+    path = folder / OLD_MODELOPT
+    if config.get("quantization_config") or not path.is_file():
+        return config
+    described = json.loads(path.read_text(encoding="utf-8"))
+    quantization = described.get("quantization") if isinstance(described, dict) else None
+    if not isinstance(quantization, dict):
+        raise ValueError(f"{OLD_MODELOPT} has no `quantization`, in which ModelOpt describes one")
+    if not quantization.get("quant_algo"):
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
 
 
 def is_block_fp8(declared: Mapping[str, Any]) -> bool:

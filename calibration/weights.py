@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantmint.calibration.classes import build_model, read_config
-from quantmint.calibration.encodings import Encoded, Stored, obstacle, plain_name, recognise
+from quantmint.calibration.encodings import Encoded, Stored, obstacle, plain_name, recognise, with_old_modelopt
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.index import weight_files
 from quantmint.calibration.lazy import torch
@@ -75,7 +75,7 @@ class Shards:
 
         self.folder = folder
         try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            config = with_old_modelopt(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder)
             declared = _readable_quantization(config, folder) if only is None else None
             self._open: dict[str, Any] = {}
             place = {name: file for file in weight_files(folder)[0] for name in self._mapped(file).keys()}  # noqa: SIM118

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from quantmint.calibration.encodings import with_old_modelopt
 from quantmint.eval import workloads
 from quantmint.eval.suites import SuiteTask
 from quantmint.pipeline.base.argument import classify
@@ -232,7 +233,7 @@ def _config(model: str) -> Mapping[str, Any]:
     """Return a folder's config.json; empty for a model of the Hub, which the plan holds against its configuration."""
     with suppress(OSError, ValueError):
         config = json.loads((Path(model) / "config.json").read_bytes())
-        return config if isinstance(config, dict) else {}
+        return with_old_modelopt(config, Path(model)) if isinstance(config, dict) else {}
     return {}
 
 

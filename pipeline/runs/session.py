@@ -11,7 +11,7 @@ from quantmint.eval import suites, workloads
 from quantmint.pipeline.base.argument import classify
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import local_cpu_flags
-from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.quantize.formats.checkpoint import read_config
 from quantmint.pipeline.recipe.faults import refuse
 from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
 from quantmint.pipeline.runs.search import settled
@@ -64,7 +64,7 @@ def open_setting(
     if folder is None:
         identity = identify(source, None, store.root, hashed=proven)
         folder = config_folder(identity)
-    facts = read_json(folder / "config.json")
+    facts = read_config(folder)
     refuse(check(loaded, config=facts, cpu_flags=flags, judged=proven))
     if config is not None:
         identity = SourceIdentity(None, "unresolved", source.repo or "folder")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from glob import escape
 from pathlib import Path
 
 from quantmint.calibration.batches import hub_errors
+from quantmint.calibration.encodings import OLD_MODELOPT
 from quantmint.pipeline.base.argument import HUB_SCHEME, classify
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import StageError, UserError, first_line
@@ -20,6 +21,7 @@ from quantmint.pipeline.publish.release import CARD
 from quantmint.pipeline.quantize.digest import MODEL_FILES, file_digests, folder_digest, model_files
 from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint, read_json
 from quantmint.pipeline.quantize.model.structure import Structure, read_structure
+from quantmint.pipeline.recipe.modules import declared_quantization
 from quantmint.pipeline.recipe.schema import Source as SourceSection
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.setting import Setting, SourceIdentity
@@ -153,10 +155,15 @@ def config_folder(identity: SourceIdentity) -> Path:
     if identity.folder is not None:
         return identity.folder
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     what = f"{identity.repo}@{identity.digest[:12]}: config.json cannot be fetched"
     with _asking(UserError, what, "Without a network, plan with --config FOLDER."):
-        return Path(hf_hub_download(str(identity.repo), "config.json", revision=identity.digest)).parent
+        folder = Path(hf_hub_download(str(identity.repo), "config.json", revision=identity.digest)).parent
+        if declared_quantization(read_json(folder / "config.json")) is None:
+            with suppress(EntryNotFoundError):
+                hf_hub_download(str(identity.repo), OLD_MODELOPT, revision=identity.digest)
+        return folder
 
 
 def model_folder(entry: Entry) -> Path:

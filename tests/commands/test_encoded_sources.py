@@ -214,6 +214,23 @@ def test_a_source_of_modelopt_is_decoded(
     made = quantmint("quantize", "plain", "expected", "--scheme", "mxfp4")
     assert made.code == 0, made.err
     assert_equal(stored(Path("second")), stored(Path("expected")))
+    shutil.copytree("source", "older")
+    config = json.loads(Path("older/config.json").read_text())
+    described = config.pop("quantization_config")
+    Path("older/config.json").write_text(json.dumps(config))
+    quantization = {"quant_algo": described["quant_algo"], "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    producer = {"name": "modelopt", "version": "0.19.0"}
+    Path("older/hf_quant_config.json").write_text(json.dumps({"producer": producer, "quantization": quantization}))
+    assert_imagined(Path("older"))
+    made = quantmint("quantize", "older", "of-older", "--scheme", "mxfp4")
+    assert made.code == 0, made.err
+    assert_equal(stored(Path("of-older")), stored(Path("second")))
+    inspected = quantmint("inspect", "of-older", "--source", "older")
+    assert inspected.code == 0, inspected.out
+    Path("older/hf_quant_config.json").write_text("[]")
+    refused = quantmint("quantize", "older", "third", "--scheme", "mxfp4")
+    assert refused.code == 2
+    assert "hf_quant_config.json: cannot be read" in refused.err
     config = json.loads(Path("source/config.json").read_text())
     assert input_rounding(config) == f"modelopt, {'fp4' if algorithm == 'NVFP4' else 'fp8'}"
     config["quantization_config"]["quant_algo"] = "NVFP4_AWQ"

@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Lock, local
 from typing import Any
 
+from quantmint.calibration.encodings import OLD_MODELOPT, with_old_modelopt
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.index import INDEX_NAME as INDEX_NAME
 from quantmint.calibration.index import SINGLE_NAME as SINGLE_NAME
@@ -140,6 +141,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read a model's ``config.json``, with the quantization that an older ModelOpt describes beside it.
+
+    Raises `UserError` for a file that is missing or damaged.
+    """
+    config = read_json(folder / "config.json")
+    try:
+        return with_old_modelopt(config, folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / OLD_MODELOPT}: cannot be read: {error}.") from None
+
+
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Open a model folder, and check that configuration, index and files agree.
 
@@ -149,7 +162,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.", hint="A model folder holds config.json and *.safetensors.")
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     shards, placed = _shards(folder)
     tensors: dict[str, tuple[str, TensorInfo]] = {}
     for shard in shards:

@@ -30,7 +30,7 @@ from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.errors import StoreError, UserError
 from quantmint.pipeline.base.machine import cache_folder, versions
-from quantmint.pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint, TensorInfo, read_json
+from quantmint.pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint, TensorInfo, read_config
 from quantmint.pipeline.quantize.model.builder import decoder_prefix, meta_model, stored_tensors, towers
 from quantmint.pipeline.quantize.model.encodings import LEFTOVERS, quantized_by, source_encoding
 from quantmint.pipeline.quantize.model.experts import (
@@ -128,7 +128,7 @@ def read_structure(folder: Path, tensors: Tensors, *, trust_remote_code: bool = 
     Without ``trust_remote_code`` the result is cached on disk. Raises `UserError` where transformers cannot build the
     model, and for encoded tensors without their scales.
     """
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     place = None if trust_remote_code else _cache_file(config, tensors)
     if place is not None:
         with suppress(OSError, ValueError):  # it was never asked, or by another version
@@ -171,7 +171,7 @@ def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoin
     It is for planning where the weights are not here: names, dtypes and sizes are those of the release.
     """
     model = meta_model(folder, trust_remote_code=trust_remote_code)
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     plain = imagined_tensors(stored_tensors(model), model, config, ())
     structure = _Reading(model, {**config, "quantization_config": None}, plain).structure()
     tensors = imagined_tensors(stored_tensors(model), model, config, structure.linear)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.schemes import table
-from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
+from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_config
 from quantmint.pipeline.quantize.formats.layout import layout as layout_of_method
 from quantmint.pipeline.recipe.modules import (
     assigned,
@@ -108,7 +108,7 @@ def model_facts(folder: Path) -> ModelFacts:
 
     Raises `UserError` when config.json is missing, or a file is damaged.
     """
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     counted = facts_of_config(config)
     if not any((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)):
         return counted

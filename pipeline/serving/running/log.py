@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.quantize.formats.checkpoint import read_config
 from quantmint.pipeline.recipe.modules import declared_quantization
 from quantmint.pipeline.serving.plan import LaunchPlan
 
@@ -191,7 +191,7 @@ def plan_deviations(plan: LaunchPlan, scan: LogScan, *, quantization: str | None
 def checkpoint_quantization(folder: Path) -> str | None:
     """Return the quantization method of a checkpoint's config.json; None for 16 bit, or without a config.json."""
     with suppress(UserError):
-        method = (declared_quantization(read_json(folder / "config.json")) or {}).get("quant_method")
+        method = (declared_quantization(read_config(folder)) or {}).get("quant_method")
         return None if method is None else str(method)
     return None
 
