@@ -119,15 +119,33 @@ def _decode_nvfp4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return _by_group(decode_elements("e2m1", 4, weight), scale)
 
 
+@cache
+def _int4_pairs(device: torch.device) -> torch.Tensor:
+    """Return the two numbers, -8 to 7, of each byte of INT4 as bfloat16, both in one int32: int32 [256]."""
+    every_byte = torch.arange(256, device=device)
+    return (torch.stack((every_byte & 15, every_byte >> 4), dim=1) - 8).to(torch.bfloat16).view(torch.int32).flatten()
+
+
+def _int4_numbers(weight: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of INT4, int32 [O, I/8], as bfloat16 [O, I], by a table with two numbers for each byte."""
+    pairs = _int4_pairs(weight.device).index_select(0, weight.contiguous().view(torch.uint8).reshape(-1).int())
+    return pairs.view(torch.bfloat16).view(weight.shape[0], -1)
+
+
 def _decode_int4(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
-    return _by_group(unpack_int4(weight), scales[0].float())
+    """Decode INT4, int32 [O, I/8] with scales [O, n], to bfloat16 [O, I]."""
+    numbers, scale = _int4_numbers(weight), scales[0]
+    if scale.dtype != torch.bfloat16:
+        return _by_group(numbers.float(), scale.float())
+    # A product of two bfloat16 numbers is computed in float32 and rounded once, as everywhere here.
+    return numbers.view(*scale.shape, -1).mul_(scale.unsqueeze(-1)).view(numbers.shape)
 
 
 def _decode_int4_zero(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
     """Decode INT4 with zero points, int32 [ceil(O/8), n] with eight rows in a word: (number - zero point) * scale."""
     scale, packed = scales
     zeros = unpack_int4(packed.t().contiguous()).t()[: len(weight)]
-    return _by_group(unpack_int4(weight), scale.float(), zeros)
+    return _by_group(_int4_numbers(weight).float(), scale.float(), zeros)
 
 
 _STRIP = 1024  # columns of a weight that is stored as [I, O] to decode at a time

@@ -188,6 +188,9 @@ class Quantization(Section):
     exclude: tuple[ModuleName, ...] = Field(default=(), strict=False)
     """Modules left in 16 bit besides embeddings, lm_head, routers, norms, vision towers and MTP heads. Exact names, or
     re: before a regular expression that matches from the start of a name."""
+    keep: Literal["bf16", "source"] = "bf16"
+    """What excluded modules are whose weights the source has quantized. bf16: decoded. source: as they are, bytes and
+    declaration (engine stream)."""
     overrides: tuple[Override, ...] = Field(default=(), strict=False)
     """Modules with another scheme. Modules that vLLM fuses must agree."""
 
@@ -219,8 +222,10 @@ class Quantization(Section):
 
     @model_serializer(mode="wrap")
     def _omit_unset(self, dump: Any) -> dict[str, Any]:
-        """Omit the fields of a budget where there is none: recipes without one keep their fingerprints."""
+        """Omit the fields of a budget, and `keep`, where unset: recipes without them keep their fingerprints."""
         dumped: dict[str, Any] = dump(self)
+        if dumped.get("keep") == "bf16":
+            del dumped["keep"]
         chosen, budget = dumped.pop("from_", None), {name: dumped.pop(name, None) for name in BUDGET}
         budget = {name: value for name, value in budget.items() if value is not None}
         return dumped if chosen is None else {"scheme": dumped.pop("scheme"), "from": chosen, **budget, **dumped}
@@ -237,6 +242,8 @@ class Quantization(Section):
         stream_only = [name for name in _OWN if self.parameters.get(name)]
         if stream_only and self.engine != "stream":
             raise wrong("engine stream for it", actual=f"{stream_only[0]} with engine {self.engine}", at="gptq")
+        if self.keep == "source" and self.engine != "stream":
+            raise wrong("engine stream for it", actual=f"source with engine {self.engine}", at="keep")
         return self
 
     @property

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.commands.test_encoded_sources import stored
+from tests.commands.test_integer_sources import sources
 
 Quantmint = Callable[..., Any]
 Models = Callable[..., Path]
@@ -85,3 +86,36 @@ def test_gptq_rounds_what_it_may_change(quantmint: Quantmint, models: Models, wo
     assert json.loads(Path("second/config.json").read_text())["quantization_config"]
     inspected = quantmint("inspect", "second", "--source", "first")
     assert inspected.code == 0, inspected.out
+
+
+@pytest.mark.parametrize(("scheme", "layout"), [("ptpc_fp8", "quark"), ("fp8_block", "compressed-tensors")])
+def test_an_excluded_layer_stays_as_the_source_has_it(
+    quantmint: Quantmint, models: Models, scheme: str, layout: str
+) -> None:
+    whole = ("--exclude", "re:.*self_attn.*", "--format", layout)
+    made = quantmint("quantize", models("llama"), "first", "--scheme", scheme, *whole)
+    assert made.code == 0, made.err
+    more = ("--scheme", "mxfp4", *whole, "--exclude", "re:.*layers[.]1[.]mlp.*")
+    for out, keep in (("inflated", "bf16"), ("second", "source")):
+        made = quantmint("quantize", "first", out, *more, "--keep", keep)
+        assert made.code == 0, made.err
+        inspected = quantmint("inspect", out, "--source", "first")
+        assert inspected.code == 0, inspected.out
+    assert "3 modules hold their source's very numbers" in made.out
+    before, after, inflated = (of_linear(Path(folder)) for folder in ("first", "second", "inflated"))
+    layer = [name for name in before if "layers.1.mlp" in name]
+    assert len(layer) == 3 * 2
+    for name in layer:
+        assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
+        assert name.endswith("_scale") or inflated[name].dtype == torch.bfloat16
+    declared = json.loads(Path("second/config.json").read_text())["quantization_config"]
+    assert declared != json.loads(Path("inflated/config.json").read_text())["quantization_config"]
+    assert not any("mlp" in name for name in declared["exclude" if layout == "quark" else "ignore"])
+
+
+def test_what_no_layout_declares_cannot_stay(quantmint: Quantmint, models: Models) -> None:
+    sources(models("llama"), "awq")
+    more = ("--scheme", "mxfp4", "--exclude", "re:.*layers[.]1[.]mlp.*", "--keep", "source")
+    refused = quantmint("quantize", "first", "second", *more)
+    assert refused.code == 2
+    assert "--keep: found source for model.layers.1.mlp.down_proj, whose encoding awq has no declaration" in refused.err

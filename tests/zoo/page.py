@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from quantmint.pipeline.quantize.model.outcomes import expected_outcome
 from tests.zoo.matrix import COLUMNS, Outcome
 from tests.zoo.models import KINDS, table
 
@@ -45,6 +46,49 @@ computed: see [below](#refusals).
 """
 
 
+_SOURCES: Mapping[str, str] = {
+    "FP8 in blocks of 128 x 128": "fp8_block",
+    "FP8 by channel": "fp8_channel",
+    "FP8 by tensor": "fp8_tensor",
+    "MXFP8": "mxfp8",
+    "MXFP4, that of gpt-oss too": "mxfp4",
+    "NVFP4": "nvfp4",
+    "NVFP4 of ModelOpt": "nvfp4_by",
+    "INT4 of compressed-tensors, groups of 128": "int4",
+    "INT4 of compressed-tensors with zero points": "int4_zero",
+    "INT4 of AWQ": "awq",
+    "INT4 of GPTQ, both formats": "gptq",
+}
+"""Encodings of sources, by their names in the table."""
+TARGETS = ("ptpc_fp8", "fp8_block", "mxfp8", "mxfp4", "w4a16")
+_ABOUT_SOURCES = """\
+## Sources that are quantized already
+
+What becomes of each weight; [Sources that are quantized already](sources.md) says why. *Bytes*: elements and scales
+are copied. *Exact*: another format that holds the very numbers; in FP8 where the exponents behind a scale span 14
+binades, *in part* where FP8 happens to hold all numbers behind a scale. *Rounded*: with a loss in dB against the decoded source, which `quantize` and `inspect` print. NVFP4 keeps its
+bytes in `nvfp4`. `tests/commands/test_source_outcomes.py` makes each of these checkpoints, but for gpt-oss
+(`tests/commands/test_gpt_oss.py`) and ModelOpt (`tests/commands/test_encoded_sources.py`).
+"""
+
+
+def source_table() -> list[str]:
+    """Return the lines of the table of what becomes of quantized sources, by encoding and target scheme."""
+    lines = ["| source | " + " | ".join(f"`{target}`" for target in TARGETS) + " |", "|---|" + "---|" * len(TARGETS)]
+    for title, encoding in _SOURCES.items():
+        cells = [short_outcome(encoding, target) for target in TARGETS]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def short_outcome(encoding: str, target: str) -> str:
+    """Return "bytes", "exact", "in part" or "rounded" for weights in an encoding that are quantized to a scheme."""
+    phrase = expected_outcome(encoding, target)
+    if "under one scale" in phrase:
+        return "in part"
+    return "bytes" if "bytes" in phrase else "exact" if "numbers" in phrase else "rounded"
+
+
 def page(outcomes: Iterable[Outcome], versions: Mapping[str, str]) -> str:
     """Return the page for outcomes of whole rows, each sound or refused."""
     rows: dict[str, dict[str, Outcome]] = {}
@@ -65,6 +109,7 @@ def page(outcomes: Iterable[Outcome], versions: Mapping[str, str]) -> str:
             cells = [_cell(rows[name][column], reasons) for column in COLUMNS]
             lines.append(f"| {table()[name]['architecture']} ({name}) | " + " | ".join(cells) + " |")
         lines.append("")
+    lines += [_ABOUT_SOURCES, *source_table(), ""]
     lines += ["## Refusals", ""]
     lines += [f"- **{letter}**: {text}" for text, letter in reasons.items()]
     return "\n".join(lines) + "\n"

@@ -38,10 +38,10 @@ _TITLES = {
 
 _MXFP4 = ("mxfp4", "mxfp4_stack")
 _SAME = {
-    "fp8_block": "fp8_block", "fp8_channel": "ptpc_fp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "mxfp4_stack": "mxfp4",
-    "nvfp4": "nvfp4", "int4": "w4a16",
+    "fp8_block": "fp8_block", "fp8_channel": "ptpc_fp8", "fp8_tensor": "ptpc_fp8", "mxfp8": "mxfp8",
+    "mxfp4": "mxfp4", "mxfp4_stack": "mxfp4", "nvfp4": "nvfp4", "int4": "w4a16",
 }  # fmt: skip
-"""Schemes that store weights as an encoding does."""
+"""Schemes that store weights as an encoding does; those of one scale get it for every channel."""
 
 
 def encodings_in_words(encoded: Iterable[Encoded]) -> str:
@@ -55,6 +55,20 @@ def stores_as(encoding: str, name: str) -> bool:
     return same is not None and scheme(name).weight == scheme(same).weight
 
 
+_WEIGHT_ONLY = {"mxfp4": "mxfp4_weight_only"}
+
+
+def source_scheme(encoding: str, rounds_inputs: bool) -> str | None:
+    """Return the scheme without static scales that declares weights in an encoding; None where there is none.
+
+    ``rounds_inputs`` is whether the source rounds the inputs of linear layers.
+    """
+    name = _SAME.get(encoding)
+    if name is None or scheme(name).needs_ranges:
+        return None
+    return name if rounds_inputs else _WEIGHT_ONLY.get(name, name)
+
+
 def expected_outcome(encoding: str, name: str) -> str:
     """Return what becomes of weights in an encoding that are quantized to the scheme ``name``, as a verb phrase."""
     if stores_as(encoding, name):
@@ -65,6 +79,10 @@ def expected_outcome(encoding: str, name: str) -> str:
         )
     if encoding in _MXFP4 and SCHEMES[name].exact is not None:
         return "keep their numbers where the exponents behind a scale span 14 binades, and are rounded again elsewhere"
+    if encoding == "mxfp8" and SCHEMES[name].exact is not None:
+        return "keep their numbers where FP8 holds them under one scale, and are rounded again elsewhere"
+    if encoding in _MXFP4 and stores_as("mxfp8", name):
+        return "keep their numbers"
     return "are rounded again"
 
 

@@ -10,8 +10,9 @@ from functools import lru_cache
 
 from quantmint.pipeline.base.errors import UserError, did_you_mean
 from quantmint.pipeline.base.schemes import scheme as scheme_row
-from quantmint.pipeline.quantize.formats.layout import Choice, most_frequent
+from quantmint.pipeline.quantize.formats.layout import Choice, most_frequent, stores
 from quantmint.pipeline.quantize.model.encodings import DECODED
+from quantmint.pipeline.quantize.model.outcomes import source_scheme
 from quantmint.pipeline.quantize.model.structure import UNQUANTIZED, Structure, kind_of
 from quantmint.pipeline.recipe.modules import assigned, is_excluded, matches, override_of
 from quantmint.pipeline.recipe.schema import AUTO, Quantization
@@ -78,6 +79,8 @@ def _select(identity: _Identity, section: str) -> Choice:
     }
     if not schemes:
         raise UserError(_nothing_left(structure))
+    if quantization.keep == "source":
+        schemes |= _source_schemes(structure, schemes, quantization)
     _require_share(structure, quantization)
     _require_widths(structure, schemes, quantization)
     _require_blocks(structure, schemes, quantization)
@@ -94,6 +97,27 @@ def _select(identity: _Identity, section: str) -> Choice:
         prefixes=(*structure.predictor, *stacks),
         aliases=structure.aliases,
     )
+
+
+def _source_schemes(structure: Structure, schemes: Mapping[str, str], quantization: Quantization) -> dict[str, str]:
+    """Return the scheme in which the source stores each module that the recipe excludes, for those that it quantizes.
+
+    Raises `UserError` for an encoding that the checkpoint's format cannot declare.
+    """
+    kinds: dict[str, str] = {}
+    for module in structure.linear:
+        encoded = structure.weights[module].encoded
+        if module in schemes or encoded is None:
+            continue
+        name = source_scheme(encoded.encoding, structure.rounds_inputs)
+        if name is None or not stores(quantization.format, name):
+            raise UserError(
+                f"quantization.keep: found source for {module}, whose encoding {encoded.encoding} has no declaration "
+                f"in the layout {quantization.format}, expected bf16.",
+                hint="Set `keep: bf16`, or take the module out of `exclude`.",
+            )
+        kinds[module] = name
+    return kinds
 
 
 def kept_because(structure: Structure, choice: Choice, quantization: Quantization) -> dict[str, int]:

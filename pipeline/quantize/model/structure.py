@@ -32,7 +32,7 @@ from quantmint.pipeline.base.errors import StoreError, UserError
 from quantmint.pipeline.base.machine import cache_folder, versions
 from quantmint.pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint, TensorInfo, read_config
 from quantmint.pipeline.quantize.model.builder import decoder_prefix, meta_model, stored_tensors, towers
-from quantmint.pipeline.quantize.model.encodings import LEFTOVERS, quantized_by, source_encoding
+from quantmint.pipeline.quantize.model.encodings import LEFTOVERS, input_rounding, quantized_by, source_encoding
 from quantmint.pipeline.quantize.model.experts import (
     UnknownLayoutError,
     WeightSource,
@@ -78,7 +78,8 @@ class Structure:
     that vLLM folds into their neighbours when it loads them; ``scales`` are tensors of the model itself that are called
     like those of a quantization; ``unquantizable`` counts the elements of the decoder's matrices that vLLM builds
     without a quantization. ``quantized_by`` is the quantization that the folder declares, but for FP8 in
-    blocks; ``undecodable`` is why the folder is no source, as part of a sentence.
+    blocks; ``undecodable`` is why the folder is no source, as part of a sentence; ``rounds_inputs`` is whether the
+    configuration rounds the inputs of linear layers.
 
     ``faults`` are contradictions between the configuration and the tensors on disk, each a rule, a tensor and words:
     what the configuration implies and nobody stored, what has another shape, and what is stored for no module.
@@ -108,6 +109,7 @@ class Structure:
     undecodable: str | None = field(default=None, compare=False)
     faults: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)
     biases: Mapping[str, WeightSource] = field(default_factory=dict, compare=False)
+    rounds_inputs: bool = field(default=False, compare=False)
 
     @property
     def decoded_away(self) -> frozenset[str]:
@@ -198,6 +200,7 @@ def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoin
         dropped=tuple(leftovers if encoding.weights else ()),
         quantized_by=quantized_by(config),
         undecodable=encoding.obstacle,
+        rounds_inputs=input_rounding(config) is not None,
     )
 
 
@@ -286,6 +289,7 @@ class _Reading:
             parameters=sum(parameter.numel() for parameter in self._model.parameters()),
             weights=self._weights,
             biases=self._biases,
+            rounds_inputs=input_rounding(self._config) is not None,
             encoded=self._encoded,
             dropped=tuple(self._dropped),
             modules={**self._modules, **attention},

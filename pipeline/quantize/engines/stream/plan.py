@@ -312,6 +312,8 @@ class _Layouter:
         first = 0 if origin.expert is None else 1
         stored: list[tuple[str, tuple[int, ...]]] = [(origin.place.info.dtype, origin.matrix)]
         stored += [(place.info.dtype, place.info.shape[first:]) for place in origin.scales]
+        if encoded.encoding == "fp8_tensor":  # a scale that every channel gets
+            stored[1:] = [(dtype, (origin.shape[0],)) for dtype, _ in stored[1:]]
         # A scale of channels is [O] or [O, 1].
         same = [(out.dtype, _without_ones(out.shape)) for out in outputs if out.role not in STATIC_ROLES]
         return outputs if same == [(dtype, _without_ones(shape)) for dtype, shape in stored] else None
