@@ -26,7 +26,7 @@ TEST_ENV  := $(VENV)/.quantmint-test
 BESIDE    := $(MAKE) --no-print-directory -j 3
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan docs test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-deepseek bench-devices bench-experts gate-simulations walk soak mutation zoo report clean distclean serving browser
+.PHONY: help quantize plan docs test lint format bench-quantize bench-decode bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-deepseek bench-devices bench-experts gate-simulations walk soak mutation zoo report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
@@ -68,6 +68,9 @@ bench-kernels: $(TEST_ENV)  ## each scheme's kernel, eager and compiled
 
 bench-quantize: $(TEST_ENV)  ## `quantmint quantize` as a whole process, beside cp, llm-compressor and Quark
 	@$(BIN)/python -m tests.bench.quantize --json docs/bench-quantize.json --plot docs/bench-quantize.svg $(ARGS)
+
+bench-decode: $(TEST_ENV)  ## INT4 to MXFP4 and MXFP4 to FP8 as whole processes, beside cp and Quark's file to file
+	@$(BIN)/python -m tests.bench.decode --json docs/bench-decode.json $(ARGS)
 
 bench-quality: $(TEST_ENV)  ## KL, agreement, perplexity, bits, seconds and memory of checkpoints; ARGS="--only mxfp4 --windows 8"
 	@$(BIN)/python -m tests.bench.quality --json docs/bench-quality.json --plot docs/bench-quality.svg $(ARGS)
