@@ -66,8 +66,9 @@ _ABOUT_SOURCES = """\
 
 What becomes of each weight; [Sources that are quantized already](sources.md) says why. *Bytes*: elements and scales
 are copied. *Exact*: another format that holds the very numbers; in FP8 where the exponents behind a scale span 14
-binades, *in part* where FP8 happens to hold all numbers behind a scale. *Rounded*: with a loss in dB against the decoded source, which `quantize` and `inspect` print. NVFP4 keeps its
-bytes in `nvfp4`. `tests/commands/test_source_outcomes.py` makes each of these checkpoints, but for gpt-oss
+binades. *In part*: exact where FP8 happens to hold all numbers behind a scale, else rounded. *Rounded*: with a loss in
+dB against the decoded source, which `quantize` and `inspect` print. NVFP4 keeps its bytes in `nvfp4`.
+`tests/commands/test_source_outcomes.py` makes each of these checkpoints, but for gpt-oss
 (`tests/commands/test_gpt_oss.py`) and ModelOpt (`tests/commands/test_encoded_sources.py`).
 """
 
