@@ -92,7 +92,8 @@ def source_encoding(config: Mapping[str, Any], tensors: Mapping[str, tuple[str, 
     elements = [name for name, (dtype, _) in stored.items() if dtype in _INTEGERS and not name.endswith(LEFTOVERS)]
     recognised = {name: recognise(stored, name, declared) for name in elements}
     encoding = SourceEncoding({name: encoded for name, encoded in recognised.items() if encoded is not None})
-    for name in recognised.keys() - encoding.weights.keys() - encoding.scales:
+    scales = encoding.scales
+    for name in (name for name, encoded in recognised.items() if encoded is None and name not in scales):
         dtype, shape = stored[name]
         return SourceEncoding(obstacle=f"{declared.get('quant_method')}, {name} is {dtype} {list(shape)}")
     if not encoding.weights:
