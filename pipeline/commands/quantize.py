@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from quantmint.pipeline.api import QuantizedCheckpoint
     from quantmint.pipeline.runs.oneshot import Outlook, QuantizationJob
 
-_QUANTIZATION = ("scheme", "bits", "kv_cache", "kv_cache_granularity", "engine", "algorithm", "shared_scales", "keep")
+_QUANTIZATION = (
+    *("scheme", "bits", "kv_cache", "kv_cache_granularity", "engine", "algorithm", "shared_scales", "keep", "mtp"),
+)
 _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "observer", "experts")
 
 
@@ -36,6 +38,7 @@ _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "
 @click.option("--exclude", metavar="NAME", multiple=True, help="Module that stays in 16 bit, or re:PATTERN.")
 @click.option("--keep", help="source: excluded modules stay as the source quantizes them. bf16 (default): decoded.")
 @click.option("--override", metavar="NAME=SCHEME", multiple=True, help="Module, or re:PATTERN, with another scheme.")
+@click.option("--mtp", help="Layers of a multi-token predictor: source, bf16 (default), ptpc_fp8 or mxfp4.")
 @click.option("--calibration", metavar="SET", help="Set that ranges are measured on: a name or a YAML file.")
 @click.option("--samples", type=int, help="Sequences to measure on (default: the set's, else 512).")
 @click.option("--sequence-length", type=int, help="Tokens of a sequence (default: the set's, else 2048).")

@@ -193,6 +193,10 @@ class Quantization(Section):
     declaration (engine stream)."""
     overrides: tuple[Override, ...] = Field(default=(), strict=False)
     """Modules with another scheme. Modules that vLLM fuses must agree."""
+    mtp: Literal["source", "bf16", "ptpc_fp8", "mxfp4"] | None = None
+    """Layers of a multi-token predictor (engine stream). source: the bytes of the source, declared as what they are.
+    bf16: decoded to 16 bit. A scheme: the linear modules that vLLM's predictor loads quantized are rounded to it, its
+    experts included; embeddings, head, routers and eh_proj stay in 16 bit (null: bf16)."""
 
     @model_validator(mode="after")
     def _budget(self) -> Quantization:
@@ -226,6 +230,8 @@ class Quantization(Section):
         dumped: dict[str, Any] = dump(self)
         if dumped.get("keep") == "bf16":
             del dumped["keep"]
+        if dumped["mtp"] is None:
+            del dumped["mtp"]
         chosen, budget = dumped.pop("from_", None), {name: dumped.pop(name, None) for name in BUDGET}
         budget = {name: value for name, value in budget.items() if value is not None}
         return dumped if chosen is None else {"scheme": dumped.pop("scheme"), "from": chosen, **budget, **dumped}
@@ -244,12 +250,19 @@ class Quantization(Section):
             raise wrong("engine stream for it", actual=f"{stream_only[0]} with engine {self.engine}", at="gptq")
         if self.keep == "source" and self.engine != "stream":
             raise wrong("engine stream for it", actual=f"source with engine {self.engine}", at="keep")
+        if self.mtp not in (None, "bf16") and self.engine != "stream":
+            raise wrong("engine stream for it", actual=f"{self.mtp} with engine {self.engine}", at="mtp")
         return self
 
     @property
     def schemes(self) -> set[str]:
         """Return all schemes that modules have, or may be given by `scheme: auto`."""
         return {self.scheme, *(self.from_ or ()), *(override.scheme for override in self.overrides)} - {AUTO}
+
+    @property
+    def predictor_scheme(self) -> str | None:
+        """Return the scheme that a predictor's modules are rounded to; None where they are not rounded."""
+        return None if self.mtp in (None, "bf16", "source") else self.mtp
 
     @property
     def parameters(self) -> dict[str, float | int | bool]:

@@ -176,7 +176,7 @@ def _scheme(job: Job) -> str:
     _, structure = read_source(job)
     weights: Counter[str] = Counter()
     for module, name in select(structure, quantization).schemes.items():
-        weights[name] += math.prod(structure.linear[module])
+        weights[name] += math.prod(structure.quantizable[module])
     return " + ".join(f"{name} ({count / weights.total():.0%})" for name, count in weights.most_common())
 
 

@@ -17,7 +17,7 @@ CASES = {
     "misspelt key": (
         HEAD + "quantization:\n  schem: ptpc_fp8\n",
         "r.yaml:4:3: quantization.schem: found an unknown key, expected one of algorithm, autoround, bits, engine, "
-        "exclude, format, from, gptq, keep, kv_cache, kv_cache_granularity, objective, overrides, scheme, "
+        "exclude, format, from, gptq, keep, kv_cache, kv_cache_granularity, mtp, objective, overrides, scheme, "
         'shared_scales, smoothquant, speedup (did you mean "scheme"?)',
     ),
     "misspelt value": (
@@ -47,7 +47,7 @@ CASES = {
         HEAD,
         "r.yaml:1:1: quantization: found nothing, "
         "expected a mapping with scheme, from, bits, objective, speedup, kv_cache, kv_cache_granularity, format, "
-        "engine, algorithm, gptq, smoothquant, autoround, shared_scales, exclude, keep, overrides",
+        "engine, algorithm, gptq, smoothquant, autoround, shared_scales, exclude, keep, overrides, mtp",
     ),
     "text for a number": (
         OK + "calibration: {set: tiny, samples: many}\n",

@@ -115,7 +115,7 @@ class Builder:
             recorder = config.quant_config = _recorder(layout)
             recorder.packed_modules_mapping.update(packed)  # a drafter shares its target's quantization
             try:
-                with _tensors_on(device):
+                with tensors_on(device):
                     return initialize_model(config, model_config=model_config), recorder
             except (NotImplementedError, RuntimeError) as error:
                 if device == "cpu" or "meta" not in str(error):
@@ -124,7 +124,7 @@ class Builder:
 
 
 @contextmanager
-def _tensors_on(device: str) -> Iterator[None]:
+def tensors_on(device: str) -> Iterator[None]:
     """Create tensors in bfloat16 on ``device``, also where vLLM names another."""
     import torch
     from torch.overrides import TorchFunctionMode

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
@@ -29,7 +29,8 @@ class Choice:
     that stay in 16 bit, routers included, because vLLM must be told about each of them; ``kv_cache`` is whether static
     FP8 scales are stored for the attention modules, ``kv_per_head`` whether there is one for each KV head; ``prefixes``
     are what the names of a multi-token predictor's modules begin with, ``aliases`` the names by which vLLM asks for
-    modules, where they are not their own.
+    modules, where they are not their own. ``predictor`` are the quantized modules of the predictor, and ``stored`` the
+    quantized modules whose bytes are those of the source, which has them in their scheme already.
     """
 
     schemes: Mapping[str, str]
@@ -38,6 +39,8 @@ class Choice:
     kv_per_head: bool = False
     prefixes: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    predictor: frozenset[str] = frozenset()
+    stored: frozenset[str] = frozenset()
 
     def named(self, modules: Iterable[str]) -> list[str]:
         """Return the names of ``modules`` and all aliases by which vLLM asks for them, sorted."""
@@ -49,12 +52,50 @@ class Choice:
 
         Servers build the modules of a multi-token predictor under names of their own, which begin like those on disk.
         """
-        return self.named(self.kept) + [f"re:(.*\\.)?{re.escape(prefix)}.*" for prefix in self.prefixes]
+        return self.named(self.kept) + [
+            f"re:{pattern}" for prefix in self.prefixes for pattern in self._unquantized(prefix)
+        ]
+
+    def _unquantized(self, prefix: str) -> Iterator[str]:
+        """Yield a pattern for what stays in 16 bit of a predictor: all of it, or the modules that are not quantized."""
+        beginning = f"(.*\\.)?{re.escape(prefix)}"
+        if not any(_below(module, prefix) for module in self.predictor):
+            yield f"{beginning}.*"
+        elif names := {name for module in self.kept if (name := _below(module, prefix))}:
+            # vLLM asks for the head of DeepSeek's layers without the module around it.
+            heads = {name.replace("shared_head.head", "head") for name in names if name.endswith("shared_head.head")}
+            yield f"{beginning}({'|'.join(_kinds(names | heads))})$"
+
+    @property
+    def model_schemes(self) -> dict[str, str]:
+        """Return the schemes of the model's own modules, by name, without those of its predictor."""
+        return {module: scheme for module, scheme in self.schemes.items() if module not in self.predictor}
+
+    def predicted(self, scheme: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield each prefix of a predictor with modules in ``scheme``, and regular expressions of what follows it.
+
+        That is ``.*`` where all quantized modules of the predictor have this scheme; `ignored` takes the others out.
+        """
+        for prefix in self.prefixes:
+            modules = {name: module for module in self.predictor if (name := _below(module, prefix))}
+            names = [name for name, module in modules.items() if self.schemes[module] == scheme]
+            if names:
+                yield prefix, (".*",) if len(names) == len(modules) else tuple(_kinds(names))
 
     @property
     def default(self) -> str:
-        """Return the scheme of the most modules."""
-        return most_frequent(self.schemes.values())
+        """Return the scheme of the most modules of the model."""
+        return most_frequent(self.model_schemes.values())
+
+
+def _below(module: str, prefix: str) -> str:
+    """Return what follows a predictor's ``prefix`` in a module's name; empty for a module that is not below it."""
+    return f".{module}".partition(f".{prefix}")[2]
+
+
+def _kinds(names: Iterable[str]) -> list[str]:
+    """Return sorted regular expressions of names, in which any number stands for a number."""
+    return sorted({re.sub(r"(^|(?<=\.))\d+(?=\\\.|$)", r"\\d+", re.escape(name)) for name in names})
 
 
 def most_frequent(names: Iterable[str]) -> str:
@@ -218,12 +259,17 @@ class CompressedTensors(Layout):
         schemes = sorted(set(choice.schemes.values()), key=lambda scheme: (scheme != default, scheme))
         for number, scheme in enumerate(schemes):
             weights, inputs = _declared(self.name, scheme)
-            names = choice.named(module for module, chosen in choice.schemes.items() if chosen == scheme)
+            names = choice.named(module for module, chosen in choice.model_schemes.items() if chosen == scheme)
+            if scheme == default and set(choice.model_schemes.values()) == {default}:
+                names = ["Linear"]
+            predicted = [
+                f"re:(.*\\.)?{re.escape(prefix)}({'|'.join(kinds)})$" for prefix, kinds in choice.predicted(scheme)
+            ]
             groups[f"group_{number}"] = {
                 "format": _table("layouts.yaml")[self.name]["schemes"][scheme]["format"],
                 "input_activations": inputs,
                 "output_activations": None,
-                "targets": ["Linear"] if len(schemes) == 1 else names,
+                "targets": ["Linear"] if len(schemes) == 1 else [*names, *predicted],
                 "weights": weights,
             }
         strategy = "attn_head" if choice.kv_per_head else "tensor"
@@ -253,12 +299,15 @@ class CompressedTensors(Layout):
 
         ignored = _Patterns(config.get("ignore") or (), matches)
         groups: Collection[Mapping[str, Any]] = (config.get("config_groups") or {}).values()
-        targets = [(_Patterns(group.get("targets") or (), matches), group) for group in groups]
+        # Names and expressions go before a class, in whichever order the groups stand.
+        names = [[target for target in group.get("targets") or () if target != "Linear"] for group in groups]
+        targets = [(_Patterns(listed, matches), group) for listed, group in zip(names, groups, strict=True)]
+        fallback = next((group for group in groups if "Linear" in (group.get("targets") or ())), None)
 
         def settings(module: str) -> Mapping[str, Any] | None:
             if ignored.first(module) is not None:
                 return None
-            return next((group for names, group in targets if names.first(module) is not None), None)
+            return next((group for listed, group in targets if listed.first(module) is not None), fallback)
 
         return settings
 
@@ -295,16 +344,16 @@ class Quark(Layout):
         name then matches one key only, and the order of keys, which is sorted on disk, cannot change the meaning.
         """
         default = choice.default
+        model = choice.model_schemes
         layers: dict[str, Any] = {
             name: self._layer(scheme)
-            for module, scheme in choice.schemes.items()
+            for module, scheme in model.items()
             if scheme != default
             for name in choice.named([module])
         }
-        cached = {
-            m: scheme for m, scheme in choice.schemes.items() if any(fnmatch.fnmatchcase(m, key) for key in _KV_GROUP)
-        }
-        if layers.keys().isdisjoint(cached):
+        cached = {m: scheme for m, scheme in model.items() if any(fnmatch.fnmatchcase(m, key) for key in _KV_GROUP)}
+        predicted = self._predicted(choice, default)
+        if layers.keys().isdisjoint(cached) and not predicted:
             cached = dict.fromkeys(_KV_GROUP, default)
         output = {"output_tensors": {**_table("layouts.yaml")[self.name]["defaults"], "scale_type": None}}
         cache = {key: {**self._layer(scheme), **output} for key, scheme in cached.items()} if choice.kv_cache else {}
@@ -321,12 +370,24 @@ class Quark(Layout):
             "global_quant_config": self._layer(default),
             "kv_cache_post_rope": choice.kv_cache,
             "kv_cache_quant_config": cache,
-            "layer_quant_config": {**layers, **cache},
+            "layer_quant_config": {**layers, **cache, **predicted},
             "layer_type_quant_config": {},
             "quant_method": self.name,
             "quant_mode": "eager_mode",
             "softmax_quant_spec": None,
             "version": "0.13",
+        }
+
+    def _predicted(self, choice: Choice, default: str) -> dict[str, Any]:
+        """Return the settings of a predictor's modules with another scheme than the ``default``, by wildcards.
+
+        A dot is written as a set: vLLM renames keys as it renames tensors, and drops those that contain ``mtp.``.
+        """
+        return {
+            f"*{prefix.replace('.', '[.]')}{_wildcard(kind)}": self._layer(scheme)
+            for scheme in sorted({choice.schemes[module] for module in choice.predictor} - {default})
+            for prefix, kinds in choice.predicted(scheme)
+            for kind in kinds
         }
 
     def kv_scale_shape(self, heads: int | None = None) -> tuple[int, ...]:
@@ -372,6 +433,11 @@ class Quark(Layout):
             "target_device": None,
             "weight": weight,
         }
+
+
+def _wildcard(kind: str) -> str:
+    """Return the wildcards for one of `_kinds`, or for ``.*``."""
+    return "*" if kind == ".*" else kind.replace(r"\d+", "*").replace(r"\.", "[.]")
 
 
 class _Patterns:

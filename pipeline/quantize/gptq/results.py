@@ -110,5 +110,5 @@ def read_result(request: GptqRequest, folder: Path, unscaled: Sequence[str]) -> 
         replace(plan, steps=tuple(replace(step, made=files.get(step.name)) for step in plan.steps))
         for plan in request.plans
     )
-    untouched = tuple(sorted(request.choice.schemes.keys() - gains.keys()))
+    untouched = tuple(sorted(request.choice.schemes.keys() - request.choice.stored - gains.keys()))
     return GptqResult(plans, gains, untouched, ranges, tuple(unscaled))

@@ -200,6 +200,8 @@ def gptq_bytes(structure: Structure, modules: Collection[str], *, on_gpu: bool) 
     shapes: dict[str, tuple[int, int]] = {}
     of_layer: dict[str, set[str]] = {}  # the experts of each layer
     for name in modules:
+        if name not in structure.linear:  # a predictor's, which no calibration reaches
+            continue
         rows, columns = structure.linear[name]
         matrix = scale_group(name)
         shapes[matrix] = shapes.get(matrix, (0, columns))[0] + rows, columns

@@ -105,7 +105,7 @@ def expected_tensors(
     """
     form = layout_of(checkpoint.config)
     expected: dict[str, tuple[StoredTensor, ...]] = {}
-    for module, shape in structure.linear.items():
+    for module, shape in structure.quantizable.items():
         scheme = claims.schemes.get(module)
         if scheme is not None:
             tensors = weight_tensors(form.name, scheme, module, shape, _scale_dtype(checkpoint, module, "weight_scale"))
@@ -139,9 +139,10 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
             for name in form.kv_scale_names(attention):
                 promised.add(name)
                 yield from _check_kv_tensor(checkpoint, name)
+    stacks = structure.predictor_stacks
     for module, reason in structure.kept.items():
         entry = checkpoint.tensors.get(f"{module}.weight")
-        if claims.schemes.get(module) is None:
+        if claims.schemes.get(module) is None or module in expected or module in stacks:
             continue
         if entry is None or entry[1].dtype in SIXTEEN_BIT:
             if entry is None and reason == OUTPUT_HEAD:
@@ -154,8 +155,8 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
                 "unservable", f"{module}.weight", f"it is {entry[1].dtype}; {reason}, and cannot load it"
             )
     yield from _check_fusion(structure, claims, load_view(checkpoint.config))
-    sixteen = [m for m in (*structure.linear, *structure.kept) if m not in expected and m not in claims.unknown]
-    for module in sixteen:
+    sixteen = {*structure.quantizable, *structure.kept} - expected.keys() - claims.unknown.keys()
+    for module in sorted(sixteen):
         entry = checkpoint.tensors.get(f"{module}.weight")
         if entry is not None and entry[1].dtype not in (*SIXTEEN_BIT, "F32"):
             message = f"it is {entry[1].dtype}, the configuration keeps it in 16 bit"
@@ -172,7 +173,7 @@ def _check_fusion(structure: Structure, claims: Claims, view: LoaderView | None)
     ``view`` is how vLLM loads the model; without one, modules' names decide.
     """
     groups: defaultdict[str, dict[str | None, str]] = defaultdict(dict)
-    for module in (*structure.linear, *structure.kept):
+    for module in dict.fromkeys((*structure.quantizable, *structure.kept)):
         for group in fusion_names(module, view) if module not in claims.unknown else ():
             groups[group].setdefault(claims.schemes.get(module), module)
     for group, modules in groups.items():

@@ -74,7 +74,7 @@ def inspect_checkpoint(
     """
     expected = expected or Expectations()
     form = layout_of(checkpoint.config)
-    claims = form.claims(checkpoint.config["quantization_config"], [*structure.linear, *structure.kept])
+    claims = form.claims(checkpoint.config["quantization_config"], [*structure.quantizable, *structure.kept])
     findings = _structure_findings(checkpoint, structure, claims)
     stored = expected_tensors(checkpoint, structure, claims)
     cached = [name for attention in structure.attention for name in form.kv_scale_names(attention)]

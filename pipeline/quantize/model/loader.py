@@ -69,6 +69,14 @@ class LoaderView:
         answers = [version.is_quantizable(module) for version in self._owners(module)]
         return False if False in answers else None if None in answers else True
 
+    def quantizes(self, module: str) -> bool:
+        """Return whether all vLLM that have this module ask for a quantization of it; False where none has it.
+
+        It is for modules that are listed by a pattern, which also fits the names of fused ones.
+        """
+        answers = {version.is_quantizable(module) for version in self._owners(module)}
+        return True in answers and False not in answers
+
     def fusion_group(self, module: str) -> tuple[str, ...]:
         """Return the modules on disk that vLLM loads as one with ``module``, itself included.
 

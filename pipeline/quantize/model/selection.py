@@ -13,6 +13,7 @@ from quantmint.pipeline.base.schemes import scheme as scheme_row
 from quantmint.pipeline.quantize.formats.layout import Choice, most_frequent, stores
 from quantmint.pipeline.quantize.model.encodings import DECODED
 from quantmint.pipeline.quantize.model.outcomes import source_scheme
+from quantmint.pipeline.quantize.model.stored import stored_schemes
 from quantmint.pipeline.quantize.model.structure import UNQUANTIZED, Structure, kind_of
 from quantmint.pipeline.recipe.modules import assigned, is_excluded, matches, override_of
 from quantmint.pipeline.recipe.schema import AUTO, Quantization
@@ -82,20 +83,26 @@ def _select(identity: _Identity, section: str) -> Choice:
     if quantization.keep == "source":
         schemes |= _source_schemes(structure, schemes, quantization)
     _require_share(structure, quantization)
-    _require_widths(structure, schemes, quantization)
+    predicted, stored = predictor_schemes(structure, quantization)
+    _require_widths(structure, {**schemes, **predicted}, quantization)
     _require_blocks(structure, schemes, quantization)
     stacks = _whole_stacks(structure, schemes, quantization)
     _require_names(structure, schemes, stacks)
     _require_reached(structure, schemes, quantization)
     excluded = (module for module in structure.linear.keys() - schemes.keys() if not module.startswith(stacks))
-    kept = {*structure.kept, *_modules_of(structure.unclaimed), *excluded}
+    sixteen_bit = {*structure.kept, *_modules_of(structure.unclaimed), *excluded}
+    if predicted:
+        unquantized = structure.predictor_linear.keys() - predicted.keys()
+        sixteen_bit = (sixteen_bit - predicted.keys() - structure.predictor_stacks) | unquantized
     return Choice(
-        schemes=schemes,
-        kept=tuple(sorted(kept)),
+        schemes={**schemes, **predicted},
+        kept=tuple(sorted(sixteen_bit)),
         kv_cache=quantization.kv_cache == "fp8" and not structure.latent,
         kv_per_head=quantization.kv_cache_granularity == "head",
         prefixes=(*structure.predictor, *stacks),
         aliases=structure.aliases,
+        predictor=frozenset(predicted),
+        stored=stored,
     )
 
 
@@ -118,6 +125,35 @@ def _source_schemes(structure: Structure, schemes: Mapping[str, str], quantizati
             )
         kinds[module] = name
     return kinds
+def predictor_schemes(structure: Structure, quantization: Quantization) -> tuple[dict[str, str], frozenset[str]]:
+    """Return the schemes of a predictor's modules by ``mtp``, and those modules that keep the bytes of the source.
+
+    Modules that the recipe excludes, and those that vLLM multiplies into their neighbours and that would have fewer
+    than 8 bits, stay in 16 bit. Raises `UserError` for a model without a predictor, for one of which vLLM loads nothing
+    quantized, and where the layout cannot hold the source's encoding.
+    """
+    if quantization.mtp in (None, "bf16"):
+        return {}, frozenset()
+    if not structure.predictor:
+        raise UserError(
+            f"quantization.mtp: found {quantization.mtp} for a model without the layers of a multi-token predictor.",
+            hint="Take `mtp` out of the recipe.",
+        )
+    absorbed = frozenset(structure.absorbed)
+    modules = [module for module in structure.predictor_linear if not is_excluded(quantization, module)]
+    scheme = quantization.predictor_scheme
+    if scheme is None:
+        stored = stored_schemes(structure, modules, quantization.format, "quantization.mtp")
+        return stored, frozenset(stored)
+    narrow = scheme_row(scheme).weight.bits < ABSORBED_BITS
+    schemes = {module: scheme for module in modules if not (narrow and module in absorbed)}
+    if not schemes:
+        raise UserError(
+            f"quantization.mtp: found {scheme}, and vLLM loads no module of the predictor quantized, or the recipe "
+            "excludes all.",
+            hint="Set `mtp: bf16`.",
+        )
+    return schemes, frozenset()
 
 
 def kept_because(structure: Structure, choice: Choice, quantization: Quantization) -> dict[str, int]:
@@ -226,13 +262,15 @@ def _require_widths(structure: Structure, schemes: dict[str, str], quantization:
     if quantization.engine != "stream":  # a library says itself what it does not fit
         return
     divisors = {scheme: scheme_row(scheme).input_divisor for scheme in set(schemes.values())}
-    unfit = [module for module, scheme in schemes.items() if structure.linear[module][1] % divisors[scheme]]
+    shapes = structure.quantizable
+    unfit = [module for module, scheme in schemes.items() if shapes[module][1] % divisors[scheme]]
     if unfit:
         module, lasts = unfit[0], sorted({".".join(name.rsplit(".", 2)[-2:]) for name in unfit})
         field = "scheme" if override_of(quantization, module) is None else "overrides"
+        field = "mtp" if module in structure.predictor_linear else field
         patterns = ", ".join(repr(f"re:.*{re.escape(last)}$") for last in lasts[:4])
         raise UserError(
-            f"quantization.{field}: found {schemes[module]} for {module}, which has {structure.linear[module][1]} "
+            f"quantization.{field}: found {schemes[module]} for {module}, which has {shapes[module][1]} "
             f"inputs, expected a multiple of {divisors[schemes[module]]}; {len(unfit)} modules do not fit.",
             hint=f"Leave them in 16 bit: exclude: [{patterns}{', …' if len(lasts) > 4 else ''}].",
         )

@@ -62,7 +62,9 @@ class Structure:
     tensor); ``copied`` counts the other tensors, which are carried over as they are, by reason. ``unclaimed`` are
     tensors or modules inside the decoder that no rule knows, with the reason: a recipe must exclude them by name.
     ``attention`` are the attention modules in the order of their layers; ``parameters`` counts all elements of the
-    model. ``predictor`` are the prefixes of the tensors of a multi-token predictor.
+    model. ``predictor`` are the prefixes of the tensors of a multi-token predictor, and ``predictor_linear`` its linear
+    modules that vLLM builds with a quantization, with [out_features, in_features]: they are among ``kept`` too, a stack
+    of experts by the module that holds it, and stay in 16 bit unless the recipe's ``mtp`` says otherwise.
 
     ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
     quantized checkpoint. ``biases`` are the biases of single experts that are stacked, by module. ``encoded`` maps each
@@ -96,6 +98,7 @@ class Structure:
     copied: Mapping[str, int] = field(default_factory=dict, compare=False)
     unclaimed: Mapping[str, str] = field(default_factory=dict)
     predictor: tuple[str, ...] = ()
+    predictor_linear: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     walk_obstacle: str | None = field(default=None, compare=False)
@@ -115,6 +118,17 @@ class Structure:
     def decoded_away(self) -> frozenset[str]:
         """Return the tensors of the source that decoding or quantizing drops: scales, and what belongs to them."""
         return frozenset(self.dropped).union(*(encoded.scales for encoded in self.encoded.values()))
+
+    @property
+    def quantizable(self) -> Mapping[str, tuple[int, int]]:
+        """Return [out_features, in_features] of all modules that can have a scheme, a predictor's included."""
+        return {**self.linear, **self.predictor_linear}
+
+    @property
+    def predictor_stacks(self) -> frozenset[str]:
+        """Return the modules of a predictor that hold a stack of experts, which are single modules once quantized."""
+        stacks = (self.weights[module] for module in self.predictor_linear)
+        return frozenset(source.tensor.rpartition(".")[0] for source in stacks if source.expert is not None)
 
     def require_whole(self, where: object) -> None:
         """Raise `UserError`, naming ``where``, if the tensors are not those that the configuration implies."""
@@ -254,6 +268,7 @@ class _Reading:
         self._quantizable: dict[str, bool | None] = {}  # by a module's name without numbers
         self._absorbed: dict[str, bool] = {}
         self._roots: set[str] = set()
+        self._predictor_linear: dict[str, tuple[int, int]] = {}
         self._stored: dict[str, list[str]] = defaultdict(list)  # by parameter: the tensors that become (a part of) it
         self._faults: list[tuple[str, str, str]] = []
 
@@ -296,6 +311,7 @@ class _Reading:
             copied=dict(sorted(self._copied.items())),
             unclaimed=self._unclaimed,
             predictor=tuple(sorted(self._roots)),
+            predictor_linear=self._predictor_linear,
             aliases=self._aliases(),
             joined=self._joined(),
             walk_obstacle=walk_obstacle,
@@ -304,7 +320,7 @@ class _Reading:
             latent=text_config(self._config).get("kv_lora_rank") is not None,
             scales=tuple(self._scales),
             unquantizable=self._unquantizable,
-            absorbed=tuple(name for name in self._linear if self._is_absorbed(name)),
+            absorbed=tuple(name for name in (*self._linear, *self._predictor_linear) if self._is_absorbed(name)),
             quantized_by=quantized_by(self._config),
             undecodable=self._encoding.obstacle,
             faults=tuple(self._contradictions()),
@@ -436,15 +452,45 @@ class _Reading:
         if root is not None:
             self._roots.add(root)
         is_matrix = len(info.shape) >= 2 and "embed" not in module.rpartition(".")[2]
-        if (
-            is_matrix
-            and parameter_name not in self._state
-            and (plain_name(name).endswith(".weight") or len(info.shape) == 3)
-        ):
+        is_weight = plain_name(name).endswith(".weight") or (root is not None and suffix == _PACKED)
+        if is_matrix and parameter_name not in self._state and (is_weight or len(info.shape) == 3):
             # A stack of experts has no module of its own: servers ask for the module that holds it.
             self._kept[module] = "predictor" if root is not None else "not built by transformers"
+            if root is not None:
+                self._predict(name, info)
         else:
             self._copied["predictor" if root is not None else "buffer"] += 1
+
+    def _predict(self, name: str, info: TensorInfo) -> None:
+        """Note a predictor's matrix, or each expert of its stack, if vLLM builds its module with a quantization."""
+        if len(info.shape) == 2:
+            source = WeightSource(name, encoded=self._encoded.get(name))
+            elements = 1 if source.encoded is None else source.encoded.rule.elements
+            parts = [(name.rpartition(".")[0], (info.shape[0], info.shape[1] * elements), source)]
+        else:
+            parts = self._predicted_experts(name, info)
+        for module, shape, source in parts:
+            if self._view is not None and self._view.quantizes(module):
+                self._predictor_linear[module], self._weights[module] = shape, source
+
+    def _predicted_experts(self, name: str, info: TensorInfo) -> list[tuple[str, tuple[int, int], WeightSource]]:
+        """Take a predictor's stack of experts apart as the model's own stacks are; empty where no rule says how."""
+        last = name.removesuffix(".weight").rpartition(".")[2]
+        owner_name = next((path for path, module in self._owners.items() if stacks_experts(module)), None)
+        parameter = self._parameters.get(f"{owner_name}.{last}")
+        if owner_name is None or parameter is None or name in self._encoded:
+            return []
+        stack, owner = f"{owner_name}.{last}", self._owners[owner_name]
+        stacks = (
+            tensor for tensor in self._tensors if tensor.endswith(f".{last}") and not self._predictor.root(tensor)
+        )
+        operations = next((self._locate(tensor)[1] for tensor in stacks), ())
+        try:
+            shape = expert_shape(owner, stack, parameter)
+            experts = split(name, stack, owner, parameter, info.shape, operations)
+            return [(module, shape, source) for module, _, source in experts]
+        except UnknownLayoutError:
+            return []
 
     def _expert(self, name: str, parameter_name: str, info: TensorInfo, operations: tuple[Any, ...]) -> None:
         owner, parameter = self._owners[parameter_name.rpartition(".")[0]], self._parameters[parameter_name]

@@ -25,6 +25,7 @@ from quantmint.pipeline.quantize.formats.layout import Choice, StoredTensor, lay
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.outcomes import stores_as
 from quantmint.pipeline.quantize.model.source import divided, is_bias_stack, whole_tensor
+from quantmint.pipeline.quantize.model.stored import stored_tensors
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, kernel_name
 from quantmint.pipeline.recipe.modules import scale_group, text_config
@@ -252,7 +253,7 @@ class _Layouter:
                     self._carried(f"{module}.bias", origin_of(self._source, bias)) for module, bias in biases.items()
                 )
             elif info.name in self._divided:
-                steps += map(self._divided_step, self._divided[info.name])
+                steps += [step for module in self._divided[info.name] for step in self._divided_steps(module)]
             else:
                 origin = origin_of(self._source, whole_tensor(self._structure, info.name))
                 steps.append(self._carried(info.name if origin.encoded is None else plain_name(info.name), origin))
@@ -267,14 +268,19 @@ class _Layouter:
         offsets = {out.name: start for out, start in zip(ordered, starts, strict=False)}
         return ShardPlan(name, tuple(steps), deferred, header, offsets)
 
-    def _divided_step(self, module: str) -> Step:
-        """Return the step of one weight in a tensor that is not carried over whole, such as a stack of experts.
+    def _divided_steps(self, module: str) -> Iterator[Step]:
+        """Yield the steps of one weight in a tensor that is not carried over whole, such as a stack of experts.
 
-        The weight is quantized, or carried over in 16 bit where the choice leaves it so.
+        The weight is quantized, or carried over: with its scales as they are stored, or in 16 bit, as the choice says.
         """
-        if module in self._choice.schemes:
-            return self._quantized(module)
-        return self._carried(f"{module}.weight", origin_of(self._source, self._structure.weights[module]))
+        if module in self._choice.stored:
+            scheme, shape = self._choice.schemes[module], self._structure.quantizable[module]
+            for stored, name in stored_tensors(self._source, self._structure, module, shape, self._format, scheme):
+                yield Step(stored.name, Origin(TensorPlace(*self._source.tensors[name])), None, (stored,))
+        elif module in self._choice.schemes:
+            yield self._quantized(module)
+        else:
+            yield self._carried(f"{module}.weight", origin_of(self._source, self._structure.weights[module]))
 
     def _carried(self, name: str, origin: Origin) -> Step:
         return Step(name, origin, None, (StoredTensor(name, "copy", origin.dtype, origin.shape),))
@@ -322,6 +328,8 @@ class _Layouter:
         """Return, for each module that shares a scale with others, the origins of all weights of that scale."""
         members: defaultdict[str, dict[str, Origin]] = defaultdict(dict)
         for module, scheme in self._choice.schemes.items():
+            if module in self._choice.stored:
+                continue
             kernel = KERNELS[kernel_name(scheme, self._format)]
             if kernel.fused or (kernel.whole and shared_scales):
                 members[scale_group(module)][module] = origin_of(self._source, self._structure.weights[module])
