@@ -23,7 +23,8 @@ from typing import Any
 
 import yaml
 
-from quantmint.eval import canary
+from quantmint.eval import acceptance, canary
+from quantmint.eval.acceptance import Acceptance
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.gate import accuracy, throughput, validity
@@ -126,6 +127,8 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     findings += accuracy.unmeasured(measurements, policy, broken=broken)
     findings += throughput.judge(cells, measurements, policy, broken=broken)
     findings += canary_findings
+    accepted, faults = _acceptance(measurements, policy, broken=broken)
+    findings += faults
     structure = measurements.structure
     for reason in structure.reasons or ("The files are complete and as the scheme says.",):
         findings.append(Finding("structure", "checkpoint", structure.verdict, sentence(reason)))
@@ -141,6 +144,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         looks=looks,
         control=again,
         canary=measurements.canary,
+        acceptance=accepted,
         throughput=tuple(cells),
         headlines=tuple(headlines(measurements, cells)),
         policy=policy,
@@ -172,6 +176,27 @@ def _canary(measurements: Measurements, policy: Policy) -> list[Finding]:
         return [Finding("canary", "prompts", Verdict.INVALID, "The canary decides, but was not measured.")]
     verdict, reason = canary.judge(measurements.canary, policy.canary)
     return [Finding("canary", "prompts", verdict, sentence(reason[:1].upper() + reason[1:]))]
+
+
+def _acceptance(measurements: Measurements, policy: Policy, *, broken: bool) -> tuple[Acceptance | None, list[Finding]]:
+    """Return the comparison of the acceptance lengths, None where there is none, and the finding of a promise.
+
+    A run that the canary stopped measured none; the finding is left out where the canary's own says why (`broken`).
+    """
+    pairs, promise = measurements.acceptance, policy.acceptance
+    if pairs is None:
+        if promise is None or (measurements.stopped is not None and broken):
+            return None, []
+        reason = "The acceptance of proposed tokens decides, but was not measured."
+        return None, [Finding("acceptance", "drafts", Verdict.INVALID, reason)]
+    try:
+        compared = acceptance.compare(pairs, policy.confidence if promise is None else promise.confidence)
+    except MeasurementError as error:
+        return None, [Finding.invalid("drafts", f"Speculative decoding cannot be compared: {error}")]
+    if promise is None:
+        return compared, []
+    verdict, reason = acceptance.judge(compared, promise)
+    return compared, [Finding("acceptance", "drafts", verdict, sentence(reason[:1].upper() + reason[1:]))]
 
 
 def _controls(measurements: Measurements, policy: Policy) -> tuple[dict[str, Control], list[Finding]]:

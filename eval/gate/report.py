@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from quantmint.eval.acceptance import Acceptance, AcceptancePolicy
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.canary import Canary, CanaryPolicy
 from quantmint.eval.history import EarlierVerdict
@@ -36,6 +37,7 @@ class Policy(Record):
     least `launches` launches a side at `throughput_confidence`, on `hardware`: a name of the table of targets, and
     measured elsewhere the promise is neither kept nor broken (None: any will do). With `stop_early` the launches end
     at the first look that decides, and `launches` a side are the most (`eval.statistics.ranks.look_boundaries`).
+    `acceptance` is the promise on speculative decoding (None: its acceptance length is shown only).
     """
 
     margins: Mapping[str, Share]
@@ -50,10 +52,15 @@ class Policy(Record):
     throughput_confidence: Confidence = 0.95
     hardware: str | None = None
     stop_early: bool = False
+    acceptance: AcceptancePolicy | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a mapping of the fields, without a `stop_early` of False, which earlier records do not have."""
-        return {name: value for name, value in Record.to_json(self).items() if name != "stop_early" or value}
+        """Return a mapping of the fields.
+
+        A `stop_early` of False and an absent `acceptance` are left out: earlier records do not have these fields.
+        """
+        optional = ("stop_early", "acceptance")
+        return {name: value for name, value in Record.to_json(self).items() if name not in optional or value}
 
     @classmethod
     def for_suite(cls, suite: Suite, *, margin: float, **limits: Any) -> Policy:
@@ -76,7 +83,7 @@ figures themselves; version 1 stopped by the bounds of their intervals.
 SEQUENTIAL_JUDGEMENT: Final = 3
 """The same of launches that may end early, whose intervals and p-values version 2 took from the fixed test."""
 
-Kind = Literal["validity", "accuracy", "canary", "throughput", "structure"]
+Kind = Literal["validity", "accuracy", "canary", "throughput", "structure", "acceptance"]
 ANOMALOUS = "ANOMALOUS"
 """Label of a gain that quantization cannot explain."""
 
@@ -152,6 +159,7 @@ class GateReport(Record):
     looks: Mapping[str, tuple[Look, ...]] = field(default_factory=dict)
     control: Mapping[str, Control] = field(default_factory=dict)
     canary: Canary | None = None
+    acceptance: Acceptance | None = None
     throughput: tuple[Throughput, ...]
     headlines: tuple[Headline, ...] = ()
     policy: Policy
@@ -161,9 +169,11 @@ class GateReport(Record):
     def to_json(self) -> dict[str, Any]:
         """Return a mapping of the fields, without the version of the judgement.
 
-        An empty history, and a cell's `reused` of 0, are left out too: earlier records do not have these fields.
+        An empty history, an absent `acceptance` and a cell's `reused` of 0 are left out too: earlier records do not
+        have these fields.
         """
-        left_out = ("judgement",) if self.history else ("judgement", "history")  # earlier records know of none
+        empty = [name for name in ("history", "acceptance") if not getattr(self, name)]
+        left_out = ("judgement", *empty)
         fields = {**Record.to_json(self), "policy": self.policy.to_json()}
         for cell in fields["throughput"]:
             if not cell["reused"]:  # nor of launches that were reused

@@ -26,6 +26,7 @@ def render(report: Report) -> str:
         ("## Evaluation", _verdict(report, gate)),
         ("### Accuracy", accuracy(gate)),
         ("### Throughput", throughput(report, gate)),
+        ("### Speculative decoding", acceptance(gate)),
         ("### Size", size(report)),
         ("### How it was made", _origin(report)),
         ("### Limits", "\n\n".join(["\n".join(f"- {limit}" for limit in limited), *blocks])),
@@ -125,6 +126,29 @@ def throughput(report: Report, gate: GateReport) -> str:
     where = f"{gpus} x {gate.device or gate.hardware}" if gpus > 1 else gate.device or gate.hardware
     said = f"On {plain(where)} with {plain(runtime(report))}. Every launch is a fresh server; medians over launches."
     return f"{table(head, rows)}\n\n{said}"
+
+
+def acceptance(gate: GateReport) -> str:
+    """Return the table of speculative decoding with the method; "" if the sides were served without it."""
+    drafts = gate.acceptance
+    if drafts is None:
+        return ""
+    promise, verdict = gate.policy.acceptance, gate.verdict_of("acceptance")
+    outcome = (
+        "shown only" if promise is None or verdict is None else f"{verdict.value} at {1 - promise.margin:.3g} or more"
+    )
+    row = [
+        "Acceptance length, tokens a step",
+        f"{drafts.baseline:.3f}",
+        f"{drafts.candidate:.3f}",
+        f"{drafts.ratio:.3f} ({drafts.low:.3f} to {drafts.high:.3f})",
+        outcome,
+    ]
+    note = (
+        f"With {plain(drafts.method)}, up to {drafts.tokens} tokens at a time; both models continued the same "
+        f"{drafts.prompts} texts. The bounds are clustered by text."
+    )
+    return f"{table(['Measure', 'Baseline', 'This model', 'Ratio (bounds)', 'Verdict'], [row])}\n\n{note}"
 
 
 def size(report: Report) -> str:

@@ -442,6 +442,16 @@ class Recipe(Section):
             raise wrong("it only with `quantization.scheme: auto`", actual="a search", at="search")
         return self
 
+    @model_validator(mode="after")
+    def _acceptance_of_a_server(self) -> Recipe:
+        if self.gate.acceptance is None:
+            return self
+        if self.serve.speculative is None:
+            raise wrong("it with `serve.speculative`", actual="a promise on acceptance", at="gate.acceptance")
+        if self.evaluation.runtime == "reference":
+            raise wrong("`runtime: vllm` for it", actual="the reference runtime", at="gate.acceptance")
+        return self
+
     @model_serializer(mode="wrap")
     def _omit_unset(self, dump: Any) -> dict[str, Any]:
         dumped: dict[str, Any] = dump(self)

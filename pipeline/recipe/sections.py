@@ -138,6 +138,16 @@ class ThroughputGate(Section):
         return {"launches": 0, **data} if unasked else data
 
 
+class AcceptanceGate(Section):
+    """The acceptance of proposed tokens that must remain where `serve.speculative` proposes them."""
+
+    margin: float = Field(default=0.02, gt=0, lt=1)
+    """Largest loss of acceptance length that is accepted, relative to the 16-bit baseline's, which is served with the
+    same speculative decoding: 0.02 is two percent fewer tokens in a step."""
+    confidence: float = Field(default=0.95, ge=0.5, lt=1)
+    """Confidence of the one-sided bounds, whose standard error is clustered by prompt."""
+
+
 class Gate(Section):
     """The promises that a checkpoint must keep before it is published."""
 
@@ -147,11 +157,21 @@ class Gate(Section):
     """Check that stops a broken checkpoint within a minute, before the tasks (null: no check)."""
     throughput: ThroughputGate = Field(default_factory=ThroughputGate)
     """Speed that is required."""
+    acceptance: AcceptanceGate | None = None
+    """Loss of acceptance of speculative decoding that is accepted (null: shown only)."""
+
+    @model_serializer(mode="wrap")
+    def _omit_unset(self, dump: Any) -> dict[str, Any]:
+        """Omit an absent `acceptance`: recipes without it stay as they were recorded."""
+        dumped: dict[str, Any] = dump(self)
+        return {name: value for name, value in dumped.items() if name != "acceptance" or value is not None}
 
     def policy(self, suite: Suite, hardware: str, schemes: Iterable[str]) -> Policy:
         """Return the gate's policy for a suite with its own margins; the speed is required on `hardware`."""
+        from quantmint.eval.acceptance import AcceptancePolicy
         from quantmint.eval.gate import Policy
 
+        promise = self.acceptance
         rate = self.accuracy.expected_flip_rate
         return Policy.for_suite(
             suite,
@@ -166,6 +186,7 @@ class Gate(Section):
             throughput_confidence=self.throughput.confidence,
             stop_early=self.throughput.stop_early,
             hardware=hardware,
+            acceptance=None if promise is None else AcceptancePolicy(promise.margin, promise.confidence),
             **({} if rate is None else {"expected_flip_rate": rate}),
         )
 

@@ -17,6 +17,7 @@ from quantmint.pipeline.quantize.digest import folder_digest
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from quantmint.pipeline.quantize.model.encodings import input_rounding
 from quantmint.pipeline.serving.reference.launch import shown_command
+from quantmint.pipeline.stages.acceptance import read_pairs
 from quantmint.pipeline.stages.bench import read_launches
 from quantmint.pipeline.stages.canary import read_comparison
 from quantmint.pipeline.stages.estimate import Estimate
@@ -113,6 +114,7 @@ class GateStage(Stage):
             stopped="canary" if self.stopped else None,
             history=earlier_verdicts(job, model),
             baseline_rounding=input_rounding(job.setting.config),
+            acceptance=read_pairs(job.inputs) if "acceptance-candidate" in job.inputs else None,
         )
         report = judge(measurements, policy_of(job.setting))
         record.write(job.path, measurements, report)

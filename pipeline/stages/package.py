@@ -420,8 +420,9 @@ def _evaluated(entries: Mapping[str, Entry]) -> Iterator[DatasetRecord]:
         for _, datasets in sorted(fetched.items()):
             for dataset in datasets:
                 yield DatasetRecord("evaluation", dataset["path"], dataset["commit"], None)
-    if "canary-baseline" in entries:
-        yield DatasetRecord("evaluation", "canary prompts", None, _settings(entries["canary-baseline"])["prompts"])
+    for key, name in (("canary-baseline", "canary prompts"), ("acceptance-baseline", "speculative decoding's prompts")):
+        if key in entries:
+            yield DatasetRecord("evaluation", name, None, _settings(entries[key])["prompts"])
 
 
 def _tools(entries: Mapping[str, Entry]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from quantmint.pipeline.stages.acceptance import AcceptanceStage
 from quantmint.pipeline.stages.bench import BenchStage
 from quantmint.pipeline.stages.calibrate import CalibrateStage
 from quantmint.pipeline.stages.canary import CanaryStage
@@ -26,8 +27,10 @@ STAGES: Final[tuple[Stage, ...]] = (
     InspectStage(),
     ServeStage("baseline"),
     CanaryStage("baseline"),
+    AcceptanceStage("baseline"),
     ServeStage("candidate"),
     CanaryStage("candidate"),
+    AcceptanceStage("candidate"),
     EvaluateStage("baseline"),
     ControlStage(),
     EvaluateStage("candidate"),

@@ -72,6 +72,23 @@ def test_a_recipe_can_leave_stages_out(setting: Setting) -> None:
     assert {planned.key for planned in build_plan(without)} == EVERYTHING - {"control", "bench"}
 
 
+def test_speculative_decoding_is_measured_where_the_recipe_serves_with_it(setting: Setting) -> None:
+    before = [planned.key for planned in build_plan(setting)]
+    speculates = edit(setting, "gate: {", "serve: {speculative: {method: ngram, tokens: 3}}\ngate: {")
+    after = [planned.key for planned in build_plan(speculates)]
+    assert [key for key in after if key not in before] == ["acceptance-baseline", "acceptance-candidate"]
+    assert after.index("acceptance-baseline") < after.index("serve-candidate") < after.index("acceptance-candidate")
+    promised = edit(speculates, "gate: {", "gate: {acceptance: {margin: 0.05}, ")
+    assert changed(speculates, promised) == JUDGED
+    assert [planned.key for planned in after_stop(build_plan(promised), promised)][-3:] == [
+        "canary-candidate",
+        "gate",
+        "report",
+    ]
+    other = edit(promised, "tokens: 3", "tokens: 2")
+    assert {"acceptance-baseline", "acceptance-candidate", "serve-baseline", "gate"} <= changed(promised, other)
+
+
 def test_without_a_canary_all_tasks_are_asked_and_nothing_else_changes(setting: Setting) -> None:
     without = edit(setting, "gate: {", "gate: {canary: null, ")
     assert {planned.key for planned in build_plan(without)} == EVERYTHING - CANARY

@@ -92,6 +92,10 @@ def _stated(recipe: Recipe, recorded: GateReport) -> Iterator[str]:
         "min_ratio": (gate.throughput.min_ratio, policy.min_ratio),
         "hardware": (recipe.target.hardware, policy.hardware),
         "canary": (gate.canary is None, policy.canary is None),
+        "acceptance": (
+            None if gate.acceptance is None else gate.acceptance.margin,
+            None if policy.acceptance is None else policy.acceptance.margin,
+        ),
     } | {f"margins.{task}": (margin, policy.margins.get(task)) for task, margin in gate.accuracy.margins.items()}
     for name, (expected, actual) in stated.items():
         if expected != actual:
