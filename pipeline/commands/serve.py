@@ -130,7 +130,9 @@ def _request(model: str, port: int, options: dict[str, Any], *, planning: bool) 
             vllm_version=version,
             overrides={**section.overrides, **overrides_of(options["settings"])},
             kv_cache_dtype=options["kv_cache_dtype"],
-            speculative=speculation_of(options["speculative"]) if options["speculative"] else section.speculative,
+            speculative=speculation_of(options["speculative"])
+            if options["speculative"]
+            else served.speculative(section),
             tunableop=None if served.tunableop is None else str(served.tunableop),
             servers_per_gpu=options["pack"] or section.pack,
             arguments=(*section.arguments, *options["arguments"]),

@@ -4,6 +4,7 @@
     quantmint.json                       the manifest: how it was made, and the digest of every other file
     config.json, *.safetensors, ...      the checkpoint
     .eval_results/*.yaml                 scores in the Hub's form
+    draft/                               the draft of a recipe that serves with one, a checkpoint of its own
     quantmint/                           evidence: gate.json, samples/, report.html, recipe.yaml, provenance, SBOM
     model.sig                            signature over all of them, if the recipe asks for one
 
@@ -23,6 +24,8 @@ from quantmint.pipeline.store.files import File
 
 EVIDENCE: Final = "quantmint"
 """Folder of a release with the gate's record, the report and the recipe."""
+DRAFT: Final = "draft"
+"""Folder of a release with the model that proposes tokens for it."""
 MANIFEST: Final = "quantmint.json"
 SIGNATURE: Final = "model.sig"
 CARD: Final = "README.md"

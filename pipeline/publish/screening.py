@@ -27,7 +27,17 @@ from pathlib import Path
 from typing import Final, Literal
 
 from quantmint.pipeline.base.errors import StageError, UserError
-from quantmint.pipeline.publish.release import CARD, EVIDENCE, MANIFEST, NOTICE, PROVENANCE, RECIPE, SBOM, SIGNATURE
+from quantmint.pipeline.publish.release import (
+    CARD,
+    DRAFT,
+    EVIDENCE,
+    MANIFEST,
+    NOTICE,
+    PROVENANCE,
+    RECIPE,
+    SBOM,
+    SIGNATURE,
+)
 from quantmint.pipeline.quantize.digest import NAMED_TEMPLATES
 from quantmint.pipeline.quantize.formats.checkpoint import read_header
 from quantmint.pipeline.recipe.load import PROVEN_SUITE
@@ -62,7 +72,7 @@ _CHECKPOINT = (
 _ALLOWED: Final = re.compile(
     "|".join(
         (
-            rf"{_CHECKPOINT}|{re.escape(SCORES)}/[^/]+\.ya?ml",
+            rf"({DRAFT}/)?({_CHECKPOINT})|{re.escape(SCORES)}/[^/]+\.ya?ml",
             *(re.escape(name) for name in (CARD, MANIFEST, SIGNATURE, ATTRIBUTES, RECIPE, PROVENANCE, SBOM, NOTICE)),
             rf"{EVIDENCE}/([^/]+/)*[^/]+\.(json|json\.gz|jsonl\.gz|html|md|xml)",
             rf"{PROVEN_SUITE}/([^/]+/)*[^/]+\.(ya?ml|jsonl?|csv|parquet|txt)",

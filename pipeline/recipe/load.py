@@ -34,7 +34,13 @@ _OTHER = re.compile(r"^(text|messages|turns|tasks|cells)\s*:", re.MULTILINE)
 """Keys of calibration sets, suites and workloads, which may lie in the same folder; no recipe has them."""
 _DEFINITIONS = (("calibration", "set"), ("target", "workload"), ("evaluation", "suite"))
 """Fields with a shipped name, or a path relative to the file that states it."""
-_PLACES = (("source", "folder"), ("calibration", "set"), ("target", "workload"), ("serve", "tunableop"))
+_PLACES = (
+    ("source", "folder"),
+    ("calibration", "set"),
+    ("target", "workload"),
+    ("serve", "tunableop"),
+    ("draft", "folder"),
+)
 PROVEN_SUITE = "quantmint/suite"
 """Folder of a release that holds the recipe's own suite, with its tasks and their data."""
 
@@ -68,7 +74,7 @@ class LoadedRecipe:
         """
         data = self.recipe.model_dump(mode="json", exclude={"tracking", "publish", "refresh"})
         for section, name in _PLACES:
-            if data[section] is not None and data[section][name] is not None:
+            if data.get(section) is not None and data[section][name] is not None:
                 data[section][name] = without_place(data[section][name])
         if is_path(suite := data["evaluation"]["suite"]):
             data["evaluation"]["suite"] = f"{PROVEN_SUITE}/{PurePosixPath(suite).name}"
@@ -93,6 +99,12 @@ class LoadedRecipe:
         """Return the absolute path of TunableOp's CSV, resolved beside the file that names it; None without one."""
         file = self.recipe.serve.tunableop
         return None if file is None else _resolved(("serve", "tunableop"), file, self.positions)
+
+    @property
+    def draft_folder(self) -> Path | None:
+        """Return the absolute path of the draft in 16 bit, resolved beside the file that names it; None without one."""
+        draft = self.recipe.draft
+        return None if draft is None else _resolved(("draft", "folder"), draft.folder, self.positions)
 
     def place(self, *path: str | int, key: bool = False) -> Position:
         """Return the place of a value, or of its ``key``; of a default, that of the mapping that could hold it."""

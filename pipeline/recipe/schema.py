@@ -380,6 +380,23 @@ class Speculative(Section):
     """Tokens proposed at a time. In measurements, more than 2 were accepted less often and served slower."""
 
 
+class Draft(Section):
+    """A model that proposes tokens, quantized beside its target, published with it and served with it."""
+
+    folder: str = Field(min_length=1, pattern=PRINTABLE)
+    """Folder of the draft in 16 bit, EAGLE-3's, DFlash's or a whole model; relative to this file."""
+    scheme: SchemeName
+    """Scheme of its linear layers; one without static scales, since a draft is not calibrated."""
+    exclude: tuple[ModuleName, ...] = Field(default=(), strict=False)
+    """Modules left in 16 bit besides embeddings and lm_head, as in `quantization.exclude`."""
+
+    @model_validator(mode="after")
+    def _without_calibration(self) -> Draft:
+        if schemes.scheme(self.scheme).needs_ranges:
+            raise wrong("a scheme without static scales, such as ptpc_fp8", actual=self.scheme, at="scheme")
+        return self
+
+
 class Serve(Section):
     """Settings of the launch besides `target`; `quantmint tune` prints such a section."""
 
@@ -419,6 +436,8 @@ class Recipe(Section):
     """Scheme, KV cache, format and algorithm of the quantization."""
     calibration: Calibration | None = None
     """Data that ranges are measured on; needed for static activation scales or an fp8 KV cache."""
+    draft: Draft | None = None
+    """Model that proposes tokens for speculative decoding (null: none)."""
     search: Search | None = None
     """Further tries with more bits where the gate says FAIL (null: none)."""
     target: Target = Field(default_factory=Target)
@@ -443,19 +462,29 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _draft_of_a_server(self) -> Recipe:
+        if self.draft is None:
+            return self
+        if self.serve.speculative is None:
+            raise wrong("it with `serve.speculative`, which says the method", actual="a draft", at="draft")
+        if self.serve.speculative.model is not None:
+            raise wrong("none in `speculative`: `draft` is the model", actual="a model", at="serve")
+        return self
+
+    @model_validator(mode="after")
     def _acceptance_of_a_server(self) -> Recipe:
         if self.gate.acceptance is None:
             return self
         if self.serve.speculative is None:
-            raise wrong("it with `serve.speculative`", actual="a promise on acceptance", at="gate.acceptance")
+            raise wrong("it with `serve.speculative`", actual="a promise on acceptance", at="gate")
         if self.evaluation.runtime == "reference":
-            raise wrong("`runtime: vllm` for it", actual="the reference runtime", at="gate.acceptance")
+            raise wrong("`runtime: vllm` for it", actual="a promise on acceptance", at="gate")
         return self
 
     @model_serializer(mode="wrap")
     def _omit_unset(self, dump: Any) -> dict[str, Any]:
         dumped: dict[str, Any] = dump(self)
-        return {name: value for name, value in dumped.items() if name != "search" or value is not None}
+        return {name: value for name, value in dumped.items() if name not in ("search", "draft") or value is not None}
 
     @property
     def confidence(self) -> float:

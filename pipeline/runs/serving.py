@@ -31,10 +31,11 @@ from quantmint.pipeline.base.machine import Host
 from quantmint.pipeline.base.processes import stop_signals
 from quantmint.pipeline.base.progress import Progress, reporter_for
 from quantmint.pipeline.publish.addresses import published_folder, serving_name
+from quantmint.pipeline.publish.release import DRAFT
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.recipe.load import recipe_names
-from quantmint.pipeline.recipe.schema import Recipe, Speculative
+from quantmint.pipeline.recipe.schema import Recipe, Serve, Speculative
 from quantmint.pipeline.runs.planner import build_plan, find_entry
 from quantmint.pipeline.runs.search import stand_in
 from quantmint.pipeline.runs.session import open_setting, recipe_named
@@ -51,6 +52,7 @@ from quantmint.pipeline.serving.planning.target import Profile, ServingTarget, p
 from quantmint.pipeline.serving.running.endpoint import EndpointLauncher
 from quantmint.pipeline.serving.running.launchers import DockerLauncher, LocalLauncher
 from quantmint.pipeline.serving.running.server import RunningServer
+from quantmint.pipeline.stages.draft import draft_model
 from quantmint.pipeline.stages.serve import facts_made, held_to
 from quantmint.pipeline.stages.setting import Setting, SourceIdentity
 from quantmint.pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
@@ -66,7 +68,7 @@ class ServedModel:
     ``model`` is the name on the command line: an absolute path, or a repository that vLLM would fetch by itself at
     ``revision``. ``missing`` is the error that serving it would raise, None where its weights are here or can be
     fetched. ``identity`` is set for a repository. ``recipe`` is None for a model without a recipe; ``tunableop`` is the
-    file of tuned kernels that the recipe names.
+    file of tuned kernels that the recipe names, ``draft`` the folder of its draft.
     """
 
     model: str
@@ -77,6 +79,13 @@ class ServedModel:
     identity: SourceIdentity | None = None
     tunableop: Path | None = None
     missing: UserError | None = None
+    draft: Path | None = None
+
+    def speculative(self, section: Serve) -> Speculative | None:
+        """Return a recipe's speculative decoding, with the draft that lies beside the checkpoint as its model."""
+        if self.draft is None or section.speculative is None:
+            return section.speculative
+        return section.speculative.model_copy(update={"model": str(self.draft)})
 
 
 def find_model(
@@ -171,7 +180,10 @@ def _of_recipe(text: str, store: Path, *, baseline: bool, config: Path | None, v
         )
         model = str(published_folder(recipe, setting.home) or serving_name(recipe))
         served = ServedModel(model, facts_made(served.facts, recipe.quantization), recipe.name, missing=missing)
-    return replace(served, recipe=recipe, tunableop=setting.loaded.tunableop)
+    draft = None if recipe.draft is None else draft_model(setting, "baseline" if baseline else "candidate")
+    if draft is not None and not baseline and (Path(served.model) / DRAFT).is_dir():
+        draft = Path(served.model) / DRAFT  # a release has its own
+    return replace(served, recipe=recipe, tunableop=setting.loaded.tunableop, draft=draft)
 
 
 def _checkpoint_of(setting: Setting, config: Path | None) -> Path | None:

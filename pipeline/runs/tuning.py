@@ -203,7 +203,7 @@ def open_subject(request: SubjectRequest, store: Store, reporter: Reporter) -> O
         profile=replace(load_profile, longest=load.longest),
         vllm_version=version,
         purpose="tune",  # what `serve` starts but for prefix caching: cells of one length get the same prompts
-        speculative=serve.speculative,
+        speculative=served.speculative(serve),
         overrides=serve.overrides,
         servers_per_gpu=serve.pack,
         arguments=serve.arguments,

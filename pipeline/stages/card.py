@@ -19,7 +19,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.publish.card import CalibrationText, CardFacts, CardSource, ServingCommand
 from quantmint.pipeline.publish.card_record import card_source, quantization_facts
 from quantmint.pipeline.publish.licences import TEXTS, terms
-from quantmint.pipeline.publish.release import CARD
+from quantmint.pipeline.publish.release import CARD, DRAFT
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.serving.knobs.table import NEWEST_READ
@@ -90,11 +90,12 @@ def _launch(
     target: ServingTarget, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str
 ) -> ServingCommand:
     title, speculative = target.accelerator.title, recipe.serve.speculative
+    by_another = recipe.draft is not None or (speculative is not None and speculative.model is not None)
     request = replace(
         serving_request(recipe, workload, target, model=model, facts=facts, vllm_version=vllm),
         served_model_name=model.rpartition("/")[2],
         # A reader of the card does not have another model that drafts.
-        speculative=None if speculative is not None and speculative.model is not None else speculative,
+        speculative=None if by_another else speculative,
     )
     if recipe.target.hardware != target.hardware:  # the recipe's knobs and packing are for its own hardware
         request = replace(request, overrides={}, servers_per_gpu=1)
@@ -121,6 +122,10 @@ def _left_out(recipe: Recipe) -> Iterator[str]:
         yield "the recipe serves with matrix kernels that TunableOp found, whose file is not here"
     if recipe.serve.speculative is not None and recipe.serve.speculative.model is not None:
         yield "the recipe serves with speculative decoding by another model, which is not here"
+    if recipe.draft is not None and recipe.serve.speculative is not None:
+        config = {"method": recipe.serve.speculative.method, "model": f"FOLDER/{DRAFT}"}
+        text = json.dumps({**config, "num_speculative_tokens": recipe.serve.speculative.tokens})
+        yield f"the recipe serves with the draft in `{DRAFT}/`: from a folder, add --speculative-config '{text}'"
 
 
 def _command(plan: LaunchPlan, running: Sequence[Process], *, cpu: bool) -> str:

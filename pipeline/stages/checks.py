@@ -211,6 +211,9 @@ def _serve(loaded: LoadedRecipe) -> Iterator[Fault]:
         check_arguments(serve.arguments)
     except UserError as error:
         yield loaded.fault(("serve", "arguments"), error.message)
+    draft = loaded.draft_folder
+    if draft is not None and not (draft / "config.json").is_file():
+        yield loaded.fault(("draft", "folder"), f"found no config.json in {draft}, expected a draft's folder")
     table = loaded.tunableop
     if table is not None and not table.is_file():
         yield loaded.fault(("serve", "tunableop"), f"found no file {table}, expected a CSV of TunableOp")

@@ -44,6 +44,7 @@ from quantmint.pipeline.publish.provenance import ABSENT, encode, sbom, statemen
 from quantmint.pipeline.publish.release import (
     CARD,
     CARD_FACTS,
+    DRAFT,
     EVIDENCE,
     MANIFEST,
     NOTICE,
@@ -65,6 +66,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.load import PROVEN_SUITE
 from quantmint.pipeline.stages import card
 from quantmint.pipeline.stages.calibrate import set_name, texts_of
+from quantmint.pipeline.stages.draft import DRAFT_INSPECTION, DraftStage
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.gate import GATE, GateStage, checkpoint_digest
 from quantmint.pipeline.stages.quantize import CHECKPOINT, InspectStage, checkpoint_files
@@ -236,8 +238,9 @@ def release(entries: Mapping[str, Entry]) -> Release:
 
 
 def _evidence(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return the entries of gate, report and inspection, whose files are part of a release, by key."""
-    return {stage.key: entries[stage.key] for stage in (GateStage(), ReportStage(), InspectStage()) if stage.evidence}
+    """Return the entries of gate, report and inspection, and of a draft, whose files are part of a release, by key."""
+    stages = (GateStage(), ReportStage(), InspectStage(), DraftStage())
+    return {stage.key: entries[stage.key] for stage in stages if stage.evidence and stage.key in entries}
 
 
 def _read_again(estimate: Estimate) -> float:
@@ -269,11 +272,16 @@ def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None
 
 
 def _evidence_files(quantize: Entry, evidence: Mapping[str, Entry]) -> dict[str, File]:
-    """Return the release's files before packaging, by name: the checkpoint at the top, evidence in its folder."""
+    """Return the release's files before packaging, by name: the checkpoint at the top, the rest in folders."""
     folder = quantize.path / CHECKPOINT
     checkpoint = checkpoint_files(quantize).items()
     files = {name: File(folder / name, fact.size, fact.sha256) for name, fact in checkpoint}
-    for entry in evidence.values():
+    if (draft := evidence.get("draft")) is not None:
+        named = {name.removeprefix(f"{CHECKPOINT}/"): file for name, file in _files(draft).items()}
+        _add(files, {f"{DRAFT}/{name}": file for name, file in named.items() if name != DRAFT_INSPECTION})
+    for key, entry in evidence.items():
+        if key == "draft":
+            continue
         _add(files, {f"{EVIDENCE}/{name}": file for name, file in _files(entry).items()})
     return files
 

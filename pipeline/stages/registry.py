@@ -8,6 +8,7 @@ from quantmint.pipeline.stages.acceptance import AcceptanceStage
 from quantmint.pipeline.stages.bench import BenchStage
 from quantmint.pipeline.stages.calibrate import CalibrateStage
 from quantmint.pipeline.stages.canary import CanaryStage
+from quantmint.pipeline.stages.draft import DraftStage
 from quantmint.pipeline.stages.evaluate import ControlStage, EvaluateStage
 from quantmint.pipeline.stages.gate import GateStage
 from quantmint.pipeline.stages.package import PackageStage, SignStage
@@ -25,6 +26,7 @@ STAGES: Final[tuple[Stage, ...]] = (
     CalibrateStage(),
     QuantizeStage(),
     InspectStage(),
+    DraftStage(),
     ServeStage("baseline"),
     CanaryStage("baseline"),
     AcceptanceStage("baseline"),

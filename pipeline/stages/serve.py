@@ -31,6 +31,7 @@ from quantmint.pipeline.serving.planning.target import ServingTarget, parse_targ
 from quantmint.pipeline.serving.reference.launch import reference_plan
 from quantmint.pipeline.serving.running.log import LogScan, checkpoint_quantization, plan_deviations, scan_log
 from quantmint.pipeline.serving.running.server import RunningServer
+from quantmint.pipeline.stages.draft import draft_digest, draft_model
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.servers import ReferenceServer, over_nodes
 from quantmint.pipeline.stages.setting import Setting
@@ -63,6 +64,8 @@ _EMULATION = {"amd-quark": "quark"}
 """What a distribution that vLLM needs beside it is imported as."""
 _ABSENT = "import importlib.util as u, json, sys; print(json.dumps([n for n in sys.argv[1:] if not u.find_spec(n)]))"
 _ANSWER_S = 60
+_PLACEHOLDER = Path("MODEL")
+"""Name of the checkpoint in a launch that is recorded: where it lies tells nothing of it."""
 
 
 class ServeStage(SideStage):
@@ -85,8 +88,9 @@ class ServeStage(SideStage):
         return estimate.start if self.side == "baseline" else estimate.restart
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the stage key of the side's `model`: `quantize`, or `source` for the baseline."""
-        return {"model": model_key(self.side)}
+        """Return the stage key of the side's `model`, `quantize` or `source`, and of the candidate's draft."""
+        has_draft = self.side == "candidate" and setting.recipe.draft is not None
+        return {"model": model_key(self.side), **({"draft": "draft"} if has_draft else {})}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """Return the launch plan without the model's path, the target hardware, the runtime and the container.
@@ -105,6 +109,7 @@ class ServeStage(SideStage):
             "hardware": setting.recipe.target.hardware,
             "runtime": runtime,
             **image_settings(setting),
+            **({} if setting.recipe.draft is None else {"draft": draft_digest(setting)}),
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
@@ -205,8 +210,10 @@ def image_settings(setting: Setting) -> dict[str, str]:
 def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
     """Return the plan of a side's launch of ``model``, on vLLM or the reference runtime.
 
-    Both sides have the layout that the 16-bit side needs and the same knobs, and differ by the type of the KV cache. Of
-    several independent servers one is planned for and measured. Raises `UserError` where the model cannot be served.
+    Both sides have the layout that the 16-bit side needs and the same knobs, and differ by the type of the KV cache. A
+    draft is in 16 bit for the baseline and quantized for the candidate; ``Path("MODEL")`` stands for the checkpoint in
+    what is recorded, and "DRAFT" then for the draft. Of several independent servers one is planned for and measured.
+    Raises `UserError` where the model cannot be served.
     """
     recipe = setting.recipe
     if recipe.evaluation.runtime == "reference":
@@ -233,6 +240,9 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
         cpu_threads=os.cpu_count() or 1,
         tunableop=None if tunableop is None else str(tunableop),
     )
+    if recipe.draft is not None and request.speculative is not None:
+        place = draft_model(setting, side) if model != _PLACEHOLDER else Path("DRAFT")
+        request = replace(request, speculative=request.speculative.model_copy(update={"model": str(place)}))
     baseline = plan_serving(request)
     if side == "baseline":
         return baseline

@@ -1,4 +1,4 @@
-"""Speculative decoding of the embedded model on vLLM's CPU build, by n-grams and by a draft model, in whole runs."""
+"""Speculative decoding of the embedded model on vLLM's CPU build, by n-grams and by drafts, in whole runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from tests.e2e.project import Project
+from tests.zoo.drafts import build_draft
+from tests.zoo.models import read, write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -19,6 +21,7 @@ name: {name}
 extends: tiny-ptpc
 serve: {{knobs: {{--dtype: float32}}, speculative: {speculative}}}
 gate: {{acceptance: {{margin: {margin}}}, throughput: {{min_ratio: null}}}}
+publish: {{folder: published}}
 """
 
 
@@ -27,9 +30,11 @@ def home(warm_vllm: VllmEnvironment, warm_python: Path, tmp_path_factory: pytest
     return Project(tmp_path_factory.mktemp("speculative"), warm_vllm.executable, warm_python)
 
 
-def run(project: Project, name: str, speculative: str, margin: float, until: str, code: int = 0) -> dict[str, Any]:
+def run(
+    project: Project, name: str, speculative: str, margin: float, until: str, *, code: int = 0, draft: str = ""
+) -> dict[str, Any]:
     """Run a recipe up to a stage; return what the command says as JSON."""
-    recipe = RECIPE.format(name=name, speculative=speculative, margin=margin)
+    recipe = RECIPE.format(name=name, speculative=speculative, margin=margin) + draft
     (project.home / f"{name}.yaml").write_text(recipe, encoding="utf-8")
     done = project.run("run", f"{name}.yaml", "--until", until, "--json")
     assert done.returncode == code, done.stderr
@@ -58,14 +63,39 @@ def test_ngrams_are_accepted_as_often_as_the_baselines(home: Project) -> None:
     assert again["verdict"] == "INCONCLUSIVE"
 
 
-def test_a_draft_model_proposes_what_its_target_accepts(home: Project) -> None:
-    """The 16-bit model is its own draft: it accepts all, and the candidate nearly all."""
-    run(home, "draft", f"{{method: draft_model, model: {MODEL}, tokens: 2}}", 0.1, "acceptance-candidate")
+def lengths(project: Project, method: str) -> dict[str, float]:
+    """Return the acceptance length of each side with a method."""
     sides = {}
-    for path in home.store.glob("acceptance/*/drafts.json"):
+    for path in project.store.glob("acceptance/*/drafts.json"):
         record = json.loads((path.parent / "record.json").read_text())
-        recorded = json.loads(path.read_text())
-        if recorded["method"] == "draft_model":
+        if json.loads(path.read_text())["method"] == method:
             sides[record["payload"]["settings"]["side"]] = record["result"]["length"]
-    assert sides["baseline"] == pytest.approx(3.0, abs=0.02)
-    assert 2.7 < sides["candidate"] < sides["baseline"]
+    return sides
+
+
+def test_a_draft_is_served_and_published_with_its_target(home: Project) -> None:
+    """The 16-bit model is its own draft, and the FP8 checkpoint's draft is that model in FP8: all is accepted."""
+    draft = f"draft: {{folder: {MODEL}, scheme: ptpc_fp8}}\n"
+    run(home, "drafted", "{method: draft_model, tokens: 2}", 0.1, "publish", draft=draft)
+    sides = lengths(home, "draft_model")
+    assert sides == {"baseline": pytest.approx(3.0, abs=0.02), "candidate": pytest.approx(3.0, abs=0.02)}
+    release = home.home / "published" / "drafted"
+    manifest = json.loads((release / "quantmint.json").read_text())
+    assert {"draft/config.json", "draft/model.safetensors"} <= manifest["files"].keys()
+    assert str(home.home) not in (release / "quantmint.json").read_text()
+    assert home.run("release", "verify", str(release), "--unsigned").returncode == 0
+    tensors = read(release / "draft")
+    write(release / "draft", {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale")})
+    broken = home.run("release", "verify", str(release), "--unsigned")
+    assert broken.returncode == 1
+    assert "draft/model.layers.0.self_attn.q_proj.weight_scale: missing scale" in broken.stdout
+
+
+def test_vllm_serves_an_eagle3_draft_that_is_quantized(home: Project) -> None:
+    """The draft's weights are random, so that next to nothing is accepted: what is shown is that vLLM loads it."""
+    build_draft("eagle3", MODEL, home.home / "eagle")
+    draft = "draft: {folder: eagle, scheme: ptpc_fp8}\n"
+    run(home, "eagle", "{method: eagle3, tokens: 2}", 0.1, "acceptance-candidate", draft=draft)
+    sides = lengths(home, "eagle3")
+    assert sides["baseline"] == pytest.approx(sides["candidate"], rel=0.05)
+    assert 1 <= sides["candidate"] < 1.5

@@ -43,6 +43,20 @@ def test_the_section_that_a_sweep_prints_is_valid(tmp_path: Path) -> None:
     assert (section.profile, section.pack) == ("offline", 2)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gate: {acceptance: {margin: 0.02}}\n", "gate: found a promise on acceptance, expected it with `serve.spec"),
+        (
+            "gate: {acceptance: {}}\nserve: {speculative: {method: ngram}}\nevaluation: {runtime: reference}\n",
+            "gate: found a promise on acceptance, expected `runtime: vllm` for it",
+        ),
+    ],
+)
+def test_a_promise_on_acceptance_needs_speculative_decoding_by_vllm(tmp_path: Path, text: str, said: str) -> None:
+    assert said in faults(text, tmp_path)
+
+
 def test_a_misspelt_knob(tmp_path: Path) -> None:
     assert faults("serve:\n  knobs:\n    --max-num-sqs: 512\n", tmp_path) == (
         f"{tmp_path}/r.yaml:6:5: serve.knobs.--max-num-sqs: found no such knob, expected one of docs/serving-knobs.md "

@@ -15,13 +15,15 @@ from quantmint.eval.verdict import Verdict
 from quantmint.pipeline import __version__
 from quantmint.pipeline.base.canonical import difference
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.publish.release import RECIPE
+from quantmint.pipeline.publish.release import DRAFT, RECIPE
 from quantmint.pipeline.publish.verify import limits
 from quantmint.pipeline.publish.verify.subject import ReleaseCheck, ReleaseUnderTest, conclude, failure, not_checked
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import layout_of
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.builder import meta_model
+from quantmint.pipeline.quantize.model.draft import read_draft
+from quantmint.pipeline.quantize.model.stored import STORED_SCHEMES
 from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.recipe.json_schema import faults_of
 from quantmint.pipeline.recipe.schema import Quantization, Recipe
@@ -70,7 +72,8 @@ def _declared(subject: ReleaseUnderTest, section: Quantization) -> Iterator[str]
     modules = {name.rpartition(".")[0] for name in checkpoint.tensors if name.endswith((".weight_scale", "_packed"))}
     claims = layout.claims(checkpoint.config["quantization_config"], sorted(modules))
     schemes = {scheme for scheme in claims.schemes.values() if scheme is not None}
-    for scheme in sorted(schemes - section.schemes):
+    predicted = {section.predictor_scheme} if section.mtp != "source" else {*STORED_SCHEMES.values()}
+    for scheme in sorted(schemes - section.schemes - predicted):
         yield f"the recipe asks for {', '.join(sorted(section.schemes))}, config.json declares {scheme}"
     if claims.kv_cache != (section.kv_cache == "fp8"):
         declared = "an FP8 KV cache" if claims.kv_cache else "a KV cache in 16 bit"
@@ -92,7 +95,20 @@ def check_structure(subject: ReleaseUnderTest) -> ReleaseCheck:
     with subject.progress.bar(checkpoint.nbytes, "B") as advance:
         inspection = inspect_checkpoint(checkpoint, structure, advance=advance)
     faults = [f"{finding.rule}: {finding.where}: {finding.message}" for finding in inspection.findings]
+    faults += _draft_faults(subject)
     return conclude("structure", faults, f"{layout_of(checkpoint.config).name}: {inspection.summary()}")
+
+
+def _draft_faults(subject: ReleaseUnderTest) -> Iterator[str]:
+    """Yield a sentence for each finding of an inspection of the draft; one that the recipe names must be there."""
+    if subject.manifest.recipe.get("draft") is None:
+        return
+    if f"{DRAFT}/config.json" not in subject.listing.files:
+        yield f"the recipe has a draft, and there is no {DRAFT}/config.json"
+        return
+    checkpoint, structure = read_draft(subject.folder / DRAFT)
+    for finding in inspect_checkpoint(checkpoint, structure).findings:
+        yield f"{DRAFT}/{finding.where}: {finding.rule}: {finding.message}"
 
 
 def check_gate(subject: ReleaseUnderTest) -> ReleaseCheck:
