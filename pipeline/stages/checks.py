@@ -57,6 +57,7 @@ def check(
         *_source(loaded),
         *_ranges(loaded),
         *_schemes(loaded, config, cpu_flags),
+        *_proposals(loaded, cpu_flags),
         *_definitions(loaded, judged=judged),
     ]
     faults += [*_kv_granularity(loaded), *_serve(loaded), *_overlaps(loaded, linear), *_objective(loaded)]
@@ -154,6 +155,26 @@ def _schemes(
             yield loaded.fault(field, f"{reason}, expected {' or '.join(row.makers(layout))}")
         elif (reason := algorithm(quantization.algorithm).refusal(engine, name)) is not None and not carried:
             yield loaded.fault(("quantization", "algorithm"), reason)
+
+
+def _proposals(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterator[Fault]:
+    """Yield faults for schemes of a predictor or a draft that the layout does not hold or the target cannot serve."""
+    recipe = loaded.recipe
+    hardware, layout = recipe.target.hardware, recipe.quantization.format
+    named: dict[YamlPath, str | None] = {
+        ("quantization", "mtp"): recipe.quantization.predictor_scheme,
+        ("draft", "scheme"): None if recipe.draft is None else recipe.draft.scheme,
+    }
+    served = not (recipe.evaluation.runtime == "reference" and accelerators.hardware(hardware).kind == "cpu")
+    for path, name in named.items():
+        row = None if name is None else scheme(name)
+        if row is None or name is None:
+            continue
+        if layout not in row.formats:
+            expected, why = " or ".join(row.formats), dict(row.refused)[layout]
+            yield loaded.fault(path, f"found {name} in {layout}, expected format {expected}: {why}")
+        elif served and (reason := refusal(hardware, name, "auto", layout, cpu_flags=cpu_flags)) is not None:
+            yield loaded.fault(path, f"found {name}, which {hardware} cannot serve: {reason}")
 
 
 def _objective(loaded: LoadedRecipe) -> Iterator[Fault]:

@@ -26,8 +26,8 @@ CASES = {
     ),
     "key in the wrong section": (
         OK + "kv_cache: fp8\n",
-        "r.yaml:4:1: kv_cache: found an unknown key, expected one of calibration, description, evaluation, extends, "
-        "gate, name, publish, quantization, refresh, search, serve, source, target, tracking, trust_remote_code "
+        "r.yaml:4:1: kv_cache: found an unknown key, expected one of calibration, description, draft, evaluation, "
+        "extends, gate, name, publish, quantization, refresh, search, serve, source, target, tracking, trust_remote_code "
         '(did you mean "quantization.kv_cache"?)',
     ),
     "a cron expression that means nothing": (
@@ -63,7 +63,7 @@ CASES = {
     ),
     "scalar for a section": (
         OK + "gate: strict\n",
-        'r.yaml:4:7: gate: found "strict", expected a mapping with accuracy, canary, throughput',
+        'r.yaml:4:7: gate: found "strict", expected a mapping with accuracy, canary, throughput, acceptance',
     ),
     "number for text": (
         "name: r\nsource: {repo: org/model, revision: 1.0}\nquantization: {scheme: fp8}\n",

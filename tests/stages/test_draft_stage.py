@@ -27,13 +27,15 @@ extends: tiny-ptpc
 quantization: {{format: {layout}}}
 draft: {{folder: draft, scheme: {scheme}}}
 serve: {{speculative: {{method: {method}, tokens: 2}}}}
+target: {{hardware: {hardware}}}
 """
 ELEMENTS = {"ptpc_fp8": torch.float8_e4m3fn, "mxfp4": torch.uint8}
 
 
 def recipe(folder: Path, method: str, scheme: str, layout: str = "compressed-tensors") -> Path:
     path = folder / "target.yaml"
-    path.write_text(RECIPE.format(method=method, scheme=scheme, layout=layout), encoding="utf-8")
+    hardware = "mi355x" if scheme == "mxfp4" else "cpu"  # vLLM's CPU build cannot load it
+    path.write_text(RECIPE.format(method=method, scheme=scheme, layout=layout, hardware=hardware), encoding="utf-8")
     return path
 
 
@@ -130,6 +132,9 @@ def test_a_draft_that_cannot_be_served_is_refused(tmp_path: Path, text: str, sai
 
 
 def test_a_folder_without_a_draft_and_a_width_that_does_not_fit_are_said(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "eagle3", "mxfp4")
+    path.write_text(path.read_text().replace("mi355x", "cpu"))
+    assert "draft.scheme: found mxfp4, which cpu cannot serve" in run(tmp_path, path, code=2)
     path = recipe(tmp_path, "eagle3", "mxfp4")
     assert "draft.folder: found no config.json in" in run(tmp_path, path, code=2)
     draft = build_draft("eagle3", TINY, tmp_path / "draft")
