@@ -27,8 +27,8 @@ CASES = {
     "key in the wrong section": (
         OK + "kv_cache: fp8\n",
         "r.yaml:4:1: kv_cache: found an unknown key, expected one of calibration, description, draft, evaluation, "
-        "extends, gate, name, publish, quantization, refresh, search, serve, source, target, tracking, trust_remote_code "
-        '(did you mean "quantization.kv_cache"?)',
+        "extends, gate, name, publish, quantization, refresh, search, serve, source, target, tracking, "
+        'trust_remote_code (did you mean "quantization.kv_cache"?)',
     ),
     "a cron expression that means nothing": (
         OK + 'refresh: {schedule: "0 3 * * 8"}\n',
