@@ -15,7 +15,7 @@ from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.base.errors import InspectionError, UserError
 from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.quantize.digest import file_digests, folder_digest
-from quantmint.pipeline.quantize.engines.stream.engine import write_checkpoint
+from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
@@ -69,12 +69,8 @@ class DraftStage(Stage):
         folder = job.path / CHECKPOINT
         with job.progress.bar(sum(plan.read_bytes for plan in plans), "B") as advance:
             written = write_checkpoint(
-                source,
-                plans,
-                choice,
-                {},
+                CheckpointPlan(source, plans, choice, {}, checkpoint_format=quantization.format),
                 folder,
-                checkpoint_format=quantization.format,
                 manifest=job.path / _MANIFEST,
                 advance=advance,
             )

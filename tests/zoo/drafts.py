@@ -24,6 +24,7 @@ def build_draft(kind: str, target: Path, folder: Path) -> Path:
     import torch
 
     config, tensors = read_config(target), read(target)
+    vocabulary = config["vocab_size"] // 2  # of the target's first tokens
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries, keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     generator = torch.Generator().manual_seed(1)
@@ -43,13 +44,13 @@ def build_draft(kind: str, target: Path, folder: Path) -> Path:
     draft |= {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in (*norms, "norm")}
     draft["fc.weight"] = matrix(hidden, 3 * hidden)
     if kind == "eagle3":
-        draft["lm_head.weight"] = tensors["lm_head.weight"].clone()
-        draft["d2t"] = torch.zeros(config["vocab_size"], dtype=torch.int64)
+        draft["lm_head.weight"] = tensors["lm_head.weight"][:vocabulary].clone()
+        draft["d2t"] = torch.zeros(vocabulary, dtype=torch.int64)  # a token's distance to the target's
     folder.mkdir(parents=True, exist_ok=True)
     write(folder, draft)
     fields: dict[str, Any] = {name: config[name] for name in _FIELDS}
     named = {"architectures": [_ARCHITECTURES[kind]], "num_hidden_layers": 1, "dtype": "bfloat16"}
-    special = {"draft_vocab_size": config["vocab_size"], "model_type": "llama" if kind == "eagle3" else "qwen3"}
+    special = {"draft_vocab_size": vocabulary, "model_type": "llama" if kind == "eagle3" else "qwen3"}
     layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": AUXILIARY, "use_aux_hidden_state": True}}
     write_config(folder, {**fields, **named, **special, **layers})
     return folder
