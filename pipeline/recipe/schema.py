@@ -230,8 +230,8 @@ class Quantization(Section):
         dumped: dict[str, Any] = dump(self)
         if dumped.get("keep") == "bf16":
             del dumped["keep"]
-        if dumped["mtp"] is None:
-            del dumped["mtp"]
+        if dumped.get("mtp") is None:  # a dump may leave fields out
+            dumped.pop("mtp", None)
         chosen, budget = dumped.pop("from_", None), {name: dumped.pop(name, None) for name in BUDGET}
         budget = {name: value for name, value in budget.items() if value is not None}
         return dumped if chosen is None else {"scheme": dumped.pop("scheme"), "from": chosen, **budget, **dumped}
