@@ -125,6 +125,8 @@ def _source_schemes(structure: Structure, schemes: Mapping[str, str], quantizati
             )
         kinds[module] = name
     return kinds
+
+
 def predictor_schemes(structure: Structure, quantization: Quantization) -> tuple[dict[str, str], frozenset[str]]:
     """Return the schemes of a predictor's modules by ``mtp``, and those modules that keep the bytes of the source.
 

@@ -452,7 +452,7 @@ class _Reading:
         if root is not None:
             self._roots.add(root)
         is_matrix = len(info.shape) >= 2 and "embed" not in module.rpartition(".")[2]
-        is_weight = plain_name(name).endswith(".weight") or (root is not None and suffix == _PACKED)
+        is_weight = plain_name(name).endswith(".weight")
         if is_matrix and parameter_name not in self._state and (is_weight or len(info.shape) == 3):
             # A stack of experts has no module of its own: servers ask for the module that holds it.
             self._kept[module] = "predictor" if root is not None else "not built by transformers"
