@@ -66,9 +66,10 @@ def answer(builder: vllm_builder.Builder, folder: Path) -> dict[str, Any]:
     parameters = dict(model.named_parameters())
     line: dict[str, Any] = {"folder": str(folder), "methods": {}, "missing": sorted(parameters), "error": None}
     for name, module in model.named_modules():
-        method = type(getattr(module, "quant_method", None)).__name__
-        if "Unquantized" not in method and "KVCache" not in method and method != "NoneType":
-            line["methods"][name] = method
+        method = type(getattr(module, "quant_method", None))
+        classes = " ".join(kind.__name__ for kind in method.__mro__)
+        if not any(word in classes for word in ("Unquantized", "KVCache", "NoneType")):
+            line["methods"][name] = method.__name__
     try:
         loaded = model.load_weights(tensors(folder))
         # Scales of a cache have a value where a checkpoint has none.
