@@ -35,6 +35,7 @@ _OTHER = re.compile(r"^(text|messages|turns|tasks|cells)\s*:", re.MULTILINE)
 _DEFINITIONS = (("calibration", "set"), ("target", "workload"), ("evaluation", "suite"))
 """Fields with a shipped name, or a path relative to the file that states it."""
 _PLACES = (("source", "folder"), ("calibration", "set"), ("target", "workload"), ("serve", "tunableop"))
+_ENDPOINTS_WITH_FILES = ("tools",)
 PROVEN_SUITE = "quantmint/suite"
 """Folder of a release that holds the recipe's own suite, with its tasks and their data."""
 
@@ -70,6 +71,10 @@ class LoadedRecipe:
         for section, name in _PLACES:
             if data[section] is not None and data[section][name] is not None:
                 data[section][name] = without_place(data[section][name])
+        for name in _ENDPOINTS_WITH_FILES:
+            section = data["evaluation"].get(name)
+            if section is not None and section["file"] is not None:
+                section["file"] = without_place(section["file"])
         if is_path(suite := data["evaluation"]["suite"]):
             data["evaluation"]["suite"] = f"{PROVEN_SUITE}/{PurePosixPath(suite).name}"
         return _yaml(data)
@@ -93,6 +98,15 @@ class LoadedRecipe:
         """Return the absolute path of TunableOp's CSV, resolved beside the file that names it; None without one."""
         file = self.recipe.serve.tunableop
         return None if file is None else _resolved(("serve", "tunableop"), file, self.positions)
+
+    def items_file(self, endpoint: str) -> Path | None:
+        """Return the absolute path of the items of an endpoint of `evaluation`, resolved beside the file that names it.
+
+        None for generated items.
+        """
+        section = getattr(self.recipe.evaluation, endpoint)
+        file = None if section is None else section.file
+        return None if file is None else _resolved(("evaluation", endpoint, "file"), file, self.positions)
 
     def place(self, *path: str | int, key: bool = False) -> Position:
         """Return the place of a value, or of its ``key``; of a default, that of the mapping that could hold it."""

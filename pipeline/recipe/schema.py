@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
@@ -13,8 +14,12 @@ from quantmint.calibration.observers import ExpertTokens, Observation, ObserverN
 from quantmint.calibration.sets import load_set
 from quantmint.pipeline.base import hardware, schemes
 from quantmint.pipeline.base.schemes import Engine, Format
+from quantmint.pipeline.recipe.endpoints import ToolCallsGate
 from quantmint.pipeline.recipe.section import PRINTABLE, Section, wrong
 from quantmint.pipeline.recipe.sections import Evaluation, Gate, Publish, Refresh, Tracking
+
+if TYPE_CHECKING:
+    from quantmint.eval.suites import Suite, SuiteTask
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -433,6 +438,19 @@ class Recipe(Section):
     def _omit_unset(self, dump: Any) -> dict[str, Any]:
         dumped: dict[str, Any] = dump(self)
         return {name: value for name, value in dumped.items() if name != "search" or value is not None}
+
+    @property
+    def endpoints(self) -> Mapping[str, tuple[SuiteTask, ...]]:
+        """Return the tasks that are measured beside the suite, by the family of the stage that measures them."""
+        evaluation, gate = self.evaluation, self.gate
+        tasks: dict[str, tuple[SuiteTask, ...]] = {}
+        if evaluation.tools is not None:
+            tasks["tools"] = evaluation.tools.tasks(gate.tools or ToolCallsGate(), gate.accuracy.expected_flip_rate)
+        return tasks
+
+    def judged(self, suite: Suite) -> Suite:
+        """Return the suite with the tasks of the endpoints behind its own."""
+        return replace(suite, tasks=(*suite.tasks, *(task for tasks in self.endpoints.values() for task in tasks)))
 
     @property
     def confidence(self) -> float:

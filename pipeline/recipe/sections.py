@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_serializer, model_validator
 from quantmint.eval.statistics.ranks import MOST_LOOKS
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.recipe.destinations import Address, Destinations
+from quantmint.pipeline.recipe.endpoints import OrAuto, TemplateValue, ToolCalls, ToolCallsGate, template_settings
 from quantmint.pipeline.recipe.section import PRINTABLE, Section, wrong
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 Runtime = Literal["vllm", "reference"]
+_ENDPOINTS = ("tools", "chat_template_kwargs")
 
 
 class Evaluation(Section):
@@ -42,6 +44,18 @@ class Evaluation(Section):
     (null: none)."""
     seed: int = Field(default=1234, ge=0)
     """Seed of the order of items and of few-shot examples."""
+    tools: Annotated[ToolCalls | None, *OrAuto] = None
+    """Function calls, besides the suite (auto: all defaults; null: none). The server needs a tool parser."""
+    chat_template_kwargs: Annotated[dict[str, TemplateValue], AfterValidator(template_settings)] = Field(
+        default_factory=dict
+    )
+    """Arguments of the chat template for what is asked by chat, such as enable_thinking: false."""
+
+    @model_serializer(mode="wrap")
+    def _omit_unset(self, dump: Any) -> dict[str, Any]:
+        """Omit the endpoints that a recipe does not have: recipes without them keep their fingerprints."""
+        dumped: dict[str, Any] = dump(self)
+        return {name: value for name, value in dumped.items() if name not in _ENDPOINTS or value}
 
 
 class AccuracyGate(Section):
@@ -147,6 +161,13 @@ class Gate(Section):
     """Check that stops a broken checkpoint within a minute, before the tasks (null: no check)."""
     throughput: ThroughputGate = Field(default_factory=ThroughputGate)
     """Speed that is required."""
+    tools: ToolCallsGate | None = None
+    """Losses of `evaluation.tools` that are accepted (null: the defaults)."""
+
+    @model_serializer(mode="wrap")
+    def _omit_unset(self, dump: Any) -> dict[str, Any]:
+        dumped: dict[str, Any] = dump(self)
+        return {name: value for name, value in dumped.items() if name not in _ENDPOINTS or value is not None}
 
     def policy(self, suite: Suite, hardware: str, schemes: Iterable[str]) -> Policy:
         """Return the gate's policy for a suite with its own margins; the speed is required on `hardware`."""

@@ -17,6 +17,7 @@ from quantmint.pipeline.stages.sensitivity import SensitivityStage
 from quantmint.pipeline.stages.serve import ServeStage
 from quantmint.pipeline.stages.source import SourceStage
 from quantmint.pipeline.stages.stage import Stage
+from quantmint.pipeline.stages.tool_calls import ToolCallsStage
 
 STAGES: Final[tuple[Stage, ...]] = (
     SourceStage(),
@@ -30,7 +31,9 @@ STAGES: Final[tuple[Stage, ...]] = (
     CanaryStage("candidate"),
     EvaluateStage("baseline"),
     ControlStage(),
+    ToolCallsStage("baseline"),
     EvaluateStage("candidate"),
+    ToolCallsStage("candidate"),
     BenchStage(),
     GateStage(),
     ReportStage(),
