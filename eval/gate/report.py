@@ -12,6 +12,7 @@ from pydantic import Field
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.canary import Canary, CanaryPolicy
 from quantmint.eval.history import EarlierVerdict
+from quantmint.eval.long_context import LongReport
 from quantmint.eval.measurements import UNKNOWN
 from quantmint.eval.records import Record
 from quantmint.eval.statistics.sequential import Look
@@ -36,6 +37,7 @@ class Policy(Record):
     least `launches` launches a side at `throughput_confidence`, on `hardware`: a name of the table of targets, and
     measured elsewhere the promise is neither kept nor broken (None: any will do). With `stop_early` the launches end
     at the first look that decides, and `launches` a side are the most (`eval.statistics.ranks.look_boundaries`).
+    `long_kl` is the largest KL in nats in each bucket of positions of long texts (None: shown only).
     """
 
     margins: Mapping[str, Share]
@@ -50,10 +52,15 @@ class Policy(Record):
     throughput_confidence: Confidence = 0.95
     hardware: str | None = None
     stop_early: bool = False
+    long_kl: Annotated[float, Field(gt=0)] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a mapping of the fields, without a `stop_early` of False, which earlier records do not have."""
-        return {name: value for name, value in Record.to_json(self).items() if name != "stop_early" or value}
+        """Return a mapping of the fields, without a `stop_early` of False and a `long_kl` of None.
+
+        Earlier records do not have these fields.
+        """
+        new = ("stop_early", "long_kl")
+        return {name: value for name, value in Record.to_json(self).items() if name not in new or value}
 
     @classmethod
     def for_suite(cls, suite: Suite, *, margin: float, **limits: Any) -> Policy:
@@ -76,7 +83,7 @@ figures themselves; version 1 stopped by the bounds of their intervals.
 SEQUENTIAL_JUDGEMENT: Final = 3
 """The same of launches that may end early, whose intervals and p-values version 2 took from the fixed test."""
 
-Kind = Literal["validity", "accuracy", "canary", "throughput", "structure"]
+Kind = Literal["validity", "accuracy", "canary", "long", "throughput", "structure"]
 ANOMALOUS = "ANOMALOUS"
 """Label of a gain that quantization cannot explain."""
 
@@ -138,8 +145,9 @@ class GateReport(Record):
     `runtime` and `hardware` are part of the verdict: a figure belongs to what it was measured on. `hardware` is a name
     of the table of targets, `device` the accelerator's own name. `looks` maps a task to the looks up to the one that
     decided (none for a task that is shown only), `control` to how often the baseline disagrees with itself on it.
-    `history` are the earlier verdicts on this model, by their times; they change nothing here. `judgement` is the
-    version of the judgement, which `eval.record` keeps beside the rest.
+    `long` has figures of long texts by position, None without any. `history` are the earlier verdicts on this model, by
+    their times; they change nothing here. `judgement` is the version of the judgement, which `eval.record` keeps beside
+    the rest.
     """
 
     artefact: str
@@ -152,6 +160,7 @@ class GateReport(Record):
     looks: Mapping[str, tuple[Look, ...]] = field(default_factory=dict)
     control: Mapping[str, Control] = field(default_factory=dict)
     canary: Canary | None = None
+    long: LongReport | None = None
     throughput: tuple[Throughput, ...]
     headlines: tuple[Headline, ...] = ()
     policy: Policy
@@ -161,13 +170,18 @@ class GateReport(Record):
     def to_json(self) -> dict[str, Any]:
         """Return a mapping of the fields, without the version of the judgement.
 
-        An empty history, and a cell's `reused` of 0, are left out too: earlier records do not have these fields.
+        An empty history, a `long` of None and a cell's `reused` of 0 are left out too: earlier records do not have
+        these fields.
         """
-        left_out = ("judgement",) if self.history else ("judgement", "history")  # earlier records know of none
+        left_out: tuple[str, ...] = (
+            ("judgement",) if self.history else ("judgement", "history")
+        )  # earlier records know of none
         fields = {**Record.to_json(self), "policy": self.policy.to_json()}
         for cell in fields["throughput"]:
             if not cell["reused"]:  # nor of launches that were reused
                 del cell["reused"]
+        if self.long is None:
+            left_out = (*left_out, "long")
         return {name: value for name, value in fields.items() if name not in left_out}
 
     @property

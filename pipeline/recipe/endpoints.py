@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from quantmint.pipeline.recipe.section import PRINTABLE, Section, wrong
 
@@ -64,6 +64,80 @@ class ToolCallsGate(Section):
     """Largest loss of right calls: the right functions with equal arguments."""
     valid: Margin = 0.03
     """Largest loss of valid calls: JSON that keeps the schema of a function on offer."""
+
+
+class LongContext(Section):
+    """Texts as long as the server allows: likelihood and KL by position, and what was hidden in them."""
+
+    lengths: tuple[Annotated[int, Field(ge=64)], ...] | None = Field(default=None, strict=False, min_length=2)
+    """Positions where buckets end, ascending; the last is the length of a text in tokens. null: doubling, up to
+    target.max_model_len."""
+    texts: int = Field(default=48, ge=8, le=500)
+    """Number of texts, which are the units of all intervals."""
+    needles: int | None = Field(default=None, ge=1, le=16)
+    """Sentences hidden in each text, at as many depths (null: one for each 256 tokens, 2 to 8)."""
+    set: str | None = None
+    """Calibration set that the texts are joined from, by name or path (null: the recipe's, behind what it calibrates
+    with)."""
+
+    @model_validator(mode="after")
+    def _ascending(self) -> LongContext:
+        lengths = self.lengths or ()
+        if list(lengths) != sorted(set(lengths)):
+            raise wrong("ascending positions", actual=", ".join(map(str, lengths)), at="lengths")
+        return self
+
+    def ends(self, max_model_len: int) -> tuple[int, ...]:
+        """Return the positions where buckets end; a token of the server's length is left for its answer."""
+        from quantmint.eval.long_context import bucket_ends
+
+        return self.lengths or bucket_ends(max_model_len - 1)
+
+    def needles_of(self, max_model_len: int) -> int:
+        """Return the number of needles in each text."""
+        from quantmint.eval.long_context import needle_count
+
+        return self.needles or needle_count(self.ends(max_model_len)[-1])
+
+    def tasks(self, gate: LongContextGate, max_model_len: int) -> tuple[SuiteTask, ...]:
+        """Return the tasks of this endpoint: the likelihood in each bucket, and retrieval."""
+        from quantmint.eval.long_context import METRIC, RETRIEVAL, likelihood_task
+        from quantmint.eval.suites import SuiteTask
+
+        needles = self.needles_of(max_model_len)
+        # Needles of a text that are found or missed together tell less than as many texts: the forecast counts less.
+        independent = round(self.texts * needles / (1 + _TOGETHER * (needles - 1)))
+        return (
+            *(
+                SuiteTask(
+                    *(likelihood_task(end), METRIC, self.texts, _LIKELIHOOD_FLIPS, gate.likelihood is not None),
+                    margin=gate.likelihood,
+                    expected_spread=_SPREAD,
+                )
+                for end in self.ends(max_model_len)
+            ),
+            SuiteTask(
+                *(RETRIEVAL, "exact_match", independent, _FOUND_FLIPS, gate.retrieval is not None),
+                margin=gate.retrieval,
+            ),
+        )
+
+
+_TOGETHER, _FOUND_FLIPS = 0.2, 0.02
+"""Correlation of two needles of a text, and share of needles that a good checkpoint finds or misses otherwise."""
+_SPREAD, _LIKELIHOOD_FLIPS = 0.01, 0.5
+"""Deviation between texts of the change in nats per token; the share of flips says nothing of a likelihood."""
+
+
+class LongContextGate(Section):
+    """Losses on long texts that are accepted; null: shown, and decides nothing."""
+
+    likelihood: Margin = 0.02
+    """Largest rise of the perplexity in each bucket of positions, relative: 0.02 is two per cent more."""
+    retrieval: Margin = 0.1
+    """Largest loss of needles that are found, as a fraction."""
+    max_kl: float | None = Field(default=None, gt=0)
+    """Largest KL in each bucket, in nats; what is measured is a lower bound of the true one (null: shown)."""
 
 
 def template_settings(value: Mapping[str, object]) -> Mapping[str, object]:

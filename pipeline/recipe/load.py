@@ -75,6 +75,8 @@ class LoadedRecipe:
             section = data["evaluation"].get(name)
             if section is not None and section["file"] is not None:
                 section["file"] = without_place(section["file"])
+        if (section := data["evaluation"].get("long")) is not None and section["set"] is not None:
+            section["set"] = without_place(section["set"])
         if is_path(suite := data["evaluation"]["suite"]):
             data["evaluation"]["suite"] = f"{PROVEN_SUITE}/{PurePosixPath(suite).name}"
         return _yaml(data)
@@ -98,6 +100,14 @@ class LoadedRecipe:
         """Return the absolute path of TunableOp's CSV, resolved beside the file that names it; None without one."""
         file = self.recipe.serve.tunableop
         return None if file is None else _resolved(("serve", "tunableop"), file, self.positions)
+
+    @property
+    def long_set(self) -> str | None:
+        """Return the set that `evaluation.long` names, a path as an absolute one; None where it names none."""
+        section = self.recipe.evaluation.long
+        if section is None or section.set is None or not is_path(section.set):
+            return None if section is None else section.set
+        return str(_resolved(("evaluation", "long", "set"), section.set, self.positions))
 
     def items_file(self, endpoint: str) -> Path | None:
         """Return the absolute path of the items of an endpoint of `evaluation`, resolved beside the file that names it.

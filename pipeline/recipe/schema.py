@@ -14,7 +14,7 @@ from quantmint.calibration.observers import ExpertTokens, Observation, ObserverN
 from quantmint.calibration.sets import load_set
 from quantmint.pipeline.base import hardware, schemes
 from quantmint.pipeline.base.schemes import Engine, Format
-from quantmint.pipeline.recipe.endpoints import ToolCallsGate
+from quantmint.pipeline.recipe.endpoints import LongContextGate, ToolCallsGate
 from quantmint.pipeline.recipe.section import PRINTABLE, Section, wrong
 from quantmint.pipeline.recipe.sections import Evaluation, Gate, Publish, Refresh, Tracking
 
@@ -446,7 +446,14 @@ class Recipe(Section):
         tasks: dict[str, tuple[SuiteTask, ...]] = {}
         if evaluation.tools is not None:
             tasks["tools"] = evaluation.tools.tasks(gate.tools or ToolCallsGate(), gate.accuracy.expected_flip_rate)
+        if evaluation.long is not None:
+            tasks["long"] = evaluation.long.tasks(gate.long or LongContextGate(), self.target.max_model_len)
         return tasks
+
+    @property
+    def judged_at_once(self) -> tuple[str, ...]:
+        """Return the tasks that are judged in one look, however many the recipe asks for."""
+        return tuple(task.task for task in self.endpoints.get("long", ()))
 
     def judged(self, suite: Suite) -> Suite:
         """Return the suite with the tasks of the endpoints behind its own."""

@@ -10,7 +10,15 @@ from pydantic import AfterValidator, Field, model_serializer, model_validator
 from quantmint.eval.statistics.ranks import MOST_LOOKS
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.recipe.destinations import Address, Destinations
-from quantmint.pipeline.recipe.endpoints import OrAuto, TemplateValue, ToolCalls, ToolCallsGate, template_settings
+from quantmint.pipeline.recipe.endpoints import (
+    LongContext,
+    LongContextGate,
+    OrAuto,
+    TemplateValue,
+    ToolCalls,
+    ToolCallsGate,
+    template_settings,
+)
 from quantmint.pipeline.recipe.section import PRINTABLE, Section, wrong
 
 if TYPE_CHECKING:
@@ -20,7 +28,7 @@ if TYPE_CHECKING:
 
 
 Runtime = Literal["vllm", "reference"]
-_ENDPOINTS = ("tools", "chat_template_kwargs")
+_ENDPOINTS = ("tools", "long", "chat_template_kwargs")
 
 
 class Evaluation(Section):
@@ -46,6 +54,8 @@ class Evaluation(Section):
     """Seed of the order of items and of few-shot examples."""
     tools: Annotated[ToolCalls | None, *OrAuto] = None
     """Function calls, besides the suite (auto: all defaults; null: none). The server needs a tool parser."""
+    long: Annotated[LongContext | None, *OrAuto] = None
+    """Long texts, besides the suite (auto: all defaults; null: none)."""
     chat_template_kwargs: Annotated[dict[str, TemplateValue], AfterValidator(template_settings)] = Field(
         default_factory=dict
     )
@@ -163,6 +173,8 @@ class Gate(Section):
     """Speed that is required."""
     tools: ToolCallsGate | None = None
     """Losses of `evaluation.tools` that are accepted (null: the defaults)."""
+    long: LongContextGate | None = None
+    """Losses of `evaluation.long` that are accepted (null: the defaults)."""
 
     @model_serializer(mode="wrap")
     def _omit_unset(self, dump: Any) -> dict[str, Any]:
@@ -187,6 +199,7 @@ class Gate(Section):
             throughput_confidence=self.throughput.confidence,
             stop_early=self.throughput.stop_early,
             hardware=hardware,
+            long_kl=None if self.long is None else self.long.max_kl,
             **({} if rate is None else {"expected_flip_rate": rate}),
         )
 

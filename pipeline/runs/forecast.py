@@ -192,6 +192,7 @@ def _gate_forecast(
         noise=bench.get("noise"),
         seen=bench.get("ratio"),
         reused=bench.get("reused", 0),
+        at_once=setting.recipe.judged_at_once,
     )
     return bench, judged
 

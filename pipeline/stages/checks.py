@@ -36,6 +36,7 @@ from quantmint.pipeline.recipe.sections import Evaluation, Gate
 from quantmint.pipeline.serving.knobs import table as knobs
 from quantmint.pipeline.serving.knobs.overrides import check_arguments
 from quantmint.pipeline.serving.model.facts import schemes_of_experts
+from quantmint.pipeline.stages.long_context import long_faults
 from quantmint.pipeline.stages.tool_calls import tool_faults
 
 
@@ -254,6 +255,7 @@ def _definitions(loaded: LoadedRecipe, *, judged: bool) -> Iterator[Fault]:
         yield loaded.fault(("evaluation", "suite"), str(error))
     yield from throughput_faults(loaded, workload)
     yield from tool_faults(loaded)
+    yield from long_faults(loaded)
 
 
 def _overlaps(loaded: LoadedRecipe, linear: Iterable[str] | None) -> Iterator[Fault]:

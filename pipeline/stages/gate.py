@@ -23,6 +23,7 @@ from quantmint.pipeline.stages.chat import families, measured_tasks, read_again
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.evaluate import guessing, read_samples
 from quantmint.pipeline.stages.history import Model, earlier_verdicts
+from quantmint.pipeline.stages.long_context import read_divergence
 from quantmint.pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
 from quantmint.pipeline.stages.serve import LAUNCH, SIDES
 from quantmint.pipeline.stages.setting import Setting
@@ -118,6 +119,7 @@ class GateStage(Stage):
             stopped="canary" if self.stopped else None,
             history=earlier_verdicts(job, model),
             baseline_rounding=input_rounding(job.setting.config),
+            long=read_divergence(job.inputs["long-candidate"].path) if "long-candidate" in job.inputs else None,
         )
         report = judge(measurements, policy_of(job.setting))
         record.write(job.path, measurements, report)

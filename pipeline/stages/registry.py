@@ -9,6 +9,7 @@ from quantmint.pipeline.stages.calibrate import CalibrateStage
 from quantmint.pipeline.stages.canary import CanaryStage
 from quantmint.pipeline.stages.evaluate import ControlStage, EvaluateStage
 from quantmint.pipeline.stages.gate import GateStage
+from quantmint.pipeline.stages.long_context import LongContextStage
 from quantmint.pipeline.stages.package import PackageStage, SignStage
 from quantmint.pipeline.stages.publish import PublishStage
 from quantmint.pipeline.stages.quantize import InspectStage, QuantizeStage
@@ -32,8 +33,10 @@ STAGES: Final[tuple[Stage, ...]] = (
     EvaluateStage("baseline"),
     ControlStage(),
     ToolCallsStage("baseline"),
+    LongContextStage("baseline"),
     EvaluateStage("candidate"),
     ToolCallsStage("candidate"),
+    LongContextStage("candidate"),
     BenchStage(),
     GateStage(),
     ReportStage(),

@@ -11,15 +11,22 @@ twice the margin, where FAIL is right.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import click
 import numpy as np
 
-from quantmint.pipeline.recipe.endpoints import ToolCalls, ToolCallsGate
+from quantmint.eval.long_context import BucketDivergence, LongDivergence, report
+from quantmint.eval.long_context import judge as judge_kl
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.recipe.endpoints import LongContext, LongContextGate, ToolCalls, ToolCallsGate
+from tests.bench.gate import SHAPES, Array, Design, correlated, documents, passages, shares, skewed
 from tests.eval.statistics.designs import evaluations
 
+LIMIT = 0.05
+"""Limit of the KL, in nats; half of it is what a sound candidate has here."""
 Rates = tuple[float, float]
 """Shares of PASS and of FAIL."""
 
@@ -56,9 +63,67 @@ def tool_calls() -> Iterator[Simulation]:
             yield Simulation(task.task, f"{flips:.0%} flip", task.margin, _calls(task.items, task.margin, flips))
 
 
+def _likelihood(
+    texts: int, margin: float, shape: Callable[[np.random.Generator, tuple[int, int]], Array]
+) -> Callable[[np.random.Generator, int, float], Rates]:
+    nats = math.log1p(margin)
+
+    def judge(rng: np.random.Generator, runs: int, loss: float) -> Rates:
+        drawn = documents(shape, texts, 0.0)(rng, runs, math.log1p(loss))
+        return shares(Design("", texts, 1, nats, documents(shape, texts, 0.0)), skewed, drawn)
+
+    return judge
+
+
+def _needles(
+    texts: int, needles: int, margin: float, within: float, gain: float
+) -> Callable[[np.random.Generator, int, float], Rates]:
+    sizes = np.full(texts, float(needles))
+    draw = passages(sizes, within, gain)
+
+    def judge(rng: np.random.Generator, runs: int, loss: float) -> Rates:
+        return shares(Design("", texts, 1, margin, draw, sizes), correlated, draw(rng, runs, loss))
+
+    return judge
+
+
+def _divergence(texts: int, spread: float) -> Callable[[np.random.Generator, int, float], Rates]:
+    """KL of texts, whose true mean is the limit and as much more as it loses: PASS is a bound below, FAIL one above."""
+
+    def judge(rng: np.random.Generator, runs: int, loss: float) -> Rates:
+        passed = failed = 0
+        for values in rng.lognormal(-(spread**2) / 2, spread, (runs, texts)) * (loss or 0.5 * LIMIT):
+            bucket = LongDivergence(20, (BucketDivergence(0, 1, tuple(256 * values), (256,) * texts),), 1)
+            verdict, _ = judge_kl(report(bucket, None, 0.95).buckets[0], LIMIT)
+            passed, failed = passed + (verdict is Verdict.PASS), failed + (verdict is Verdict.FAIL)
+        return passed / runs, failed / runs
+
+    return judge
+
+
+_TOGETHER = ((0.25, 0.04, "a quarter of a text's"), (0.5, 0.02, "half of a text's"), (1.0, 0.0, "a text's"))
+
+
+def long_texts() -> Iterator[Simulation]:
+    """Likelihood of a bucket, needles, and KL, of 48 texts with eight needles."""
+    section = LongContext()
+    likelihood, *_, retrieval = section.tasks(LongContextGate(), 8192)
+    assert likelihood.margin is not None
+    assert retrieval.margin is not None
+    for name in ("normal", "heavy tails (t, 5 degrees)", "exponential losses"):
+        judge = _likelihood(section.texts, likelihood.margin, SHAPES[name])
+        yield Simulation("long_likelihood, a bucket", f"{name}, 2% between texts", likelihood.margin, judge)
+    for within, gain, design in _TOGETHER:
+        judge = _needles(section.texts, section.needles_of(8192), retrieval.margin, within, gain)
+        yield Simulation(retrieval.task, f"{design} flip", retrieval.margin, judge)
+    for spread in (0.3, 1.0):
+        yield Simulation("KL of a bucket", f"lognormal between texts, sigma {spread:g}", LIMIT, _divergence(48, spread))
+
+
 def simulations() -> Iterator[Simulation]:
     """All tasks of all endpoints."""
     yield from tool_calls()
+    yield from long_texts()
 
 
 @click.command()

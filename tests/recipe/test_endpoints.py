@@ -22,6 +22,7 @@ from tests.recipe.conftest import Write
 
 Load = Callable[[str], LoadedRecipe]
 TEXT = "name: r\nextends: tiny-ptpc\n"
+SHOWN = "gate: {long: {retrieval: null}}\n"
 SERVED = "serve: {arguments: [--enable-auto-tool-choice, --tool-call-parser, hermes]}\n"
 
 
@@ -58,6 +59,33 @@ def test_auto_is_all_defaults_and_none_leaves_the_recipe_as_it_was(load: Load) -
     assert load(TEXT + "evaluation: {tools: null}\n").text_proven == plain.text_proven
     assert "tools" not in plain.text_proven
     assert "chat_template_kwargs" not in plain.text_proven
+
+
+def test_long_texts_need_a_set_and_lengths_that_the_server_allows(load: Load, message: Callable[[str], str]) -> None:
+    [fault] = faults(load(TEXT + "evaluation: {long: auto}\ncalibration: null\n" + SHOWN))
+    assert fault == (
+        "r.yaml:3:20: evaluation.long: found no set of texts and no calibration, expected `set`, a calibration set"
+    )
+    [fault] = faults(load(TEXT + "evaluation: {long: {set: tiny, lengths: [256, 1024]}}\n" + SHOWN))
+    assert (
+        fault
+        == "r.yaml:3:47: evaluation.long.lengths[1]: found 1024, expected at most 512, the recipe's target.max_model_len"
+    )
+    [fault] = faults(load(TEXT + "evaluation: {long: {set: tine}}\n" + SHOWN))
+    assert fault.startswith('r.yaml:3:26: evaluation.long.set: found no calibration set "tine", expected one of ')
+    assert message(TEXT + "evaluation: {long: {lengths: [512, 256]}}\n") == (
+        "r.yaml:3:30: evaluation.long.lengths: found 512, 256, expected ascending positions"
+    )
+    assert faults(load(TEXT + "evaluation: {long: {set: tiny}}\n" + SHOWN)) == []
+
+
+def test_long_texts_that_are_too_few_are_refused_before_the_run(write: Write, tmp_path: Path) -> None:
+    text = TEXT + "evaluation: {runtime: reference, long: {set: tiny, texts: 400}}\n" + SHOWN
+    setting = open_setting(str(write(text)), store=Store(tmp_path / "store"))
+    with pytest.raises(
+        RecipeError, match=r"r.yaml:3:40: evaluation.long: the texts make \d+ of 400 prompts of 511 tokens"
+    ):
+        require_means(build_plan(setting), setting)
 
 
 def test_tools_need_a_parser_and_a_server(load: Load) -> None:
