@@ -140,6 +140,52 @@ class LongContextGate(Section):
     """Largest KL in each bucket, in nats; what is measured is a lower bound of the true one (null: shown)."""
 
 
+class Reasoning(Section):
+    """Problems that take several steps, each answered several times as the model is sampled in use."""
+
+    file: str | None = Field(default=None, min_length=1, pattern=PRINTABLE)
+    """JSONL file with problems of your own, relative to this file: each line has a question and its answer. null:
+    generated problems."""
+    items: int = Field(default=600, ge=50, le=5000)
+    """Number of problems; all lines of `file`."""
+    answers: int = Field(default=4, ge=1, le=64)
+    """Answers to each problem on each side."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of an answer with its thoughts (null: what target.max_model_len leaves)."""
+    temperature: float | None = Field(default=None, gt=0, le=2)
+    """Temperature of the samples (null: as the model's generation_config.json says, else 1)."""
+
+    def tasks(self, gate: ReasoningGate, flip_rate: float | None) -> tuple[SuiteTask, ...]:
+        """Return the tasks of this endpoint: right answers, complete ones, and those without a loop."""
+        from quantmint.eval.reasoning import COMPLETE, RIGHT, UNREPEATED
+        from quantmint.eval.suites import SuiteTask
+
+        return tuple(
+            SuiteTask(task, "avg", self.items, flip_rate or noise / self.answers, margin is not None, margin=margin)
+            for task, noise, margin in (
+                (RIGHT, _SAMPLED, gate.score),
+                (COMPLETE, _SELDOM, gate.cut),
+                (UNREPEATED, _SELDOM, gate.loops),
+            )
+        )
+
+
+_SAMPLED, _SELDOM = 0.24, 0.08
+"""Variance of the difference of two sampled answers to a problem: twice p (1 - p), of a mean p (1 - p) of 0.12 over
+problems, and of answers that are seldom cut or repeated 0.04. As many answers to a problem divide it."""
+
+
+class ReasoningGate(Section):
+    """Losses on sampled problems that are accepted, as fractions of the answers; null: shown, and decides nothing."""
+
+    score: Margin = 0.05
+    """Largest loss of right answers (avg@k)."""
+    cut: Margin = 0.03
+    """Largest rise of answers that the limit of length cuts."""
+    loops: Margin = 0.03
+    """Largest rise of answers that end in a loop."""
+
+
 def template_settings(value: Mapping[str, object]) -> Mapping[str, object]:
     """Return the arguments of a chat template; raises pydantic's error for a value that no template takes."""
     for name, setting in value.items():

@@ -35,7 +35,7 @@ _OTHER = re.compile(r"^(text|messages|turns|tasks|cells)\s*:", re.MULTILINE)
 _DEFINITIONS = (("calibration", "set"), ("target", "workload"), ("evaluation", "suite"))
 """Fields with a shipped name, or a path relative to the file that states it."""
 _PLACES = (("source", "folder"), ("calibration", "set"), ("target", "workload"), ("serve", "tunableop"))
-_ENDPOINTS_WITH_FILES = ("tools",)
+_ENDPOINTS_WITH_FILES = ("tools", "reasoning")
 PROVEN_SUITE = "quantmint/suite"
 """Folder of a release that holds the recipe's own suite, with its tasks and their data."""
 

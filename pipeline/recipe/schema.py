@@ -14,7 +14,7 @@ from quantmint.calibration.observers import ExpertTokens, Observation, ObserverN
 from quantmint.calibration.sets import load_set
 from quantmint.pipeline.base import hardware, schemes
 from quantmint.pipeline.base.schemes import Engine, Format
-from quantmint.pipeline.recipe.endpoints import LongContextGate, ToolCallsGate
+from quantmint.pipeline.recipe.endpoints import LongContextGate, ReasoningGate, ToolCallsGate
 from quantmint.pipeline.recipe.section import PRINTABLE, Section, wrong
 from quantmint.pipeline.recipe.sections import Evaluation, Gate, Publish, Refresh, Tracking
 
@@ -448,6 +448,9 @@ class Recipe(Section):
             tasks["tools"] = evaluation.tools.tasks(gate.tools or ToolCallsGate(), gate.accuracy.expected_flip_rate)
         if evaluation.long is not None:
             tasks["long"] = evaluation.long.tasks(gate.long or LongContextGate(), self.target.max_model_len)
+        if evaluation.reasoning is not None:
+            limits = gate.reasoning or ReasoningGate()
+            tasks["reasoning"] = evaluation.reasoning.tasks(limits, gate.accuracy.expected_flip_rate)
         return tasks
 
     @property

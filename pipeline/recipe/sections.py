@@ -14,6 +14,8 @@ from quantmint.pipeline.recipe.endpoints import (
     LongContext,
     LongContextGate,
     OrAuto,
+    Reasoning,
+    ReasoningGate,
     TemplateValue,
     ToolCalls,
     ToolCallsGate,
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 Runtime = Literal["vllm", "reference"]
-_ENDPOINTS = ("tools", "long", "chat_template_kwargs")
+_ENDPOINTS = ("tools", "long", "reasoning", "chat_template_kwargs")
 
 
 class Evaluation(Section):
@@ -56,6 +58,8 @@ class Evaluation(Section):
     """Function calls, besides the suite (auto: all defaults; null: none). The server needs a tool parser."""
     long: Annotated[LongContext | None, *OrAuto] = None
     """Long texts, besides the suite (auto: all defaults; null: none)."""
+    reasoning: Annotated[Reasoning | None, *OrAuto] = None
+    """Problems that are answered several times, sampled, besides the suite (auto: all defaults; null: none)."""
     chat_template_kwargs: Annotated[dict[str, TemplateValue], AfterValidator(template_settings)] = Field(
         default_factory=dict
     )
@@ -175,6 +179,8 @@ class Gate(Section):
     """Losses of `evaluation.tools` that are accepted (null: the defaults)."""
     long: LongContextGate | None = None
     """Losses of `evaluation.long` that are accepted (null: the defaults)."""
+    reasoning: ReasoningGate | None = None
+    """Losses of `evaluation.reasoning` that are accepted (null: the defaults)."""
 
     @model_serializer(mode="wrap")
     def _omit_unset(self, dump: Any) -> dict[str, Any]:

@@ -70,6 +70,10 @@ class ChatStage(SideStage):
     def request(self, setting: Setting, folder: Path) -> Mapping[str, object]:
         """Return the part of a request that all items share; ``folder`` is that of the side's model."""
 
+    def item_request(self, setting: Setting, item: ChatItem) -> Mapping[str, object]:
+        """Return the part of a request that is an item's own; by default nothing."""
+        return {}
+
     @abstractmethod
     def scores(self, item: ChatItem, answers: Sequence[ChatAnswer]) -> Mapping[str, float]:
         """Return the score of an item by task, from all answers to it."""
@@ -300,6 +304,7 @@ class _ItemAnswers:
             **({"tools": list(item.tools)} if item.tools else {}),
             **({"chat_template_kwargs": template} if template else {}),
             **self._request,
+            **self._stage.item_request(self._job.setting, item),
         }
         text = server.post("/v1/chat/completions", body, timeout=_TIMEOUT_S)
         try:

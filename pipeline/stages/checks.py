@@ -37,6 +37,7 @@ from quantmint.pipeline.serving.knobs import table as knobs
 from quantmint.pipeline.serving.knobs.overrides import check_arguments
 from quantmint.pipeline.serving.model.facts import schemes_of_experts
 from quantmint.pipeline.stages.long_context import long_faults
+from quantmint.pipeline.stages.reasoning import reasoning_faults
 from quantmint.pipeline.stages.tool_calls import tool_faults
 
 
@@ -256,6 +257,7 @@ def _definitions(loaded: LoadedRecipe, *, judged: bool) -> Iterator[Fault]:
     yield from throughput_faults(loaded, workload)
     yield from tool_faults(loaded)
     yield from long_faults(loaded)
+    yield from reasoning_faults(loaded)
 
 
 def _overlaps(loaded: LoadedRecipe, linear: Iterable[str] | None) -> Iterator[Fault]:

@@ -13,6 +13,7 @@ from quantmint.pipeline.stages.long_context import LongContextStage
 from quantmint.pipeline.stages.package import PackageStage, SignStage
 from quantmint.pipeline.stages.publish import PublishStage
 from quantmint.pipeline.stages.quantize import InspectStage, QuantizeStage
+from quantmint.pipeline.stages.reasoning import ReasoningStage
 from quantmint.pipeline.stages.report import ReportStage
 from quantmint.pipeline.stages.sensitivity import SensitivityStage
 from quantmint.pipeline.stages.serve import ServeStage
@@ -34,9 +35,11 @@ STAGES: Final[tuple[Stage, ...]] = (
     ControlStage(),
     ToolCallsStage("baseline"),
     LongContextStage("baseline"),
+    ReasoningStage("baseline"),
     EvaluateStage("candidate"),
     ToolCallsStage("candidate"),
     LongContextStage("candidate"),
+    ReasoningStage("candidate"),
     BenchStage(),
     GateStage(),
     ReportStage(),

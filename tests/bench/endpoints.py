@@ -21,8 +21,15 @@ import numpy as np
 from quantmint.eval.long_context import BucketDivergence, LongDivergence, report
 from quantmint.eval.long_context import judge as judge_kl
 from quantmint.eval.verdict import Verdict
-from quantmint.pipeline.recipe.endpoints import LongContext, LongContextGate, ToolCalls, ToolCallsGate
-from tests.bench.gate import SHAPES, Array, Design, correlated, documents, passages, shares, skewed
+from quantmint.pipeline.recipe.endpoints import (
+    LongContext,
+    LongContextGate,
+    Reasoning,
+    ReasoningGate,
+    ToolCalls,
+    ToolCallsGate,
+)
+from tests.bench.gate import SHAPES, Array, Design, correlated, documents, graded, passages, shares, skewed
 from tests.eval.statistics.designs import evaluations
 
 LIMIT = 0.05
@@ -120,10 +127,51 @@ def long_texts() -> Iterator[Simulation]:
         yield Simulation("KL of a bucket", f"lognormal between texts, sigma {spread:g}", LIMIT, _divergence(48, spread))
 
 
+def _sampled(
+    items: int, answers: int, margin: float, right: tuple[float, float]
+) -> Callable[[np.random.Generator, int, float], Rates]:
+    """Shares of `answers` answers by item, whose chances spread by a beta distribution; each loses an equal share."""
+
+    def judge(rng: np.random.Generator, runs: int, loss: float) -> Rates:
+        mean = right[0] / sum(right)
+
+        def draw(rng: np.random.Generator, runs: int, drop: float) -> tuple[Array, ...]:
+            chance = rng.beta(*right, (runs, items))
+            before = rng.binomial(answers, chance)
+            return ((rng.binomial(answers, chance * (1 - drop / mean)) - before) / answers,)
+
+        design = Design("", items, 4, margin, draw)
+        rates = [shares(design, graded, draw(rng, min(_BATCH, runs), loss)) for _ in range(max(1, runs // _BATCH))]
+        passed, failed = np.mean(rates, axis=0)
+        return float(passed), float(failed)
+
+    return judge
+
+
+_BATCH = 250
+"""Evaluations at a time: the interval of graded scores takes memory for each change of each."""
+
+
+def sampled_answers() -> Iterator[Simulation]:
+    """avg@4 of 600 problems, and answers that are complete; chances of an item by a beta distribution."""
+    section, right = (
+        Reasoning(),
+        {"half are easy": (0.5, 0.3), "all alike, 0.7": (70.0, 30.0), "most are easy": (3.0, 0.5)},
+    )
+    score, complete, _ = section.tasks(ReasoningGate(), None)
+    for task, designs in ((score, right), (complete, {"2% are cut": (9.8, 0.2), "20% are cut": (2.0, 0.5)})):
+        assert task.margin is not None
+        for name, chances in designs.items():
+            yield Simulation(
+                task.task, name, task.margin, _sampled(section.items, section.answers, task.margin, chances)
+            )
+
+
 def simulations() -> Iterator[Simulation]:
     """All tasks of all endpoints."""
     yield from tool_calls()
     yield from long_texts()
+    yield from sampled_answers()
 
 
 @click.command()

@@ -18,6 +18,7 @@ import yaml
 from quantmint.eval.record import read
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.progress import PlainReporter
+from quantmint.pipeline.commands.cli import main
 from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.runner import RunOutcome, run_plan
 from quantmint.pipeline.runs.session import open_setting
@@ -64,6 +65,9 @@ def test_a_sound_checkpoint_passes(
     assert all(result.clusters is None for result in report.accuracy if result.kind == "perplexity")  # a sample a text
     evidence = tmp_path / "published" / "sound" / "quantmint"
     assert "Long texts" in (evidence / "report.html").read_text()
+    with pytest.raises(SystemExit) as ended:
+        main(["release", "verify", str(evidence.parent), "--unsigned"])
+    assert ended.value.code == 0
     assert json.loads((evidence / "report.json").read_text())["gate"]["long"]["likeliest"] == 20
 
 

@@ -15,7 +15,11 @@ from quantmint.eval import tool_calls
 from quantmint.eval.arguments import equal, unread_keyword, violation
 from quantmint.eval.chat import ChatAnswer, ChatItem
 from quantmint.eval.errors import DefinitionError
+from quantmint.eval.gate import GateReport, judge
 from quantmint.eval.harness import digest
+from quantmint.eval.samples import SampleSet
+from quantmint.eval.verdict import Verdict
+from tests.eval.report import made
 
 ITEMS = tool_calls.generated(600, seed=1234)
 
@@ -88,6 +92,33 @@ def test_two_calls_may_come_in_any_order_and_none_is_right_where_none_is_asked_f
     nothing = ChatItem(0, item.messages, [], item.tools)
     assert tool_calls.scores(nothing, ChatAnswer("I cannot.")) == {"tool_calls": 1.0, "tool_calls_valid": 1.0}
     assert tool_calls.scores(nothing, answer) == {"tool_calls": 0.0, "tool_calls_valid": 0.0}
+
+
+def judged(second: list[ChatAnswer]) -> GateReport:
+    """The gate on right answers of a baseline, and these of a candidate."""
+    sides = []
+    for answers in ([right(item) for item in ITEMS], second):
+        found = [tool_calls.scores(item, answer) for item, answer in zip(ITEMS, answers, strict=True)]
+        tasks = (tool_calls.EXACT, tool_calls.VALID)
+        rows = {t: [item.sample(t, s[t]) for item, s in zip(ITEMS, found, strict=True)] for t in tasks}
+        sides.append({task: SampleSet(task, "exact_match", tuple(samples)) for task, samples in rows.items()})
+    pairs = {task: (sides[0][task], sides[1][task]) for task in sides[0]}
+    margins = {**made.policy().margins, tool_calls.EXACT: 0.04, tool_calls.VALID: 0.03}
+    return judge(made.measurements(samples={**made.measurements().samples, **pairs}), made.policy(margins=margins))
+
+
+def test_the_gate_passes_a_copy_and_stops_calls_that_no_longer_parse() -> None:
+    same = [right(item) for item in ITEMS]
+    report = judged(same)
+    assert [report.verdict_of("accuracy", task) for task in (tool_calls.EXACT, tool_calls.VALID)] == [Verdict.PASS] * 2
+    cut = [ChatAnswer("", tuple((name, text[: -(n % 10 == 0) or None]) for name, text in answer.calls))
+           for n, answer in enumerate(same)]  # fmt: skip
+    report = judged(cut)
+    assert [report.verdict_of("accuracy", task) for task in (tool_calls.EXACT, tool_calls.VALID)] == [Verdict.FAIL] * 2
+    (exact,) = (result for result in report.accuracy if result.task == tool_calls.EXACT)
+    assert (exact.losses, exact.gains) == (60, 0)
+    assert exact.mcnemar_p is not None
+    assert exact.mcnemar_p < 1e-12
 
 
 _VALUES = st.recursive(

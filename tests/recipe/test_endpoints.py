@@ -61,15 +61,27 @@ def test_auto_is_all_defaults_and_none_leaves_the_recipe_as_it_was(load: Load) -
     assert "chat_template_kwargs" not in plain.text_proven
 
 
+def test_problems_need_a_server_and_room_for_their_answers(load: Load, write: Write) -> None:
+    shown = "gate: {reasoning: {score: 0.2, cut: null, loops: null}}\n"
+    [fault] = faults(load(TEXT + "evaluation: {reasoning: auto, runtime: reference}\n" + shown))
+    assert fault.startswith("r.yaml:3:25: evaluation.reasoning: found reasoning with runtime reference, expected vllm")
+    [fault] = faults(load(TEXT + "evaluation: {reasoning: {max_tokens: 512}}\n" + shown))
+    assert fault.startswith("r.yaml:3:38: evaluation.reasoning.max_tokens: found 512, expected less than 512")
+    write('{"question": "1 + 1", "answer": 2}\n', "sums.jsonl")
+    [fault] = faults(load(TEXT + "evaluation: {reasoning: {file: sums.jsonl}}\n" + shown))
+    assert fault.endswith("sums.jsonl:1: expected text as question and answer (a number in quotes)")
+    write('{"question": "1 + 1", "answer": "2"}\n' * 60, "sums.jsonl")
+    assert faults(load(TEXT + "evaluation: {reasoning: {file: sums.jsonl, items: 60}}\n" + shown)) == []
+
+
 def test_long_texts_need_a_set_and_lengths_that_the_server_allows(load: Load, message: Callable[[str], str]) -> None:
     [fault] = faults(load(TEXT + "evaluation: {long: auto}\ncalibration: null\n" + SHOWN))
     assert fault == (
         "r.yaml:3:20: evaluation.long: found no set of texts and no calibration, expected `set`, a calibration set"
     )
     [fault] = faults(load(TEXT + "evaluation: {long: {set: tiny, lengths: [256, 1024]}}\n" + SHOWN))
-    assert (
-        fault
-        == "r.yaml:3:47: evaluation.long.lengths[1]: found 1024, expected at most 512, the recipe's target.max_model_len"
+    assert fault == (
+        "r.yaml:3:47: evaluation.long.lengths[1]: found 1024, expected at most 512, the recipe's target.max_model_len"
     )
     [fault] = faults(load(TEXT + "evaluation: {long: {set: tine}}\n" + SHOWN))
     assert fault.startswith('r.yaml:3:26: evaluation.long.set: found no calibration set "tine", expected one of ')
