@@ -238,8 +238,8 @@ def samples_of(
     conversations, whose template has written them already. Raises `CalibrationError` where the texts are too few or too
     short.
     """
-    tokenized = (tokenizer(text, add_special_tokens=special_tokens)["input_ids"] for text in _shuffled(texts, seed))
     if not packing:
+        tokenized = (tokenizer(text, add_special_tokens=special_tokens)["input_ids"] for text in _shuffled(texts, seed))
         cut = (ids[:sequence_length] for ids in tokenized)
         sequences = tuple(torch.tensor(ids, dtype=torch.int64) for ids in islice(filter(len, cut), samples))
         if len(sequences) < samples:
@@ -248,12 +248,10 @@ def samples_of(
                 f"ask for at most {len(sequences):,}"
             )
         return sequences
-    needed, end = samples * sequence_length, tokenizer.eos_token_id
+    needed = samples * sequence_length
     stream: list[int] = []
-    for ids in tokenized:
+    for ids in ended_texts(texts, tokenizer, seed, special_tokens=special_tokens):
         stream += ids
-        if end is not None and (not ids or ids[-1] != end):
-            stream.append(end)
         if len(stream) >= needed:
             break
     if len(stream) < needed:
@@ -262,6 +260,15 @@ def samples_of(
             f"{samples} samples of {sequence_length} need {needed:,}: ask for at most {len(stream) // sequence_length}"
         )
     return tuple(torch.tensor(stream[:needed], dtype=torch.int64).reshape(samples, sequence_length))
+
+
+def ended_texts(texts: Iterable[str], tokenizer: Any, seed: int, *, special_tokens: bool = True) -> Iterator[list[int]]:
+    """Yield the token ids of each text in an order decided by ``seed``, ended by the tokenizer's end token if it has
+    one."""
+    end = tokenizer.eos_token_id
+    for text in _shuffled(texts, seed):
+        ids = list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
+        yield [*ids, end] if end is not None and (not ids or ids[-1] != end) else ids
 
 
 def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:

@@ -11,6 +11,7 @@ from quantmint.eval.acceptance import AcceptancePairs
 from quantmint.eval.canary import Canary
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.history import EarlierVerdict
+from quantmint.eval.long_context import LongDivergence
 from quantmint.eval.records import Part, Record
 from quantmint.eval.samples import SampleSet
 from quantmint.eval.verdict import Verdict
@@ -269,7 +270,8 @@ class Measurements(Record):
     of a `MeasurementError`): each makes the verdict INVALID, with its reason on record. `history` are the verdicts on
     this model that were known when it was judged, by their times. `baseline_rounding` says how the baseline's own
     configuration rounds the inputs of its linear layers; None for a baseline in 16 bit. `acceptance` are the drafts of
-    speculative decoding by prompt; None where the sides were served without it.
+    speculative decoding by prompt; None where the sides were served without it. `long` is the KL by position of long
+    texts.
     """
 
     artefact: str
@@ -288,6 +290,7 @@ class Measurements(Record):
     history: tuple[EarlierVerdict, ...] = ()
     baseline_rounding: str | None = None
     acceptance: AcceptancePairs | None = None
+    long: LongDivergence | None = None
 
     @property
     def kv_tokens(self) -> dict[Side, float]:
@@ -315,6 +318,7 @@ class Measurements(Record):
             **({"history": [earlier.to_json() for earlier in self.history]} if self.history else {}),  # nor of that
             **({"baseline_rounding": self.baseline_rounding} if self.baseline_rounding else {}),
             **({} if self.acceptance is None else {"acceptance": self.acceptance.to_json()}),
+            **({} if self.long is None else {"long": self.long.to_json()}),
         }
 
     @classmethod

@@ -38,8 +38,8 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 TaskName = Annotated[str, Field(pattern=r"^[^./\\\x00-\x1f][^/\\\x00-\x1f]*$")]
 """Name of a task, and of the file beside a suite that may define it: no path."""
 
-# Metrics that lm-eval logs as (log likelihood, words or bytes).
-_PERPLEXITIES = ("word_perplexity", "byte_perplexity")
+# Metrics that lm-eval logs as (log likelihood, words or bytes), and ours by token.
+_PERPLEXITIES = ("word_perplexity", "byte_perplexity", "token_perplexity")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from quantmint.eval import acceptance, canary
+from quantmint.eval import acceptance, canary, long_context
 from quantmint.eval.acceptance import Acceptance
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.errors import MeasurementError
@@ -38,6 +38,7 @@ from quantmint.eval.gate.report import (
     Policy,
     sentence,
 )
+from quantmint.eval.long_context import LongReport
 from quantmint.eval.measurements import Measurements
 from quantmint.eval.statistics.sequential import Look
 from quantmint.eval.throughput import Throughput
@@ -129,6 +130,8 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     findings += canary_findings
     accepted, faults = _acceptance(measurements, policy, broken=broken)
     findings += faults
+    by_position, long_findings = _long(measurements, policy)
+    findings += long_findings
     structure = measurements.structure
     for reason in structure.reasons or ("The files are complete and as the scheme says.",):
         findings.append(Finding("structure", "checkpoint", structure.verdict, sentence(reason)))
@@ -145,6 +148,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         control=again,
         canary=measurements.canary,
         acceptance=accepted,
+        long=by_position,
         throughput=tuple(cells),
         headlines=tuple(headlines(measurements, cells)),
         policy=policy,
@@ -197,6 +201,24 @@ def _acceptance(measurements: Measurements, policy: Policy, *, broken: bool) -> 
         return compared, []
     verdict, reason = acceptance.judge(compared, promise)
     return compared, [Finding("acceptance", "drafts", verdict, sentence(reason[:1].upper() + reason[1:]))]
+
+
+def _long(measurements: Measurements, policy: Policy) -> tuple[LongReport | None, list[Finding]]:
+    """Return the figures of long texts by position, and a finding for the KL of each bucket where a limit is set."""
+    if measurements.long is None:
+        if policy.long_kl is None or measurements.stopped is not None:
+            return None, []
+        return None, [Finding("long", "texts", Verdict.INVALID, "The KL of long texts decides, but was not measured.")]
+    retrieval = measurements.samples.get(long_context.RETRIEVAL)
+    by_position = long_context.report(measurements.long, retrieval, policy.confidence)
+    findings = []
+    for bucket in by_position.buckets if policy.long_kl is not None else ():
+        verdict, reason = long_context.judge(bucket, policy.long_kl or 0.0)
+        findings.append(Finding("long", f"positions to {bucket.end}", verdict, sentence(reason)))
+    for name in measurements.long.unread:
+        reason = f"The candidate gave no finite log probabilities for {name}."
+        findings.append(Finding("long", name, Verdict.FAIL, reason))
+    return by_position, findings
 
 
 def _controls(measurements: Measurements, policy: Policy) -> tuple[dict[str, Control], list[Finding]]:

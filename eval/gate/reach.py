@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -93,17 +94,18 @@ def reach(
     noise: float | None = None,
     seen: float | None = None,
     reused: int = 0,
+    at_once: Collection[str] = (),
 ) -> Reach:
     """Return the forecast for a suite whose items are judged at up to `looks` looks, under a policy.
 
     `noise` is the relative standard deviation of throughput between launches (None: the assumed `NOISE`), `seen` the
     ratio of the last measurement (None: none yet), `reused` the number of the baseline's launches taken from an earlier
-    series.
+    series. Tasks in `at_once` are judged at one look.
     """
     speed = None
     if policy.min_ratio is not None:
         speed = _speed(policy.min_ratio, policy, NOISE if noise is None else noise, seen, reused)
-    tasks = {task.task: _task(task, policy, looks) for task in suite.tasks}
+    tasks = {task.task: _task(task, policy, 1 if task.task in at_once else looks) for task in suite.tasks}
     chances = [task.passes for task in tasks.values() if task.passes is not None]
     return Reach(math.prod(chances), 1 - policy.confidence ** len(chances), tasks, speed)
 

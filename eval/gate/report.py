@@ -13,6 +13,7 @@ from quantmint.eval.acceptance import Acceptance, AcceptancePolicy
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.canary import Canary, CanaryPolicy
 from quantmint.eval.history import EarlierVerdict
+from quantmint.eval.long_context import LongReport
 from quantmint.eval.measurements import UNKNOWN
 from quantmint.eval.records import Record
 from quantmint.eval.statistics.sequential import Look
@@ -38,6 +39,7 @@ class Policy(Record):
     measured elsewhere the promise is neither kept nor broken (None: any will do). With `stop_early` the launches end
     at the first look that decides, and `launches` a side are the most (`eval.statistics.ranks.look_boundaries`).
     `acceptance` is the promise on speculative decoding (None: its acceptance length is shown only).
+    `long_kl` is the largest KL in nats in each bucket of positions of long texts (None: shown only).
     """
 
     margins: Mapping[str, Share]
@@ -53,14 +55,16 @@ class Policy(Record):
     hardware: str | None = None
     stop_early: bool = False
     acceptance: AcceptancePolicy | None = None
+    long_kl: Annotated[float, Field(gt=0)] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a mapping of the fields.
 
-        A `stop_early` of False and an absent `acceptance` are left out: earlier records do not have these fields.
+        A `stop_early` of False, an absent `acceptance` and an absent `long_kl` are left out: earlier records do not
+        have these fields.
         """
-        optional = ("stop_early", "acceptance")
-        return {name: value for name, value in Record.to_json(self).items() if name not in optional or value}
+        new = ("stop_early", "acceptance", "long_kl")
+        return {name: value for name, value in Record.to_json(self).items() if name not in new or value}
 
     @classmethod
     def for_suite(cls, suite: Suite, *, margin: float, **limits: Any) -> Policy:
@@ -83,7 +87,7 @@ figures themselves; version 1 stopped by the bounds of their intervals.
 SEQUENTIAL_JUDGEMENT: Final = 3
 """The same of launches that may end early, whose intervals and p-values version 2 took from the fixed test."""
 
-Kind = Literal["validity", "accuracy", "canary", "throughput", "structure", "acceptance"]
+Kind = Literal["validity", "accuracy", "canary", "long", "throughput", "structure", "acceptance"]
 ANOMALOUS = "ANOMALOUS"
 """Label of a gain that quantization cannot explain."""
 
@@ -145,8 +149,9 @@ class GateReport(Record):
     `runtime` and `hardware` are part of the verdict: a figure belongs to what it was measured on. `hardware` is a name
     of the table of targets, `device` the accelerator's own name. `looks` maps a task to the looks up to the one that
     decided (none for a task that is shown only), `control` to how often the baseline disagrees with itself on it.
-    `history` are the earlier verdicts on this model, by their times; they change nothing here. `judgement` is the
-    version of the judgement, which `eval.record` keeps beside the rest.
+    `long` has figures of long texts by position, None without any. `history` are the earlier verdicts on this model, by
+    their times; they change nothing here. `judgement` is the version of the judgement, which `eval.record` keeps beside
+    the rest.
     """
 
     artefact: str
@@ -160,6 +165,7 @@ class GateReport(Record):
     control: Mapping[str, Control] = field(default_factory=dict)
     canary: Canary | None = None
     acceptance: Acceptance | None = None
+    long: LongReport | None = None
     throughput: tuple[Throughput, ...]
     headlines: tuple[Headline, ...] = ()
     policy: Policy
@@ -169,15 +175,17 @@ class GateReport(Record):
     def to_json(self) -> dict[str, Any]:
         """Return a mapping of the fields, without the version of the judgement.
 
-        An empty history, an absent `acceptance` and a cell's `reused` of 0 are left out too: earlier records do not
-        have these fields.
+        An empty history, an absent `acceptance` or `long` and a cell's `reused` of 0 are left out too: earlier records
+        do not have these fields.
         """
-        empty = [name for name in ("history", "acceptance") if not getattr(self, name)]
+        empty = [name for name in ("history", "acceptance", "long") if not getattr(self, name)]
         left_out = ("judgement", *empty)
         fields = {**Record.to_json(self), "policy": self.policy.to_json()}
         for cell in fields["throughput"]:
             if not cell["reused"]:  # nor of launches that were reused
                 del cell["reused"]
+        if self.long is None:
+            left_out = (*left_out, "long")
         return {name: value for name, value in fields.items() if name not in left_out}
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantmint.eval.gate import GateReport
-from quantmint.eval.report import accuracy, flips, junit, layers, markdown, run, summary, throughput
+from quantmint.eval.report import accuracy, flips, junit, layers, long, markdown, run, summary, throughput
 from quantmint.eval.report.model import CARD, DATA, JUNIT, PAGE, Report
 from quantmint.eval.report.numbers import FILTERS, level, unit_of
 
@@ -56,6 +56,7 @@ def render(report: Report) -> str:
             accuracy=accuracy.view(gate),
             flips=flips.view(report, gate),
             canary=gate.canary,
+            long=long.view(gate),
             throughput=throughput.view(report, gate),
             errors=layers.errors(report),
             cache=layers.cache(report),

@@ -33,8 +33,16 @@ def template_digest(folder: Path, override: str | None = None) -> str | None:
     ``override`` is the template that a server is told to use instead: a file, or the template itself. Raises
     `UserError` where that file, or a configuration, cannot be read.
     """
-    template = _template(folder) if override is None else _overriding(override)
+    template = chat_template(folder, override)
     return None if template is None else hashlib.sha256(template.encode()).hexdigest()
+
+
+def chat_template(folder: Path, override: str | None = None) -> str | None:
+    """Return a folder's chat template, or the one in ``override``; several are joined, None without one.
+
+    Raises as `template_digest` does.
+    """
+    return _template(folder) if override is None else _overriding(override)
 
 
 def tokenizer_digest(folder: Path) -> str | None:

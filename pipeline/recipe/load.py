@@ -41,6 +41,7 @@ _PLACES = (
     ("serve", "tunableop"),
     ("draft", "folder"),
 )
+_ENDPOINTS_WITH_FILES = ("tools", "reasoning")
 PROVEN_SUITE = "quantmint/suite"
 """Folder of a release that holds the recipe's own suite, with its tasks and their data."""
 
@@ -76,6 +77,12 @@ class LoadedRecipe:
         for section, name in _PLACES:
             if data.get(section) is not None and data[section][name] is not None:
                 data[section][name] = without_place(data[section][name])
+        for name in _ENDPOINTS_WITH_FILES:
+            section = data["evaluation"].get(name)
+            if section is not None and section["file"] is not None:
+                section["file"] = without_place(section["file"])
+        if (section := data["evaluation"].get("long")) is not None and section["set"] is not None:
+            section["set"] = without_place(section["set"])
         if is_path(suite := data["evaluation"]["suite"]):
             data["evaluation"]["suite"] = f"{PROVEN_SUITE}/{PurePosixPath(suite).name}"
         return _yaml(data)
@@ -105,6 +112,23 @@ class LoadedRecipe:
         """Return the absolute path of the draft in 16 bit, resolved beside the file that names it; None without one."""
         draft = self.recipe.draft
         return None if draft is None else _resolved(("draft", "folder"), draft.folder, self.positions)
+
+    @property
+    def long_set(self) -> str | None:
+        """Return the set that `evaluation.long` names, a path as an absolute one; None where it names none."""
+        section = self.recipe.evaluation.long
+        if section is None or section.set is None or not is_path(section.set):
+            return None if section is None else section.set
+        return str(_resolved(("evaluation", "long", "set"), section.set, self.positions))
+
+    def items_file(self, endpoint: str) -> Path | None:
+        """Return the absolute path of the items of an endpoint of `evaluation`, resolved beside the file that names it.
+
+        None for generated items.
+        """
+        section = getattr(self.recipe.evaluation, endpoint)
+        file = None if section is None else section.file
+        return None if file is None else _resolved(("evaluation", endpoint, "file"), file, self.positions)
 
     def place(self, *path: str | int, key: bool = False) -> Position:
         """Return the place of a value, or of its ``key``; of a default, that of the mapping that could hold it."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
@@ -13,8 +14,12 @@ from quantmint.calibration.observers import ExpertTokens, Observation, ObserverN
 from quantmint.calibration.sets import load_set
 from quantmint.pipeline.base import hardware, schemes
 from quantmint.pipeline.base.schemes import Engine, Format
+from quantmint.pipeline.recipe.endpoints import LongContextGate, ReasoningGate, ToolCallsGate
 from quantmint.pipeline.recipe.section import PRINTABLE, Section, wrong
 from quantmint.pipeline.recipe.sections import Evaluation, Gate, Publish, Refresh, Tracking
+
+if TYPE_CHECKING:
+    from quantmint.eval.suites import Suite, SuiteTask
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -485,6 +490,29 @@ class Recipe(Section):
     def _omit_unset(self, dump: Any) -> dict[str, Any]:
         dumped: dict[str, Any] = dump(self)
         return {name: value for name, value in dumped.items() if name not in ("search", "draft") or value is not None}
+
+    @property
+    def endpoints(self) -> Mapping[str, tuple[SuiteTask, ...]]:
+        """Return the tasks that are measured beside the suite, by the family of the stage that measures them."""
+        evaluation, gate = self.evaluation, self.gate
+        tasks: dict[str, tuple[SuiteTask, ...]] = {}
+        if evaluation.tools is not None:
+            tasks["tools"] = evaluation.tools.tasks(gate.tools or ToolCallsGate(), gate.accuracy.expected_flip_rate)
+        if evaluation.long is not None:
+            tasks["long"] = evaluation.long.tasks(gate.long or LongContextGate(), self.target.max_model_len)
+        if evaluation.reasoning is not None:
+            limits = gate.reasoning or ReasoningGate()
+            tasks["reasoning"] = evaluation.reasoning.tasks(limits, gate.accuracy.expected_flip_rate)
+        return tasks
+
+    @property
+    def judged_at_once(self) -> tuple[str, ...]:
+        """Return the tasks that are judged in one look, however many the recipe asks for."""
+        return tuple(task.task for task in self.endpoints.get("long", ()))
+
+    def judged(self, suite: Suite) -> Suite:
+        """Return the suite with the tasks of the endpoints behind its own."""
+        return replace(suite, tasks=(*suite.tasks, *(task for tasks in self.endpoints.values() for task in tasks)))
 
     @property
     def confidence(self) -> float:

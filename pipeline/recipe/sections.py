@@ -10,6 +10,17 @@ from pydantic import AfterValidator, Field, model_serializer, model_validator
 from quantmint.eval.statistics.ranks import MOST_LOOKS
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.recipe.destinations import Address, Destinations
+from quantmint.pipeline.recipe.endpoints import (
+    LongContext,
+    LongContextGate,
+    OrAuto,
+    Reasoning,
+    ReasoningGate,
+    TemplateValue,
+    ToolCalls,
+    ToolCallsGate,
+    template_settings,
+)
 from quantmint.pipeline.recipe.section import PRINTABLE, Section, wrong
 
 if TYPE_CHECKING:
@@ -19,6 +30,7 @@ if TYPE_CHECKING:
 
 
 Runtime = Literal["vllm", "reference"]
+_ENDPOINTS = ("tools", "long", "reasoning", "chat_template_kwargs")
 
 
 class Evaluation(Section):
@@ -42,6 +54,22 @@ class Evaluation(Section):
     (null: none)."""
     seed: int = Field(default=1234, ge=0)
     """Seed of the order of items and of few-shot examples."""
+    tools: Annotated[ToolCalls | None, *OrAuto] = None
+    """Function calls, besides the suite (auto: all defaults; null: none). The server needs a tool parser."""
+    long: Annotated[LongContext | None, *OrAuto] = None
+    """Long texts, besides the suite (auto: all defaults; null: none)."""
+    reasoning: Annotated[Reasoning | None, *OrAuto] = None
+    """Problems that are answered several times, sampled, besides the suite (auto: all defaults; null: none)."""
+    chat_template_kwargs: Annotated[dict[str, TemplateValue], AfterValidator(template_settings)] = Field(
+        default_factory=dict
+    )
+    """Arguments of the chat template for what is asked by chat, such as enable_thinking: false."""
+
+    @model_serializer(mode="wrap")
+    def _omit_unset(self, dump: Any) -> dict[str, Any]:
+        """Omit the endpoints that a recipe does not have: recipes without them keep their fingerprints."""
+        dumped: dict[str, Any] = dump(self)
+        return {name: value for name, value in dumped.items() if name not in _ENDPOINTS or value}
 
 
 class AccuracyGate(Section):
@@ -159,12 +187,19 @@ class Gate(Section):
     """Speed that is required."""
     acceptance: AcceptanceGate | None = None
     """Loss of acceptance of speculative decoding that is accepted (null: shown only)."""
+    tools: ToolCallsGate | None = None
+    """Losses of `evaluation.tools` that are accepted (null: the defaults)."""
+    long: LongContextGate | None = None
+    """Losses of `evaluation.long` that are accepted (null: the defaults)."""
+    reasoning: ReasoningGate | None = None
+    """Losses of `evaluation.reasoning` that are accepted (null: the defaults)."""
 
     @model_serializer(mode="wrap")
     def _omit_unset(self, dump: Any) -> dict[str, Any]:
-        """Omit an absent `acceptance`: recipes without it stay as they were recorded."""
+        """Omit absent promises that are not in earlier records: recipes without them stay as they were recorded."""
         dumped: dict[str, Any] = dump(self)
-        return {name: value for name, value in dumped.items() if name != "acceptance" or value is not None}
+        new = (*_ENDPOINTS, "acceptance")
+        return {name: value for name, value in dumped.items() if name not in new or value is not None}
 
     def policy(self, suite: Suite, hardware: str, schemes: Iterable[str]) -> Policy:
         """Return the gate's policy for a suite with its own margins; the speed is required on `hardware`."""
@@ -187,6 +222,7 @@ class Gate(Section):
             stop_early=self.throughput.stop_early,
             hardware=hardware,
             acceptance=None if promise is None else AcceptancePolicy(promise.margin, promise.confidence),
+            long_kl=None if self.long is None else self.long.max_kl,
             **({} if rate is None else {"expected_flip_rate": rate}),
         )
 

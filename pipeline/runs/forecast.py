@@ -186,12 +186,13 @@ def _gate_forecast(
             bench = outlook(setting, estimate=estimate, source=source_of(planned) if here else None)
     evaluation = setting.recipe.evaluation
     judged = reach(
-        as_asked(setting.suite, evaluation, setting.recipe.gate),
+        setting.recipe.judged(as_asked(setting.suite, evaluation, setting.recipe.gate)),
         policy_of(setting),
         evaluation.looks,
         noise=bench.get("noise"),
         seen=bench.get("ratio"),
         reused=bench.get("reused", 0),
+        at_once=setting.recipe.judged_at_once,
     )
     return bench, judged
 

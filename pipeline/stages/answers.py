@@ -101,17 +101,23 @@ class KnownAnswers:
 
 
 def known_answers(job: Job, stage: Stage, task: SuiteTask) -> KnownAnswers:
-    """Return the store of answers to a task, which runs share where server, model, settings and tools are the same.
+    """Return the store of answers to a task of the suite; see `answers_to`."""
+    return answers_to(job, stage, task.task, lm_eval.task_settings(job.setting, task))
 
-    With `Job.again` (`--redo`) the stored answers are deleted first.
+
+def answers_to(job: Job, stage: Stage, name: str, settings: Mapping[str, object]) -> KnownAnswers:
+    """Return the store of answers under ``name``, which runs share where server, model, settings and tools are equal.
+
+    ``settings`` are all that shapes the answers beside server, model and tools. With `Job.again` (`--redo`) the stored
+    answers are deleted first.
     """
     asking = {
         "inputs": {name: job.inputs[name].fingerprint for name in ("serve", "model")},
-        "settings": lm_eval.task_settings(job.setting, task),
+        "settings": dict(settings),
         "tools": dict(stage.tools(job.setting)),
         "version": stage.version,
     }
     folder = job.setting.store.root / ANSWERS / fingerprint(asking)
     if job.again:
         shutil.rmtree(folder, ignore_errors=True)
-    return KnownAnswers(folder / task.task)
+    return KnownAnswers(folder / name)

@@ -130,7 +130,7 @@ class CalibrateStage(Stage):
 def data_identity(section: Calibration, commits: Commits) -> Mapping[str, object]:
     """Return what determines the tokens of a calibration and their batches, for a fingerprint."""
     return {
-        "set": _identity(section, commits),
+        "set": set_identity(section.set, commits),
         "samples": section.samples,
         "sequence_length": section.sequence_length,
         "packing": section.packing,
@@ -217,23 +217,28 @@ def require_pinned_set(setting: Setting) -> None:
 
 
 def pinned_set(section: Calibration) -> CalibrationSet:
-    """Return the calibration set that a recipe names, with a data set of the Hub at a commit.
+    """Return the calibration set that a recipe calibrates with; see `pinned`."""
+    return pinned(section.set)
+
+
+def pinned(name: str) -> CalibrationSet:
+    """Return a calibration set by its name or path, with a data set of the Hub at a commit.
 
     Raises `UserError` where the set or its commit cannot be found.
     """
     try:
-        return at_commit(load_set(section.set))
+        return at_commit(load_set(name))
     except CalibrationError as error:
-        raise UserError(f"calibration set {section.set}: {error}.", transient=is_transient(error)) from None
+        raise UserError(f"calibration set {name}: {error}.", transient=is_transient(error)) from None
 
 
-def _identity(section: Calibration, commits: Commits) -> Mapping[str, object]:
+def set_identity(name: str, commits: Commits) -> Mapping[str, object]:
     """Return the set by its content: the digest of a local file, or repository and commit of a data set.
 
     Where the Hub cannot be asked the branch stands for the commit: such a plan can be shown, but `pinned_set` refuses
     to run it. Raises `UserError` for a local file that cannot be read.
     """
-    chosen = load_set(section.set)
+    chosen = load_set(name)
     with suppress(CalibrationError, QuantmintError):
         chosen = at_commit(chosen, commits.dataset)
     facts = asdict(chosen)

@@ -137,7 +137,7 @@ class CanaryStage(SideStage):
         with job.progress.bar(len(prompts), "prompts") as advance:
             for end in look_ends(len(order)):
                 for name, ids in order[len(by_name) : end]:
-                    by_name[name] = _ask(server, name, ids)
+                    by_name[name] = read_prompt(server, name, ids)
                     advance(1)
                 if baseline is not None and _is_clear(job.setting, baseline, by_name):
                     break
@@ -193,20 +193,20 @@ def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...
     )
 
 
-def _ask(server: RunningServer, name: str, ids: Sequence[int]) -> Answer:
+def read_prompt(server: RunningServer, name: str, ids: Sequence[int], likeliest: int = LIKELIEST) -> Answer:
     """Return the answer to one prompt: log probabilities of its tokens and of the likeliest ones at each position.
 
     The answer has none where the server is healthy and its log probabilities are not finite. Raises `RefusalError` for
     other refusals.
     """
     if isinstance(server, ReferenceServer):
-        return _parsed(name, ids, server.ask("prompt_logprobs", ids=list(ids), likeliest=LIKELIEST))
+        return _parsed(name, ids, server.ask("prompt_logprobs", ids=list(ids), likeliest=likeliest), likeliest)
     body = {
         "model": server.model_name,
         "prompt": list(ids),
         "max_tokens": 1,
         "temperature": 0,
-        "prompt_logprobs": LIKELIEST,
+        "prompt_logprobs": likeliest,
     }
     try:
         text = server.post("/v1/completions", body, timeout=_TIMEOUT_S)
@@ -215,10 +215,12 @@ def _ask(server: RunningServer, name: str, ids: Sequence[int]) -> Answer:
             raise
         server.get("/health")
         return Answer(name, tuple(ids), (), (), ())
-    return _parsed(name, ids, json.loads(text)["choices"][0]["prompt_logprobs"])
+    return _parsed(name, ids, json.loads(text)["choices"][0]["prompt_logprobs"], likeliest)
 
 
-def _parsed(name: str, ids: Sequence[int], positions: Sequence[Mapping[str, Mapping[str, Any]]]) -> Answer:
+def _parsed(
+    name: str, ids: Sequence[int], positions: Sequence[Mapping[str, Mapping[str, Any]]], likeliest: int
+) -> Answer:
     """Return an answer from ``positions``: for each token of ``ids`` a mapping from token id to log probability.
 
     The first entry is ignored. Each other mapping contains the position's own token. An answer with a value that is not
@@ -232,10 +234,10 @@ def _parsed(name: str, ids: Sequence[int], positions: Sequence[Mapping[str, Mapp
         if not all(value is not None and math.isfinite(value) for value in listed.values()):
             return Answer(name, tuple(ids), (), (), ())
         rounded = {number: round(float(value), DIGITS) for number, value in listed.items()}
-        likeliest = sorted(rounded.items(), key=lambda item: (-item[1], item[0]))[:LIKELIEST]
+        first = sorted(rounded.items(), key=lambda item: (-item[1], item[0]))[:likeliest]
         actual.append(rounded[token])
-        tokens.append(tuple(number for number, _ in likeliest))
-        logprobs.append(tuple(value for _, value in likeliest))
+        tokens.append(tuple(number for number, _ in first))
+        logprobs.append(tuple(value for _, value in first))
     return Answer(name, tuple(ids), tuple(actual), tuple(tokens), tuple(logprobs))
 
 

@@ -36,6 +36,9 @@ from quantmint.pipeline.recipe.sections import Evaluation, Gate
 from quantmint.pipeline.serving.knobs import table as knobs
 from quantmint.pipeline.serving.knobs.overrides import check_arguments
 from quantmint.pipeline.serving.model.facts import schemes_of_experts
+from quantmint.pipeline.stages.long_context import long_faults
+from quantmint.pipeline.stages.reasoning import reasoning_faults
+from quantmint.pipeline.stages.tool_calls import tool_faults
 
 
 def check(
@@ -276,6 +279,9 @@ def _definitions(loaded: LoadedRecipe, *, judged: bool) -> Iterator[Fault]:
     except DefinitionError as error:
         yield loaded.fault(("evaluation", "suite"), str(error))
     yield from throughput_faults(loaded, workload)
+    yield from tool_faults(loaded)
+    yield from long_faults(loaded)
+    yield from reasoning_faults(loaded)
 
 
 def _overlaps(loaded: LoadedRecipe, linear: Iterable[str] | None) -> Iterator[Fault]:
@@ -417,7 +423,7 @@ def accuracy_faults(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
     suite = suite.judged_by(gate.margins)
     if not any(task.gated for task in suite.tasks):
         yield loaded.fault(("gate", "accuracy", "margins"), "found null for every task that decides, expected one left")
-    questions = as_asked(suite, loaded.recipe.evaluation, loaded.recipe.gate)
+    questions = loaded.recipe.judged(as_asked(suite, loaded.recipe.evaluation, loaded.recipe.gate))
     looks = loaded.recipe.evaluation.looks
     for sentence in suites.untestable(questions, gate.margin, loaded.recipe.confidence, gate.power, looks):
         yield loaded.fault(("gate", "accuracy", "margin"), sentence)

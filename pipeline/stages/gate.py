@@ -20,9 +20,11 @@ from quantmint.pipeline.serving.reference.launch import shown_command
 from quantmint.pipeline.stages.acceptance import read_pairs
 from quantmint.pipeline.stages.bench import read_launches
 from quantmint.pipeline.stages.canary import read_comparison
+from quantmint.pipeline.stages.chat import families, measured_tasks, read_again
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.evaluate import guessing, read_samples
 from quantmint.pipeline.stages.history import Model, earlier_verdicts
+from quantmint.pipeline.stages.long_context import read_divergence
 from quantmint.pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
 from quantmint.pipeline.stages.serve import LAUNCH, SIDES
 from quantmint.pipeline.stages.setting import Setting
@@ -72,7 +74,7 @@ class GateStage(Stage):
             **({} if rounding is None else {"baseline_rounding": rounding}),
             "policy": policy_of(setting).to_json(),
             "claims": _claims(setting),
-            "tasks": [task.task for task in setting.suite.tasks],
+            "tasks": [task.task for _, task in measured_tasks(setting)],
         }
 
     def run(self, job: Job) -> Output:
@@ -80,9 +82,13 @@ class GateStage(Stage):
         samples: dict[str, Both] = {}
         control: dict[str, SampleSet] = {}
         chance: dict[str, float] = {}
-        for task in () if self.stopped else job.setting.suite.tasks:
-            baseline, candidate = (read_samples(job.inputs[f"evaluate-{side}"].path, task) for side in SIDES)
+        for family, task in () if self.stopped else measured_tasks(job.setting):
+            baseline, candidate = (read_samples(job.inputs[f"{family}-{side}"].path, task) for side in SIDES)
             samples[task.task] = (baseline, candidate)
+            if family != "evaluate":
+                if (again := read_again(job.inputs[f"{family}-baseline"].path, task)) is not None:
+                    control[task.task] = again
+                continue
             guessed = guessing(job.inputs["evaluate-baseline"].path, task)
             if guessed is not None:
                 chance[task.task] = guessed
@@ -92,7 +98,7 @@ class GateStage(Stage):
             artefact=checkpoint_digest(job.inputs["quantize"]),
             source=job.inputs["source"].fingerprint,
             schemes=job.setting.recipe.quantization.schemes,
-            kinds={task.task: task.kind for task in job.setting.suite.tasks},
+            kinds={task.task: task.kind for _, task in measured_tasks(job.setting)},
         )
         measurements = Measurements(
             artefact=model.artefact,
@@ -115,6 +121,7 @@ class GateStage(Stage):
             history=earlier_verdicts(job, model),
             baseline_rounding=input_rounding(job.setting.config),
             acceptance=read_pairs(job.inputs) if "acceptance-candidate" in job.inputs else None,
+            long=read_divergence(job.inputs["long-candidate"].path) if "long-candidate" in job.inputs else None,
         )
         report = judge(measurements, policy_of(job.setting))
         record.write(job.path, measurements, report)
@@ -134,7 +141,7 @@ class GateStage(Stage):
 def policy_of(setting: Setting) -> Policy:
     """Return the recipe's gate as a policy for its suite, target and schemes."""
     recipe = setting.recipe
-    return recipe.gate.policy(setting.suite, recipe.target.hardware, recipe.quantization.schemes)
+    return recipe.gate.policy(recipe.judged(setting.suite), recipe.target.hardware, recipe.quantization.schemes)
 
 
 def checkpoint_digest(entry: Entry) -> str:
@@ -153,7 +160,8 @@ def _server(job: Job, side: Side) -> Server:
     The lines come from serving and, where tasks were asked, from the evaluation.
     """
     launch = read_json(job.inputs[f"serve-{side}"].file(LAUNCH))
-    entries = [job.inputs[key] for key in (f"serve-{side}", f"evaluate-{side}") if key in job.inputs]
+    keys = [f"serve-{side}", *(f"{family}-{side}" for family in families(job.setting))]
+    entries = [job.inputs[key] for key in keys if key in job.inputs]
     recorded = [entry.record.result["faults"] for entry in entries]
     faults = dict.fromkeys(str(line) for lines in recorded if isinstance(lines, list) for line in lines)
     plan = launch["plan"]

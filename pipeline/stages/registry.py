@@ -11,14 +11,17 @@ from quantmint.pipeline.stages.canary import CanaryStage
 from quantmint.pipeline.stages.draft import DraftStage
 from quantmint.pipeline.stages.evaluate import ControlStage, EvaluateStage
 from quantmint.pipeline.stages.gate import GateStage
+from quantmint.pipeline.stages.long_context import LongContextStage
 from quantmint.pipeline.stages.package import PackageStage, SignStage
 from quantmint.pipeline.stages.publish import PublishStage
 from quantmint.pipeline.stages.quantize import InspectStage, QuantizeStage
+from quantmint.pipeline.stages.reasoning import ReasoningStage
 from quantmint.pipeline.stages.report import ReportStage
 from quantmint.pipeline.stages.sensitivity import SensitivityStage
 from quantmint.pipeline.stages.serve import ServeStage
 from quantmint.pipeline.stages.source import SourceStage
 from quantmint.pipeline.stages.stage import Stage
+from quantmint.pipeline.stages.tool_calls import ToolCallsStage
 
 STAGES: Final[tuple[Stage, ...]] = (
     SourceStage(),
@@ -35,7 +38,13 @@ STAGES: Final[tuple[Stage, ...]] = (
     AcceptanceStage("candidate"),
     EvaluateStage("baseline"),
     ControlStage(),
+    ToolCallsStage("baseline"),
+    LongContextStage("baseline"),
+    ReasoningStage("baseline"),
     EvaluateStage("candidate"),
+    ToolCallsStage("candidate"),
+    LongContextStage("candidate"),
+    ReasoningStage("candidate"),
     BenchStage(),
     GateStage(),
     ReportStage(),

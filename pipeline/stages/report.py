@@ -27,6 +27,7 @@ from quantmint.pipeline.quantize.model.encodings import source_encoding
 from quantmint.pipeline.quantize.model.outcomes import outcome_note
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.stages.advice import advise
+from quantmint.pipeline.stages.chat import measured_tasks
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.evaluate import ANSWERS
 from quantmint.pipeline.stages.gate import GATE
@@ -191,9 +192,9 @@ def _kv_tokens(measured: Measurements, inputs: Mapping[str, Entry]) -> dict[str,
 
 def _flips(setting: Setting, measured: Measurements, inputs: Mapping[str, Entry]) -> list[TaskFlips]:
     flips_by_task: list[TaskFlips] = []
-    for task in setting.suite.tasks:
+    for family, task in measured_tasks(setting):
         if task.task in measured.samples:
-            before, after = (_answers(inputs[f"evaluate-{side}"], task.task) for side in SIDES)
+            before, after = (_answers(inputs[f"{family}-{side}"], task.task) for side in SIDES)
             baseline, candidate = measured.samples[task.task]
             flips_by_task.append(flips.flips(baseline, candidate, before, after))
     return flips_by_task

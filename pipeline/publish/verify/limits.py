@@ -51,7 +51,7 @@ def compare_with_recipe(
             return LimitsComparison((*faults, reason))
         return LimitsComparison((*faults, *_stated(recipe, recorded)), (reason,))
     faults += _counts(recipe, suite, measurements)
-    judged_by = suite.judged_by(recipe.gate.accuracy.margins)
+    judged_by = recipe.judged(suite.judged_by(recipe.gate.accuracy.margins))
     expected = recipe.gate.policy(judged_by, recipe.target.hardware, recipe.quantization.schemes)
     unknown: list[str] = []
     for change in _differing(expected.to_json(), recorded.policy):
@@ -113,20 +113,21 @@ def _is_default(change: JsonDifference, recipe: Recipe) -> bool:
 
 def _counts(recipe: Recipe, suite: Suite, measurements: Measurements) -> Iterator[str]:
     """Yield tasks outside the suite, and tasks of the suite that were absent or measured differently."""
-    tasks = {task.task: task for task in suite.tasks}
+    tasks = {task.task: task for task in recipe.judged(suite).tasks}
+    limited = {task.task for task in suite.tasks}
     for name in measurements.samples:
         if name not in tasks:
             yield f"{name} was measured, and the suite {suite.name} has no such task"
     for name, task in tasks.items():
         if name in measurements.samples:
             for side, samples in zip(("baseline", "candidate"), measurements.samples[name], strict=True):
-                yield from _task_faults(recipe, task, side, samples)
+                limit = recipe.evaluation.limit if name in limited else None
+                yield from _task_faults(task, side, samples, limit=limit, looks=recipe.evaluation.looks)
         elif measurements.stopped is None:
             yield f"{name} is a task of the suite {suite.name}, and was not measured"
 
 
-def _task_faults(recipe: Recipe, task: SuiteTask, side: str, samples: SampleSet) -> Iterator[str]:
-    limit = recipe.evaluation.limit
+def _task_faults(task: SuiteTask, side: str, samples: SampleSet, *, limit: int | None, looks: int) -> Iterator[str]:
     # An ungated task may have fewer items; without a limit a task may have more than the suite counts.
     least = min(task.items, limit or task.items) if task.gated else 1
     if samples.planned < least or (limit is not None and samples.planned > limit):
@@ -137,8 +138,8 @@ def _task_faults(recipe: Recipe, task: SuiteTask, side: str, samples: SampleSet)
     filters = {sample.filter for sample in samples.samples} - {task.filter}
     if filters:
         yield f"{task.task}: the {side}'s answers were read by the filter {min(filters)}, not {task.filter}"
-    if samples.looks > recipe.evaluation.looks:
-        yield f"{task.task}: judged in {samples.looks} looks, the recipe asks for at most {recipe.evaluation.looks}"
+    if samples.looks > looks:
+        yield f"{task.task}: judged in {samples.looks} looks, the recipe asks for at most {looks}"
 
 
 def _differing(expected: Mapping[str, Any], actual: Policy) -> tuple[JsonDifference, ...]:

@@ -162,10 +162,11 @@ def _data(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     A calibration set or a suite that cannot be read is left out: planning the recipe reports it.
     """
     recipe = loaded.recipe
-    with suppress(CalibrationError):
-        chosen = None if recipe.calibration is None else load_set(recipe.calibration.set)
-        if chosen is not None and chosen.repo is not None and chosen.revision is not None:
-            yield chosen.repo, chosen.revision
+    for name in (None if recipe.calibration is None else recipe.calibration.set, loaded.long_set):
+        with suppress(CalibrationError):
+            chosen = None if name is None else load_set(name)
+            if chosen is not None and chosen.repo is not None and chosen.revision is not None:
+                yield chosen.repo, chosen.revision
     with suppress(DefinitionError):
         for task in suites.load(recipe.evaluation.suite).tasks:
             yield from map(located, task.data)

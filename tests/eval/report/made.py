@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from quantmint.eval import long_context
 from quantmint.eval.canary import Canary
 from quantmint.eval.gate import Policy, judge
+from quantmint.eval.long_context import BucketDivergence, LongDivergence
 from quantmint.eval.measurements import CellResult, Launch, MachineState, Measurements, Server, StructureCheck, order
 from quantmint.eval.report.model import Flip, KvScale, Report, ShownLayerError, ShownStage
 from quantmint.eval.samples import Sample, SampleSet
@@ -333,4 +335,54 @@ def elsewhere() -> Report:
     return report(replace(known, **sides), policy())
 
 
-VARIANTS = {"good": good, "stopped": stopped, "invalid": invalid, "reference": by_reference, "elsewhere": elsewhere}
+@cache
+def long() -> Report:
+    """Texts of 32k tokens: what is past 16k is read worse, and needles at the beginning are lost."""
+    rng, ends, texts, needles = np.random.RandomState(3), (1024, 2048, 4096, 8192, 16_384, 32_768), 24, 8
+    known = measurements()
+    sets: dict[str, tuple[SampleSet, SampleSet]] = {}
+    buckets = []
+    for start, end in zip((0, *ends), ends, strict=False):
+        loss = 0.001 + 0.045 * (end > 16_384) + rng.normal(0, 0.002, texts)
+        length = float(end - start)
+        sides = [
+            tuple(
+                Sample(
+                    task, n, "none", f"{n:x}", f"{n:x}", f"{n:x}", -length * (2.2 + 0.01 * n + gone), length, f"{n:x}"
+                )
+                for n, gone in enumerate(change)
+            )
+            for task in [long_context.likelihood_task(end)]
+            for change in (np.zeros(texts), loss)
+        ]
+        task = long_context.likelihood_task(end)
+        sets[task] = tuple(SampleSet(task, "token_perplexity", rows, "perplexity") for rows in sides)  # type: ignore[assignment]
+        sums = 200 * np.abs(0.01 + 0.06 * (end > 16_384) + rng.normal(0, 0.003, texts))
+        buckets.append(BucketDivergence(start, end, tuple(map(float, sums)), (200,) * texts))
+    shares = np.array([np.full(needles, 0.97), np.linspace(0.75, 0.97, needles)])
+    right = rng.random_sample((2, texts, needles)) < shares[:, None]
+    where = long_context.RETRIEVAL
+    sets[where] = tuple(  # type: ignore[assignment]
+        SampleSet(
+            where,
+            "exact_match",
+            tuple(
+                Sample(where, n, "none", *(f"{n:x}",) * 3, float(s), 1.0, f"{n // needles:x}")
+                for n, s in enumerate(side.ravel())
+            ),
+        )
+        for side in right
+    )
+    known = replace(known, samples={**known.samples, **sets}, long=LongDivergence(20, tuple(buckets), needles))
+    margins = {**policy().margins, **dict.fromkeys(sets, 0.02), long_context.RETRIEVAL: 0.1}
+    return report(known, policy(margins=margins, long_kl=0.05))
+
+
+VARIANTS = {
+    "long": long,
+    "good": good,
+    "stopped": stopped,
+    "invalid": invalid,
+    "reference": by_reference,
+    "elsewhere": elsewhere,
+}
