@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from quantmint.eval.canary import Canary
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.history import EarlierVerdict
+from quantmint.eval.kl import Divergences
 from quantmint.eval.records import Part, Record
 from quantmint.eval.samples import SampleSet
 from quantmint.eval.verdict import Verdict
@@ -267,7 +268,8 @@ class Measurements(Record):
     run: nothing after it was measured. `faults` are sentences about measurements that were tried and broke (the text
     of a `MeasurementError`): each makes the verdict INVALID, with its reason on record. `history` are the verdicts on
     this model that were known when it was judged, by their times. `baseline_rounding` says how the baseline's own
-    configuration rounds the inputs of its linear layers; None for a baseline in 16 bit.
+    configuration rounds the inputs of its linear layers; None for a baseline in 16 bit. `kl` is None where none was
+    measured.
     """
 
     artefact: str
@@ -285,6 +287,7 @@ class Measurements(Record):
     faults: tuple[str, ...] = ()
     history: tuple[EarlierVerdict, ...] = ()
     baseline_rounding: str | None = None
+    kl: Divergences | None = None
 
     @property
     def kv_tokens(self) -> dict[Side, float]:
@@ -311,6 +314,7 @@ class Measurements(Record):
             "faults": list(self.faults),
             **({"history": [earlier.to_json() for earlier in self.history]} if self.history else {}),  # nor of that
             **({"baseline_rounding": self.baseline_rounding} if self.baseline_rounding else {}),
+            **({} if self.kl is None else {"kl": self.kl.to_json()}),
         }
 
     @classmethod

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from quantmint.eval import canary
+from quantmint.eval import canary, kl
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.gate import accuracy, throughput, validity
@@ -126,6 +126,8 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     findings += accuracy.unmeasured(measurements, policy, broken=broken)
     findings += throughput.judge(cells, measurements, policy, broken=broken)
     findings += canary_findings
+    divergence, kl_findings = _kl(measurements, policy)
+    findings += kl_findings
     structure = measurements.structure
     for reason in structure.reasons or ("The files are complete and as the scheme says.",):
         findings.append(Finding("structure", "checkpoint", structure.verdict, sentence(reason)))
@@ -141,6 +143,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         looks=looks,
         control=again,
         canary=measurements.canary,
+        kl=divergence,
         throughput=tuple(cells),
         headlines=tuple(headlines(measurements, cells)),
         policy=policy,
@@ -172,6 +175,24 @@ def _canary(measurements: Measurements, policy: Policy) -> list[Finding]:
         return [Finding("canary", "prompts", Verdict.INVALID, "The canary decides, but was not measured.")]
     verdict, reason = canary.judge(measurements.canary, policy.canary)
     return [Finding("canary", "prompts", verdict, sentence(reason[:1].upper() + reason[1:]))]
+
+
+def _kl(measurements: Measurements, policy: Policy) -> tuple[kl.Kl | None, list[Finding]]:
+    """Return the divergence at the policy's confidence, and the finding on its promise; none without a promise.
+
+    Without a measurement the promise is INVALID, unless the canary ended the run before.
+    """
+    if policy.kl is None:
+        return None, []
+    if measurements.kl is None:
+        missing = Finding("kl", "texts", Verdict.INVALID, "The KL divergence decides, but was not measured.")
+        return None, [] if measurements.stopped is not None else [missing]
+    try:
+        divergence = kl.measure(measurements.kl, policy.kl.confidence)
+    except MeasurementError as error:
+        return None, [Finding.invalid("kl", str(error))]
+    verdict, reason = kl.judge(divergence, policy.kl)
+    return divergence, [Finding("kl", "texts", verdict, sentence(reason[:1].upper() + reason[1:]))]
 
 
 def _controls(measurements: Measurements, policy: Policy) -> tuple[dict[str, Control], list[Finding]]:

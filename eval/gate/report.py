@@ -12,6 +12,7 @@ from pydantic import Field
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.canary import Canary, CanaryPolicy
 from quantmint.eval.history import EarlierVerdict
+from quantmint.eval.kl import Kl, KlPolicy
 from quantmint.eval.measurements import UNKNOWN
 from quantmint.eval.records import Record
 from quantmint.eval.statistics.sequential import Look
@@ -20,6 +21,10 @@ from quantmint.eval.throughput import Throughput
 from quantmint.eval.verdict import Verdict
 
 Confidence = Annotated[float, Field(ge=0.5, lt=1)]
+
+
+_LATER: Final = ("stop_early", "kl")
+"""Fields of a policy that earlier records do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,8 @@ class Policy(Record):
     `min_ratio` is the least output throughput relative to the baseline in every cell (None: shown only), shown by at
     least `launches` launches a side at `throughput_confidence`, on `hardware`: a name of the table of targets, and
     measured elsewhere the promise is neither kept nor broken (None: any will do). With `stop_early` the launches end
-    at the first look that decides, and `launches` a side are the most (`eval.statistics.ranks.look_boundaries`).
+    at the first look that decides, and `launches` a side are the most (`eval.statistics.ranks.look_boundaries`). `kl`
+    is None where no divergence is promised.
     """
 
     margins: Mapping[str, Share]
@@ -50,10 +56,11 @@ class Policy(Record):
     throughput_confidence: Confidence = 0.95
     hardware: str | None = None
     stop_early: bool = False
+    kl: KlPolicy | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a mapping of the fields, without a `stop_early` of False, which earlier records do not have."""
-        return {name: value for name, value in Record.to_json(self).items() if name != "stop_early" or value}
+        """Return a mapping of the fields, without unset ones that earlier records lack."""
+        return {name: value for name, value in Record.to_json(self).items() if name not in _LATER or value}
 
     @classmethod
     def for_suite(cls, suite: Suite, *, margin: float, **limits: Any) -> Policy:
@@ -76,7 +83,7 @@ figures themselves; version 1 stopped by the bounds of their intervals.
 SEQUENTIAL_JUDGEMENT: Final = 3
 """The same of launches that may end early, whose intervals and p-values version 2 took from the fixed test."""
 
-Kind = Literal["validity", "accuracy", "canary", "throughput", "structure"]
+Kind = Literal["validity", "accuracy", "canary", "kl", "throughput", "structure"]
 ANOMALOUS = "ANOMALOUS"
 """Label of a gain that quantization cannot explain."""
 
@@ -152,6 +159,7 @@ class GateReport(Record):
     looks: Mapping[str, tuple[Look, ...]] = field(default_factory=dict)
     control: Mapping[str, Control] = field(default_factory=dict)
     canary: Canary | None = None
+    kl: Kl | None = None
     throughput: tuple[Throughput, ...]
     headlines: tuple[Headline, ...] = ()
     policy: Policy
@@ -161,9 +169,10 @@ class GateReport(Record):
     def to_json(self) -> dict[str, Any]:
         """Return a mapping of the fields, without the version of the judgement.
 
-        An empty history, and a cell's `reused` of 0, are left out too: earlier records do not have these fields.
+        An empty history, no KL, and a cell's `reused` of 0, are left out too: earlier records do not have these fields.
         """
-        left_out = ("judgement",) if self.history else ("judgement", "history")  # earlier records know of none
+        unset = [name for name in ("history", "kl") if not getattr(self, name)]  # earlier records know of none
+        left_out = ("judgement", *unset)
         fields = {**Record.to_json(self), "policy": self.policy.to_json()}
         for cell in fields["throughput"]:
             if not cell["reused"]:  # nor of launches that were reused

@@ -56,6 +56,7 @@ def render(report: Report) -> str:
             accuracy=accuracy.view(gate),
             flips=flips.view(report, gate),
             canary=gate.canary,
+            kl=gate.kl,
             throughput=throughput.view(report, gate),
             errors=layers.errors(report),
             cache=layers.cache(report),

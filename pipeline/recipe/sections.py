@@ -101,6 +101,17 @@ _MORE_BITS = (0.7, 0.5, None, None)
 _LAUNCHES = 4
 
 
+class KlGate(Section):
+    """A promise on the KL divergence of the next token from the baseline's, over held-out texts."""
+
+    max: float = Field(gt=0)
+    """Largest mean divergence, in nats: PASS where the upper end of its interval is at most this, FAIL where the lower
+    end is above. The reference runtime compares the whole vocabulary; in vLLM the likeliest tokens and a sampled one
+    estimate it without bias."""
+    confidence: float = Field(default=0.95, ge=0.5, lt=1)
+    """Confidence of the one-sided bounds, clustered by text."""
+
+
 class ThroughputGate(Section):
     """The speed that the checkpoint must have on the target's hardware."""
 
@@ -145,12 +156,21 @@ class Gate(Section):
     """Loss of accuracy that is accepted."""
     canary: CanaryGate | None = Field(default_factory=CanaryGate)
     """Check that stops a broken checkpoint within a minute, before the tasks (null: no check)."""
+    kl: KlGate | None = None
+    """Divergence of the next token that is promised (null: none is)."""
     throughput: ThroughputGate = Field(default_factory=ThroughputGate)
     """Speed that is required."""
+
+    @model_serializer(mode="wrap")
+    def _omit_unset(self, dump: Any) -> dict[str, Any]:
+        """Omit a promise that is not made: recipes without one keep their fingerprints."""
+        dumped: dict[str, Any] = dump(self)
+        return {name: value for name, value in dumped.items() if name != "kl" or value is not None}
 
     def policy(self, suite: Suite, hardware: str, schemes: Iterable[str]) -> Policy:
         """Return the gate's policy for a suite with its own margins; the speed is required on `hardware`."""
         from quantmint.eval.gate import Policy
+        from quantmint.eval.kl import KlPolicy
 
         rate = self.accuracy.expected_flip_rate
         return Policy.for_suite(
@@ -166,6 +186,7 @@ class Gate(Section):
             throughput_confidence=self.throughput.confidence,
             stop_early=self.throughput.stop_early,
             hardware=hardware,
+            kl=None if self.kl is None else KlPolicy(self.kl.max, self.kl.confidence),
             **({} if rate is None else {"expected_flip_rate": rate}),
         )
 

@@ -138,6 +138,9 @@ def _figures(report: ComparedReport, gate: GateReport) -> Iterator[tuple[str, fl
     if gate.canary is not None:
         for field in ("agreement", "agreement_low", "agreement_high", "kl", "kl_low", "kl_high"):
             yield f"canary/{field}", getattr(gate.canary, field)
+    if gate.kl is not None:
+        for field in ("value", "lower", "upper"):
+            yield f"kl/{field}", getattr(gate.kl, field)
     for task, control in gate.control.items():
         yield f"control/{task}/flip_rate", control.rate
     for headline in gate.headlines:

@@ -137,7 +137,7 @@ class CanaryStage(SideStage):
         with job.progress.bar(len(prompts), "prompts") as advance:
             for end in look_ends(len(order)):
                 for name, ids in order[len(by_name) : end]:
-                    by_name[name] = _ask(server, name, ids)
+                    by_name[name] = read_prompt(server, name, ids)
                     advance(1)
                 if baseline is not None and _is_clear(job.setting, baseline, by_name):
                     break
@@ -193,7 +193,7 @@ def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...
     )
 
 
-def _ask(server: RunningServer, name: str, ids: Sequence[int]) -> Answer:
+def read_prompt(server: RunningServer, name: str, ids: Sequence[int]) -> Answer:
     """Return the answer to one prompt: log probabilities of its tokens and of the likeliest ones at each position.
 
     The answer has none where the server is healthy and its log probabilities are not finite. Raises `RefusalError` for

@@ -420,8 +420,9 @@ def _evaluated(entries: Mapping[str, Entry]) -> Iterator[DatasetRecord]:
         for _, datasets in sorted(fetched.items()):
             for dataset in datasets:
                 yield DatasetRecord("evaluation", dataset["path"], dataset["commit"], None)
-    if "canary-baseline" in entries:
-        yield DatasetRecord("evaluation", "canary prompts", None, _settings(entries["canary-baseline"])["prompts"])
+    for key in ("canary", "kl"):
+        if (entry := entries.get(f"{key}-baseline")) is not None:
+            yield DatasetRecord("evaluation", f"{key} prompts", None, _settings(entry)["prompts"])
 
 
 def _tools(entries: Mapping[str, Entry]) -> dict[str, str]:

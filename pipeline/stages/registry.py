@@ -9,6 +9,7 @@ from quantmint.pipeline.stages.calibrate import CalibrateStage
 from quantmint.pipeline.stages.canary import CanaryStage
 from quantmint.pipeline.stages.evaluate import ControlStage, EvaluateStage
 from quantmint.pipeline.stages.gate import GateStage
+from quantmint.pipeline.stages.kl import KlStage
 from quantmint.pipeline.stages.package import PackageStage, SignStage
 from quantmint.pipeline.stages.publish import PublishStage
 from quantmint.pipeline.stages.quantize import InspectStage, QuantizeStage
@@ -26,8 +27,10 @@ STAGES: Final[tuple[Stage, ...]] = (
     InspectStage(),
     ServeStage("baseline"),
     CanaryStage("baseline"),
+    KlStage("baseline"),
     ServeStage("candidate"),
     CanaryStage("candidate"),
+    KlStage("candidate"),
     EvaluateStage("baseline"),
     ControlStage(),
     EvaluateStage("candidate"),

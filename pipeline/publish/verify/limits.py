@@ -92,6 +92,8 @@ def _stated(recipe: Recipe, recorded: GateReport) -> Iterator[str]:
         "min_ratio": (gate.throughput.min_ratio, policy.min_ratio),
         "hardware": (recipe.target.hardware, policy.hardware),
         "canary": (gate.canary is None, policy.canary is None),
+        "kl.max": (gate.kl and gate.kl.max, policy.kl and policy.kl.max),
+        "kl.confidence": (gate.kl and gate.kl.confidence, policy.kl and policy.kl.confidence),
     } | {f"margins.{task}": (margin, policy.margins.get(task)) for task, margin in gate.accuracy.margins.items()}
     for name, (expected, actual) in stated.items():
         if expected != actual:
