@@ -1,0 +1,51 @@
+"""Twelve faults of twelve are stopped, each by what names it, and no sound checkpoint is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.trap.checkpoints import SOUND, Sound, Workshop
+from tests.trap.faults import FAULTS, ROUNDED, TRANSPOSED
+from tests.trap.run import table, try_fault, try_sound, write
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("trap"))
+
+
+@pytest.mark.parametrize("base", SOUND, ids=lambda base: base.name)
+def test_a_sound_checkpoint_passes(workshop: Workshop, base: Sound) -> None:
+    result = try_sound(workshop, base)
+    assert result.stoppers == (), result.reasons
+    assert len(result.verdicts) == (4 if base.is_trained else 2)
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if name not in (TRANSPOSED, ROUNDED)])
+def test_a_fault_of_the_files_is_named(workshop: Workshop, name: str) -> None:
+    fault = FAULTS[name]
+    result = try_fault(workshop, fault)
+    assert any(reason.startswith(f"{fault.rule}: ") for reason in result.reasons["inspection"]), result.reasons
+
+
+def test_the_table_is_written_between_its_marks(workshop: Workshop, tmp_path: Path) -> None:
+    name = "weights of two layers exchanged"
+    text = table({name: try_fault(workshop, FAULTS[name])}, {"sound": try_sound(workshop, SOUND[0])})
+    assert f"| {name} | **error too large** | passes |" in text
+    assert "| sound | passes | passes | passes | passes |" in text
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- trap: written by `make trap` -->\nold\n<!-- trap: end -->\nafter\n")
+    write(text, page)
+    content = page.read_text()
+    assert text in content
+    assert "old" not in content
+    assert content.startswith("before\n")
+    assert content.endswith("\nafter\n")
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="found no <!-- trap"):
+        write(text, page)
