@@ -95,7 +95,7 @@ zoo: $(TEST_ENV)  ## quantize 165 tiny models of as many architectures in seven 
 	@$(BIN)/python -m tests.zoo.matrix --jobs 2 --json build/zoo.json $(ARGS)
 	@$(BIN)/python -m tests.zoo.page build/zoo.json
 
-trap: $(TEST_ENV)  ## twelve faults that must be stopped, sound checkpoints that must not, and the table in docs/gate.md
+trap: $(TEST_ENV) serving  ## twelve faults that must be stopped, sound checkpoints that must not, and the table in docs/gate.md
 	@$(BIN)/python -m tests.trap.run --write $(ARGS)
 
 mutation: $(TEST_ENV)  ## change 100 places of the product by a seed, and list those that no test notices (hours)

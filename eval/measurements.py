@@ -11,6 +11,7 @@ from quantmint.eval.canary import Canary
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.history import EarlierVerdict
 from quantmint.eval.kl import Divergences
+from quantmint.eval.layout import LayoutMeasurement
 from quantmint.eval.records import Part, Record
 from quantmint.eval.samples import SampleSet
 from quantmint.eval.verdict import Verdict
@@ -268,8 +269,8 @@ class Measurements(Record):
     run: nothing after it was measured. `faults` are sentences about measurements that were tried and broke (the text
     of a `MeasurementError`): each makes the verdict INVALID, with its reason on record. `history` are the verdicts on
     this model that were known when it was judged, by their times. `baseline_rounding` says how the baseline's own
-    configuration rounds the inputs of its linear layers; None for a baseline in 16 bit. `kl` is None where none was
-    measured.
+    configuration rounds the inputs of its linear layers; None for a baseline in 16 bit. `kl` and `layout` are
+    None where they were not measured.
     """
 
     artefact: str
@@ -288,6 +289,7 @@ class Measurements(Record):
     history: tuple[EarlierVerdict, ...] = ()
     baseline_rounding: str | None = None
     kl: Divergences | None = None
+    layout: LayoutMeasurement | None = None
 
     @property
     def kv_tokens(self) -> dict[Side, float]:
@@ -315,6 +317,7 @@ class Measurements(Record):
             **({"history": [earlier.to_json() for earlier in self.history]} if self.history else {}),  # nor of that
             **({"baseline_rounding": self.baseline_rounding} if self.baseline_rounding else {}),
             **({} if self.kl is None else {"kl": self.kl.to_json()}),
+            **({} if self.layout is None else {"layout": self.layout.to_json()}),
         }
 
     @classmethod

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from quantmint.eval import canary, kl
+from quantmint.eval import canary, kl, layout
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.gate import accuracy, throughput, validity
@@ -128,6 +128,8 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     findings += canary_findings
     divergence, kl_findings = _kl(measurements, policy)
     findings += kl_findings
+    layouts, layout_findings = _layout(measurements, policy)
+    findings += layout_findings
     structure = measurements.structure
     for reason in structure.reasons or ("The files are complete and as the scheme says.",):
         findings.append(Finding("structure", "checkpoint", structure.verdict, sentence(reason)))
@@ -144,6 +146,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         control=again,
         canary=measurements.canary,
         kl=divergence,
+        layout=layouts,
         throughput=tuple(cells),
         headlines=tuple(headlines(measurements, cells)),
         policy=policy,
@@ -193,6 +196,21 @@ def _kl(measurements: Measurements, policy: Policy) -> tuple[kl.Kl | None, list[
         return None, [Finding.invalid("kl", str(error))]
     verdict, reason = kl.judge(divergence, policy.kl)
     return divergence, [Finding("kl", "texts", verdict, sentence(reason[:1].upper() + reason[1:]))]
+
+
+def _layout(measurements: Measurements, policy: Policy) -> tuple[layout.LayoutComparison | None, list[Finding]]:
+    """Return the comparison of the layouts at the policy's confidence, and its finding; none without a promise."""
+    if policy.layout is None:
+        return None, []
+    if measurements.layout is None:
+        missing = Finding("layout", "TP 1", Verdict.INVALID, "The layout decides, but was not compared.")
+        return None, [] if measurements.stopped is not None else [missing]
+    try:
+        comparison = layout.compare(measurements.layout, policy.layout.confidence)
+    except MeasurementError as error:
+        return None, [Finding.invalid("layout", str(error))]
+    verdict, reason = layout.judge(comparison, policy.layout)
+    return comparison, [Finding("layout", comparison.layout, verdict, sentence(reason))]
 
 
 def _controls(measurements: Measurements, policy: Policy) -> tuple[dict[str, Control], list[Finding]]:

@@ -13,6 +13,7 @@ from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.canary import Canary, CanaryPolicy
 from quantmint.eval.history import EarlierVerdict
 from quantmint.eval.kl import Kl, KlPolicy
+from quantmint.eval.layout import LayoutComparison, LayoutPolicy
 from quantmint.eval.measurements import UNKNOWN
 from quantmint.eval.records import Record
 from quantmint.eval.statistics.sequential import Look
@@ -23,7 +24,7 @@ from quantmint.eval.verdict import Verdict
 Confidence = Annotated[float, Field(ge=0.5, lt=1)]
 
 
-_LATER: Final = ("stop_early", "kl")
+_LATER: Final = ("stop_early", "kl", "layout")
 """Fields of a policy that earlier records do not have."""
 
 
@@ -41,7 +42,7 @@ class Policy(Record):
     least `launches` launches a side at `throughput_confidence`, on `hardware`: a name of the table of targets, and
     measured elsewhere the promise is neither kept nor broken (None: any will do). With `stop_early` the launches end
     at the first look that decides, and `launches` a side are the most (`eval.statistics.ranks.look_boundaries`). `kl`
-    is None where no divergence is promised.
+    and `layout` are None where nothing of that is promised.
     """
 
     margins: Mapping[str, Share]
@@ -57,6 +58,7 @@ class Policy(Record):
     hardware: str | None = None
     stop_early: bool = False
     kl: KlPolicy | None = None
+    layout: LayoutPolicy | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a mapping of the fields, without unset ones that earlier records lack."""
@@ -83,7 +85,7 @@ figures themselves; version 1 stopped by the bounds of their intervals.
 SEQUENTIAL_JUDGEMENT: Final = 3
 """The same of launches that may end early, whose intervals and p-values version 2 took from the fixed test."""
 
-Kind = Literal["validity", "accuracy", "canary", "kl", "throughput", "structure"]
+Kind = Literal["validity", "accuracy", "canary", "kl", "layout", "throughput", "structure"]
 ANOMALOUS = "ANOMALOUS"
 """Label of a gain that quantization cannot explain."""
 
@@ -160,6 +162,7 @@ class GateReport(Record):
     control: Mapping[str, Control] = field(default_factory=dict)
     canary: Canary | None = None
     kl: Kl | None = None
+    layout: LayoutComparison | None = None
     throughput: tuple[Throughput, ...]
     headlines: tuple[Headline, ...] = ()
     policy: Policy
@@ -169,9 +172,11 @@ class GateReport(Record):
     def to_json(self) -> dict[str, Any]:
         """Return a mapping of the fields, without the version of the judgement.
 
-        An empty history, no KL, and a cell's `reused` of 0, are left out too: earlier records do not have these fields.
+        An empty history, what was not measured, and a cell's `reused` of 0, are left out too: earlier records do not have these fields.
         """
-        unset = [name for name in ("history", "kl") if not getattr(self, name)]  # earlier records know of none
+        unset = [
+            name for name in ("history", "kl", "layout") if not getattr(self, name)
+        ]  # earlier records know of none
         left_out = ("judgement", *unset)
         fields = {**Record.to_json(self), "policy": self.policy.to_json()}
         for cell in fields["throughput"]:

@@ -112,6 +112,16 @@ class KlGate(Section):
     """Confidence of the one-sided bounds, clustered by text."""
 
 
+class LayoutGate(Section):
+    """A promise that the recipe's layout (TP, EP, DP) answers as a single accelerator does with the same weights."""
+
+    max: float = Field(default=0.02, gt=0)
+    """Largest distance in nats beyond what the single accelerator differs from itself by, of reading (KL) and of greedy
+    answers. The checkpoint must fit a single accelerator."""
+    confidence: float = Field(default=0.95, ge=0.5, lt=1)
+    """Confidence of the one-sided bounds, clustered by text."""
+
+
 class ThroughputGate(Section):
     """The speed that the checkpoint must have on the target's hardware."""
 
@@ -158,19 +168,22 @@ class Gate(Section):
     """Check that stops a broken checkpoint within a minute, before the tasks (null: no check)."""
     kl: KlGate | None = None
     """Divergence of the next token that is promised (null: none is)."""
+    layout: LayoutGate | None = None
+    """Comparison of the recipe's layout with a single accelerator (null: none)."""
     throughput: ThroughputGate = Field(default_factory=ThroughputGate)
     """Speed that is required."""
 
     @model_serializer(mode="wrap")
     def _omit_unset(self, dump: Any) -> dict[str, Any]:
-        """Omit a promise that is not made: recipes without one keep their fingerprints."""
+        """Omit promises that are not made: recipes without them keep their fingerprints."""
         dumped: dict[str, Any] = dump(self)
-        return {name: value for name, value in dumped.items() if name != "kl" or value is not None}
+        return {name: value for name, value in dumped.items() if name not in ("kl", "layout") or value is not None}
 
     def policy(self, suite: Suite, hardware: str, schemes: Iterable[str]) -> Policy:
         """Return the gate's policy for a suite with its own margins; the speed is required on `hardware`."""
         from quantmint.eval.gate import Policy
         from quantmint.eval.kl import KlPolicy
+        from quantmint.eval.layout import LayoutPolicy
 
         rate = self.accuracy.expected_flip_rate
         return Policy.for_suite(
@@ -187,6 +200,7 @@ class Gate(Section):
             stop_early=self.throughput.stop_early,
             hardware=hardware,
             kl=None if self.kl is None else KlPolicy(self.kl.max, self.kl.confidence),
+            layout=None if self.layout is None else LayoutPolicy(self.layout.max, self.layout.confidence),
             **({} if rate is None else {"expected_flip_rate": rate}),
         )
 

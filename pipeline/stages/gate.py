@@ -23,6 +23,7 @@ from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.evaluate import guessing, read_samples
 from quantmint.pipeline.stages.history import Model, earlier_verdicts
 from quantmint.pipeline.stages.kl import read_divergences
+from quantmint.pipeline.stages.layout import read_layout
 from quantmint.pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
 from quantmint.pipeline.stages.serve import LAUNCH, SIDES
 from quantmint.pipeline.stages.setting import Setting
@@ -115,6 +116,7 @@ class GateStage(Stage):
             history=earlier_verdicts(job, model),
             baseline_rounding=input_rounding(job.setting.config),
             kl=read_divergences(job.inputs["kl-candidate"].path) if "kl-candidate" in job.inputs else None,
+            layout=read_layout(job.inputs["layout"].path) if "layout" in job.inputs else None,
         )
         report = judge(measurements, policy_of(job.setting))
         record.write(job.path, measurements, report)

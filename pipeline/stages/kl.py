@@ -151,7 +151,7 @@ def _read(job: Job, server: RunningServer, folder: Path) -> Output:
                 path = str(job.path / _file_of(number))
                 server.ask("keep_logprobs", ids=list(ids), places=list(text.places), path=path)
             else:
-                text = _answered(server, text)
+                text = answered(server, text)
             read.append(text)
             advance(1)
     content = json.dumps([text.to_json() for text in read], allow_nan=False, separators=(",", ":"))
@@ -160,7 +160,7 @@ def _read(job: Job, server: RunningServer, folder: Path) -> Output:
     return Output(result={"positions": positions}, summary=f"{len(read)} texts, {positions:,} positions")
 
 
-def _answered(server: RunningServer, text: ReadText) -> ReadText:
+def answered(server: RunningServer, text: ReadText) -> ReadText:
     """Return the text with vLLM's answer, and with a token drawn at each place at temperature 1.
 
     All places of a text are one request, whose prompts would share a seed, and so have no seed.
@@ -196,10 +196,10 @@ def _compared(job: Job, server: RunningServer) -> Output:
             if isinstance(server, ReferenceServer):
                 path = str(folder / _file_of(number))
                 values = server.ask("divergences", ids=list(text.ids), places=list(text.places), path=path)
+                total = None if None in values else math.fsum(values)
+                texts.append(TextDivergence(text.name, len(text.places), total))
             else:
-                values = _sampled(server, text)
-            total = None if None in values else math.fsum(values)
-            texts.append(TextDivergence(text.name, len(text.places), total))
+                texts.append(text_divergence(server, text))
             advance(1)
     divergences = Divergences(isinstance(server, ReferenceServer), tuple(texts))
     write_json(job.path / DIVERGENCES, divergences.to_json())
@@ -208,12 +208,12 @@ def _compared(job: Job, server: RunningServer) -> Output:
     return Output(result={"kl": kl.value}, summary=f"KL {kl.value:.3g} nats{bound}, {kl.positions:,} positions")
 
 
-def _sampled(server: RunningServer, text: ReadText) -> Sequence[float | None]:
-    """Return a value at each place whose mean over drawn tokens is the divergence; None without a finite answer."""
+def text_divergence(server: RunningServer, text: ReadText) -> TextDivergence:
+    """Return the divergence of vLLM's ``server`` from the one that read ``text``, by its drawn tokens."""
     candidate, baseline = read_prompt(server, text.name, text.ids), text.answer
     assert baseline is not None  # noqa: S101 - vLLM's baseline has one
     if not candidate.actual:
-        return [None]
+        return TextDivergence(text.name, len(text.places), None)
 
     def at(place: int, sample: tuple[int, float]) -> float | None:
         token, logprob = sample
@@ -230,7 +230,9 @@ def _sampled(server: RunningServer, text: ReadText) -> Sequence[float | None]:
         )
 
     with ThreadPoolExecutor(_IN_FLIGHT, "kl") as pool:
-        return list(pool.map(at, text.places, text.samples))
+        values = list(pool.map(at, text.places, text.samples))
+    finite = [value for value in values if value is not None]
+    return TextDivergence(text.name, len(text.places), math.fsum(finite) if len(finite) == len(values) else None)
 
 
 def _file_of(number: int) -> str:

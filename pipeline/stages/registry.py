@@ -10,6 +10,7 @@ from quantmint.pipeline.stages.canary import CanaryStage
 from quantmint.pipeline.stages.evaluate import ControlStage, EvaluateStage
 from quantmint.pipeline.stages.gate import GateStage
 from quantmint.pipeline.stages.kl import KlStage
+from quantmint.pipeline.stages.layout import LayoutStage
 from quantmint.pipeline.stages.package import PackageStage, SignStage
 from quantmint.pipeline.stages.publish import PublishStage
 from quantmint.pipeline.stages.quantize import InspectStage, QuantizeStage
@@ -31,6 +32,7 @@ STAGES: Final[tuple[Stage, ...]] = (
     ServeStage("candidate"),
     CanaryStage("candidate"),
     KlStage("candidate"),
+    LayoutStage(),
     EvaluateStage("baseline"),
     ControlStage(),
     EvaluateStage("candidate"),

@@ -12,7 +12,7 @@ from quantmint.pipeline.runs.oneshot import make_checkpoint, open_job
 from tests.serving.served.cases import MODEL
 from tests.zoo import models as zoo
 
-_CALIBRATION = {"set": "tiny", "samples": 16, "sequence_length": 256, "batch_size": 8}
+CALIBRATION = {"set": "tiny", "samples": 16, "sequence_length": 256, "batch_size": 8}
 SMOLLM2 = "SmolLM2-135M"
 """The name of the source whose folder is given; see tests/bench/smollm2.py."""
 
@@ -93,7 +93,7 @@ class Workshop:
             sections = {
                 "source": {"folder": str(self.source(wanted.source))},
                 "quantization": {"scheme": wanted.scheme, "format": wanted.layout, "kv_cache": wanted.kv_cache},
-                "calibration": _CALIBRATION if static else None,
+                "calibration": CALIBRATION if static else None,
             }
             make_checkpoint(open_job(recipe_of(sections), folder, device="cpu"), PlainReporter())
         return folder

@@ -15,13 +15,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from quantmint.pipeline.serving.environment import VllmEnvironment, find_vllm
 from tests.trap.checkpoints import SMOLLM2, Sound, Workshop, sound
 from tests.trap.endpoints import Outcome, calibrated_scales, outcome
 from tests.trap.faults import FAULTS, ROUNDED, TRANSPOSED, Fault
+from tests.trap.layouts import BASE, layouts
 
 PAGE = Path(__file__).parents[2] / "docs" / "gate.md"
 _BEGIN, _END = "<!-- trap: written by `make trap` -->", "<!-- trap: end -->"
-COLUMNS: Mapping[str, str] = {"inspection": "`inspect`", "servers": "validity", "canary": "canary", "kl": "KL"}
+COLUMNS: Mapping[str, str] = {
+    "inspection": "`inspect`",
+    "servers": "validity",
+    "canary": "canary",
+    "kl": "KL",
+    "layout": "layout",
+}
 """What may stop a checkpoint, and its heading in the table."""
 
 
@@ -39,6 +47,14 @@ def try_fault(workshop: Workshop, fault: Fault) -> Outcome:
         shutil.copytree(made, copy)
         fault.inject(copy)
         return outcome(fault.base, copy, source, calibrated_scales(made))
+
+
+def try_layouts(workshop: Workshop, vllm: VllmEnvironment) -> tuple[Outcome, Outcome]:
+    """Return what the layout's endpoint says of a sound launch on two processes, and of one with a transposed shard."""
+    with layouts(workshop, vllm) as served:
+        verdicts = [served.verdict(is_broken=is_broken) for is_broken in (False, True)]
+    good, broken = (Outcome({"layout": verdict}, {"layout": (reason,)}) for verdict, reason in verdicts)
+    return good, broken
 
 
 def table(outcomes: Mapping[str, Outcome], good: Mapping[str, Outcome]) -> str:
@@ -83,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workshop = Workshop(Path(folder), options.smollm2)
         good = {base.name: try_sound(workshop, base) for base in sound(options.smollm2)}
         faults = dict(FAULTS) if options.smollm2 is None else {**FAULTS, **_on_smollm2()}
-        outcomes = {name: try_fault(workshop, fault) for name, fault in faults.items()}
+        outcomes = {name: try_fault(workshop, fault) for name, fault in faults.items() if name != TRANSPOSED}
+        outcomes[TRANSPOSED], good[f"{BASE.name}, TP 2"] = try_layouts(workshop, find_vllm())[::-1]
     text = table(outcomes, good)
     sys.stdout.write(f"{text}\n")
     passed = [name for name, result in outcomes.items() if not result.stoppers]

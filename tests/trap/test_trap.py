@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base.hardware import local_cpu_flags, refusal
+from quantmint.pipeline.serving.environment import VllmEnvironment
 from tests.trap.checkpoints import SOUND, Sound, Workshop
 from tests.trap.faults import FAULTS, ROUNDED, TRANSPOSED
-from tests.trap.run import table, try_fault, try_sound, write
+from tests.trap.run import table, try_fault, try_layouts, try_sound, write
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
@@ -33,11 +36,22 @@ def test_a_fault_of_the_files_is_named(workshop: Workshop, name: str) -> None:
     assert any(reason.startswith(f"{fault.rule}: ") for reason in result.reasons["inspection"]), result.reasons
 
 
+@pytest.mark.vllm
+def test_a_transposed_shard_of_tensor_parallelism_is_stopped(workshop: Workshop, warm_vllm: VllmEnvironment) -> None:
+    """In a real vLLM on two processes: the sound launch passes, and the same with one shard transposed does not."""
+    if (reason := refusal("cpu", "ptpc_fp8", "fp8", "compressed-tensors", cpu_flags=local_cpu_flags())) is not None:
+        pytest.skip(reason)
+    good, broken = try_layouts(workshop, warm_vllm)
+    assert good.verdicts == {"layout": Verdict.PASS}, good.reasons
+    assert broken.verdicts == {"layout": Verdict.FAIL}, broken.reasons
+    assert "TP 2 beside TP 1 of the same weights: reading" in broken.reasons["layout"][0]
+
+
 def test_the_table_is_written_between_its_marks(workshop: Workshop, tmp_path: Path) -> None:
     name = "weights of two layers exchanged"
     text = table({name: try_fault(workshop, FAULTS[name])}, {"sound": try_sound(workshop, SOUND[0])})
     assert f"| {name} | **error too large** | passes |" in text
-    assert "| sound | passes | passes | passes | passes |" in text
+    assert "| sound | passes | passes | passes | passes |  |" in text
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- trap: written by `make trap` -->\nold\n<!-- trap: end -->\nafter\n")
     write(text, page)

@@ -93,6 +93,7 @@ def _stated(recipe: Recipe, recorded: GateReport) -> Iterator[str]:
         "hardware": (recipe.target.hardware, policy.hardware),
         "canary": (gate.canary is None, policy.canary is None),
         "kl.max": (gate.kl and gate.kl.max, policy.kl and policy.kl.max),
+        "layout.max": (gate.layout and gate.layout.max, policy.layout and policy.layout.max),
         "kl.confidence": (gate.kl and gate.kl.confidence, policy.kl and policy.kl.confidence),
     } | {f"margins.{task}": (margin, policy.margins.get(task)) for task, margin in gate.accuracy.margins.items()}
     for name, (expected, actual) in stated.items():
