@@ -161,7 +161,8 @@ class Server(Record):
     `runtime` is what answered: the engine, then after a comma what it does with this checkpoint ("vllm 0.32.0",
     "transformers 5.17.0, dequantized weights, simulated FP8 activations"). `kv_cache_dtype` is the type that the cache
     really has (None: nothing tells), `template` and `tokenizer` are the SHA-256 of the chat template and of the
-    tokenizer's files (None: there is none, or nobody looked).
+    tokenizer's files (None: there is none, or nobody looked). `mx_scales` is how the scales of MX inputs were rounded
+    ("even", "up"; None: as the target's own kernels do).
     """
 
     version: str
@@ -175,6 +176,11 @@ class Server(Record):
     kv_cache_dtype: str | None = None
     template: str | None = None
     tokenizer: str | None = None
+    mx_scales: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a mapping of the fields, without an unknown `mx_scales`, which earlier records do not have."""
+        return {name: value for name, value in Record.to_json(self).items() if name != "mx_scales" or value}
 
     @property
     def engine(self) -> str:

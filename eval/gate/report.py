@@ -24,7 +24,7 @@ from quantmint.eval.verdict import Verdict
 Confidence = Annotated[float, Field(ge=0.5, lt=1)]
 
 
-_LATER: Final = ("stop_early", "kl", "layout")
+_LATER: Final = ("stop_early", "kl", "layout", "mx_scales")
 """Fields of a policy that earlier records do not have."""
 
 
@@ -42,7 +42,7 @@ class Policy(Record):
     least `launches` launches a side at `throughput_confidence`, on `hardware`: a name of the table of targets, and
     measured elsewhere the promise is neither kept nor broken (None: any will do). With `stop_early` the launches end
     at the first look that decides, and `launches` a side are the most (`eval.statistics.ranks.look_boundaries`). `kl`
-    and `layout` are None where nothing of that is promised.
+    and `layout` are None where nothing of that is promised, `mx_scales` where the recipe names no rounding.
     """
 
     margins: Mapping[str, Share]
@@ -59,6 +59,7 @@ class Policy(Record):
     stop_early: bool = False
     kl: KlPolicy | None = None
     layout: LayoutPolicy | None = None
+    mx_scales: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a mapping of the fields, without unset ones that earlier records lack."""
@@ -172,7 +173,7 @@ class GateReport(Record):
     def to_json(self) -> dict[str, Any]:
         """Return a mapping of the fields, without the version of the judgement.
 
-        An empty history, what was not measured, and a cell's `reused` of 0, are left out too: earlier records do not have these fields.
+        An empty history, what was not measured, and a cell's `reused` of 0, are left out too, as in earlier records.
         """
         unset = [
             name for name in ("history", "kl", "layout") if not getattr(self, name)

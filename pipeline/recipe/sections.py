@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
 from quantmint.eval.statistics.ranks import MOST_LOOKS
-from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.base.schemes import has_mx_activations, scheme
 from quantmint.pipeline.recipe.destinations import Address, Destinations
 from quantmint.pipeline.recipe.section import PRINTABLE, Section, wrong
 
@@ -179,8 +179,11 @@ class Gate(Section):
         dumped: dict[str, Any] = dump(self)
         return {name: value for name, value in dumped.items() if name not in ("kl", "layout") or value is not None}
 
-    def policy(self, suite: Suite, hardware: str, schemes: Iterable[str]) -> Policy:
-        """Return the gate's policy for a suite with its own margins; the speed is required on `hardware`."""
+    def policy(self, suite: Suite, hardware: str, schemes: Iterable[str], mx_scales: str | None = None) -> Policy:
+        """Return the gate's policy for a suite with its own margins; the speed is required on `hardware`.
+
+        ``mx_scales`` is the target's rounding of MX scales; it is required where a scheme has MX inputs.
+        """
         from quantmint.eval.gate import Policy
         from quantmint.eval.kl import KlPolicy
         from quantmint.eval.layout import LayoutPolicy
@@ -200,6 +203,7 @@ class Gate(Section):
             stop_early=self.throughput.stop_early,
             hardware=hardware,
             kl=None if self.kl is None else KlPolicy(self.kl.max, self.kl.confidence),
+            mx_scales=mx_scales if has_mx_activations(schemes) else None,
             layout=None if self.layout is None else LayoutPolicy(self.layout.max, self.layout.confidence),
             **({} if rate is None else {"expected_flip_rate": rate}),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from quantmint.eval import record
 from quantmint.eval.gate import Policy, judge
@@ -12,6 +13,7 @@ from quantmint.eval.measurements import Both, Measurements, Server, Side, Struct
 from quantmint.eval.report.history import widened
 from quantmint.eval.samples import SampleSet
 from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base import hardware
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.digest import folder_digest
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
@@ -136,7 +138,8 @@ class GateStage(Stage):
 def policy_of(setting: Setting) -> Policy:
     """Return the recipe's gate as a policy for its suite, target and schemes."""
     recipe = setting.recipe
-    return recipe.gate.policy(setting.suite, recipe.target.hardware, recipe.quantization.schemes)
+    target = recipe.target
+    return recipe.gate.policy(setting.suite, target.hardware, recipe.quantization.schemes, target.mx_scales)
 
 
 def checkpoint_digest(entry: Entry) -> str:
@@ -171,4 +174,18 @@ def _server(job: Job, side: Side) -> Server:
         kv_cache_dtype=launch["kv_cache_dtype"],
         template=launch["template"],
         tokenizer=launch["tokenizer"],
+        mx_scales=_mx_scales(job, launch),
     )
+
+
+def _mx_scales(job: Job, launch: Mapping[str, Any]) -> str | None:
+    """Return how the served side rounded MX scales; None where the recipe names no rounding, or it is the metal's own.
+
+    vLLM on hardware with one way to round them has that; on hardware with several it is the target's kernels that run.
+    """
+    if job.setting.recipe.target.mx_scales is None:
+        return None
+    if job.setting.recipe.evaluation.runtime == "reference":
+        return str(launch.get("mx_scales", "even"))
+    row = hardware.table().get(launch["device"]["hardware"])
+    return row.mx_scales[0] if row is not None and len(row.mx_scales) == 1 else None

@@ -18,6 +18,7 @@ from quantmint.eval.workloads import Workload
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import needs
 from quantmint.pipeline.base.machine import Device, versions
+from quantmint.pipeline.base.schemes import has_mx_activations
 from quantmint.pipeline.quantize.digest import template_digest, tokenizer_digest
 from quantmint.pipeline.recipe.modules import assigned
 from quantmint.pipeline.recipe.schema import Quantization, Recipe
@@ -217,6 +218,7 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
             max_model_len=recipe.target.max_model_len,
             kv_cache_dtype="auto" if side == "baseline" else recipe.quantization.kv_cache,
             trust_remote_code=recipe.trust_remote_code,
+            mx_scales=recipe.mx_scales if has_mx_activations(recipe.quantization.schemes) else "even",
         )
     tunableop = setting.loaded.tunableop
     source = facts_of_config(setting.config)

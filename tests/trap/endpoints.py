@@ -112,21 +112,26 @@ def divergences(baseline: Behaviour, candidate: Behaviour) -> Divergences:
     return Divergences(True, tuple(texts))
 
 
-def outcome(base: Sound, checkpoint: Path, source: Path, scales: Mapping[str, float]) -> Outcome:
-    """Return what the inspection says of a checkpoint, and the gate of its servers, its canary and its divergence."""
+def outcome(
+    base: Sound, checkpoint: Path, source: Path, scales: Mapping[str, float], mx_scales: str | None = None
+) -> Outcome:
+    """Return what the inspection says of a checkpoint, and the gate of its servers, its canary and its divergence.
+
+    The target rounds the scales of MX inputs as ``mx_scales`` says (None: that is not named); here they go to even.
+    """
     found = inspection(checkpoint, source, scales)
     structure = StructureCheck(Verdict.PASS if found.passed else Verdict.FAIL, tuple(found.summary().splitlines()))
     verdicts = {"inspection": structure.verdict}
     reasons = {"inspection": structure.reasons if not found.passed else ()}
     measured = Measurements("trap", structure, _server(source), _server(checkpoint))
-    policy = Policy({}, canary=None)
+    policy = Policy({}, canary=None, mx_scales=mx_scales)
     if base.is_trained and not _unreadable(checkpoint):
         few_bits = scheme(base.scheme).bits_per_weight < 5
         before, after = behaviour(source, source), behaviour(checkpoint, source)
         measured = replace(
             measured, canary=canary.compare(before.answers, after.answers), kl=divergences(before, after)
         )
-        policy = Policy({}, canary=CanaryGate().policy([base.scheme]), kl=KlPolicy(_PROMISES[few_bits]))
+        policy = replace(policy, canary=CanaryGate().policy([base.scheme]), kl=KlPolicy(_PROMISES[few_bits]))
     for kind, verdict, texts in _judged(measured, policy):
         verdicts[kind], reasons[kind] = verdict, texts
     return Outcome(verdicts, reasons)
@@ -156,4 +161,6 @@ def _unreadable(checkpoint: Path) -> bool:
 
 
 def _server(folder: Path) -> Server:
-    return Server("1", "CPU", (), {}, template=template_digest(folder), tokenizer=tokenizer_digest(folder))
+    return Server(
+        "1", "CPU", (), {}, template=template_digest(folder), tokenizer=tokenizer_digest(folder), mx_scales="even"
+    )

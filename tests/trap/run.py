@@ -46,7 +46,8 @@ def try_fault(workshop: Workshop, fault: Fault) -> Outcome:
         copy = Path(folder) / "broken"
         shutil.copytree(made, copy)
         fault.inject(copy)
-        return outcome(fault.base, copy, source, calibrated_scales(made))
+        mx_scales = "up" if fault.name == ROUNDED else None
+        return outcome(fault.base, copy, source, calibrated_scales(made), mx_scales)
 
 
 def try_layouts(workshop: Workshop, vllm: VllmEnvironment) -> tuple[Outcome, Outcome]:

@@ -36,6 +36,12 @@ def test_a_fault_of_the_files_is_named(workshop: Workshop, name: str) -> None:
     assert any(reason.startswith(f"{fault.rule}: ") for reason in result.reasons["inspection"]), result.reasons
 
 
+def test_a_proof_by_another_rounding_than_the_target_s_is_void(workshop: Workshop) -> None:
+    result = try_fault(workshop, FAULTS[ROUNDED])
+    assert result.stoppers == ("servers",)
+    assert "rounded with MX scales to 'even', the target rounds to 'up'" in result.reasons["servers"][0]
+
+
 @pytest.mark.vllm
 def test_a_transposed_shard_of_tensor_parallelism_is_stopped(workshop: Workshop, warm_vllm: VllmEnvironment) -> None:
     """In a real vLLM on two processes: the sound launch passes, and the same with one shard transposed does not."""

@@ -52,7 +52,8 @@ def compare_with_recipe(
         return LimitsComparison((*faults, *_stated(recipe, recorded)), (reason,))
     faults += _counts(recipe, suite, measurements)
     judged_by = suite.judged_by(recipe.gate.accuracy.margins)
-    expected = recipe.gate.policy(judged_by, recipe.target.hardware, recipe.quantization.schemes)
+    target = recipe.target
+    expected = recipe.gate.policy(judged_by, target.hardware, recipe.quantization.schemes, target.mx_scales)
     unknown: list[str] = []
     for change in _differing(expected.to_json(), recorded.policy):
         sentence = f"{change.path[2:]} is {change.new}, not {change.old}"

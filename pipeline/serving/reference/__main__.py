@@ -38,6 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="auto",
         help="fp8: refuse a checkpoint without scales for its cache (default: as the checkpoint declares)",
     )
+    add(
+        "--mx-scales",
+        choices=("even", "up"),
+        default="even",
+        help="rounding of the scales of MX inputs (default: even)",
+    )
     add("--device", default="auto", help="PyTorch's name of a device (default: a GPU if there is one)")
     add("--trust-remote-code", action="store_true", help="run Python code of the model's folder")
     options = parser.parse_args(arguments)
@@ -58,7 +64,8 @@ def _answer(options: argparse.Namespace) -> None:
     from quantmint.pipeline.serving.reference.model import load, reference_version
 
     folder, device = Path(options.model), resolve_device(options.device)
-    loaded = load(folder, device, trust_remote_code=options.trust_remote_code)
+    trust = options.trust_remote_code
+    loaded = load(folder, device, trust_remote_code=trust, mx_scales=options.mx_scales)
     if options.kv_cache_dtype == "fp8" and not loaded.kv_scales:
         raise UserError(f"{folder}: --kv-cache-dtype fp8, but the checkpoint has no scales for its cache.")
     tokenizer = lm.load_tokenizer(folder, loaded, trust_remote_code=options.trust_remote_code)
@@ -67,6 +74,7 @@ def _answer(options: argparse.Namespace) -> None:
         "runtime": loaded.runtime,
         "device": asdict(local_device(device)),
         "kv_cache_dtype": loaded.kv_cache_dtype,
+        **({} if options.mx_scales == "even" else {"mx_scales": options.mx_scales}),
     }
     print(f"{loaded.runtime}, on {facts['device']}", file=sys.stderr, flush=True)  # noqa: T201
     session = Session(partial(lm.ReferenceLM, loaded, tokenizer))
